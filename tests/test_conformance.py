@@ -58,6 +58,7 @@ REFUSED_BY_READERS = {
 # Of two think blocks the templates drop what stands between them, so a row with them is refused when it is encoded.
 CHANGED_BY_TEMPLATES = {"several think blocks in an answer"}
 
+Mode = tuple[str, bool, str]  # loss, whether empty think blocks are learned, earlier thinking
 Conversation = dict[str, Any]  # name, messages, tools
 Document = tuple[str, np.ndarray]  # text; (characters,) bool: supervised
 
@@ -147,7 +148,7 @@ class Reference:
     def render(self, messages: list[Any], tools: Any, **variables: Any) -> str:
         return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **variables)
 
-    def documents(self, messages: list[Any], tools: Any) -> Iterator[tuple[tuple[str, bool, str], list[Document]]]:
+    def documents(self, messages: list[Any], tools: Any) -> Iterator[tuple[Mode, list[Document]]]:
         """Each mode with the documents that it trains on."""
         whole = self._described(messages, tools)
         # A cut comes behind each assistant turn where, of assistant and user, the user speaks next.
@@ -267,9 +268,7 @@ class Candidate:
     def __init__(self, folder: Path) -> None:
         self.template, self.tokenizer = ChatTemplate.from_folder(folder), load_tokenizer(folder)
 
-    def documents(
-        self, messages: list[Any], tools: Any, modes: list[tuple[str, bool, str]]
-    ) -> list[list[tuple[str, np.ndarray]]]:
+    def documents(self, messages: list[Any], tools: Any, modes: list[Mode]) -> list[list[tuple[str, np.ndarray]]]:
         """As the reference's, per mode; those without a supervised character are left out."""
         once = RenderedOnce(self.template)
         found = []
@@ -284,9 +283,7 @@ class Candidate:
             found.append(documents)
         return found
 
-    def tokens(
-        self, messages: list[Any], tools: Any, mode: tuple[str, bool, str]
-    ) -> list[tuple[list[int], list[bool]]]:
+    def tokens(self, messages: list[Any], tools: Any, mode: Mode) -> list[tuple[list[int], list[bool]]]:
         """Token ids, and which are supervised, of every document, as training gets them."""
         loss, empty_think, earlier = mode
         empty = "supervised" if empty_think else "masked"
@@ -333,14 +330,8 @@ class Pair(NamedTuple):
 
     def texts_differ(self, messages: list[Any], tools: Any, all_variables: bool) -> bool:
         """Whether a way to render gives another text."""
-        ways: list[dict[str, Any]] = [
-            {},
-            {"add_generation_prompt": True},
-            {"add_generation_prompt": True, "enable_thinking": False},
-            {"add_generation_prompt": True, "enable_thinking": True},
-            {"enable_thinking": False},
-            {"enable_thinking": True},
-        ]
+        thinking: list[dict[str, Any]] = [{}, {"enable_thinking": False}, {"enable_thinking": True}]
+        ways = [{}, *({"add_generation_prompt": True, **each} for each in thinking), *thinking[1:]]
         return any(
             self.candidate.template.render(messages, tools=tools, **way)
             != self.reference.render(messages, tools, **way)
@@ -351,9 +342,9 @@ class Pair(NamedTuple):
         self,
         messages: list[Any],
         tools: Any,
-        in_tokens: list[tuple[str, bool, str]],
+        in_tokens: list[Mode],
         read: tuple[list[Any], Any] | None = None,
-    ) -> list[tuple[str, bool, str]]:
+    ) -> list[Mode]:
         """Modes in which documents differ: their texts, which characters are supervised, for some which tokens.
 
         `read`: messages and tools as a format's reader gives them, for the candidate.
@@ -386,16 +377,10 @@ class Pair(NamedTuple):
         return encoded
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "asset",
-        pytest.param(
-            "qwen3",
-            marks=[pytest.mark.skipif(not QWEN3.exists(), reason="no real Qwen3 tokenizer here"), pytest.mark.full],
-        ),
-    ],
-)
+REAL = [pytest.mark.skipif(not QWEN3.exists(), reason="no real Qwen3 tokenizer here"), pytest.mark.full]
+
+
+@pytest.fixture(scope="module", params=["asset", pytest.param("qwen3", marks=REAL)])
 def pair(request: pytest.FixtureRequest) -> Pair:
     folder = ASSETS / "tokenizer" if request.param == "asset" else QWEN3
     is_ours = request.param == "asset"
@@ -415,18 +400,16 @@ def test_every_conversation_is_rendered_and_tokenised_as_transformers_does_it(pa
             assert pair.candidate.tokenizer.encode(text) == theirs["input_ids"], name
 
 
-def test_every_conversation_is_supervised_in_every_mode_as_the_reference_says(
-    pair: Pair, request: pytest.FixtureRequest
-) -> None:
-    conversations, equal = hand_written(), Counter[tuple[str, bool, str]]()
-    different = []
+def test_every_conversation_is_supervised_in_every_mode_as_the_reference_says(pair: Pair) -> None:
+    conversations, different = hand_written(), []
     for each in conversations:
         differ = pair.modes_that_differ(each["messages"], each["tools"], MODES)
         different += [(each["name"], mode) for mode in differ]
-        equal.update(set(MODES) - set(differ))
-    print(f"\n{request.node.name}\n{table(equal, len(conversations))}")
     assert not different
     assert pair.changed == {json.dumps(each["messages"]) for each in conversations if pair.is_changed(each)}
+
+
+SPEAKERS = {"user": "human", "assistant": "gpt"}  # of ShareGPT
 
 
 def in_format(name: str, conversation: Conversation) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
@@ -446,10 +429,7 @@ def in_format(name: str, conversation: Conversation) -> tuple[dict[str, Any], li
     ):
         said = []
         for message in messages:
-            speaker, value = (
-                {"user": "human", "assistant": "gpt"}.get(message["role"], message["role"]),
-                message["content"],
-            )
+            speaker, value = SPEAKERS.get(message["role"], message["role"]), message["content"]
             if "tool_calls" in message:
                 calls = [call.get("function", call) for call in message["tool_calls"]]
                 speaker, value = "function_call", json.dumps(calls)
@@ -484,25 +464,20 @@ def test_every_format_means_the_same_conversation_in_every_mode(name: str, pair:
         read += 1
         differ = pair.modes_that_differ(meant, each["tools"], [], (example.messages, example.tools))
         different += [(each["name"], mode) for mode in differ]
-    print(f"\n{name}: {read} conversations x {len(MODES)} modes")
     assert refused <= REFUSED_BY_READERS
     assert not different and read >= {"messages": 100, "sharegpt": 60, "alpaca": 20, "columns": 10}.get(name, 60)
 
 
-def table(equal: Counter[tuple[str, bool, str]], of: int) -> str:
-    """Conversations whose documents, tokens and supervised tokens are the reference's, per mode."""
-    lines = ["| loss | empty think block | " + " | ".join(EARLIER) + " |", "|---|---|" + "---|" * len(EARLIER)]
-    for loss, empty_think in itertools.product(LOSSES, EMPTY_THINK):
-        counts = " | ".join(f"{equal[loss, empty_think, earlier]}/{of}" for earlier in EARLIER)
-        lines.append(f"| {loss} | {'learned' if empty_think else 'not learned'} | {counts} |")
-    return "\n".join(lines)
+def unweighted(conversation: Conversation) -> list[dict[str, Any]]:
+    messages = conversation["messages"]
+    return [{key: value for key, value in message.items() if key != "weight"} for message in messages]
 
 
 def test_assistant_loss_is_transformers_own_mask(pair: Pair) -> None:
     """`return_assistant_tokens_mask` itself, with the marked template and nothing of ours in between."""
     kept = [each for each in hand_written() if not pair.is_changed(each)]
     for each, empty_think in itertools.product(kept, EMPTY_THINK):
-        messages = [{key: value for key, value in message.items() if key != "weight"} for message in each["messages"]]
+        messages = unweighted(each)
         theirs = pair.reference.tokenizer.apply_chat_template(
             messages,
             tools=each["tools"],
@@ -518,7 +493,7 @@ def test_assistant_loss_is_transformers_own_mask(pair: Pair) -> None:
 def test_no_unrolled_turn_has_lost_its_reasoning_and_none_is_learned_twice(pair: Pair) -> None:
     unrolled = 0
     for each in hand_written():
-        messages = [{key: value for key, value in message.items() if key != "weight"} for message in each["messages"]]
+        messages = unweighted(each)
         template = pair.candidate.template
         documents = supervise(template, messages, "assistant", False, "unroll", tools=each["tools"])
         learned, hopeless = Counter[int](), set()
@@ -542,19 +517,8 @@ def test_no_unrolled_turn_has_lost_its_reasoning_and_none_is_learned_twice(pair:
 PIECES = [
     *("word", " word", "two words", "\n", "\n\n", " ", "\t", ".", "é", "e\u0301", "🙂", "漢", "مرحبا", "12", "-3.5"),
     *("<think>", "</think>", "<think>\n\n</think>\n\n", END, "<|im_start|>", "assistant", "user\n", "<tool_call>"),
-    *(
-        "</tool_call>",
-        "<tool_response>",
-        "</tool_response>",
-        "{{ x }}",
-        "{% if %}",
-        '"',
-        "\\",
-        "\\n",
-        "'",
-        "&lt;",
-        "<b>",
-    ),
+    *("</tool_call>", "<tool_response>", "</tool_response>", "{{ x }}", "{% if %}", '"', "\\", "\\n", "'", "&lt;"),
+    "<b>",
 ]
 TOOLS = [
     {"type": "function", "function": {"name": "look", "description": f'"é" {END}', "parameters": {"a": [1, None]}}}
