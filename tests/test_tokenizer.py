@@ -34,14 +34,12 @@ QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-QWEN2_SPLIT: dict[str, Any] = {
-    "type": "Sequence",
-    "pretokenizers": [
-        {"type": "Split", "pattern": {"Regex": QWEN2_PATTERN}, "behavior": "Isolated", "invert": False},
-        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-    ],
-}
 GPT2_SPLIT = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+QWEN2_STEPS: list[dict[str, Any]] = [
+    {"type": "Split", "pattern": {"Regex": QWEN2_PATTERN}, "behavior": "Isolated", "invert": False},
+    {**GPT2_SPLIT, "use_regex": False},
+]
+QWEN2_SPLIT = {"type": "Sequence", "pretokenizers": QWEN2_STEPS}
 Both = tuple[Tokenizer, tokenizers.Tokenizer]  # ours and theirs
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 # What has divided regex engines or Unicode versions before: spaces, case folding, combining marks of several classes,
@@ -63,19 +61,10 @@ odd_text = st.lists(
 fuzz = settings(deadline=None, max_examples=examples(400), suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def byte_characters() -> dict[int, str]:
-    """The stand-in of each byte, asked of the library itself: a text of one UTF-8 character at a time."""
-    stand_ins: dict[int, str] = {}
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    for code in [*range(0x800), *range(0x800, 0x10000, 0x40), *range(0x10000, 0x110000, 0x1000)]:
-        if not 0xD800 <= code < 0xE000:
-            (piece, _), *_ = byte_level.pre_tokenize_str(chr(code))
-            stand_ins.update(zip(chr(code).encode(), piece, strict=True))
-    spare = iter(sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(stand_ins.values())))
-    return {byte: stand_ins.get(byte) or next(spare) for byte in range(256)}
-
-
-BYTES = byte_characters()
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+OWN, OTHERS = {ord(character): character for character in ALPHABET}, iter(ALPHABET[-68:])
+# The stand-in of each byte: a visible one's own character, else the next from U+0100.
+BYTES = {byte: OWN.get(byte) or next(OTHERS) for byte in range(256)}
 
 
 def definition(merges: list[tuple[str, str]], **changes: Any) -> dict[str, Any]:
@@ -87,13 +76,10 @@ def definition(merges: list[tuple[str, str]], **changes: Any) -> dict[str, Any]:
     added = [added_token(len(vocab), "<eos>", special=True)]
     return {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
+        **dict.fromkeys(("truncation", "padding", "normalizer", "post_processor")),
         "added_tokens": added,
-        "normalizer": None,
         "pre_tokenizer": QWEN2_SPLIT,
-        "post_processor": None,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "decoder": {**GPT2_SPLIT, "add_prefix_space": True},
         "model": model,
         **changes,
     }
@@ -139,16 +125,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tokenizer built as Qwen3's is, and trained by the library."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(QWEN2_PATTERN), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        invented_lines(), trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
-    )
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    splits = pre_tokenizers.Split(Regex(QWEN2_PATTERN), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([splits, to_bytes])
+    trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=ALPHABET, show_progress=False)
+    tokenizer.train_from_iterator(invented_lines(), trainer)
     tokenizer.add_tokens([AddedToken(content, special=True, normalized=False) for content in SPECIALS])
     folder = tmp_path_factory.mktemp("trained")
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -223,15 +204,9 @@ def test_all_shared_data_gets_the_ids_that_hf_gives(qwen3_both: Both) -> None:
     assert_same_ids(*qwen3_both, texts)
 
 
-CLASS_SAMPLES = [
-    *range(0x80, 0x3400, 1),
-    *range(0xA000, 0xAC00),
-    *range(0xF900, 0x10000, 3),
-    *range(0x10000, 0x12600),
-    *range(0x16A00, 0x17000),
-    *range(0x1CC00, 0x1F000, 2),
-    *range(0x31000, 0x34000, 64),
-]
+CLASS_RANGES = [(0x80, 0x3400, 1), (0xA000, 0xAC00, 1), (0xF900, 0x10000, 3), (0x10000, 0x12600, 1)]
+CLASS_RANGES += [(0x16A00, 0x17000, 1), (0x1CC00, 0x1F000, 2), (0x31000, 0x34000, 64)]
+CLASS_SAMPLES = [code for limits in CLASS_RANGES for code in range(*limits)]
 
 
 @pytest.mark.parametrize("split", [QWEN2_SPLIT, GPT2_SPLIT], ids=["qwen2", "gpt2"])
@@ -480,7 +455,7 @@ def vocabulary_edit(edit: Callable[[dict[str, int]], object], merges: Any = (("a
 
 def split_edit(part: int, **changes: Any) -> Callable[[], dict[str, Any]]:
     def build() -> dict[str, Any]:
-        steps = [dict(step) for step in QWEN2_SPLIT["pretokenizers"]]
+        steps = [dict(step) for step in QWEN2_STEPS]
         steps[part].update(changes)
         return definition([], pre_tokenizer={"type": "Sequence", "pretokenizers": steps})
 
@@ -975,11 +950,8 @@ def test_load_tokenizer_finds_what_a_path_means(tmp_path: Path, trained: Path) -
 
 def test_what_is_no_tokenizer_is_refused_with_path_and_remedy(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello", encoding="utf-8")
-    for path, told in (
-        ("nowhere", "no such file or folder"),
-        ("notes.txt", "has no tokenizer"),
-        ("", "has no tokenizer"),
-    ):
+    refused = {"nowhere": "no such file or folder", "notes.txt": "has no tokenizer", "": "has no tokenizer"}
+    for path, told in refused.items():
         for function in (load_tokenizer, tokenizer_files):
             with pytest.raises(UserError, match=told) as error:
                 function(tmp_path / path)
