@@ -409,9 +409,8 @@ ASKED = [say("user", "q"), say("assistant", "one", reasoning_content="x"), say("
 @pytest.mark.parametrize("name", MARKS)
 def test_what_a_template_marks_is_learned_as_transformers_marks_it(name: str, tmp_path: Path) -> None:
     folder = whole_folder(tmp_path, marking(MARKS[name]))
-    theirs = transformers_tokenizer(folder).apply_chat_template(
-        ASKED, return_dict=True, return_assistant_tokens_mask=True
-    )
+    render = transformers_tokenizer(folder).apply_chat_template
+    theirs = render(ASKED, return_dict=True, return_assistant_tokens_mask=True)
     encoder = Encoder(load_tokenizer(folder), ChatTemplate.from_folder(folder), DataConfig(), 512)
     (found,) = encoder.encode(Example(messages=ASKED)).documents
     assert (found >> 1).tolist() == theirs["input_ids"]
@@ -419,17 +418,17 @@ def test_what_a_template_marks_is_learned_as_transformers_marks_it(name: str, tm
     assert 0 < sum(theirs["assistant_masks"]) < len(found)
 
 
+def learned(chat: ChatTemplate, messages: list[dict[str, Any]], **settings: Any) -> list[str]:
+    return [r.text[a:b] for r, spans in supervise(chat, messages, **settings) for a, b in spans]
+
+
 def test_marks_leave_the_weights_of_messages_and_the_settings_of_the_loss_as_they_are(tmp_path: Path) -> None:
     chat = template(tmp_path, marking(MARKS["the answer and its end"]))
-
-    def learned(messages: list[dict[str, Any]], **settings: Any) -> list[str]:
-        return [r.text[a:b] for r, spans in supervise(chat, messages, **settings) for a, b in spans]
-
-    assert learned(ASKED) == ["one<|im_end|>", "two\n<|im_end|>"]
-    assert learned(ASKED, loss="last") == ["two\n<|im_end|>"]
-    assert learned([ASKED[0], {**ASKED[1], "weight": 0}, *ASKED[2:]]) == ["two\n<|im_end|>"]
-    assert learned([{**ASKED[0], "weight": 1}, *ASKED[1:]], loss="weight") == ["q<|im_end|>"]
-    assert learned(ASKED, earlier_thinking="mask") == ["two\n<|im_end|>"]
+    assert learned(chat, ASKED) == ["one<|im_end|>", "two\n<|im_end|>"]
+    assert learned(chat, ASKED, loss="last") == ["two\n<|im_end|>"]
+    assert learned(chat, [ASKED[0], {**ASKED[1], "weight": 0}, *ASKED[2:]]) == ["two\n<|im_end|>"]
+    assert learned(chat, [{**ASKED[0], "weight": 1}, *ASKED[1:]], loss="weight") == ["q<|im_end|>"]
+    assert learned(chat, ASKED, earlier_thinking="mask") == ["two\n<|im_end|>"]
     assert chat.render(ASKED) == chat.render_turns(ASKED).text and type(chat.render(ASKED)) is str
 
 
@@ -464,8 +463,7 @@ def test_marks_that_get_lost_or_are_not_on_single_assistant_messages_are_refused
 def test_a_mark_inside_of_a_mark_or_a_macro_is_where_its_text_stands(tmp_path: Path) -> None:
     macro = "{% macro show(m) %}HEADx<<a<<{{ m.content }}>>b>>{% endmacro %}"
     chat = template(tmp_path, marking("{{ show(m) }}<|im_end|>{{ '\n' }}", before=macro))
-    learned = [r.text[a:b] for r, spans in supervise(chat, ASKED) for a, b in spans]
-    assert learned == ["aoneb", "atwo\nb"]
+    assert learned(chat, ASKED) == ["aoneb", "atwo\nb"]
 
 
 # -- errors of a template --
