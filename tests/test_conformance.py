@@ -16,7 +16,6 @@ import itertools
 import json
 import random
 import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,6 +57,7 @@ REFUSED_BY_READERS = {
 # Of two think blocks the templates drop what stands between them, so a row with them is refused when it is encoded.
 CHANGED_BY_TEMPLATES = {"several think blocks in an answer"}
 
+ROLES = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
 Mode = tuple[str, bool, str]  # loss, whether empty think blocks are learned, earlier thinking
 Conversation = dict[str, Any]  # name, messages, tools
 Document = tuple[str, np.ndarray]  # text; (characters,) bool: supervised
@@ -114,11 +114,8 @@ def marked(source: str, marking: Marking, empty_think: bool) -> str:
     parts = [
         source[:opening],
         "{%- set shows = " + marking.shows + " %}{%- set shown = " + marking.thought + " %}",
-        "{{- '"
-        + marking.header
-        + "' }}{%- if "
-        + before
-        + " and shows %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}",
+        "{{- '" + marking.header + "' }}",
+        "{%- if " + before + " and shows %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}",
         "{%- generation %}{%- if " + after + " %}{{- '<think>\\n' ~ shown ~ '\\n</think>\\n\\n' }}{%- endif %}",
         "{{- " + marking.content + " }}",
         source[calls:closing],
@@ -493,21 +490,17 @@ def test_assistant_loss_is_transformers_own_mask(pair: Pair) -> None:
 def test_no_unrolled_turn_has_lost_its_reasoning_and_none_is_learned_twice(pair: Pair) -> None:
     unrolled = 0
     for each in hand_written():
-        messages = unweighted(each)
-        template = pair.candidate.template
+        messages, template = unweighted(each), pair.candidate.template
         documents = supervise(template, messages, "assistant", False, "unroll", tools=each["tools"])
-        learned, hopeless = Counter[int](), set()
-        for rendered, spans in documents:
-            for turn in rendered.turns:
-                if (turn.answer, turn.stop) in spans:
-                    learned[turn.message] += 1
-                    assert not turn.lost_reasoning, each["name"]
+        learned = [
+            turn for rendered, spans in documents for turn in rendered.turns if (turn.answer, turn.stop) in spans
+        ]
+        assert not any(turn.lost_reasoning for turn in learned), each["name"]
         for i, message in enumerate(messages):
             # Where no user asks, Qwen3's template shows no reasoning at all.
-            if message["role"] == "assistant" and template.render_turns(messages[: i + 1]).turns[i].lost_reasoning:
-                hopeless.add(i)
-        assistants = {i for i, message in enumerate(messages) if message["role"] == "assistant"}
-        assert learned == Counter(assistants - hopeless), each["name"]
+            is_shown = not template.render_turns(messages[: i + 1]).turns[i].lost_reasoning
+            times = message["role"] == "assistant" and is_shown
+            assert [turn.message for turn in learned].count(i) == times, each["name"]
         unrolled += len(documents) > 1
     assert unrolled > 10
 
@@ -551,8 +544,7 @@ def random_conversation(chance: random.Random) -> tuple[list[dict[str, Any]], An
     roles = chance.choice(("", "", "s")) + "".join(
         chance.choice(("ua", "ua", "ua", "uata", "uatta", "a", "u", "s")) for _ in range(chance.choice((1, 1, 2, 2, 3)))
     )
-    names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
-    return [random_message(chance, names[role]) for role in roles], chance.choice((None, None, TOOLS))
+    return [random_message(chance, ROLES[role]) for role in roles], chance.choice((None, None, TOOLS))
 
 
 def test_random_conversations_agree_with_the_reference(pair: Pair, full: bool) -> None:
@@ -642,8 +634,7 @@ def test_a_weight_on_a_message_that_does_not_show_is_refused(loss: str, weight: 
     ],
 )
 def test_a_round_ends_behind_the_last_answer_to_one_user(roles: str, cuts: list[tuple[int, int]]) -> None:
-    names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
-    messages = [{"role": names[role]} for role in roles]
+    messages = [{"role": ROLES[role]} for role in roles]
     for lost, expected in ((True, cuts), (False, [(len(roles), 0)])):
         turns = [Turn(i, message["role"], 0, 0, 0, lost and i == 0) for i, message in enumerate(messages)]
         assert rounds(messages, Rendered("", turns)) == expected
