@@ -373,7 +373,7 @@ def test_all_options_of_a_trainer_are_listed(trainer: str, capsys: pytest.Captur
         ("mixed_precision_param", 0, "training.mixed_precision_param"),
         ("float8.recipe_name", 0, "# torchtitan\nmodel.converters"),
         ("optim.learning_rate", 0, "learning_rate\n    optimizer.lr\n"),
-        ("--learning_rate=1e-5", 0, "--learning_rate 1e-5 is an option of TRL, axolotl and LLaMA-Factory; here: --opt"),
+        ("--learning_rate=1e-5", 0, "1e-5 is an option of TRL, axolotl and LLaMA-Factory; here: --optimizer.lr 1e-5"),
         ("LLAMA_factory", 0, "# LLaMA-Factory\n"),
         ("t", 2, "no option that is known"),
         ("learning_rat", 2, "no option that is known; did you mean learning_rate"),
