@@ -1,4 +1,5 @@
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,11 @@ def qwen_like(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"text": "a <|im_end|>\n", "n": 1}}}
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "é <b> & 'quoted'", "parameters": {}}}]
 
+ASK, AGAIN = say("user", "q"), [say("user", "r"), say("assistant", "b")]
+THOUGHT = say("assistant", "a", reasoning_content="why")
+IN_CONTENT = say("assistant", "<think>\nwhy\n</think>\n\na")
+OTHER_TURN = f"{END}\n<|im_start|>user\nd"
+
 # A conversation, and for each of its assistant messages what the assistant generates before the turn's end.
 CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
     "one turn": ([say("user", "hi"), say("assistant", "hello")], ["hello"]),
@@ -90,12 +96,8 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         ["user", "assistant"],
     ),
     "the end token in contents": (
-        [
-            say("user", f"a{END}\n<|im_start|>assistant\nb"),
-            say("assistant", f"c{END}\n<|im_start|>user\nd"),
-            say("user"),
-        ],
-        [f"c{END}\n<|im_start|>user\nd"],
+        [say("user", f"a{END}\n<|im_start|>assistant\nb"), say("assistant", f"c{OTHER_TURN}"), say("user")],
+        [f"c{OTHER_TURN}"],
     ),
     "contents that end with the end token": (
         [say("user", END), say("assistant", END), say("user", END), say("assistant", f"a{END}{END}")],
@@ -106,28 +108,16 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         ["a\n\n"],
     ),
     "reasoning in its own field": (
-        [say("user", "q"), say("assistant", "a", reasoning_content="\nwhy\n")],
-        ["<think>\nwhy\n</think>\n\na"],
+        [ASK, say("assistant", "a", reasoning_content="\nwhy\n")],
+        [IN_CONTENT["content"]],
     ),
-    "reasoning under another name": (
-        [say("user", "q"), say("assistant", "a", thinking="why")],
-        ["<think>\nwhy\n</think>\n\na"],
-    ),
-    "reasoning in the content": (
-        [say("user", "q"), say("assistant", "<think>\nwhy\n</think>\n\na")],
-        ["<think>\nwhy\n</think>\n\na"],
-    ),
-    "reasoning of an earlier turn is dropped": (
-        [say("user", "q"), say("assistant", "<think>\nwhy\n</think>\n\na"), say("user", "r"), say("assistant", "b")],
-        ["a", "b"],
-    ),
-    "an empty think block in the content": (
-        [say("user", "q"), say("assistant", "<think>\n\n</think>\n\na")],
-        ["a"],
-    ),
-    "an empty answer": ([say("user", "q"), say("assistant", ""), say("user", "r"), say("assistant", "b")], ["", "b"]),
-    "no user": ([say("system", "s"), say("user", "q"), say("assistant", "a", name=None)], ["a"]),
-    "no assistant": ([say("system", "s"), say("user", "q")], []),
+    "reasoning under another name": ([ASK, say("assistant", "a", thinking="why")], [IN_CONTENT["content"]]),
+    "reasoning in the content": ([ASK, IN_CONTENT], [IN_CONTENT["content"]]),
+    "reasoning of an earlier turn is dropped": ([ASK, IN_CONTENT, *AGAIN], ["a", "b"]),
+    "an empty think block in the content": ([ASK, say("assistant", "<think>\n\n</think>\n\na")], ["a"]),
+    "an empty answer": ([ASK, say("assistant"), *AGAIN], ["", "b"]),
+    "no user": ([say("system", "s"), ASK, say("assistant", "a", name=None)], ["a"]),
+    "no assistant": ([say("system", "s"), ASK], []),
 }
 
 
@@ -155,12 +145,8 @@ def test_answers_are_what_the_assistant_generates(qwen_like: ChatTemplate, name:
 
 
 def test_tool_calls_are_supervised_and_tool_results_are_not(qwen_like: ChatTemplate) -> None:
-    messages = [
-        say("user", "q"),
-        say("assistant", "", tool_calls=[CALL, CALL]),
-        say("tool", f"result{END}"),
-        say("assistant", "done"),
-    ]
+    calling = say("assistant", "", tool_calls=[CALL, CALL])
+    messages = [ASK, calling, say("tool", f"result{END}"), say("assistant", "done")]
     rendered = qwen_like.render_turns(messages, tools=TOOLS)
     called, done = generated(rendered)
     assert called.startswith("<tool_call>") and called.endswith("</tool_call>" + END)
@@ -170,8 +156,6 @@ def test_tool_calls_are_supervised_and_tool_results_are_not(qwen_like: ChatTempl
     assert rendered.text == qwen_like.render(messages, tools=TOOLS)
 
 
-THOUGHT, AGAIN = say("assistant", "a", reasoning_content="why"), [say("user", "r"), say("assistant", "b")]
-IN_CONTENT = say("assistant", "<think>\nwhy\n</think>\n\na")
 CALLING = say("assistant", "<think>why</think>", tool_calls=[CALL])
 
 
@@ -242,17 +226,11 @@ def transformers_tokenizer(folder: Path) -> Any:
 def test_qwen3s_template_renders_as_transformers_renders_it() -> None:
     ours, theirs = ChatTemplate.from_folder(QWEN3), transformers_tokenizer(QWEN3)
     conversations = [messages for messages, _ in CONVERSATIONS.values()]
-    conversations.append(
-        [say("user", "q"), say("assistant", "", tool_calls=[CALL]), say("tool", "r"), say("tool", "s")]
-    )
-    for messages in conversations:
-        variants: list[dict[str, Any]] = [{}, {"enable_thinking": False}, {"tools": TOOLS}]
-        for variables in variants:
-            for prompt in (False, True):
-                expected = theirs.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=prompt, **variables
-                )
-                assert ours.render(messages, add_generation_prompt=prompt, **variables) == expected
+    conversations.append([ASK, say("assistant", "", tool_calls=[CALL]), say("tool", "r"), say("tool", "s")])
+    variants: list[dict[str, Any]] = [{}, {"enable_thinking": False}, {"tools": TOOLS}]
+    for messages, variables, prompt in product(conversations, variants, (False, True)):
+        how = {"add_generation_prompt": prompt, **variables}
+        assert ours.render(messages, **how) == theirs.apply_chat_template(messages, tokenize=False, **how)
 
 
 EVERY_FEATURE = """{# comment #}
@@ -275,14 +253,8 @@ EVERY_FEATURE = """{# comment #}
 @needs_qwen3
 def test_every_feature_of_the_template_language_renders_as_transformers_renders_it(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").symlink_to(QWEN3 / "tokenizer.json")
-    ours = template(
-        tmp_path,
-        EVERY_FEATURE,
-        tokenizer_class="Qwen2Tokenizer",
-        unk_token=None,
-        bos_token="<|im_start|>",
-        pad_token="<|endoftext|>",
-    )
+    tokens = {"unk_token": None, "bos_token": "<|im_start|>", "pad_token": "<|endoftext|>"}
+    ours = template(tmp_path, EVERY_FEATURE, tokenizer_class="Qwen2Tokenizer", **tokens)
     theirs = transformers_tokenizer(tmp_path)
     messages = [say("user", "  a <b>&'\"  "), say("user", "gone", skip=True), say("assistant", "c", nothing=None)]
     expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, extra="more")
@@ -292,19 +264,8 @@ def test_every_feature_of_the_template_language_renders_as_transformers_renders_
 # -- where the template comes from --
 
 
-def test_a_jinja_file_comes_before_the_config_and_default_is_taken_of_several(tmp_path: Path) -> None:
-    several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default {{ eos_token }}"}]
-    assert template(tmp_path, several).render([say("user")]) == "default " + END
-    assert template(tmp_path, "string").render([say("user")]) == "string"
-    (tmp_path / "chat_template.jinja").write_text("file {{ pad_token }}", encoding="utf-8")
-    assert template(tmp_path, "string").render([say("user")]) == "file <|endoftext|>"
-    assert template(tmp_path, None).render([say("user")]) == "file <|endoftext|>"
-
-
-@pytest.mark.parametrize("source", [None, [{"name": "tool_use", "template": "x"}], [], 3])
-def test_a_folder_without_a_template_is_refused(tmp_path: Path, source: Any) -> None:
-    with pytest.raises(UserError, match="chat_template"):
-        template(tmp_path, source)
+def test_tokens_of_the_config_are_variables(tmp_path: Path) -> None:
+    assert template(tmp_path, "{{ eos_token }} {{ pad_token }}").render([say("user")]) == END + " <|endoftext|>"
 
 
 def test_a_missing_or_broken_config_is_refused(tmp_path: Path) -> None:
@@ -315,31 +276,39 @@ def test_a_missing_or_broken_config_is_refused(tmp_path: Path) -> None:
         ChatTemplate.from_folder(tmp_path)
 
 
-def test_invalid_jinja_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="not valid Jinja"):
-        template(tmp_path, "{% for %}")
-    with pytest.raises(UserError, match="No filter named 'random'"):
-        template(tmp_path, "{{ [1, 2] | random }}")
-
-
 # -- several templates, and marks: as transformers --
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
 WITH_TOOLS = "{{ tools | tojson }}\r\n" + PLAIN
 BOTH = {"default": PLAIN, "tool_use": WITH_TOOLS}
+FILES = {"chat_template.jinja": PLAIN, "additional_chat_templates/tool_use.jinja": WITH_TOOLS}
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        *((source, "chat_template") for source in (None, [{"name": "tool_use", "template": "x"}], [], 3)),
+        *((source, "chat_template") for source in ({**BOTH, "tool_use": 3}, {"tool_use": WITH_TOOLS})),
+        ("{% for %}", "not valid Jinja"),
+        ("{{ [1, 2] | random }}", "No filter named 'random'"),
+    ],
+)
+def test_a_folder_without_a_valid_template_is_refused(tmp_path: Path, source: Any, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        template(tmp_path, source)
+
+
 # chat_template in tokenizer_config.json, and the files beside it; None: transformers has no template for that row
 SEVERAL: dict[str, tuple[Any, dict[str, str]]] = {
     "one": (PLAIN, {}),
     "a list": ([{"name": name, "template": source} for name, source in BOTH.items()], {}),
     "an object": (BOTH, {}),
     "a list without tools": ([{"name": "default", "template": PLAIN}, {"name": "rag", "template": "x"}], {}),
-    "files": (None, {"chat_template.jinja": PLAIN, "additional_chat_templates/tool_use.jinja": WITH_TOOLS}),
+    "files": (None, FILES),
     "files before a list": (
         [{"name": name, "template": source + "!"} for name, source in BOTH.items()], {"chat_template.jinja": PLAIN}
     ),
-    "files before a template": (
-        "x", {"chat_template.jinja": PLAIN, "additional_chat_templates/tool_use.jinja": WITH_TOOLS}
-    ),
+    "files before a template": ("x", FILES),
     "a default among the others": (
         None, {f"additional_chat_templates/{name}.jinja": source for name, source in BOTH.items()}
     ),
@@ -347,11 +316,16 @@ SEVERAL: dict[str, tuple[Any, dict[str, str]]] = {
 }  # fmt: skip
 
 
+def whole_folder(path: Path, source: Any) -> Path:
+    """A folder with a tokenizer, which `transformers` can load."""
+    (path / "tokenizer.json").write_bytes((ASSETS / "tokenizer" / "tokenizer.json").read_bytes())
+    return folder_with(path, source, tokenizer_class="PreTrainedTokenizerFast", pad_token=END)
+
+
 @pytest.fixture
 def several(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     source, files = SEVERAL[request.param]
-    folder_with(tmp_path, source, tokenizer_class="PreTrainedTokenizerFast", pad_token=END)
-    (tmp_path / "tokenizer.json").write_bytes((ASSETS / "tokenizer" / "tokenizer.json").read_bytes())
+    whole_folder(tmp_path, source)
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(text.encode())
@@ -398,12 +372,9 @@ def test_a_named_template_is_for_all_rows_and_every_template_counts_for_the_cach
     assert ChatTemplate.from_folder(several).render([say("user")], tools=TOOLS) == "own False"
 
 
-def test_a_date_in_either_template_is_told_and_a_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
+def test_a_date_in_either_template_is_told_and_files_hide_the_templates_of_the_config(tmp_path: Path) -> None:
     assert template(tmp_path, {**BOTH, "tool_use": "{{ strftime_now('%Y') }}"}).is_dated
     assert not template(tmp_path, {**BOTH, "rag": "{{ strftime_now('%Y') }}"}).is_dated
-    for wrong in ({**BOTH, "tool_use": 3}, {"tool_use": WITH_TOOLS}):
-        with pytest.raises(UserError, match="chat_template"):
-            template(tmp_path, wrong)
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(WITH_TOOLS)
     with pytest.raises(UserError, match="no \\(default\\) chat_template"):  # as transformers: files hide the config's
@@ -437,11 +408,9 @@ ASKED = [say("user", "q"), say("assistant", "one", reasoning_content="x"), say("
 
 @pytest.mark.parametrize("name", MARKS)
 def test_what_a_template_marks_is_learned_as_transformers_marks_it(name: str, tmp_path: Path) -> None:
-    folder = folder_with(tmp_path, marking(MARKS[name]), tokenizer_class="PreTrainedTokenizerFast", pad_token=END)
-    (tmp_path / "tokenizer.json").write_bytes((ASSETS / "tokenizer" / "tokenizer.json").read_bytes())
-    theirs = transformers_tokenizer(folder).apply_chat_template(
-        ASKED, return_dict=True, return_assistant_tokens_mask=True
-    )
+    folder = whole_folder(tmp_path, marking(MARKS[name]))
+    render = transformers_tokenizer(folder).apply_chat_template
+    theirs = render(ASKED, return_dict=True, return_assistant_tokens_mask=True)
     encoder = Encoder(load_tokenizer(folder), ChatTemplate.from_folder(folder), DataConfig(), 512)
     (found,) = encoder.encode(Example(messages=ASKED)).documents
     assert (found >> 1).tolist() == theirs["input_ids"]
@@ -449,48 +418,52 @@ def test_what_a_template_marks_is_learned_as_transformers_marks_it(name: str, tm
     assert 0 < sum(theirs["assistant_masks"]) < len(found)
 
 
+def learned(chat: ChatTemplate, messages: list[dict[str, Any]], **settings: Any) -> list[str]:
+    return [r.text[a:b] for r, spans in supervise(chat, messages, **settings) for a, b in spans]
+
+
 def test_marks_leave_the_weights_of_messages_and_the_settings_of_the_loss_as_they_are(tmp_path: Path) -> None:
     chat = template(tmp_path, marking(MARKS["the answer and its end"]))
-
-    def learned(messages: list[dict[str, Any]], **settings: Any) -> list[str]:
-        return [r.text[a:b] for r, spans in supervise(chat, messages, **settings) for a, b in spans]
-
-    assert learned(ASKED) == ["one<|im_end|>", "two\n<|im_end|>"]
-    assert learned(ASKED, loss="last") == ["two\n<|im_end|>"]
-    assert learned([ASKED[0], {**ASKED[1], "weight": 0}, *ASKED[2:]]) == ["two\n<|im_end|>"]
-    assert learned([{**ASKED[0], "weight": 1}, *ASKED[1:]], loss="weight") == ["q<|im_end|>"]
-    assert learned(ASKED, earlier_thinking="mask") == ["two\n<|im_end|>"]
+    assert learned(chat, ASKED) == ["one<|im_end|>", "two\n<|im_end|>"]
+    assert learned(chat, ASKED, loss="last") == ["two\n<|im_end|>"]
+    assert learned(chat, [ASKED[0], {**ASKED[1], "weight": 0}, *ASKED[2:]]) == ["two\n<|im_end|>"]
+    assert learned(chat, [{**ASKED[0], "weight": 1}, *ASKED[1:]], loss="weight") == ["q<|im_end|>"]
+    assert learned(chat, ASKED, earlier_thinking="mask") == ["two\n<|im_end|>"]
     assert chat.render(ASKED) == chat.render_turns(ASKED).text and type(chat.render(ASKED)) is str
 
 
+LOST = "HEAD{% set text %}<<{{ m.content }}>>{% endset %}BODY{{ m.content }}<|im_end|>{{ '\n' }}"
+
+
 @pytest.mark.parametrize(
-    "source",
+    ("source", "told"),
     [
-        marking(UNMARKED, "<<", ">>"),
-        marking(MARKS["the answer and its end"], "<<x>>"),
-        "{% generation %}" + marking(UNMARKED) + "{% endgeneration %}",
+        *(
+            (source, "marks .* not a single assistant message")
+            for source in (
+                marking(UNMARKED, "<<", ">>"),
+                marking(MARKS["the answer and its end"], "<<x>>"),
+                "{% generation %}" + marking(UNMARKED) + "{% endgeneration %}",
+            )
+        ),
+        *(
+            (marking(LOST.replace("BODY", body)), "rewrites or drops text inside {% generation %}")
+            for body in ("{{ [text, 'x'] | join }}", "{{ text | title }}", "x")
+        ),
     ],
-    ids=["every message", "what is no message", "everything"],
+    ids=["every message", "what is no message", "everything", "joined", "title", "gone"],
 )
-def test_marks_on_anything_but_single_assistant_messages_are_refused(source: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"\{% generation %\} marks .* not a single assistant message"):
-        template(tmp_path, source).render_turns(ASKED)
-
-
-@pytest.mark.parametrize(
-    "body", ["{{ [text, 'x'] | join }}", "{{ text | title }}", "x"], ids=["joined", "title", "gone"]
-)
-def test_marks_that_get_lost_are_refused(body: str, tmp_path: Path) -> None:
-    source = marking("HEAD{% set text %}<<{{ m.content }}>>{% endset %}" + body + "{{ m.content }}<|im_end|>{{ '\n' }}")
-    with pytest.raises(UserError, match=r"rewrites or drops text inside \{% generation %\}"):
+def test_marks_that_get_lost_or_are_not_on_single_assistant_messages_are_refused(
+    source: str, told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=told):
         template(tmp_path, source).render_turns(ASKED)
 
 
 def test_a_mark_inside_of_a_mark_or_a_macro_is_where_its_text_stands(tmp_path: Path) -> None:
     macro = "{% macro show(m) %}HEADx<<a<<{{ m.content }}>>b>>{% endmacro %}"
     chat = template(tmp_path, marking("{{ show(m) }}<|im_end|>{{ '\n' }}", before=macro))
-    learned = [r.text[a:b] for r, spans in supervise(chat, ASKED) for a, b in spans]
-    assert learned == ["aoneb", "atwo\nb"]
+    assert learned(chat, ASKED) == ["aoneb", "atwo\nb"]
 
 
 # -- errors of a template --
@@ -664,27 +637,16 @@ def test_a_message_that_does_not_show_has_an_empty_turn(tmp_path: Path) -> None:
 # -- the generation prompt --
 
 
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The variables of every time that a template runs."""
+def test_the_prompt_is_asked_for_once_per_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Any] = []
     real = ChatTemplate._run
-
-    def run(self: ChatTemplate, messages: Any, prompt: bool, variables: Any) -> str:
-        runs.append(variables)
-        return real(self, messages, prompt, variables)
-
-    monkeypatch.setattr(ChatTemplate, "_run", run)
-    return runs
-
-
-def test_the_prompt_is_asked_for_once_per_variables(tmp_path: Path, counted: list[Any]) -> None:
+    monkeypatch.setattr(ChatTemplate, "_run", lambda *given: runs.append(given) or real(*given))
     chat, messages = template(tmp_path), [say("user", "q"), say("assistant", "a"), *AGAIN]
     for _ in range(3):
         chat.render_turns(messages)
         chat.render_turns(messages, tools=[{"name": "unhashable"}], enable_thinking=True)
         chat.render_turns(messages, tools=[{"name": "unhashable"}], enable_thinking=False)
-    assert len(counted) == 3 * 3 + 2 * 6 + 2  # a conversation is one, a prompt six; the end of a turn two, once
+    assert len(runs) == 3 * 3 + 2 * 6 + 2  # a conversation is one, a prompt six; the end of a turn two, once
 
 
 def test_the_prompt_does_not_depend_on_the_order_of_conversations(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ import itertools
 import json
 import random
 import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,6 +57,8 @@ REFUSED_BY_READERS = {
 # Of two think blocks the templates drop what stands between them, so a row with them is refused when it is encoded.
 CHANGED_BY_TEMPLATES = {"several think blocks in an answer"}
 
+ROLES = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+Mode = tuple[str, bool, str]  # loss, whether empty think blocks are learned, earlier thinking
 Conversation = dict[str, Any]  # name, messages, tools
 Document = tuple[str, np.ndarray]  # text; (characters,) bool: supervised
 
@@ -113,11 +114,8 @@ def marked(source: str, marking: Marking, empty_think: bool) -> str:
     parts = [
         source[:opening],
         "{%- set shows = " + marking.shows + " %}{%- set shown = " + marking.thought + " %}",
-        "{{- '"
-        + marking.header
-        + "' }}{%- if "
-        + before
-        + " and shows %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}",
+        "{{- '" + marking.header + "' }}",
+        "{%- if " + before + " and shows %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}",
         "{%- generation %}{%- if " + after + " %}{{- '<think>\\n' ~ shown ~ '\\n</think>\\n\\n' }}{%- endif %}",
         "{{- " + marking.content + " }}",
         source[calls:closing],
@@ -147,7 +145,7 @@ class Reference:
     def render(self, messages: list[Any], tools: Any, **variables: Any) -> str:
         return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **variables)
 
-    def documents(self, messages: list[Any], tools: Any) -> Iterator[tuple[tuple[str, bool, str], list[Document]]]:
+    def documents(self, messages: list[Any], tools: Any) -> Iterator[tuple[Mode, list[Document]]]:
         """Each mode with the documents that it trains on."""
         whole = self._described(messages, tools)
         # A cut comes behind each assistant turn where, of assistant and user, the user speaks next.
@@ -267,9 +265,7 @@ class Candidate:
     def __init__(self, folder: Path) -> None:
         self.template, self.tokenizer = ChatTemplate.from_folder(folder), load_tokenizer(folder)
 
-    def documents(
-        self, messages: list[Any], tools: Any, modes: list[tuple[str, bool, str]]
-    ) -> list[list[tuple[str, np.ndarray]]]:
+    def documents(self, messages: list[Any], tools: Any, modes: list[Mode]) -> list[list[tuple[str, np.ndarray]]]:
         """As the reference's, per mode; those without a supervised character are left out."""
         once = RenderedOnce(self.template)
         found = []
@@ -284,9 +280,7 @@ class Candidate:
             found.append(documents)
         return found
 
-    def tokens(
-        self, messages: list[Any], tools: Any, mode: tuple[str, bool, str]
-    ) -> list[tuple[list[int], list[bool]]]:
+    def tokens(self, messages: list[Any], tools: Any, mode: Mode) -> list[tuple[list[int], list[bool]]]:
         """Token ids, and which are supervised, of every document, as training gets them."""
         loss, empty_think, earlier = mode
         empty = "supervised" if empty_think else "masked"
@@ -333,14 +327,8 @@ class Pair(NamedTuple):
 
     def texts_differ(self, messages: list[Any], tools: Any, all_variables: bool) -> bool:
         """Whether a way to render gives another text."""
-        ways: list[dict[str, Any]] = [
-            {},
-            {"add_generation_prompt": True},
-            {"add_generation_prompt": True, "enable_thinking": False},
-            {"add_generation_prompt": True, "enable_thinking": True},
-            {"enable_thinking": False},
-            {"enable_thinking": True},
-        ]
+        thinking: list[dict[str, Any]] = [{}, {"enable_thinking": False}, {"enable_thinking": True}]
+        ways = [{}, *({"add_generation_prompt": True, **each} for each in thinking), *thinking[1:]]
         return any(
             self.candidate.template.render(messages, tools=tools, **way)
             != self.reference.render(messages, tools, **way)
@@ -351,9 +339,9 @@ class Pair(NamedTuple):
         self,
         messages: list[Any],
         tools: Any,
-        in_tokens: list[tuple[str, bool, str]],
+        in_tokens: list[Mode],
         read: tuple[list[Any], Any] | None = None,
-    ) -> list[tuple[str, bool, str]]:
+    ) -> list[Mode]:
         """Modes in which documents differ: their texts, which characters are supervised, for some which tokens.
 
         `read`: messages and tools as a format's reader gives them, for the candidate.
@@ -386,16 +374,10 @@ class Pair(NamedTuple):
         return encoded
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "asset",
-        pytest.param(
-            "qwen3",
-            marks=[pytest.mark.skipif(not QWEN3.exists(), reason="no real Qwen3 tokenizer here"), pytest.mark.full],
-        ),
-    ],
-)
+REAL = [pytest.mark.skipif(not QWEN3.exists(), reason="no real Qwen3 tokenizer here"), pytest.mark.full]
+
+
+@pytest.fixture(scope="module", params=["asset", pytest.param("qwen3", marks=REAL)])
 def pair(request: pytest.FixtureRequest) -> Pair:
     folder = ASSETS / "tokenizer" if request.param == "asset" else QWEN3
     is_ours = request.param == "asset"
@@ -415,18 +397,16 @@ def test_every_conversation_is_rendered_and_tokenised_as_transformers_does_it(pa
             assert pair.candidate.tokenizer.encode(text) == theirs["input_ids"], name
 
 
-def test_every_conversation_is_supervised_in_every_mode_as_the_reference_says(
-    pair: Pair, request: pytest.FixtureRequest
-) -> None:
-    conversations, equal = hand_written(), Counter[tuple[str, bool, str]]()
-    different = []
+def test_every_conversation_is_supervised_in_every_mode_as_the_reference_says(pair: Pair) -> None:
+    conversations, different = hand_written(), []
     for each in conversations:
         differ = pair.modes_that_differ(each["messages"], each["tools"], MODES)
         different += [(each["name"], mode) for mode in differ]
-        equal.update(set(MODES) - set(differ))
-    print(f"\n{request.node.name}\n{table(equal, len(conversations))}")
     assert not different
     assert pair.changed == {json.dumps(each["messages"]) for each in conversations if pair.is_changed(each)}
+
+
+SPEAKERS = {"user": "human", "assistant": "gpt"}  # of ShareGPT
 
 
 def in_format(name: str, conversation: Conversation) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
@@ -446,10 +426,7 @@ def in_format(name: str, conversation: Conversation) -> tuple[dict[str, Any], li
     ):
         said = []
         for message in messages:
-            speaker, value = (
-                {"user": "human", "assistant": "gpt"}.get(message["role"], message["role"]),
-                message["content"],
-            )
+            speaker, value = SPEAKERS.get(message["role"], message["role"]), message["content"]
             if "tool_calls" in message:
                 calls = [call.get("function", call) for call in message["tool_calls"]]
                 speaker, value = "function_call", json.dumps(calls)
@@ -484,25 +461,20 @@ def test_every_format_means_the_same_conversation_in_every_mode(name: str, pair:
         read += 1
         differ = pair.modes_that_differ(meant, each["tools"], [], (example.messages, example.tools))
         different += [(each["name"], mode) for mode in differ]
-    print(f"\n{name}: {read} conversations x {len(MODES)} modes")
     assert refused <= REFUSED_BY_READERS
     assert not different and read >= {"messages": 100, "sharegpt": 60, "alpaca": 20, "columns": 10}.get(name, 60)
 
 
-def table(equal: Counter[tuple[str, bool, str]], of: int) -> str:
-    """Conversations whose documents, tokens and supervised tokens are the reference's, per mode."""
-    lines = ["| loss | empty think block | " + " | ".join(EARLIER) + " |", "|---|---|" + "---|" * len(EARLIER)]
-    for loss, empty_think in itertools.product(LOSSES, EMPTY_THINK):
-        counts = " | ".join(f"{equal[loss, empty_think, earlier]}/{of}" for earlier in EARLIER)
-        lines.append(f"| {loss} | {'learned' if empty_think else 'not learned'} | {counts} |")
-    return "\n".join(lines)
+def unweighted(conversation: Conversation) -> list[dict[str, Any]]:
+    messages = conversation["messages"]
+    return [{key: value for key, value in message.items() if key != "weight"} for message in messages]
 
 
 def test_assistant_loss_is_transformers_own_mask(pair: Pair) -> None:
     """`return_assistant_tokens_mask` itself, with the marked template and nothing of ours in between."""
     kept = [each for each in hand_written() if not pair.is_changed(each)]
     for each, empty_think in itertools.product(kept, EMPTY_THINK):
-        messages = [{key: value for key, value in message.items() if key != "weight"} for message in each["messages"]]
+        messages = unweighted(each)
         theirs = pair.reference.tokenizer.apply_chat_template(
             messages,
             tools=each["tools"],
@@ -518,21 +490,17 @@ def test_assistant_loss_is_transformers_own_mask(pair: Pair) -> None:
 def test_no_unrolled_turn_has_lost_its_reasoning_and_none_is_learned_twice(pair: Pair) -> None:
     unrolled = 0
     for each in hand_written():
-        messages = [{key: value for key, value in message.items() if key != "weight"} for message in each["messages"]]
-        template = pair.candidate.template
+        messages, template = unweighted(each), pair.candidate.template
         documents = supervise(template, messages, "assistant", False, "unroll", tools=each["tools"])
-        learned, hopeless = Counter[int](), set()
-        for rendered, spans in documents:
-            for turn in rendered.turns:
-                if (turn.answer, turn.stop) in spans:
-                    learned[turn.message] += 1
-                    assert not turn.lost_reasoning, each["name"]
+        learned = [
+            turn for rendered, spans in documents for turn in rendered.turns if (turn.answer, turn.stop) in spans
+        ]
+        assert not any(turn.lost_reasoning for turn in learned), each["name"]
         for i, message in enumerate(messages):
             # Where no user asks, Qwen3's template shows no reasoning at all.
-            if message["role"] == "assistant" and template.render_turns(messages[: i + 1]).turns[i].lost_reasoning:
-                hopeless.add(i)
-        assistants = {i for i, message in enumerate(messages) if message["role"] == "assistant"}
-        assert learned == Counter(assistants - hopeless), each["name"]
+            is_shown = not template.render_turns(messages[: i + 1]).turns[i].lost_reasoning
+            times = message["role"] == "assistant" and is_shown
+            assert [turn.message for turn in learned].count(i) == times, each["name"]
         unrolled += len(documents) > 1
     assert unrolled > 10
 
@@ -542,19 +510,8 @@ def test_no_unrolled_turn_has_lost_its_reasoning_and_none_is_learned_twice(pair:
 PIECES = [
     *("word", " word", "two words", "\n", "\n\n", " ", "\t", ".", "é", "e\u0301", "🙂", "漢", "مرحبا", "12", "-3.5"),
     *("<think>", "</think>", "<think>\n\n</think>\n\n", END, "<|im_start|>", "assistant", "user\n", "<tool_call>"),
-    *(
-        "</tool_call>",
-        "<tool_response>",
-        "</tool_response>",
-        "{{ x }}",
-        "{% if %}",
-        '"',
-        "\\",
-        "\\n",
-        "'",
-        "&lt;",
-        "<b>",
-    ),
+    *("</tool_call>", "<tool_response>", "</tool_response>", "{{ x }}", "{% if %}", '"', "\\", "\\n", "'", "&lt;"),
+    "<b>",
 ]
 TOOLS = [
     {"type": "function", "function": {"name": "look", "description": f'"é" {END}', "parameters": {"a": [1, None]}}}
@@ -587,8 +544,7 @@ def random_conversation(chance: random.Random) -> tuple[list[dict[str, Any]], An
     roles = chance.choice(("", "", "s")) + "".join(
         chance.choice(("ua", "ua", "ua", "uata", "uatta", "a", "u", "s")) for _ in range(chance.choice((1, 1, 2, 2, 3)))
     )
-    names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
-    return [random_message(chance, names[role]) for role in roles], chance.choice((None, None, TOOLS))
+    return [random_message(chance, ROLES[role]) for role in roles], chance.choice((None, None, TOOLS))
 
 
 def test_random_conversations_agree_with_the_reference(pair: Pair, full: bool) -> None:
@@ -678,8 +634,7 @@ def test_a_weight_on_a_message_that_does_not_show_is_refused(loss: str, weight: 
     ],
 )
 def test_a_round_ends_behind_the_last_answer_to_one_user(roles: str, cuts: list[tuple[int, int]]) -> None:
-    names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
-    messages = [{"role": names[role]} for role in roles]
+    messages = [{"role": ROLES[role]} for role in roles]
     for lost, expected in ((True, cuts), (False, [(len(roles), 0)])):
         turns = [Turn(i, message["role"], 0, 0, 0, lost and i == 0) for i, message in enumerate(messages)]
         assert rounds(messages, Rendered("", turns)) == expected

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +83,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("hf"))
 
 
-def command(module: str, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(REPO), "CUDA_VISIBLE_DEVICES": ""}
-    words = [sys.executable, "-m", f"titan_mi100.{module}", *map(str, arguments)]
-    options = {"stdin": subprocess.DEVNULL, **options}
-    return subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120, **options)
-
-
 # --- the library ---
 
 
@@ -114,14 +108,9 @@ def test_greedy_is_transformers_token_for_token_alone_and_in_a_batch(name: str, 
 
 @pytest.mark.parametrize(
     ("dtype", "bar", "backend"),
-    [
-        (torch.float32, 1e-5, "eager"),
-        (torch.float32, 1e-5, "chunked"),
-        (torch.float32, 1e-5, "sdpa"),
-        (torch.float64, 1e-12, "chunked"),
-        (torch.float64, 1e-12, "sdpa"),
-    ],
-)
+    [(torch.float32, 1e-5, "eager"), (torch.float32, 1e-5, "chunked"), (torch.float32, 1e-5, "sdpa"),
+     (torch.float64, 1e-12, "chunked"), (torch.float64, 1e-12, "sdpa")],
+)  # fmt: skip
 @torch.no_grad()
 def test_cached_logits_are_those_of_an_uncached_forward(dtype: torch.dtype, bar: float, backend: str) -> None:
     for spec in (SPECS["tied"], SPECS["untied"]):
@@ -160,8 +149,7 @@ def test_the_head_runs_on_one_token_per_row_and_keys_are_read_where_they_are(mon
 
 
 @pytest.mark.parametrize(
-    "sampling",
-    [Sampling(0.7), Sampling(1.3, 5), Sampling(1.0, 0, 0.9), Sampling(0.8, 20, 0.5), Sampling(2.0, 0, 1e-9)],
+    "sampling", [Sampling(0.7), Sampling(1.3, 5), Sampling(1.0, 0, 0.9), Sampling(0.8, 20, 0.5), Sampling(2.0, 0, 1e-9)]
 )
 def test_sampling_is_from_transformers_filtered_distribution(sampling: Sampling) -> None:
     logits = torch.randn(400, 50, generator=torch.Generator().manual_seed(3)) * 3
@@ -202,22 +190,18 @@ def test_a_stop_token_ends_its_row_alone_and_is_not_part_of_it() -> None:
     model, prompts = ours(SPECS["tied"], hf, "sdpa"), random_prompts([5, 9, 3])
     whole = decode.generate(model, prompts, Sampling(), (), 60)
     others = {*whole[0].ids, *whole[2].ids}
-    place, stop = next(
-        (place, token)
-        for place, token in enumerate(whole[1].ids)
-        if place > 2 and token not in others and token not in whole[1].ids[:place]
-    )
+    said = whole[1].ids
+    place, stop = next((at, t) for at, t in enumerate(said) if at > 2 and t not in others and t not in said[:at])
     steps: list[list[int | None]] = []
     stopped = decode.generate(model, prompts, Sampling(), {stop}, 60, on_step=steps.append)
-    assert [[token for token in row if token is not None] for row in zip(*steps, strict=True)] == [
-        r.ids for r in stopped
-    ]
+    streamed = [[token for token in row if token is not None] for row in zip(*steps, strict=True)]
+    assert streamed == [row.ids for row in stopped]
     assert steps[place][1] is None and len(steps) == 60
-    assert stopped == [whole[0], Generated(whole[1].ids[:place], True), whole[2]]
+    assert stopped == [whole[0], Generated(said[:place], True), whole[2]]
     assert said_by_transformers(hf, prompts[1], 60, stop) == [*stopped[1].ids, stop]
     # as the last of the tokens allowed it still counts as a stop; one token fewer, and the length was the end
     assert decode.generate(model, prompts[1:2], Sampling(), {stop}, place + 1) == stopped[1:2]
-    assert decode.generate(model, prompts[1:2], Sampling(), {stop}, place) == [Generated(whole[1].ids[:place], False)]
+    assert decode.generate(model, prompts[1:2], Sampling(), {stop}, place) == [Generated(said[:place], False)]
 
 
 def test_a_prompt_that_does_not_fit_is_refused() -> None:
@@ -228,6 +212,10 @@ def test_a_prompt_that_does_not_fit_is_refused() -> None:
         decode.generate(model, [[1], [1] * 511], Sampling(), (), 2)
     with pytest.raises(UserError, match="prompt 1: is empty"):
         decode.generate(model, [[]], Sampling(), (), 2)
+    for length, end in ((512, "shorten the prompt"), (511, "shorten the prompt, or lower max_new_tokens to 1")):
+        with pytest.raises(UserError) as caught:
+            check_lengths(spec, {"p": length}, 2)
+        assert str(caught.value).endswith(end)
 
 
 # --- the command ---
@@ -240,9 +228,8 @@ def test_the_command_answers_as_transformers_does_through_the_template(
     questions, expected = ["Grüße! Wie viele?", "2 + 2", "Why?"], []
     for question in questions:
         messages = [{"role": "system", "content": "Answer briefly."}, {"role": "user", "content": question}]
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
-        )
+        kind = {"add_generation_prompt": True, "enable_thinking": False}
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **kind)
         ids = said_by_transformers(hf, tokenizer(text).input_ids, 12, [700, 702])
         finish = "stop" if ids[-1] in (700, 702) else "length"
         expected.append((text, tokenizer.decode(ids[:-1] if finish == "stop" else ids), finish))
@@ -251,58 +238,58 @@ def test_the_command_answers_as_transformers_does_through_the_template(
     templated = ["--no_thinking", "--system", "Answer briefly.", *asked, "--device", "cpu"]
     assert generate.main([*arguments, *templated, "--output", str(tmp_path / "rows.jsonl")]) == 0
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert [(row["prompt"], row["output"], row["finish"]) for row in rows] == expected
     capsys.readouterr()
     assert generate.main([*arguments, *templated, "--json"]) == 0
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(row["prompt"], row["output"], row["finish"]) for row in printed] == expected
+    for found in (rows, printed):
+        assert [(row["prompt"], row["output"], row["finish"]) for row in found] == expected
     assert generate.main([*arguments, *templated, "--json", "--output", str(tmp_path / "rows.jsonl")]) == 0
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
     (text, output, _) = next(row for row in expected if row[2] == "length")
     capsys.readouterr()
     assert generate.main([*arguments, *templated]) == 0
-    assert capsys.readouterr().out == "".join(
-        f"--- prompt {i} ---\n{printable(row[1])}\n" for i, row in enumerate(expected, 1)
-    )
+    shown = [f"--- prompt {i} ---\n{printable(row[1])}\n" for i, row in enumerate(expected, 1)]
+    assert capsys.readouterr().out == "".join(shown)
     assert generate.main([*arguments, "--raw", "--prompt", text, "--device", "cpu"]) == 0
     out, err = capsys.readouterr()
     assert out == printable(output) + "\n" and "prompt 1: stopped by length, after --max_new_tokens 12" in err
 
 
-def test_what_stops_a_text(folder: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
-    cpu, fp32 = torch.device("cpu"), torch.float32
-    (copy / "generation_config.json").unlink()
-    assert inference.Model(str(copy), "", "", cpu, fp32).stop_ids == {700, 702}
-    for given, expected in ((5, {5, 700, 702}), ([5, 6], {5, 6, 700, 702}), (None, {700, 702})):
-        (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
-        assert inference.Model(str(copy), "", "", cpu, fp32).stop_ids == expected
-    (copy / "generation_config.json").write_text('{"eos_token_id": "x"}')
-    with pytest.raises(UserError, match=r"copy/generation_config\.json: eos_token_id"):
-        inference.Model(str(copy), "", "", cpu, fp32)
+@pytest.fixture
+def copy(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
 
 
-def test_settings_that_change_greedy_text_are_named(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def opened(folder: Path) -> inference.Model:
+    return inference.Model(str(folder), "", "", torch.device("cpu"), torch.float32)
+
+
+def test_what_stops_a_text_and_what_else_its_settings_would_change_is_named(
+    copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
-    settings = {"eos_token_id": 5, "do_sample": True, "temperature": 0.6, "num_beams": 1, "suppress_tokens": None}
-    for more, told in (
-        ({}, ""),
-        ({"repetition_penalty": 1.05, "min_new_tokens": 9}, "min_new_tokens, repetition_penal"),
-    ):
-        (copy / "generation_config.json").write_text(json.dumps({**settings, **more}))
-        inference.Model(str(copy), "", "", torch.device("cpu"), torch.float32)
-        said = capsys.readouterr().err
-        assert (told in said and f"WARNING {copy / 'generation_config.json'}: not applied here" in said) or not (
-            told or said
-        )
+    settings = copy / "generation_config.json"
+    settings.unlink()
+    assert opened(copy).stop_ids == {700, 702}
+    for given, expected in ((5, {5, 700, 702}), ([5, 6], {5, 6, 700, 702}), (None, {700, 702})):
+        settings.write_text(json.dumps({"eos_token_id": given}))
+        assert opened(copy).stop_ids == expected
+    settings.write_text('{"eos_token_id": "x"}')
+    with pytest.raises(UserError, match=r"copy/generation_config\.json: eos_token_id"):
+        opened(copy)
+    harmless = {"eos_token_id": 5, "do_sample": True, "temperature": 0.6, "num_beams": 1, "suppress_tokens": None}
+    settings.write_text(json.dumps(harmless))
+    capsys.readouterr()
+    opened(copy)
+    assert capsys.readouterr().err == ""
+    settings.write_text(json.dumps({**harmless, "repetition_penalty": 1.05, "min_new_tokens": 9}))
+    opened(copy)
+    said = capsys.readouterr().err
+    assert f"WARNING {settings}: not applied here" in said and "min_new_tokens, repetition_penal" in said
 
 
 def test_prompts_are_as_in_training_unless_an_option_says_otherwise(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     monkeypatch.setattr(inference.Model, "load", lambda self: None)
     monkeypatch.setattr(inference, "generate", lambda network, prompts, *_: [Generated([5], True) for _ in prompts])
     block, data = "<think>\n\n</think>\n\n", tmp_path / "data.jsonl"
@@ -349,8 +336,7 @@ def test_rows_to_answer_may_have_what_exports_have(tmp_path: Path, capsys: pytes
 
 
 def test_a_conversations_own_system_message_counts(folder: Path) -> None:
-    model = inference.Model(str(folder), "", "", torch.device("cpu"), torch.float32)
-    build = inference.PromptBuilder(model, "From the command line.", None)
+    build = inference.PromptBuilder(opened(folder), "From the command line.", None)
     asked = {"role": "user", "content": "x"}
     assert build("here", [asked]).text.startswith("<|im_start|>system\nFrom the command line.<|im_end|>")
     own = build("here", [{"role": "system", "content": "Its own."}, asked]).text
@@ -360,37 +346,30 @@ def test_a_conversations_own_system_message_counts(folder: Path) -> None:
 
 
 def test_an_output_of_other_weights_under_the_same_path_is_refused(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
-    arguments = ["--model", str(copy), "--prompt", "one", "--max_new_tokens", "3", "--device", "cpu"]
-    arguments += ["--output", str(tmp_path / "out.jsonl")]
-    assert generate.main(arguments) == 0 and generate.main(arguments) == 0
-    file = copy / "model.safetensors"
+    """Of a checkpoint all bytes count: weights that differ only behind the first ones of each tensor are others."""
+    file, checkpoint = copy / "model.safetensors", tmp_path / "step-0"
+    convert.to_dcp(open_source(copy), checkpoint)
+    usual = ["--prompt", "one", "--max_new_tokens", "3", "--device", "cpu"]
+    of_files = [*usual, "--model", str(copy), "--output", str(tmp_path / "files.jsonl")]
+    of_checkpoint = [*usual, "--model", str(checkpoint), "--output", str(tmp_path / "checkpoint.jsonl")]
+    for arguments in (of_files, of_files, of_checkpoint, of_checkpoint):
+        assert generate.main(arguments) == 0
     content = bytearray(file.read_bytes())
     start = 8 + int.from_bytes(content[:8], "little")
     content[start + 2] ^= 1
     file.write_bytes(content)
-    assert generate.main(arguments) == 2
+    assert generate.main(of_files) == 2
     assert "name another --output" in capsys.readouterr().err
-
-
-def test_a_checkpoints_output_is_of_all_its_bytes(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Weights that differ only behind the first bytes of each tensor are others."""
-    source, model = Path(shutil.copytree(folder, tmp_path / "source")), tmp_path / "step-0"
-    arguments = ["--model", str(model), "--prompt", "one", "--max_new_tokens", "3", "--device", "cpu"]
-    arguments += ["--output", str(tmp_path / "out.jsonl")]
-    convert.to_dcp(open_source(source), model)
-    assert generate.main(arguments) == 0 and generate.main(arguments) == 0
-    shutil.rmtree(model)
-    weights = load_file(source / "model.safetensors")
+    content[start + 2] ^= 1
+    file.write_bytes(content)
+    weights = load_file(file)
     weights["model.embed_tokens.weight"][-1, -1] += 1
-    save_file(weights, source / "model.safetensors", {"format": "pt"})
-    convert.to_dcp(open_source(source), model)
-    assert generate.main(arguments) == 2
+    save_file(weights, file, {"format": "pt"})
+    shutil.rmtree(checkpoint)
+    convert.to_dcp(open_source(copy), checkpoint)
+    assert generate.main(of_checkpoint) == 2
     assert "made with another weights; name another --output" in capsys.readouterr().err
 
 
@@ -485,10 +464,7 @@ BAD = {
     "raw system": (["--raw", "--system", "x", "--prompt", "x"], "--raw uses no chat template; leave out --system"),
     "no device": (["--prompt", "x", "--device", "cuda:99"], "--device cuda:99: cannot be used here"),
     "nonsense device": (["--prompt", "x", "--device", "gpu"], "--device gpu: cannot be used here"),
-    "no output folder": (
-        ["--prompt", "x", "--output", "{tmp}/none/o.jsonl"],
-        "o.jsonl: cannot be written (No such file",
-    ),
+    "no output folder": (["--prompt", "x", "--output", "{tmp}/none/o.jsonl"], "o.jsonl: cannot be written (No such"),
     "chat without rows": (["--output", "{tmp}/o.jsonl"], "nothing to do: give --prompt or --input"),
     "chat as JSON": (["--json"], "a chat needs a terminal, no --output and no --json"),
     "tensors without values": (["--prompt", "x", "--device", "meta"], "--device meta: cannot be used here"),
@@ -550,9 +526,8 @@ def test_full_memory_is_one_message(
 
 
 def test_without_a_template_the_text_itself_goes_on_and_nothing_else_is_promised(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     config = json.loads((copy / "tokenizer_config.json").read_text())
     (copy / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": None}))
     arguments = ["--prompt", "2 + 2", "--max_new_tokens", "5", "--device", "cpu"]
@@ -583,14 +558,10 @@ def test_a_full_disk_ends_with_the_files_name(
     assert "o.jsonl: cannot be written (No space left on device)" in capsys.readouterr().err
 
 
-def test_a_tokenizer_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "vocab_size": 700}))
-    small = reference(Qwen3Spec(700, 64, 96, 3, 4, 2, 16, True, rope_theta=1e4))
-    small.save_pretrained(copy)
+def test_a_tokenizer_of_another_model_is_refused(copy: Path) -> None:
+    reference(Qwen3Spec(700, 64, 96, 3, 4, 2, 16, True, rope_theta=1e4)).save_pretrained(copy)
     with pytest.raises(UserError, match=r"ids up to 708, the model only 700"):
-        inference.Model(str(copy), "", "", torch.device("cpu"), torch.float32)
+        opened(copy)
 
 
 @pytest.mark.full
@@ -645,18 +616,27 @@ def test_a_chat_streams_on_a_terminal_with_line_editing_history_and_commands(
         os.close(terminal)
 
 
-def test_a_character_of_several_tokens_is_shown_when_it_is_whole(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tokenizer = inference.Model(str(folder), "", "", torch.device("cpu"), torch.float32).tokenizer
-    ids = tokenizer.encode("né 日本 🙂!")
-    assert len(ids) > len("né 日本 🙂!")
-    lines, heard = iter(["first", "second"]), []
+def chat(folder: Path, monkeypatch: pytest.MonkeyPatch, lines: Iterator[str], say: Callable[..., Any]) -> None:
+    """Type the lines, then end the input; `say` stands for the model."""
 
     def line(_: str) -> str:
         if (text := next(lines, None)) is None:
             raise EOFError
         return text
+
+    monkeypatch.setattr("builtins.input", line)
+    monkeypatch.setattr(inference, "generate", say)
+    monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda _: True})())
+    assert generate.main(["--model", str(folder)]) == 0
+
+
+def test_a_character_of_several_tokens_is_shown_when_it_is_whole(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = opened(folder).tokenizer
+    ids = tokenizer.encode("né 日本 🙂!")
+    assert len(ids) > len("né 日本 🙂!")
+    heard = []
 
     def say(_: Any, prompts: list[list[int]], *options: Any) -> list[Generated]:
         heard.append(tokenizer.decode(prompts[0]))
@@ -668,10 +648,7 @@ def test_a_character_of_several_tokens_is_shown_when_it_is_whole(
 
     pieces: list[str] = []
     seeds: list[str] = []
-    monkeypatch.setattr("builtins.input", line)
-    monkeypatch.setattr(inference, "generate", say)
-    monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda _: True})())
-    assert generate.main(["--model", str(folder)]) == 0
+    chat(folder, monkeypatch, iter(["first", "second"]), say)
     pieces.append(capsys.readouterr().out)
     assert "".join(pieces) == "né 日本 🙂!\n" * 2 and not any("\ufffd" in piece for piece in pieces)
     assert len([piece for piece in pieces if piece]) > 8  # not all at once
@@ -691,17 +668,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(
             raise KeyboardInterrupt
         return [Generated([5], True)]
 
-    monkeypatch.setattr("builtins.input", lambda _: next(lines))
-    monkeypatch.setattr(inference, "generate", say)
-    monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda _: True})())
-    assert generate.main(["--model", str(folder)]) == 0
+    chat(folder, monkeypatch, lines, say)
     assert "the conversation continues without this question" in capsys.readouterr().err
     assert len(heard) == 2 and "second" in heard[1] and "stopped" not in heard[1]
     assert next(lines) == "never read"
-
-
-def test_a_prompt_as_long_as_the_model_can_only_be_shortened() -> None:
-    for length, end in ((512, "shorten the prompt"), (511, "shorten the prompt, or lower max_new_tokens to 1")):
-        with pytest.raises(UserError) as caught:
-            check_lengths(SPECS["tied"], {"p": length}, 2)
-        assert str(caught.value).endswith(end)

@@ -70,12 +70,8 @@ def exact_norm(norm: Qwen3RMSNorm, x: torch.Tensor) -> torch.Tensor:
 
 
 def in_peft(spec: ModelSpec, lora: LoRAConfig = LORA, targets: str | None = None) -> peft.PeftModel:
-    config = peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=int(lora.alpha),
-        target_modules=targets or list(lora.target_modules),
-        task_type="CAUSAL_LM",
-    )
+    modules = targets or list(lora.target_modules)
+    config = peft.LoraConfig(r=lora.rank, lora_alpha=int(lora.alpha), target_modules=modules, task_type="CAUSAL_LM")
     model = peft.get_peft_model(exact_reference(spec), config, autocast_adapter_dtype=False)
     values = adapter_values(spec, lora)
     with torch.no_grad():
@@ -123,23 +119,16 @@ def assert_equals_peft(result: dict, expected: dict, what: object) -> None:
 def test_one_process_has_pefts_loss_and_gradients(name: str, world: World) -> None:
     case, expected = make_case(name), peft_reference(MODELS[name])
     half = {**FP64, "local_batch_size": 4, "accumulation": 2}
-    for option in (
-        {},
-        {"parallelism": {"zero_stage": 0}},
-        {"parallelism": {"zero_stage": 1}, "checkpointing": "full"},
-        {"checkpointing": "selective", "backend": "chunked"},
-    ):
+    zero1 = {"parallelism": {"zero_stage": 1}, "checkpointing": "full"}
+    selective = {"checkpointing": "selective", "backend": "chunked"}
+    for option in ({}, {"parallelism": {"zero_stage": 0}}, zero1, selective):
         assert_equals_peft(run_split(world, case, {**half, **option}), expected, option)
+    every = {**FP64["lora"], "target_modules": ("all-linear",)}
+    in_theirs = peft_reference(MODELS[name], model=in_peft(MODELS[name], targets="all-linear"))
+    assert_equals_peft(run_split(world, case, {**half, "lora": every}), in_theirs, "all-linear")
     some = LoRAConfig(**SOME["lora"])
     case["weights"] |= adapter_values(MODELS[name], some)
     assert_equals_peft(run_split(world, case, {**half, **SOME}), peft_reference(MODELS[name], some), "some modules")
-
-
-def test_all_linear_has_the_gradients_that_peft_has_with_it(world: World) -> None:
-    case, every = make_case("tied"), {**FP64["lora"], "target_modules": ("all-linear",)}
-    expected = peft_reference(MODELS["tied"], model=in_peft(MODELS["tied"], targets="all-linear"))
-    split = {**FP64, "lora": every, "local_batch_size": 4, "accumulation": 2}
-    assert_equals_peft(run_split(world, case, split), expected, "all-linear")
 
 
 def run_processes(processes: int, options: list[dict], runs: dict[str, dict], folder: Path) -> list[dict]:
@@ -253,19 +242,15 @@ def test_two_processes_have_pefts_gradients_and_train_save_and_resume_adapters_o
 @pytest.mark.full
 def test_layouts_of_two_axes_have_pefts_gradients(tmp_path: Path) -> None:
     replicas = {"data_parallel_replicate_degree": 2}
-    run_processes(
-        4,
-        [
-            {"case": "tied", "parallelism": replicas},
-            {"case": "untied", "parallelism": replicas, "checkpointing": "full"},
-            {"case": "tied", "parallelism": pipeline()},
-            {"case": "untied", "parallelism": pipeline(**replicas)},
-            {"case": "untied", "parallelism": TP2},
-            {"case": "tied", "parallelism": pipeline(**TP2), "checkpointing": "selective"},
-        ],
-        {},
-        tmp_path,
-    )
+    options: list[dict] = [
+        {"case": "tied", "parallelism": replicas},
+        {"case": "untied", "parallelism": replicas, "checkpointing": "full"},
+        {"case": "tied", "parallelism": pipeline()},
+        {"case": "untied", "parallelism": pipeline(**replicas)},
+        {"case": "untied", "parallelism": TP2},
+        {"case": "tied", "parallelism": pipeline(**TP2), "checkpointing": "selective"},
+    ]
+    run_processes(4, options, {}, tmp_path)
 
 
 def test_a_fresh_adapter_changes_nothing_and_is_a_function_of_seed_and_name() -> None:
@@ -273,9 +258,8 @@ def test_a_fresh_adapter_changes_nothing_and_is_a_function_of_seed_and_name() ->
         return lora_values(seed, name, torch.Size((4, 64)), offset, size)
 
     name = "model.layers.0.mlp.up_proj.lora_A.weight"
-    assert torch.equal(draw(1, name), draw(1, name)) and torch.equal(
-        draw(1, name)[2:, 8:], draw(1, name, (2, 8), (2, 56))
-    )
+    assert torch.equal(draw(1, name), draw(1, name))
+    assert torch.equal(draw(1, name)[2:, 8:], draw(1, name, (2, 8), (2, 56)))
     assert not torch.equal(draw(1, name), draw(2, name)) and not torch.equal(draw(1, name), draw(1, f"other.{name}"))
     assert 0.11 < draw(1, name).abs().max() <= 1 / 8 and abs(draw(1, name).mean()) < 0.02
     linear = torch.nn.Linear(64, 4)
@@ -436,10 +420,7 @@ def test_folders_that_are_not_whole_adapters_are_refused(adapter: Path, tmp_path
     good, config = load_file(adapter / WEIGHTS), (adapter / CONFIG).read_bytes()
     first = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     for tensors, message in (
-        (
-            {**good, "base_model.model.lm_head.weight": torch.zeros(2, 2)},
-            "has base_model.model.lm_head.weight, which",
-        ),
+        ({**good, "base_model.model.lm_head.weight": torch.zeros(2, 2)}, "has base_model.model.lm_head.weight, which"),
         ({**good, first.removeprefix("base_model.model."): good[first].clone()}, "is not a LoRA matrix"),
         ({k: v for k, v in good.items() if k != first}, "missing: .*q_proj.lora_A"),
         ({**good, first: good[first][:2].clone()}, r"has shape \(2, 64\), but the model needs \(4, 64\)"),
@@ -482,16 +463,13 @@ def test_an_adapter_that_does_not_fit_the_run_is_refused(adapter: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             open_adapter(dataclasses.replace(start, **change), shapes)
-    for spec, message in (
-        (SPECS["tied"], "not part of this model: model.layers.3.* and 6 more"),
-        (dataclasses.replace(MODELS["tied"], num_hidden_layers=5), "missing: model.layers.4"),
-        (
-            dataclasses.replace(MODELS["tied"], intermediate_size=98),
-            r"has shape \(96, 4\), but the model needs \(98, 4\)",
-        ),
+    for changed, message in (
+        ({"num_hidden_layers": 3}, "not part of this model: model.layers.3.* and 6 more"),
+        ({"num_hidden_layers": 5}, "missing: model.layers.4"),
+        ({"intermediate_size": 98}, r"has shape \(96, 4\), but the model needs \(98, 4\)"),
     ):
         with pytest.raises(UserError, match=message):
-            open_adapter(start, adapter_shapes(spec, 4, LINEARS))
+            open_adapter(start, adapter_shapes(dataclasses.replace(MODELS["tied"], **changed), 4, LINEARS))
 
 
 # The trainer as a user runs it
@@ -553,9 +531,8 @@ def test_a_run_resumes_bit_identically_on_its_own_base_only(config: Path, tmp_pa
     shutil.copytree(whole, resumed)
     shutil.rmtree(resumed / "checkpoint" / "step-6")
     manifest = json.loads((resumed / "checkpoint" / "step-3" / "manifest.json").read_text())
-    assert manifest["lora"] == {
-        "rank": 4, "alpha": 16.0, "target_modules": list(LINEARS), "dropout": 0.1, "base": str(config.parent / "base")
-    }  # fmt: skip
+    numbers = {"rank": 4, "alpha": 16.0, "dropout": 0.1}
+    assert manifest["lora"] == {**numbers, "target_modules": list(LINEARS), "base": str(config.parent / "base")}
     other = ("--checkpoint.initial_load_path", str(config.parent / "other"))
     assert "the run now differs from it: base (changed)" in train(config, resumed, *other, code=2)
     output = train(config, resumed)
@@ -633,19 +610,15 @@ def test_what_makes_no_sense_is_said(tmp_path: Path) -> None:
     def said(**lora: object) -> list[str]:
         return [str(one) for one in check(Config(lora=LoRAConfig(**lora)), None) if "lora" in one.key]  # type: ignore[arg-type]
 
-    assert said() == said(rank=8, target_modules=("q_proj",)) == []
+    every = ("all-linear",)
+    assert said() == said(rank=8, target_modules=("q_proj",)) == said(rank=8, target_modules=every) == []
     assert "did you mean q_proj?" in said(rank=8, target_modules=("q_prj",))[0]
     assert "did you mean all-linear?" in said(rank=8, target_modules=("all_linear",))[0]
-    assert said(rank=8, target_modules=("all-linear", "q_proj")) == [
-        '[lora] target_modules names "all-linear" beside others; it stands alone, for all of them'
-    ]
-    assert said(rank=8, target_modules=("all-linear",)) == []
-    assert lora_identity(LoRAConfig(target_modules=("all-linear",))) == lora_identity(
-        LoRAConfig(target_modules=LINEARS)
-    )
-    assert said(rank=8, target_modules=()) == [
-        "[lora] target_modules is empty, but rank = 8; name some, or set rank to 0"
-    ]
+    [beside] = said(rank=8, target_modules=(*every, "q_proj"))
+    assert beside.startswith('[lora] target_modules names "all-linear" beside others; it stands alone')
+    assert lora_identity(LoRAConfig(target_modules=every)) == lora_identity(LoRAConfig(target_modules=LINEARS))
+    [empty] = said(rank=8, target_modules=())
+    assert empty.startswith("[lora] target_modules is empty, but rank = 8; name some")
     assert said(rank=8, alpha=0.0)[0].startswith("[lora] alpha = 0")
     assert said(rank=8, dropout=1.0) == ["[lora] dropout = 1.0 must be less than 1"]
     assert said(initial_load_path=str(tmp_path)) == ["[lora] initial_load_path needs rank; set it to the adapter's"]

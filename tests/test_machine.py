@@ -73,6 +73,11 @@ def test_an_nvidia_card_is_read_from_its_drivers_files(tmp_path: Path) -> None:
     assert (card.vendor, card.name, card.arch) == ("nvidia", "NVIDIA H100 80GB HBM3", None)
     assert (card.device_file, card.address, card.width, card.speed) == ("/dev/nvidia0", "0000:1b:00.0", 16, 32.0)
     assert facts.driver == "570.86.15"
+    parts = checks.visibility(replace(facts, environ={"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"}))  # of the one card
+    assert parts is not None and parts.state == PASS
+
+
+NONSENSE = (b"", b"garbage", b"\xff\0\x1b[31m" * 9, b"9" * 5000, b"-1", b"simd_count x\nlocation_id 99999999")
 
 
 @pytest.mark.parametrize("name", [pytest.param("mi100", marks=pytest.mark.full), "h100", "laptop"])
@@ -84,14 +89,7 @@ def test_no_file_that_is_missing_empty_or_full_of_nonsense_stops_the_reading(nam
         root = tmp_path / str(number)
         build(machine, root)
         file = root / path
-        for content in (
-            b"",
-            b"garbage",
-            b"\xff\0\x1b[31m" * 9,
-            b"9" * 5000,
-            b"-1",
-            b"simd_count x\nlocation_id 99999999",
-        ):
+        for content in NONSENSE:
             file.write_bytes(content)
             found = replace(read(replace_root(machine, root)), torch=Torch("2.8.0"))
             assert all(verdict.fact for verdict in checks.judge(found))
@@ -116,17 +114,8 @@ def test_what_is_not_known_is_not_judged(tmp_path: Path) -> None:
     machine["files"] = {path: text for path, text in machine["files"].items() if path.startswith((NODE, "dev/"))}
     found = facts_of({**machine, "links": {}}, tmp_path)
     (card,) = found.cards
-    unknown = (
-        card.width,
-        card.full_width,
-        card.speed,
-        card.full_speed,
-        card.mapped,
-        card.memory,
-        card.watts,
-        card.level,
-    )
-    assert unknown == (None,) * 8 and card.iommu is None
+    unknown = ("width", "full_width", "speed", "full_speed", "mapped", "memory", "watts", "level", "iommu")
+    assert [getattr(card, name) for name in unknown] == [None] * 9
     judged = {verdict.name for verdict in checks.judge(found)}
     assert not judged & {"PCIe link", "ReBAR", "power cap", "clock", "IOMMU", "NUMA", "memlock", "open files"}
 
@@ -171,22 +160,21 @@ def with_torch(**changes: object) -> Callable[[Facts], Facts]:
     return lambda facts: replace(facts, torch=replace(facts.torch, **changes))
 
 
-def with_environ(**variables: str) -> Callable[[Facts], Facts]:
-    return lambda facts: replace(facts, environ=variables)
-
-
 def changed(**changes: object) -> Callable[[Facts], Facts]:
     return lambda facts: replace(facts, **changes)
 
 
+def with_environ(**variables: str) -> Callable[[Facts], Facts]:
+    return changed(environ=variables)
+
+
 def with_files(*numbers: int, **changes: object) -> Callable[[Facts], Facts]:
     """Some device files, of which 0 is /dev/kfd, are others."""
-    return lambda facts: replace(
-        facts,
-        device_files=tuple(
-            replace(file, **changes) if number in numbers else file for number, file in enumerate(facts.device_files)
-        ),
-    )
+
+    def files(facts: Facts) -> Any:
+        return (replace(file, **changes if n in numbers else {}) for n, file in enumerate(facts.device_files))
+
+    return lambda facts: replace(facts, device_files=tuple(files(facts)))
 
 
 CASES: list[tuple[checks.Check, Callable[[Facts], Facts], str | None, str]] = [
@@ -196,21 +184,11 @@ CASES: list[tuple[checks.Check, Callable[[Facts], Facts], str | None, str]] = [
     (checks.torch_build, lambda facts: replace(facts, cards=(), torch=Torch(problem="no torch")), FAIL, "no torch"),
     (checks.torch_build, with_torch(hip=None), FAIL, "built for the CPU alone; it cannot use 2 x MI100 (gfx908)"),
     (checks.torch_build, with_torch(usable=None), PASS, "2.8.0+rocm6.4, built for ROCm 6.4.43482-0f2d60242"),
-    (
-        checks.torch_build,
-        with_torch(usable=0, problem="No HIP GPUs"),
-        FAIL,
-        "cannot use 2 x MI100 (gfx908): No HIP GPUs",
-    ),
+    (checks.torch_build, with_torch(usable=0, problem="No HIP GPUs"), FAIL, "2 x MI100 (gfx908): No HIP GPUs"),
     (checks.torch_build, with_torch(usable=None, problem="was killed by SIGSEGV"), FAIL, "was killed by SIGSEGV"),
     (checks.torch_build, with_torch(usable=1), WARN, "sees 1 of 2 visible cards"),
     (checks.torch_build, with_environ(HIP_VISIBLE_DEVICES="-1"), PASS, "hidden from it, so it computes on the CPU"),
-    (
-        checks.driver,
-        changed(driverless=("MI100 at 0000:43:00.0",)),
-        FAIL,
-        "MI100 at 0000:43:00.0 without a compute driver",
-    ),
+    (checks.driver, changed(driverless=("MI100 at 0000:43",)), FAIL, "MI100 at 0000:43 without a compute driver"),
     (checks.driver, changed(rocm="5.7.0"), WARN, "ROCm 5.7.0 in /opt/rocm, but torch is for ROCm 6.4"),
     (checks.driver, changed(rocm=""), PASS, "Linux 6.8.0-48-generic, driver 6.12.12"),
     (checks.architecture, with_torch(archs=("gfx90a",)), FAIL, "gfx908: torch has code for gfx90a only"),
@@ -234,21 +212,11 @@ CASES: list[tuple[checks.Check, Callable[[Facts], Facts], str | None, str]] = [
     (checks.visibility, with_environ(HIP_VISIBLE_DEVICES="0", CUDA_VISIBLE_DEVICES="0"), PASS, "1 of 2"),
     (checks.visibility, with_environ(GPU_DEVICE_ORDINAL="0", HIP_VISIBLE_DEVICES="0"), WARN, "set twice"),
     (checks.visibility, with_environ(CUDA_VISIBLE_DEVICES="\N{ARABIC-INDIC DIGIT ONE}"), FAIL, "names none of 2 cards"),
-    (
-        checks.device_files,
-        with_files(0, usable=False),
-        FAIL,
-        "/dev/kfd: no permission; group render, you are in user",
-    ),
+    (checks.device_files, with_files(0, usable=False), FAIL, "kfd: no permission; group render, you are in user"),
     (checks.device_files, with_files(0, usable=False, group="root"), FAIL, "group root"),
     (checks.device_files, with_files(0, exists=False, usable=False), FAIL, "/dev/kfd: missing"),
     (checks.device_files, with_files(1, exists=False, usable=False), WARN, "/dev/dri/renderD128: missing"),
-    (
-        checks.device_files,
-        with_files(1, 2, exists=False, usable=False),
-        FAIL,
-        "renderD128, /dev/dri/renderD129: missing",
-    ),
+    (checks.device_files, with_files(1, 2, exists=False), FAIL, "renderD128, /dev/dri/renderD129: missing"),
     (checks.device_files, with_files(2, usable=False), FAIL, "/dev/dri/renderD129: no permission"),
     (checks.nccl_algo, with_environ(NCCL_ALGO="Ring"), PASS, "NCCL_ALGO=Ring"),
     (checks.nccl_algo, with_environ(NCCL_ALGO="Ring,Tree"), PASS, "NCCL_ALGO=Ring,Tree"),
@@ -273,12 +241,7 @@ CASES: list[tuple[checks.Check, Callable[[Facts], Facts], str | None, str]] = [
     (checks.open_files, changed(open_files=256), WARN, "256 per process, fewer than Linux's 1,024"),
     (checks.open_files, changed(open_files=UNLIMITED), PASS, "no limit"),
     (checks.open_files, changed(open_files=None), None, ""),
-    (
-        checks.compiler,
-        changed(cannot_compile=("no gcc or clang in PATH", "x")),
-        WARN,
-        "no gcc or clang in PATH; kernels",
-    ),
+    (checks.compiler, changed(cannot_compile=("no gcc in PATH", "x")), WARN, "no gcc in PATH; kernels"),
     (checks.compiler, lambda facts: replace(facts, cards=(), cannot_compile=("no gcc", "x")), None, ""),
     (checks.memlock, changed(memlock=65536), PASS, "65.5 kB; only RDMA networks need more"),
     (checks.memlock, changed(memlock=65536, rdma=("mlx5_0",)), WARN, "65.5 kB, but mlx5_0 needs locked"),
@@ -337,12 +300,6 @@ def test_a_torch_stops_a_start_only_where_it_is_certain_to_be_wrong(torch: Torch
     assert found is not None and (found.state, found.stops) == (FAIL, stops)
 
 
-def test_parts_of_one_nvidia_card_may_be_more_than_the_cards(tmp_path: Path) -> None:
-    facts = replace(facts_of(load("h100"), tmp_path), environ={"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"})
-    found = checks.visibility(facts)
-    assert found is not None and found.state == PASS
-
-
 @pytest.mark.parametrize(
     ("change", "stops"),
     [(with_files(0, usable=False), True), (with_files(0, exists=False), True), (with_files(1, 2, usable=False), True),
@@ -395,32 +352,24 @@ def test_a_narrow_slot_is_found_at_the_root_port_and_an_idle_link_is_not_taken_f
     assert checks.pcie_link(facts_of(machine, tmp_path / "virtual")).state == PASS  # type: ignore[union-attr]
 
 
-def test_a_link_without_atomics_is_marked_in_the_topology(tmp_path: Path) -> None:
-    machine = load("mi100")
-    machine["files"][f"{NODE}/io_links/0/properties"] = "type 2\nnode_to 0\nflags 13"
-    machine["files"][f"{NODE}/io_links/1/properties"] = "type 11\nnode_to 2\nflags 13"  # xGMI, not PCIe
-    assert [card.atomics for card in facts_of(machine, tmp_path).cards] == [False, True]
-
-
-def test_a_card_that_the_driver_leaves_out_is_found_on_the_bus(tmp_path: Path) -> None:
-    machine = load("mi100")
-    machine["files"][f"{NODE}/properties"] = None
-    facts = facts_of(machine, tmp_path)
-    assert [card.address for card in facts.cards] == ["0000:83:00.0"]
-    assert facts.driverless == ("MI100 at 0000:23:00.0",)
-
-
-def test_a_card_that_the_container_was_not_given_is_not_called_driverless(tmp_path: Path) -> None:
-    machine = load("mi100")
-    del machine["files"][f"{NODE}/properties"]
-    machine["files"][f"{NODE}/properties/locked"] = ""  # listed, but it cannot be read as a file
-    assert facts_of(machine, tmp_path).driverless == ()
-
-
-def test_iommu_off_and_unknown_differ(tmp_path: Path) -> None:
+def test_a_link_without_atomics_is_marked_in_the_topology_and_iommu_off_is_known(tmp_path: Path) -> None:
     machine = load("mi100")
     machine["files"] = {path: text for path, text in machine["files"].items() if "iommu_group" not in path}
-    assert facts_of(machine, tmp_path).cards[0].iommu == ""
+    machine["files"][f"{NODE}/io_links/0/properties"] = "type 2\nnode_to 0\nflags 13"
+    machine["files"][f"{NODE}/io_links/1/properties"] = "type 11\nnode_to 2\nflags 13"  # xGMI, not PCIe
+    cards = facts_of(machine, tmp_path).cards
+    assert [(card.atomics, card.iommu) for card in cards] == [(False, ""), (True, "")]
+
+
+def test_a_card_that_the_driver_leaves_out_is_found_on_the_bus_unless_it_is_another_containers(tmp_path: Path) -> None:
+    machine = load("mi100")
+    machine["files"][f"{NODE}/properties"] = None
+    facts = facts_of(machine, tmp_path / "left out")
+    assert [card.address for card in facts.cards] == ["0000:83:00.0"]
+    assert facts.driverless == ("MI100 at 0000:23:00.0",)
+    del machine["files"][f"{NODE}/properties"]
+    machine["files"][f"{NODE}/properties/locked"] = ""  # listed, but it cannot be read as a file
+    assert facts_of(machine, tmp_path / "not given").driverless == ()
 
 
 def test_the_names_in_the_override_table_are_those_of_the_hardware_table() -> None:
@@ -442,9 +391,8 @@ def test_torchs_files_say_how_it_was_built(tmp_path: Path) -> None:
     blas.mkdir(parents=True)
     for name in ("TensileLibrary_lazy_gfx90a.dat", "Kernels.so-000-gfx908-xnack-.hsaco", "TensileManifest.txt"):
         (blas / name).write_text("")
-    assert torch_build.from_files(tmp_path, blas) == Torch(
-        "2.8.0+rocm6.4", "6.4.43482", blas_archs=("gfx908", "gfx90a")
-    )
+    built = Torch("2.8.0+rocm6.4", "6.4.43482", blas_archs=("gfx908", "gfx90a"))
+    assert torch_build.from_files(tmp_path, blas) == built
     assert torch_build.from_files(tmp_path, tmp_path / "none").blas_archs is None
     (tmp_path / "version.py").write_bytes(b"\xff\0 garbage")
     assert torch_build.from_files(tmp_path, None) == Torch("unknown")
@@ -491,12 +439,9 @@ def test_a_torch_that_crashes_hangs_or_fails_is_described(tmp_path: Path) -> Non
     assert ask(broken, tmp_path / "lies").problem == "ended with exit code 1"
 
 
-def test_a_rocm_build_names_its_cards_architectures_without_their_features(tmp_path: Path) -> None:
+def test_a_build_names_its_cards_architectures_without_their_features_or_says_why_it_sees_none(tmp_path: Path) -> None:
     told = ask(FAKE, tmp_path / "two")
     assert told == Torch("2.8.0+rocm6.4", "6.4.43482", None, ("gfx908", "gfx90a"), None, 2, ("gfx908", "gfx908"))
-
-
-def test_a_build_that_sees_no_card_says_why(tmp_path: Path) -> None:
     code = FAKE + "\n    def init(): raise RuntimeError('No HIP GPUs\\n are available')"
     code += "\n    cuda.is_available, cuda.init = lambda: False, init"
     told = ask(code, tmp_path / "none")

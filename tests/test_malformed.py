@@ -22,6 +22,7 @@ from titan_mi100.data.formats import FORMATS, BadRecord, Example, Format, choose
 from titan_mi100.errors import UserError
 
 USER, ASSISTANT = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+PART = {"type": "text", "text": "a"}
 HUMAN, GPT = {"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 2}'}}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -96,6 +97,10 @@ def shared(*messages: Any, **keys: Any) -> dict[str, Any]:
     return {"conversations": [*messages], **keys}
 
 
+def asking(content: Any) -> dict[str, Any]:
+    return said({"role": "user", "content": content}, ASSISTANT)
+
+
 def calling(*calls: Any) -> dict[str, Any]:
     return said(USER, {"role": "assistant", "content": "", "tool_calls": [*calls]})
 
@@ -137,14 +142,7 @@ LINES: list[tuple[bytes, str]] = [
     (columns('"\\u12"'), "not JSON: Invalid \\uXXXX escape"),
     (columns('"\\'), "not JSON: "),
     (columns("True"), "not JSON: Expecting value"),
-    (columns("None"), "not JSON: Expecting value"),
     (columns("01"), "not JSON: "),
-    (columns("+1"), "not JSON: "),
-    (columns(".5"), "not JSON: "),
-    (columns("1."), "not JSON: "),
-    (columns("0x10"), "not JSON: "),
-    (columns("undefined"), "not JSON: "),
-    (columns("1_000"), "not JSON: "),
     (columns('"b"').replace(b" ", "\u00a0".encode()), "not JSON: "),
     (columns("NaN"), "not a number: NaN is not JSON"),
     (columns("Infinity"), "not a number: Infinity is not JSON"),
@@ -186,7 +184,6 @@ LINES: list[tuple[bytes, str]] = [
     (b"hello", "not JSON: Expecting value (column 1)"),
     (b"question,answer", "not JSON: Expecting value (column 1)"),
     (b"]", "not JSON: Expecting value"),
-    (b"}", "not JSON: Expecting value"),
     (b"{", "not JSON: "),
     (b'{"question": "a', "not JSON: Unterminated string"),
     (b"<html>", "not JSON: Expecting value"),
@@ -211,10 +208,7 @@ ROWS: dict[str, list[tuple[Any, str]]] = {
         (said(USER, {}), "missing key: message 2: role is missing; the message has none"),
         (said(HUMAN, GPT), "missing key: message 1: role is missing; the message has from, value"),
         (said(USER, {"role": None, "content": "4"}), "missing key: message 2: role is missing"),
-        (
-            said({"role": "human", "content": "4"}, ASSISTANT),
-            "role is 'human'; known are system, user, assistant, tool; ren",
-        ),
+        (said({"role": "human", "content": "4"}, ASSISTANT), "role is 'human'; known are system, user, assistant, too"),
         (said(USER, {"role": "robot", "content": "4"}), "unknown role: message 2: role is 'robot'; known are system,"),
         (said(USER, {"role": "Assistant", "content": "4"}), "unknown role: message 2: role is 'Assistant'"),
         (said(USER, {"role": "assistant ", "content": "4"}), "unknown role: message 2: role is 'assistant '"),
@@ -225,13 +219,10 @@ ROWS: dict[str, list[tuple[Any, str]]] = {
         (said(USER, {"role": ["assistant"], "content": "4"}), "unknown role: message 2: role is a list"),
         (said(USER, {"role": "r" * 100_000, "content": "4"}), f"unknown role: message 2: role is '{'r' * 39}...;"),
         (said({"role": "user"}, ASSISTANT), "wrong type: message 1: content must be a text or a list of text parts"),
-        (said({"role": "user", "content": None}, ASSISTANT), "wrong type: message 1: content must be a text"),
-        (
-            said({"role": "user", "content": 4}, ASSISTANT),
-            "message 1: content must be a text or a list of text parts, ",
-        ),
-        (said({"role": "user", "content": True}, ASSISTANT), "list of text parts, is true or false"),
-        (said({"role": "user", "content": {"text": "a"}}, ASSISTANT), "list of text parts, is an object"),
+        (asking(None), "wrong type: message 1: content must be a text"),
+        (asking(4), "message 1: content must be a text or a list of text parts,"),
+        (asking(True), "list of text parts, is true or false"),
+        (asking({"text": "a"}), "list of text parts, is an object"),
         (said({"role": "system", "content": None}, USER, ASSISTANT), "wrong type: message 1: content must be a text"),
         (said(USER, {"role": "assistant"}), "wrong type: message 2: content must be a text"),
         (said(USER, {"role": "assistant", "content": None}), "wrong type: message 2: content must be a text"),
@@ -248,19 +239,13 @@ ROWS: dict[str, list[tuple[Any, str]]] = {
         (said({"role": "system", "content": "be kind"}, USER), "no assistant message"),
         (said({"role": "tool", "content": "4"}, ASSISTANT), "wrong order: it begins with a tool message"),
         (said({"role": "system", "content": "a"}, {"role": "tool", "content": "4"}, ASSISTANT), "wrong order"),
-        (said({"role": "user", "content": []}, ASSISTANT), "wrong type: message 1: content is an empty list"),
-        (said({"role": "user", "content": ["a"]}, ASSISTANT), "message 1: content part 1 must be an object, is a text"),
-        (said({"role": "user", "content": [{"text": "a"}]}, ASSISTANT), "not a text part: message 1: content part 1"),
-        (
-            said({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}, ASSISTANT),
-            "not a text part: message 1: content part 2 has type 'image_url'; only text is read",
-        ),
-        (said({"role": "user", "content": [{"type": "text"}]}, ASSISTANT), "content part 1: text must be a text, is n"),
-        (said({"role": "user", "content": [{"type": "text", "text": 1}]}, ASSISTANT), "text must be a text, is a numb"),
-        (
-            said({"role": "user", "content": [{"type": "text", "text": "a", "cache": 1}]}, ASSISTANT),
-            "unknown key: message 1: cache in content part 1; known are text, type",
-        ),
+        (asking([]), "wrong type: message 1: content is an empty list"),
+        (asking(["a"]), "message 1: content part 1 must be an object, is a text"),
+        (asking([{"text": "a"}]), "not a text part: message 1: content part 1"),
+        (asking([PART, {"type": "image_url"}]), "not a text part: message 1: content part 2 has type 'image_url'"),
+        (asking([{"type": "text"}]), "content part 1: text must be a text, is n"),
+        (asking([{"type": "text", "text": 1}]), "text must be a text, is a numb"),
+        (asking([{**PART, "cache": 1}]), "unknown key: message 1: cache in content part 1; known are text, type"),
         (said(USER, {**ASSISTANT, "function_call": {}}), "unknown key: message 2: function_call in a message; known "),
         (said({**USER, "x": 1, "y": 2}, ASSISTANT), "unknown key: message 1: x, y in a message"),
         (said({**USER, "images": []}, ASSISTANT), "unknown key: message 1: images"),
@@ -269,37 +254,22 @@ ROWS: dict[str, list[tuple[Any, str]]] = {
         (said(USER, ASSISTANT, images=["a.png"]), "unknown key: images in a row of format messages; delete it, or"),
         (said(USER, ASSISTANT, system="be kind", tools=[TOOL]), "unknown key: system in a row of format messages"),
         (said(USER, ASSISTANT, enable_thinking=False), "unknown key: enable_thinking in a row of format messages"),
-        (
-            said(USER, ASSISTANT, rejected_messages=[USER]),
-            "preference: rejected_messages in a row of format messages",
-        ),
+        (said(USER, ASSISTANT, rejected_messages=[USER]), "preference: rejected_messages in a row of format messages"),
         (said(USER, ASSISTANT, label=False), "preference: label in a row of format messages; keep only the answers to"),
         (said(USER, ASSISTANT, label=True), "preference: label in a row of format messages"),
         (said(USER, {**ASSISTANT, "tool_call_id": 3}), "wrong type: message 2: tool_call_id must be a text"),
         (said(USER, {**ASSISTANT, "reasoning_content": 3}), "message 2: reasoning_content must be a text, is a number"),
         (said(USER, {**ASSISTANT, "thinking": ["a"]}), "message 2: reasoning_content must be a text, is a list"),
-        (
-            said(USER, {**ASSISTANT, "thinking": "a", "reasoning": "b"}),
-            "contradiction: message 2: thinking and another key hold different reasoning; keep one",
-        ),
+        (said(USER, {**ASSISTANT, "thinking": "a", "reasoning": "b"}), "contradiction: message 2: thinking and anothe"),
         (said({**USER, "reasoning_content": "a"}, ASSISTANT), "message 1: reasoning_content in a user message; only"),
         (said({**USER, "tool_calls": [CALL]}, ASSISTANT), "unknown key: message 1: tool_calls in a user message; only"),
-        (
-            said(USER, {**ASSISTANT, "weight": 2}),
-            "bad weight: message 2: weight must be 0 (not learned) or 1 (learned)",
-        ),
-        (
-            said(USER, {**ASSISTANT, "weight": 0.5}),
-            "bad weight: message 2: weight must be 0 (not learned) or 1 (learned",
-        ),
+        (said(USER, {**ASSISTANT, "weight": 2}), "bad weight: message 2: weight must be 0 (not learned) or 1 (learned"),
+        (said(USER, {**ASSISTANT, "weight": 0.5}), "bad weight: message 2: weight must be 0 (not learned) or 1 (learn"),
         (said(USER, {**ASSISTANT, "weight": True}), "bad weight: message 2: "),
         (said(USER, {**ASSISTANT, "weight": "1"}), "bad weight: message 2: "),
         (said({**USER, "weight": -1}, ASSISTANT), "bad weight: message 1: "),
         (said(USER, {**ASSISTANT, "weight": [1]}), "bad weight: message 2: "),
-        (
-            said(USER, {**ASSISTANT, "tool_calls": "add"}),
-            "bad tool call: message 2: tool_calls must be a list, is a te",
-        ),
+        (said(USER, {**ASSISTANT, "tool_calls": "add"}), "bad tool call: message 2: tool_calls must be a list, is a t"),
         (said(USER, {**ASSISTANT, "tool_calls": CALL}), "message 2: tool_calls must be a list, is an object"),
         (calling("add"), "bad tool call: message 2: call 1: must be an object, is a text"),
         (calling(CALL, None), "bad tool call: message 2: call 2: must be an object, is null"),
@@ -344,10 +314,7 @@ ROWS: dict[str, list[tuple[Any, str]]] = {
         (shared({"from": "Human", "value": "a"}, GPT), "unknown role: message 1: from is 'Human'"),
         (shared({"from": None, "value": "a"}, GPT), "unknown role: message 1: from is None"),
         (shared({"from": {}, "value": "a"}, GPT), "unknown role: message 1: from is an object"),
-        (
-            shared({"from": "human"}, GPT),
-            "wrong type: message 1: value must be a text or a list of text parts, is null",
-        ),
+        (shared({"from": "human"}, GPT), "wrong type: message 1: value must be a text or a list of text parts, is nul"),
         (shared({"from": "human", "value": 1}, GPT), "message 1: value must be a text or a list of text parts, is a n"),
         (shared(HUMAN, {"from": "gpt", "value": ""}), "nothing to learn: message 2: the assistant's value is blank"),
         (shared(HUMAN, {"from": "gpt", "value": "\t"}), "nothing to learn: message 2"),
@@ -378,10 +345,8 @@ ROWS: dict[str, list[tuple[Any, str]]] = {
         ({"instruction": "a", "output": None}, "wrong type: output must be a text, is null"),
         ({"instruction": "a", "output": 4}, "wrong type: output must be a text, is a number"),
         ({"instruction": "a", "output": ""}, "nothing to learn: output is blank"),
-        ({"instruction": "a", "output": " \n\t"}, "nothing to learn: output is blank"),
         ({"instruction": "a", "output": "\u3000"}, "nothing to learn: output is blank"),
         ({"instruction": "a", "output": "b", "input": 2}, "wrong type: input must be a text, is a number"),
-        ({"instruction": "a", "output": "b", "input": {}}, "wrong type: input must be a text, is an object"),
         ({"instruction": "a", "output": "b", "system": []}, "wrong type: system must be a text, is a list"),
         ({"instruction": "a", "output": "b", "history": "x"}, "wrong type: history must be a list of pairs, is a text"),
         ({"instruction": "a", "output": "b", "history": {}}, "wrong type: history must be a list of pairs, is an obj"),
@@ -419,25 +384,14 @@ ROWS: dict[str, list[tuple[Any, str]]] = {
         ({str(n): n for n in range(30)}, "and 10 more"),
         ({"a\nb": 1, "c" * 1000: 2}, r"only 'a\nb', 'ccc"),
         ({"question": None, "answer": "b"}, "wrong type: question must be a text, is null"),
-        ({"question": 1, "answer": "b"}, "wrong type: question must be a text, is a number"),
         ({"question": "a", "answer": None}, "wrong type: answer must be a text, is null"),
         ({"question": "a", "answer": 3.5}, "wrong type: answer must be a text, is a number"),
-        ({"question": "a", "answer": False}, "wrong type: answer must be a text, is true or false"),
-        ({"question": "a", "answer": ["b"]}, "wrong type: answer must be a text, is a list"),
-        ({"question": "a", "answer": {"text": "b"}}, "wrong type: answer must be a text, is an object"),
         ({"question": "a", "answer": ""}, "nothing to learn: answer is blank"),
-        ({"question": "a", "answer": "  "}, "nothing to learn: answer is blank"),
         ({"question": "a", "answer": "\u2028\u00a0"}, "nothing to learn: answer is blank"),
         ({"question": "a", "answer": "b", "system": "be kind"}, "unknown key: system in a row of format columns"),
         ({"question": "a", "answer": "b", "tools": [TOOL]}, "unknown key: tools in a row of format columns"),
-        (
-            {"prompt": "a", "response": "b", "system_prompt": "c"},
-            "unknown key: system_prompt in a row of format columns",
-        ),
-        (
-            {"prompt": "a", "response": "b", "rejected": "c"},
-            "preference: rejected in a row of format columns; keep only the answers",
-        ),
+        ({"prompt": "a", "response": "b", "system_prompt": "c"}, "unknown key: system_prompt in a row of format colum"),
+        ({"prompt": "a", "response": "b", "rejected": "c"}, "preference: rejected in a row of format columns; keep on"),
     ],
     "text": [
         ({}, "missing key: the row has no 'text', only none"),
@@ -468,7 +422,6 @@ ROWS: dict[str, list[tuple[Any, str]]] = {
         ({"input_ids": [1, 2], "labels": []}, "bad labels: 0 labels for 2 input_ids"),
         ({"input_ids": [1, 2], "labels": "2"}, "wrong type: labels must be a list of integers, is a text"),
         ({"input_ids": [1, 2], "labels": [1, True]}, "wrong type: labels[1] must be an integer, is True"),
-        ({"input_ids": [1, 2], "labels": [1, 2.0]}, "wrong type: labels[1] must be an integer, is 2.0"),
         ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "bad labels: labels[0] is 2, input_ids[0] is 1; expected"),
         ({"input_ids": [1, 2], "labels": [-100, -1]}, "bad labels: labels[1] is -1, input_ids[1] is 2; expected the s"),
         ({"input_ids": [1, 2], "labels": [-100, -100]}, "nothing to learn: all labels after the first are -100"),
@@ -528,6 +481,10 @@ def packed(kind: str, data: bytes) -> bytes:
     return buffer.getvalue()
 
 
+def indented(value: Any) -> bytes:
+    return json.dumps(value, indent=2).encode()
+
+
 ROW = QA.encode() + b"\n"
 NOISE = random.Random(0).randbytes(100_000)
 GZ = gzip.compress(
@@ -540,46 +497,21 @@ FILES: list[tuple[str, bytes, str]] = [
     ("a.json", b"[]", "has no rows"),
     ("a.json", b"[\n]\n", "has no rows"),
     ("a.csv", b'question,answer\n"1, 2",3\n', "print(json.dumps(r)) for r in csv.DictReader(sys.stdin)]' < "),
-    ("a.json", json.dumps({"data": [{"a": 1}]}, indent=2).encode(), "on one line: jq -c '.data[]' "),
-    ("a.json", json.dumps({"messages": [{"a": 1}]}, indent=2).encode() * 2, "on one line: jq -c . "),
-    (
-        "a.json",
-        json.dumps({"question": "a", "answer": "b"}, indent=2).encode(),
-        "JSON whose first object takes several",
-    ),
-    ("a.json", json.dumps([QA] * 3, indent=1).replace("[", '{"data": [', 1).encode() + b"}", "takes several lines; wr"),
-    (
-        "a.json",
-        json.dumps({"data": [{"a": "x" * 99}] * 9000}, indent=1).encode(),
-        "takes several lines; write each row",
-    ),
-    (
-        "a.json",
-        b'{\n"rows": [\n' + QA.encode() + b"\n]\n}",
-        "takes several lines; write each row on one line: jq -c '.rows[]'",
-    ),
-    (
-        "a.json",
-        b'{\n"data": [\n' + b",\n".join([QA.encode()] * 3) + b"\n]}",
-        "takes several lines; write each row on one line: jq -c '.data[]'",
-    ),
+    ("a.json", indented({"data": [{"a": 1}]}), "on one line: jq -c '.data[]' "),
+    ("a.json", indented({"messages": [{"a": 1}]}) * 2, "on one line: jq -c . "),
+    ("a.json", indented({"question": "a", "answer": "b"}), "JSON whose first object takes several"),
+    ("a.json", b'{"data": [\n' + QA.encode() + b"\n]}", "takes several lines; write each row"),
+    ("a.json", indented({"data": [{"a": "x" * 99}] * 9000}), "takes several lines; write each row"),
+    ("a.json", b'{\n"rows": [\n' + QA.encode() + b"\n]\n}", "write each row on one line: jq -c '.rows[]'"),
+    ("a.json", b'{\n"data": [\n' + b",\n".join([QA.encode()] * 3) + b"\n]}", "several lines; write each row on one"),
     ("a.json", b'\xef\xbb\xbf{\n"a": 1}', "takes several lines"),
-    (
-        "a.jsonl",
-        (QA.encode() + b", \r\n") * 2 + QA.encode(),
-        "cut the commas off: sed 's/,[[:space:]]*$//' /",
-    ),
+    ("a.jsonl", (QA.encode() + b", \r\n") * 2 + QA.encode(), "cut the commas off: sed 's/,[[:space:]]*$//' /"),
     ("a.jsonl", (QA.encode() + b"\r") * 2, "lines end in CR alone; convert it: tr '\\r' '\\n' < "),
-    ("a.json", (json.dumps({"question": "a"}, indent=2) + "\n").encode() * 3, "takes several lines"),
-    (
-        "a.txt",
-        b"Once upon a time\nthere was\n",
-        "neither JSON nor parquet: its first line begins with 'Once upon a time'",
-    ),
+    ("a.json", (indented({"question": "a"}) + b"\n") * 3, "takes several lines"),
+    ("a.txt", b"Once upon a time\nthere was\n", "parquet: its first line begins with 'Once upon a time'"),
     ("a.csv", b"question,answer\n1+1,2\n", "neither JSON nor parquet: its first line begins with 'question,answer'"),
     ("a.jsonl", b'"a"\n"b"\n', "neither JSON nor parquet: its first line begins with '\"a\"'"),
     ("a.jsonl", b"null", "neither JSON nor parquet"),
-    ("a.yaml", b"- question: a\n  answer: b\n", "neither JSON nor parquet"),
     ("a.bin", bytes(range(256)), "neither JSON nor parquet"),
     ("a.jsonl", NOISE[:1000].replace(b"{", b"").replace(b"[", b""), "neither JSON nor parquet"),
     ("a.jsonl.zst", b"\x28\xb5\x2f\xfd" + NOISE, "the zstd data is damaged"),
@@ -588,7 +520,6 @@ FILES: list[tuple[str, bytes, str]] = [
     ("a.jsonl.lz4", b"\x04\x22\x4d\x18" + NOISE, "is lz4-compressed"),
     ("a.7z", b"7z\xbc\xaf\x27\x1c" + NOISE, "is a 7-Zip archive"),
     ("a.zip", packed("zip", ROW), "is a zip archive"),
-    ("a.jsonl", packed("zip", ROW), "is a zip archive"),
     ("a.tar", packed("tar", ROW), "is a tar archive; unpack it first (tar -x)"),
     ("a.tar.gz", gzip.compress(packed("tar", ROW)), "is a tar archive"),
     ("a.jsonl.gz", gzip.compress(gzip.compress(ROW)), "is gzipped twice; unpack it once (gzip -d)"),
@@ -601,11 +532,7 @@ FILES: list[tuple[str, bytes, str]] = [
     ("a.jsonl", b"\xfe\xff" + ROW.decode().encode("utf-16-be"), "is UTF-16; convert it to UTF-8"),
     ("a.jsonl.gz", gzip.compress(b""), "is empty"),
     ("a.jsonl.gz", gzip.compress(b"hello\n"), "neither JSON nor parquet"),
-    (
-        "a.jsonl.gz",
-        gzip.compress(b"PAR1" + NOISE),
-        "is parquet inside gzip or zstd; unpack it first (gzip -d, zstd -d)",
-    ),
+    ("a.jsonl.gz", gzip.compress(b"PAR1" + NOISE), "is parquet inside gzip or zstd; unpack it first (gzip -d, z"),
     ("a.jsonl.gz", b"\x1f\x8b", "the gzip data is damaged or truncated after line 0 (Compressed file ended"),
     ("a.jsonl.gz", b"\x1f\x8b" + NOISE, "the gzip data is damaged or truncated after line 0 (Unknown"),
     ("a.jsonl.gz", GZ[:-8], "truncated after line 9000 (Compressed file ended before the end-of-stream marker"),
@@ -662,7 +589,7 @@ def test_a_file_of_another_kind_or_a_damaged_one_is_refused(
     assert "\n" not in str(caught.value)
 
 
-def test_the_tables_hold_at_least_two_hundred_different_inputs() -> None:
+def test_the_tables_hold_at_least_three_hundred_different_inputs() -> None:
     different = {(name, line) for name, line, _ in ALL_LINES} | {text for text, *_ in ARRAYS} | set(FILES)
     assert len(different) == len(ALL_LINES) + len(ARRAYS) + len(FILES) >= 300
 
@@ -684,6 +611,9 @@ def check_well_formed(example: Example) -> None:
         assert example.labels is None or len(example.labels) == len(example.input_ids)
 
 
+INSERTED = (*(bytes([one]) for one in b'\0\n\r"\\{}[],\xff'), b"\xef\xbb\xbf", b"NaN", b"-1")
+
+
 def mutated(random: random.Random, lines: list[bytes]) -> bytes:
     """A valid line with one to three bytes or pieces of it changed."""
     line = bytearray(random.choice(lines))
@@ -697,24 +627,7 @@ def mutated(random: random.Random, lines: list[bytes]) -> bytes:
         elif change == 1:
             del line[start:stop]
         elif change == 2:
-            line[start:start] = random.choice(
-                (
-                    b"\0",
-                    b"\n",
-                    b"\r",
-                    b'"',
-                    b"\\",
-                    b"{",
-                    b"}",
-                    b"[",
-                    b"]",
-                    b",",
-                    b"\xff",
-                    b"\xef\xbb\xbf",
-                    b"NaN",
-                    b"-1",
-                )
-            )
+            line[start:start] = random.choice(INSERTED)
         elif change == 3:
             del line[start:]
         elif change == 4:
@@ -736,16 +649,10 @@ def mutated(random: random.Random, lines: list[bytes]) -> bytes:
 
 def good_row(name: str, number: int) -> dict[str, Any]:
     """A row of the format that no other number gives."""
-    marks = {
-        "messages": said(USER, {"role": "assistant", "content": f"good {number}"}),
-        "sharegpt": shared(HUMAN, {"from": "gpt", "value": f"good {number}"}),
-        "alpaca": {"instruction": "a", "output": f"good {number}"},
-        "prompt_completion": {"prompt": "a", "completion": f"good {number}"},
-        "columns": {"question": "a", "answer": f"good {number}"},
-        "text": {"text": f"good {number}"},
-        "tokens": {"input_ids": [1, number]},
-    }
-    return marks[name]
+    row = json.dumps(GOOD[name][0])
+    for old, new in (('"4"', f'"good {number}"'), ("four", f"good {number}"), ("3]", f"{number}]")):
+        row = row.replace(old, new)
+    return json.loads(row)
 
 
 @pytest.mark.parametrize("count", [150, pytest.param(1500, marks=pytest.mark.full)])

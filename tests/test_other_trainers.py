@@ -12,7 +12,7 @@ from conftest import REPO
 from titan_mi100.config import other_trainers
 from titan_mi100.config.check import check_start
 from titan_mi100.config.hub import hub_id
-from titan_mi100.config.load import _convert, load_config
+from titan_mi100.config.load import _convert, _Setting, load_config
 from titan_mi100.config.other_trainers import advise, entries, our_keys
 from titan_mi100.errors import UserError
 from titan_mi100.shapes.families import PRESETS, to_hf_config
@@ -25,6 +25,7 @@ except ModuleNotFoundError:
     import tomli as tomllib
 
 TOKENIZER = str(REPO / "train_configs/debug/tokenizer")
+DATA = REPO / "train_configs/debug/additions.jsonl"
 # the sections and keys of torchtitan's configuration of Qwen3-0.6B, with values of our own
 TORCHTITAN = """
 [job]
@@ -90,6 +91,12 @@ def written(tmp_path: Path, text: str) -> tuple[str, str]:
     return "--job.config_file", str(tmp_path / "my.toml")
 
 
+def folder_of_the_hub(tmp_path: Path) -> None:
+    """Qwen3-0.6B without its weights."""
+    shutil.copytree(TOKENIZER, tmp_path / "Qwen3-0.6B")
+    (tmp_path / "Qwen3-0.6B" / "config.json").write_text(json.dumps(to_hf_config(PRESETS["0.6B"])))
+
+
 def test_every_target_of_the_table_is_a_key_and_its_value_is_accepted() -> None:
     assert len({name for entry in entries() for name in entry.names}) > 250
     for entry in entries():
@@ -102,16 +109,10 @@ def test_every_target_of_the_table_is_a_key_and_its_value_is_accepted() -> None:
         for setting in filter(None, " and ".join(entry.settings.values()).split(" and ")):
             name, _, value = setting.partition(" = ")
             [parsed] = tomllib.loads(f"x = {value}").values()
-            for form in (True, False):
-                given = str(parsed).lower() if isinstance(parsed, bool) else str(parsed)
-                problem = _convert(our_keys()[name], _setting(given if form else parsed, form))[1]
+            given = str(parsed).lower() if isinstance(parsed, bool) else str(parsed)
+            for form in (_Setting(given, "", Path()), _Setting(parsed, "", Path(), depth=0)):
+                problem = _convert(our_keys()[name], form)[1]
                 assert not problem, f"{setting} {problem}"
-
-
-def _setting(value: object, is_text: bool) -> object:
-    from titan_mi100.config.load import _Setting
-
-    return _Setting(value, "", Path()) if is_text else _Setting(value, "", Path(), depth=0)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +257,7 @@ def test_a_config_of_torchtitan_gets_messages_that_lead_to_one_that_loads(
     for line in found:
         mended = as_the_message_says(mended, line.removeprefix(start))
     monkeypatch.chdir(tmp_path)
-    shutil.copy(REPO / "train_configs/debug/additions.jsonl", tmp_path / "c4.jsonl")
+    shutil.copy(DATA, tmp_path / "c4.jsonl")
     [left] = errors_of(*written(tmp_path, mended), world_size=2)
     assert left.endswith("fetch it: hf download Qwen/Qwen3-0.6B --local-dir assets/hf/Qwen3-0.6B")
     shutil.copytree(TOKENIZER, tmp_path / "assets/hf/Qwen3-0.6B")
@@ -282,9 +283,8 @@ def as_the_message_says(text: str, message: str) -> str:
 
 def test_options_at_the_top_of_a_file_and_sections_of_others(tmp_path: Path) -> None:
     text = 'learning_rate = 1e-5\nbf16 = true\nseq_len = 9\nmodel = "x"\ndatasets = [{ path = "a" }]\nodd = 1\n'
-    found = "\n".join(
-        errors_of(*written(tmp_path, f"{text}[deepspeed]\nstage = 2\n[comm]\ntrain_timeout_seconds = 9\n"))
-    )
+    text += "[deepspeed]\nstage = 2\n[comm]\ntrain_timeout_seconds = 9\n"
+    found = "\n".join(errors_of(*written(tmp_path, text)))
     shared = "is an option of TRL, axolotl and LLaMA-Factory"
     for expected in (
         f"my.toml: learning_rate {shared}; here: under [optimizer] write lr = 1e-05",
@@ -301,33 +301,32 @@ def test_options_at_the_top_of_a_file_and_sections_of_others(tmp_path: Path) -> 
     assert len(found.splitlines()) == 9, found
 
 
-def test_what_could_not_be_read_brings_no_second_message(tmp_path: Path) -> None:
-    data = REPO / "train_configs/debug/additions.jsonl"
-    cases = {
-        "[dta]\npath = 'x'\n[model]\nflavor = 'debug'\ntokenizer_path = '.'": ["[dta] is not a section"],
-        "[parallelism]\ntensor_parallel_degree = '2'\ndata_parallel_shard_degree = 1": [
-            "tensor_parallel_degree = '2' must"
-        ],
-        "[data]\nvalidation_pth = 'x'\n[validation]\nfreq = 5": ["validation_pth is not a key"],
-        "[frob]\nodd = 'x'\n[model]\nflavor = 'debug'\ntokenizer_path = '.'": ["[frob] is not a section"],
-        "[training\nsteps = 3": [": [training; add the missing ]"],
-        "[lora]\nr = 8\nalpha = 32.0": ["under [lora] write rank = 8"],
-        f"[data]\npath = '{data}'\n[training]\nsteps = 'ten'\n[lr_scheduler]\nwarmup_steps = 3": [
-            "steps = 'ten' must be a whole"
-        ],
-    }
-    for text, expected in cases.items():
-        given = (
-            ""
-            if "[dta]" in text or "[frob]" in text or "[training\n" in text
-            else f"base = '{tmp_path / 'base.toml'}'\n"
-        )
-        (tmp_path / "base.toml").write_text(
-            f"[model]\nflavor = 'debug'\ntokenizer_path = '{TOKENIZER}'\nallow_other_tokenizer = true\n"
-            f"[data]\npath = '{data}'"
-        )
-        found = errors_of(*written(tmp_path, given + text.replace("'.'", f"'{TOKENIZER}'")), world_size=2)
-        assert len(found) == len(expected) and all(map(str.__contains__, found, expected)), found
+MODEL = f"[model]\nflavor = 'debug'\ntokenizer_path = '{TOKENIZER}'\n"
+BASE = "base = 'base.toml'\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"[dta]\npath = 'x'\n{MODEL}", "[dta] is not a section"),
+        (f"[frob]\nodd = 'x'\n{MODEL}", "[frob] is not a section"),
+        ("[training\nsteps = 3", ": [training; add the missing ]"),
+        (
+            f"{BASE}[parallelism]\ntensor_parallel_degree = '2'\ndata_parallel_shard_degree = 1",
+            "tensor_parallel_degree = '2' must",
+        ),
+        (f"{BASE}[data]\nvalidation_pth = 'x'\n[validation]\nfreq = 5", "validation_pth is not a key"),
+        (f"{BASE}[lora]\nr = 8\nalpha = 32.0", "under [lora] write rank = 8"),
+        (
+            f"{BASE}[data]\npath = '{DATA}'\n[training]\nsteps = 'ten'\n[lr_scheduler]\nwarmup_steps = 3",
+            "steps = 'ten' must be a whole",
+        ),
+    ],
+)
+def test_what_could_not_be_read_brings_no_second_message(tmp_path: Path, text: str, expected: str) -> None:
+    (tmp_path / "base.toml").write_text(f"{MODEL}allow_other_tokenizer = true\n[data]\npath = '{DATA}'")
+    [found] = errors_of(*written(tmp_path, text), world_size=2)
+    assert expected in found
 
 
 def test_a_name_of_the_hub_names_its_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,8 +346,7 @@ def test_a_name_of_the_hub_names_its_download(tmp_path: Path, monkeypatch: pytes
     for path in ("models/Qwen3-0.6B", "assets/hf/Qwen3-0.6B"):
         [line] = [line for line in errors_of("--model.tokenizer_path", path) if "no such folder" in line]
         assert line.endswith(f"; fetch it: hf download Qwen/Qwen3-0.6B --local-dir {path}")
-    shutil.copytree(TOKENIZER, tmp_path / "Qwen3-0.6B")
-    (tmp_path / "Qwen3-0.6B" / "config.json").write_text(json.dumps(to_hf_config(PRESETS["0.6B"])))
+    folder_of_the_hub(tmp_path)
     (tmp_path / "rows.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match=f"has no model: .*; download the whole folder again; fetch it: {command}$"):
         check_start(load_config(["--checkpoint.initial_load_path", "Qwen3-0.6B", "--data.path", "rows.jsonl"]))
@@ -375,11 +373,7 @@ def test_all_options_of_a_trainer_are_listed(trainer: str, capsys: pytest.Captur
         ("mixed_precision_param", 0, "training.mixed_precision_param"),
         ("float8.recipe_name", 0, "# torchtitan\nmodel.converters"),
         ("optim.learning_rate", 0, "learning_rate\n    optimizer.lr\n"),
-        (
-            "--learning_rate=1e-5",
-            0,
-            "--learning_rate 1e-5 is an option of TRL, axolotl and LLaMA-Factory; here: --optimizer.lr 1e-5",
-        ),
+        ("--learning_rate=1e-5", 0, "1e-5 is an option of TRL, axolotl and LLaMA-Factory; here: --optimizer.lr 1e-5"),
         ("LLAMA_factory", 0, "# LLaMA-Factory\n"),
         ("t", 2, "no option that is known"),
         ("learning_rat", 2, "no option that is known; did you mean learning_rate"),
@@ -400,10 +394,9 @@ def test_the_page_and_its_configs_load(tmp_path: Path, monkeypatch: pytest.Monke
     command, *messages = shown.splitlines()
     assert [f"ERROR {line}" for line in errors_of(*shlex.split(command))] == messages
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(TOKENIZER, tmp_path / "Qwen3-0.6B")
-    (tmp_path / "Qwen3-0.6B" / "config.json").write_text(json.dumps(to_hf_config(PRESETS["0.6B"])))
+    folder_of_the_hub(tmp_path)
     (tmp_path / "Qwen3-0.6B" / "model.safetensors").touch()
-    shutil.copy(REPO / "train_configs/debug/additions.jsonl", tmp_path / "train.jsonl")
+    shutil.copy(DATA, tmp_path / "train.jsonl")
     configs = re.findall(r"(?s)```toml\n(.+?)```", page)
     assert len(configs) == 4
     for text in configs:

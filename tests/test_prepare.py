@@ -51,9 +51,16 @@ def tokenizer() -> Tokenizer:
     return load_tokenizer(ASSETS / "tokenizer")
 
 
-def load(*paths: Path, seq_len: int = 256, tokenizer: Path = ASSETS / "tokenizer", **options: Any) -> Prepared:
-    config = DataConfig(path=tuple(map(str, paths)), **options)
-    return prepare_data(config, str(tokenizer), "", seq_len)
+def load(
+    *paths: Path,
+    seq_len: int = 256,
+    tokenizer: Path = ASSETS / "tokenizer",
+    template: Path | str = "",
+    cache_folder: Path | str = "",
+    **options: Any,
+) -> Prepared:
+    config = DataConfig(path=tuple(map(str, paths)), cache_folder=str(cache_folder), **options)
+    return prepare_data(config, str(tokenizer), str(template), seq_len)
 
 
 def write(path: Path, *rows: dict[str, Any] | str) -> Path:
@@ -139,10 +146,8 @@ def test_the_bytes_of_a_set_are_those_that_its_supervised_tokens_spell(tmp_path:
     chat = write(tmp_path / "chat.jsonl", say("ä", "größer 🙂"), say("b", "再见！<|im_end|>", "c", "été"))
     counted = load(chat, validation_path=(str(chat),)).facts.sets
     answers = len("größer 🙂再见！été".encode())
-    assert {name: count.supervised_bytes for name, count in counted.items()} == {
-        "train": answers,
-        "validation": answers,
-    }
+    assert {name: count.supervised_bytes for name, count in counted.items()} == dict.fromkeys(counted, answers)
+    assert counted.keys() == {"train", "validation"}
     end_only = write(tmp_path / "end.jsonl", {"input_ids": [5, tokenizer.eos_token_id, tokenizer.pad_token_id]})
     assert load(end_only).train_counts.supervised_bytes == 0
 
@@ -158,23 +163,14 @@ def test_what_has_no_loss_has_no_bytes(options: dict[str, str], tmp_path: Path, 
     assert counted.supervised_bytes == sum(len(tokenizer.token_bytes(i)) for i in labels if i not in ends)
 
 
-LOSSES = {
-    "assistant": ["ONE<|im_end|>TWO<|im_end|>"],
-    "last": ["TWO<|im_end|>"],
-    "weight": ["ONE<|im_end|>"],
-}
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_the_loss_says_which_turns_are_learned(loss: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_the_loss_says_which_turns_are_learned(tmp_path: Path, tokenizer: Tokenizer) -> None:
     row = say("one", "ONE", "two", "TWO")
     row["messages"][1]["weight"] = 1
     path = write(tmp_path / "chat.jsonl", row)
-    assert supervised_texts(load(path, loss=loss).train, tokenizer) == LOSSES[loss]
-
-
-def test_loss_on_everything_learns_every_token_but_the_first(tmp_path: Path) -> None:
-    [(ids, supervised)] = documents(load(write(tmp_path / "chat.jsonl", say("one", "ONE")), loss="all").train)
+    one, two = "ONE<|im_end|>", "TWO<|im_end|>"
+    for loss, learned in (("assistant", one + two), ("last", two), ("weight", one)):
+        assert supervised_texts(load(path, loss=loss).train, tokenizer) == [learned], loss
+    [(ids, supervised)] = documents(load(path, loss="all").train)
     assert supervised == ids[1:]
 
 
@@ -198,7 +194,6 @@ def test_earlier_reasoning_is_learned_where_the_template_shows_it(tmp_path: Path
 
 def test_an_empty_think_block_is_learned_on_request(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = write(tmp_path / "chat.jsonl", say("one", "ONE"))
-    assert supervised_texts(load(path).train, tokenizer) == ["ONE<|im_end|>"]
     learned = load(path, empty_think="supervised")
     assert supervised_texts(learned.train, tokenizer) == ["<think>\n\n</think>\n\nONE<|im_end|>"]
 
@@ -217,10 +212,8 @@ def test_overlong_rows_are_dropped_cut_split_or_refused(tmp_path: Path, tokenize
     dropped = load(path, seq_len=size, max_lost_share=1.0)
     assert [row["status"] for row in ledger(dropped)] == ["kept", "dropped", "dropped"]
     assert len(documents(dropped.train)) == 1
-    assert (
-        f"  dropped: 2 rows, {long_answer + long_question:,} tokens (longer than seq_len: 2, the first at {path}:2)"
-        in dropped.facts.summary
-    )
+    lost = f"2 rows, {long_answer + long_question:,} tokens (longer than seq_len: 2, the first at {path}:2)"
+    assert f"  dropped: {lost}" in dropped.facts.summary
 
     cut = load(path, seq_len=size, overlong="truncate", max_lost_share=1.0)
     assert [row["status"] for row in ledger(cut)] == ["kept", "truncated", "dropped"]
@@ -243,17 +236,7 @@ def test_overlong_rows_are_dropped_cut_split_or_refused(tmp_path: Path, tokenize
         load(path, seq_len=4)
 
 
-BAD_ROWS = {
-    '{"question": "a", "answer": "b"': "not JSON",
-    '{"question": "a", "answer": NaN}': "NaN",
-    '["question", "answer"]': "object",
-    '{"question": "a"}': "answer",
-    '{"question": "a", "answer": 3}': "answer",
-    '{"question": "a", "answer": "  "}': "answer",
-    '{"question": "a", "question": "a", "answer": "b"}': "question",
-    '{"question": "\\ud800", "answer": "b"}': "surrogate",
-    "[" * 100_000: "nest",
-}
+BAD_ROWS = {'{"question": "a", "answer": "b"': "not JSON", '["question"]': "object", "[" * 100_000: "nest"}
 
 
 def test_every_bad_row_is_named_with_file_line_and_reason_or_skipped_up_to_a_cap(tmp_path: Path) -> None:
@@ -278,6 +261,11 @@ def test_every_bad_row_is_named_with_file_line_and_reason_or_skipped_up_to_a_cap
         load(path, on_bad_row="skip", max_bad_rows=len(BAD_ROWS) - 1)
 
 
+def format_of(name: str) -> dict[str, str]:
+    columns = {"prompt_column": "question", "response_column": "answer"} if name == "columns" else {}
+    return {"format": name, **columns}
+
+
 @pytest.mark.parametrize("name", GOOD)
 def test_each_of_300_malformed_lines_stands_in_the_ledger_with_its_number_and_reason(name: str, tmp_path: Path) -> None:
     """What test_malformed.py shows of the readers, through everything that a run does with its data."""
@@ -285,9 +273,8 @@ def test_each_of_300_malformed_lines_stands_in_the_ledger_with_its_number_and_re
     good = json.dumps(GOOD[name][0]).encode()
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\n".join([good, *(part for line, _ in bad for part in (line, good))]) + b"\n")
-    columns = {"prompt_column": "question", "response_column": "answer"} if name == "columns" else {}
     with pytest.raises(RefusedData) as caught:
-        load(path, format=name, **columns)
+        load(path, **format_of(name))
     assert str(caught.value).startswith(f"{path}:2: ")
     rows = ledger(caught.value)
     assert [int(row["line"]) for row in rows] == list(range(1, 2 * len(bad) + 2))
@@ -306,8 +293,7 @@ def test_10000_mutated_lines_are_all_in_the_ledger(full: bool, tmp_path: Path) -
         made = [mutated(draw, lines).replace(b"\n", b" ") for _ in range(count)]
         path = tmp_path / f"{name}.jsonl"
         path.write_bytes(b"\n".join([*lines, *made]) + b"\n")
-        columns = {"prompt_column": "question", "response_column": "answer"} if name == "columns" else {}
-        data = load(path, format=name, on_bad_row="skip", max_bad_rows=count, **columns)
+        data = load(path, on_bad_row="skip", max_bad_rows=count, **format_of(name))
         rows = ledger(data)
         numbered = enumerate([*lines, *made], 1)
         assert [int(row["line"]) for row in rows] == [n for n, line in numbered if line.removeprefix(BOM).strip()]
@@ -363,18 +349,18 @@ def test_a_template_of_ones_own_and_a_bare_rank_file(tmp_path: Path, tokenizer: 
         "{% for m in messages %}{{ '<|im_start|>' + m.role + ('\\n>> ' if m.role == 'user' else '') }}"
         "{{ m.content + eos_token }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
     )
-    ranks = [bytes([byte]) for byte in range(256)]
     file = tmp_path / "bytes.tiktoken"
-    file.write_text("".join(f"{base64.b64encode(rank).decode()} {i}\n" for i, rank in enumerate(ranks)))
-    config = DataConfig(path=(str(path),))
+    file.write_text("".join(f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256)))
     for source in (file, ASSETS / "tokenizer"):
-        data = prepare_data(config, str(source), str(template), 256)
         read = load_tokenizer(source)
-        [(ids, supervised)] = documents(data.train)
+        [(ids, supervised)] = documents(load(path, tokenizer=source, template=template).train)
         assert read.decode(ids) == "<|im_start|>user\n>> one<|im_end|><|im_start|>assistantONE<|im_end|>"
         assert read.decode(supervised) == "ONE<|im_end|>"
     with pytest.raises(UserError, match=r"no \(default\) chat_template, .*or name a Jinja file in model.chat_template"):
-        prepare_data(config, str(file), "", 256)
+        load(path, tokenizer=file)
+    template.write_text("{{ strftime_now('%Y') }}")
+    with pytest.raises(UserError, match="rows would change from day to day; set model"):
+        load(path, template=template)
 
 
 @pytest.mark.parametrize("base", [pytest.param(False, marks=pytest.mark.full), True])
@@ -409,9 +395,7 @@ def test_a_text_is_learned_with_one_end_token_or_refused(base: bool, tmp_path: P
             [(ids, _)] = documents(load(path, tokenizer=folder).train)
             assert tokenizer.decode(ids) == learned and ids == tokenizer.encode(learned), text
         else:
-            with pytest.raises(
-                RefusedData, match=r"other end token: the text ends with <\|\w+\|>, but the end token is"
-            ):
+            with pytest.raises(RefusedData, match=r"other end token: the text ends with <\|\w+\|>, but"):
                 load(path, tokenizer=folder)
 
 
@@ -479,11 +463,8 @@ def test_harmless_keys_are_ignored_and_counted_and_others_only_by_name(tmp_path:
     expected = documents(load(write(tmp_path / "plain.jsonl", plain)).train)
     data = load(write(tmp_path / "marked.jsonl", marked | {"id": 3, "source": "x", "note": None}))
     assert documents(data.train) == expected
-    counted = [f"{key} in messages: 4" for key in sorted(HARMLESS)] + [
-        "annotations in messages: 1",
-        "id: 1",
-        "source: 1",
-    ]
+    counted = [f"{key} in messages: 4" for key in sorted(HARMLESS)]
+    counted += ["annotations in messages: 1", "id: 1", "source: 1"]
     assert f"  keys that were ignored: {', '.join(counted)}" in data.facts.summary
     assert supervised_texts(load(write(tmp_path / "shared.jsonl", shared)).train, tokenizer) == ["b<|im_end|>"]
 
@@ -504,19 +485,14 @@ def test_harmless_keys_are_ignored_and_counted_and_others_only_by_name(tmp_path:
 
 
 def test_a_long_column_that_is_not_used_is_warned_of_with_an_example(tmp_path: Path) -> None:
-    rows = [
-        qa(f"q{i}", "a") | {"topic": "short words " * 3, "note": "" if i < 1500 else f"{i} " * 9} for i in range(1503)
-    ]
-    rows.append(
-        qa("a question that stands in its other column, too", "a") | {"copy": "question that stands in its other"}
-    )
-    path = write(tmp_path / "rows.jsonl", *rows)
+    notes = ["" if i < 1500 else f"{i} " * 9 for i in range(1503)]
+    rows = [qa(f"q{i}", "a") | {"topic": "short words " * 3, "note": note} for i, note in enumerate(notes)]
+    twice = qa("a question that stands in its other column, too", "a") | {"copy": "question that stands in its other"}
+    path = write(tmp_path / "rows.jsonl", *rows, twice)
     [line] = load(path).facts.warnings
-    assert line == (
-        f"note is not used: 3 rows have 9 words there on average, such as '{'1500 ' * 8}1500' at {path}:1501; name it "
-        "in one of data.prompt_column, response_column, system_column and text_column, or, if it does not matter, in "
-        "data.ignored_keys"
-    )
+    shown = f"3 rows have 9 words there on average, such as '{'1500 ' * 8}1500' at {path}:1501"
+    assert line.startswith(f"note is not used: {shown}; name it in one of data.prompt_column")
+    assert line.endswith("in data.ignored_keys")
     assert not load(path, ignored_keys=("note",)).facts.warnings
     texts = [{"text": f"a {i}", "abstract": " ".join("abcdefghi")} for i in range(3)]
     [line] = load(write(path, *texts)).facts.warnings
@@ -587,10 +563,8 @@ def test_nulls_of_tool_calls_are_what_the_key_says_in_json_and_in_parquet(tmp_pa
 
     calls = [{"city": "Bern", "n": None}, {"city": None, "n": 1.5}]
     rows = [say("go", "", tool_calls=[{"type": "function", "function": {"name": "f", "arguments": a}}]) for a in calls]
-    parquet.write_table(
-        pa.Table.from_pylist([row | {"score": float("nan")} for row in rows]), tmp_path / "rows.parquet"
-    )
     unified, table = write(tmp_path / "rows.jsonl", *rows), tmp_path / "rows.parquet"
+    parquet.write_table(pa.Table.from_pylist([row | {"score": float("nan")} for row in rows]), table)
     counted = 'ave nulls in their arguments (2 {}); set data.null_arguments to "keep" or "drop"'
     kept, warnings = learned(unified)
     assert '{"city": "Bern", "n": null}' in kept and '{"city": null, "n": 1.5}' in kept
@@ -630,14 +604,6 @@ def test_what_differs_is_named_with_what_tells_it_apart() -> None:
     }  # fmt: skip
 
 
-def test_a_template_that_writes_the_date_is_refused(tmp_path: Path) -> None:
-    template = tmp_path / "dated.jinja"
-    template.write_text("{{ strftime_now('%Y') }}")
-    config = DataConfig(path=(str(write(tmp_path / "rows.jsonl", qa("a", "b"))),))
-    with pytest.raises(UserError, match="rows would change from day to day; set model"):
-        prepare_data(config, str(ASSETS / "tokenizer"), str(template), 256)
-
-
 def test_processes_that_cannot_start_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_fork() -> int:
         raise OSError(11, "Resource temporarily unavailable")
@@ -648,29 +614,35 @@ def test_processes_that_cannot_start_are_said(tmp_path: Path, monkeypatch: pytes
         load(path, workers=2)
 
 
-def prepare_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "titan_mi100.data.prepare", "--model.flavor", "debug"]
-    command += ["--model.tokenizer_path", str(ASSETS / "tokenizer"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=120)
-
-
 def test_the_command_prepares_without_torch_and_a_refusal_leaves_the_ledger_in_the_run_folder(tmp_path: Path) -> None:
     good, bad = write(tmp_path / "good.jsonl", qa("a", "b")), write(tmp_path / "bad.jsonl", qa("a", "b"), "{")
-    where = ("--job.run_folder", str(tmp_path / "run"))
-    result = prepare_command("--data.path", str(good), *where)
-    assert (result.returncode, result.stderr) == (0, "") and not (tmp_path / "run").exists()
-    result = prepare_command("--data.path", str(bad), *where)
-    assert result.returncode == 2 and f"{bad}:2: not JSON" in result.stderr
-    assert result.stderr.endswith(f"every row: {tmp_path / 'run' / 'ledger.csv'}\n")
-    assert "rejected" in (tmp_path / "run" / "ledger.csv").read_text()
+    run = tmp_path / "run"
+
+    def prepare(path: Path) -> tuple[int, str]:
+        command = [
+            sys.executable,
+            "-m",
+            "titan_mi100.data.prepare",
+            "--model.flavor",
+            "debug",
+            "--data.path",
+            str(path),
+        ]
+        command += ["--model.tokenizer_path", str(ASSETS / "tokenizer"), "--job.run_folder", str(run)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=120)
+        return done.returncode, done.stderr
+
+    assert prepare(good) == (0, "") and not run.exists()
+    code, said = prepare(bad)
+    assert code == 2 and f"{bad}:2: not JSON" in said and said.endswith(f"every row: {run / 'ledger.csv'}\n")
+    assert "rejected" in (run / "ledger.csv").read_text()
     # the ledger of a run that has trained stays: these data are refused now, others may be refused later
-    (tmp_path / "run" / "ledger.csv").write_text("of the run")
-    (tmp_path / "run" / "metrics.jsonl").touch()
-    result = prepare_command("--data.path", str(bad), *where)
-    assert result.stderr.endswith(f"every row: {tmp_path / 'run' / 'ledger.refused.csv'}\n")
-    assert "rejected" in (tmp_path / "run" / "ledger.refused.csv").read_text()
-    assert prepare_command("--data.path", str(good), *where).returncode == 0
-    assert (tmp_path / "run" / "ledger.csv").read_text() == "of the run"
+    (run / "ledger.csv").write_text("of the run")
+    (run / "metrics.jsonl").touch()
+    assert prepare(bad)[1].endswith(f"every row: {run / 'ledger.refused.csv'}\n")
+    assert "rejected" in (run / "ledger.refused.csv").read_text()
+    assert prepare(good)[0] == 0
+    assert (run / "ledger.csv").read_text() == "of the run"
     program = "import sys; import titan_mi100.data.prepare; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=REPO).returncode == 0
 
@@ -678,9 +650,7 @@ def test_the_command_prepares_without_torch_and_a_refusal_leaves_the_ledger_in_t
 def test_the_tokenizer_is_the_models_own_unless_another_one_is_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, other = tmp_path / "model", tmp_path / "other"
-    shutil.copytree(ASSETS / "tokenizer", model)
-    shutil.copytree(ASSETS / "tokenizer", other)
+    model, other = (shutil.copytree(ASSETS / "tokenizer", tmp_path / name) for name in ("model", "other"))
     (other / "tokenizer_config.json").write_text((model / "tokenizer_config.json").read_text() + "\n")
     (model / "config.json").write_text(json.dumps(to_hf_config(PRESETS["debug"])))
     config = Config(
@@ -693,10 +663,8 @@ def test_the_tokenizer_is_the_models_own_unless_another_one_is_allowed(
     with monkeypatch.context() as patch:  # a copy: each rank would load both, which takes seconds
         patch.setattr(prepare_module, "load_tokenizer", None)
         prepare_module._check_own_tokenizer(config.model, config.checkpoint.initial_load_path)
-    changed = (other / "tokenizer.json").read_text().replace("<|im_end|>", "<|IM_END|>")
-    (other / "tokenizer.json").write_text(changed)
-    settings = (other / "tokenizer_config.json").read_text().replace("<|im_end|>", "<|IM_END|>")
-    (other / "tokenizer_config.json").write_text(settings)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (other / name).write_text((other / name).read_text().replace("<|im_end|>", "<|IM_END|>"))
     with pytest.raises(UserError) as refused:
         prepare_run(config, None)
     said = f"[model] tokenizer_path = '{other}' is not the model's own tokenizer in {model}; leave it out, or"
@@ -723,15 +691,14 @@ def test_workers_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     path = write(tmp_path / "rows.jsonl", *rows, "not json", qa("a", ""))
     plans = []
     for workers in (1, 3):
-        data = load(path, workers=workers, on_bad_row="skip", cache_folder=str(tmp_path / f"cache{workers}"))
+        data = load(path, workers=workers, on_bad_row="skip", cache_folder=tmp_path / f"cache{workers}")
         plans.append((data.facts.plan, data.ledger().read_text()))
         assert not data.cached
     assert plans[0] == plans[1]
 
 
 def test_a_prepared_folder_is_used_again_and_never_when_it_is_stale(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", qa("a", "b"), qa("c", "d"))
-    cache = str(tmp_path / "cache")
+    path, cache = write(tmp_path / "rows.jsonl", qa("a", "b"), qa("c", "d")), tmp_path / "cache"
     first = load(path, cache_folder=cache)
     again = load(path, cache_folder=cache, workers=2)
     assert not first.cached and again.cached and again.folder == first.folder
@@ -744,10 +711,7 @@ def test_a_prepared_folder_is_used_again_and_never_when_it_is_stale(tmp_path: Pa
     assert not changed.cached and changed.facts.plan != first.facts.plan
     for options in ({"seq_len": 128}, {"loss": "all"}, {"overlong": "split"}, {"duplicates": "drop"}):
         assert load(path, cache_folder=cache, **options).folder != changed.folder
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    for file in (ASSETS / "tokenizer").iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    folder = shutil.copytree(ASSETS / "tokenizer", tmp_path / "tokenizer")
     config = json.loads((folder / "tokenizer_config.json").read_text())
     same = load(path, cache_folder=cache, tokenizer=folder)
     assert same.facts.plan == changed.facts.plan
@@ -756,26 +720,22 @@ def test_a_prepared_folder_is_used_again_and_never_when_it_is_stale(tmp_path: Pa
     assert load(path, cache_folder=cache, tokenizer=folder).folder != same.folder
 
 
-def test_a_change_that_keeps_size_and_time_of_modification_is_seen(
+def test_a_file_that_changed_since_it_was_hashed_or_as_it_was_is_hashed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_module, "_SETTLES_NS", -(10**18))  # else nothing so fresh would be remembered
     path, cache = tmp_path / "rows.jsonl", tmp_path / "cache"
     cache.mkdir()
-    path.write_text("one")
-    assert cache_module.content_hash(path, cache)[0] == hashlib.sha256(b"one").hexdigest()
-    times = path.stat()
-    time.sleep(0.05)
-    path.write_text("two")
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert cache_module.content_hash(path, cache)[0] == hashlib.sha256(b"two").hexdigest()
-
-
-def test_a_file_that_was_hashed_as_it_changed_is_hashed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, cache = tmp_path / "rows.jsonl", tmp_path / "cache"
-    cache.mkdir()
-    path.write_text("one")
     hashes = {text: hashlib.sha256(text.encode()).hexdigest() for text in ("one", "two")}
+    with monkeypatch.context() as patch:  # a change that keeps size and time of modification
+        patch.setattr(cache_module, "_SETTLES_NS", -(10**18))  # else nothing so fresh would be remembered
+        path.write_text("two")
+        assert cache_module.content_hash(path, cache)[0] == hashes["two"]
+        times = path.stat()
+        time.sleep(0.05)
+        path.write_text("one")
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        assert cache_module.content_hash(path, cache)[0] == hashes["one"]
+    shutil.rmtree(cache / "hashes")
     found, stamp = cache_module.content_hash(path, cache)
     assert found == hashes["one"]
     monkeypatch.setattr(cache_module, "_stamp", lambda _: stamp)  # a change within the file system's tick
@@ -789,40 +749,27 @@ def test_a_file_that_was_hashed_as_it_changed_is_hashed_again(tmp_path: Path, mo
     assert cache_module.content_hash(path, cache)[0] == "remembered"  # else every start would read all files
 
 
-def test_a_file_that_changes_while_it_is_read_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, cache = write(tmp_path / "rows.jsonl", qa("a", "b")), tmp_path / "cache"
-    pack = build_module.pack_rows
-
-    def meanwhile(*arguments: Any) -> Any:
-        write(path, qa("a", "c"))
-        return pack(*arguments)
-
-    monkeypatch.setattr(build_module, "pack_rows", meanwhile)
-    with pytest.raises(UserError, match=r"rows\.jsonl: changed while it was read; start again"):
-        load(path, cache_folder=str(cache))
-    assert not list(cache.glob(".*")) and not list(cache.glob("*/meta.json"))
-
-
-@pytest.mark.parametrize("is_there", [False, True])
-def test_a_template_that_comes_or_goes_while_data_are_prepared_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+@pytest.mark.parametrize("what", ["rows change", "template comes", "template goes"])
+def test_a_file_that_changes_while_it_is_read_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    path, folder = write(tmp_path / "rows.jsonl", qa("a", "b")), tmp_path / "tokenizer"
-    shutil.copytree(ASSETS / "tokenizer", folder)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
+    path, cache = write(tmp_path / "rows.jsonl", qa("a", "b")), tmp_path / "cache"
+    folder = shutil.copytree(ASSETS / "tokenizer", tmp_path / "tokenizer")
     template = folder / "chat_template.jinja"
-    if is_there:
-        template.write_text(config["chat_template"])
+    text = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
+    if what == "template goes":
+        template.write_text(text)
+    change: dict[str, Callable[[], object]] = {
+        "rows change": partial(write, path, qa("a", "c")),
+        "template comes": partial(template.write_text, text),
+        "template goes": template.unlink,
+    }
     pack = build_module.pack_rows
-
-    def meanwhile(*arguments: Any) -> Any:
-        template.unlink() if is_there else template.write_text(config["chat_template"])
-        return pack(*arguments)
-
-    monkeypatch.setattr(build_module, "pack_rows", meanwhile)
-    data = DataConfig(path=(str(path),), cache_folder=str(tmp_path / "cache"))
-    with pytest.raises(UserError, match=r"chat_template\.jinja: changed while it was read; start again"):
-        prepare_data(data, str(folder), "", 256)
+    monkeypatch.setattr(build_module, "pack_rows", lambda *given: (change[what](), pack(*given))[1])
+    name = path.name if what == "rows change" else template.name
+    with pytest.raises(UserError, match=rf"{name}: changed while it was read; start again"):
+        load(path, cache_folder=cache, tokenizer=folder)
+    assert not list(cache.glob(".*")) and not list(cache.glob("*/meta.json"))
 
 
 def damaged_files(folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -856,18 +803,10 @@ def damaged_files(folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
 ODD_META = [("key", "0"), ("refused", 0), ("refused", "why"), ("seconds", "1"), ("files", {}), ("files", {"a": 1})]
 ODD_META += [("facts", None), ("facts", []), ("more", 1)]
 ODD_FACTS: list[tuple[str, Any]] = [("seq_len", "256"), ("seq_len", -1), ("seq_len", 2**70), ("pad_id", True)]
-ODD_FACTS += [
-    ("files", [1]),
-    ("made_of", []),
-    ("sets", None),
-    ("sets", {"train": {"rows": 1}}),
-    ("warnings", "x"),
-    ("plan", 1),
-]
-ODD_FACTS += [("validation", {"documents": 0}), ("enable_thinking", "no")]
+ODD_FACTS += [("files", [1]), ("made_of", []), ("sets", None), ("sets", {"train": {"rows": 1}}), ("warnings", "x")]
+ODD_FACTS += [("plan", 1), ("validation", {"documents": 0}), ("enable_thinking", "no")]
 
 
-@pytest.mark.full
 def replace_by_link(path: Path) -> None:
     path.replace(path.parents[1] / "elsewhere")
     path.symlink_to(path.parents[1] / "elsewhere")
@@ -880,46 +819,36 @@ def test_a_damaged_prepared_folder_is_made_again_and_the_log_says_so(
     monkeypatch.setattr(cache_module.log, "warning", said.append)
     monkeypatch.setattr(build_module, "load_tokenizer", cache(build_module.load_tokenizer))
     path, cache_folder = write(tmp_path / "rows.jsonl", qa("a", "b")), tmp_path / "cache"
-    first = load(path, cache_folder=str(cache_folder))
+    first = load(path, cache_folder=cache_folder)
     rows, kinds = documents(first.train), len(list(damaged_files(first.folder)))
     for number in range(0, kinds, 1 if full else 3):
         name, damage = list(damaged_files(first.folder))[number]
         damage()
-        again = load(path, cache_folder=str(cache_folder))
+        again = load(path, cache_folder=cache_folder)
         assert not again.cached and again.facts.plan == first.facts.plan and documents(again.train) == rows, name
         assert len(said) == 1 and said.pop().startswith(f"{first.folder}: is damaged: "), name
         assert not list(cache_folder.glob(".*"))
-    assert load(path, cache_folder=str(cache_folder)).cached and not said
+    assert load(path, cache_folder=cache_folder).cached and not said
 
 
-@pytest.mark.parametrize("odd", ["pipe", "file", "link", "dangling link"])
-def test_what_is_in_the_place_of_a_prepared_folder_is_replaced(tmp_path: Path, odd: str) -> None:
-    path, cache_folder, elsewhere = write(tmp_path / "rows.jsonl", qa("a", "b")), tmp_path / "cache", tmp_path / "other"
-    first = load(path, cache_folder=str(cache_folder))
-    first.folder.rename(elsewhere)
-    make: dict[str, Callable[[], object]] = {
-        "pipe": partial(os.mkfifo, first.folder),
-        "file": first.folder.touch,
-        "link": partial(first.folder.symlink_to, tmp_path),
-        "dangling link": partial(first.folder.symlink_to, "nothing"),
-    }
-    make[odd]()
-    assert documents(load(path, cache_folder=str(cache_folder)).train) == documents(first.train)
-    assert first.folder.is_dir() and not first.folder.is_symlink() and not list(cache_folder.glob(".*"))
+def test_what_is_in_the_place_of_a_prepared_folder_is_replaced(tmp_path: Path) -> None:
+    path, cache_folder = write(tmp_path / "rows.jsonl", qa("a", "b")), tmp_path / "cache"
+    first = load(path, cache_folder=cache_folder)
+    rows, place = documents(first.train), first.folder
+    for make in (partial(os.mkfifo, place), place.touch, *(partial(place.symlink_to, to) for to in (tmp_path, "none"))):
+        shutil.rmtree(place)
+        make()
+        assert documents(load(path, cache_folder=cache_folder).train) == rows, make
+        assert place.is_dir() and not place.is_symlink() and not list(cache_folder.glob(".*")), make
     assert path.exists()
 
 
-@pytest.mark.parametrize("odd", ["pipe", "/dev/zero", "folder"])
-def test_a_chat_template_that_is_no_file_is_refused_unread(tmp_path: Path, odd: str) -> None:
-    template = Path(odd)
-    if odd == "pipe":
-        os.mkfifo(template := tmp_path / "pipe")
-    elif odd == "folder":
-        template = tmp_path
+def test_a_chat_template_that_is_no_file_is_refused_unread(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", qa("a", "b"))
-    config = DataConfig(path=(str(path),), cache_folder=str(tmp_path / "cache"))
-    with pytest.raises(UserError, match=r"is not a regular file|is a folder"):
-        prepare_data(config, str(ASSETS / "tokenizer"), str(template), 256)
+    os.mkfifo(tmp_path / "pipe")
+    for template in (tmp_path / "pipe", tmp_path, "/dev/zero"):
+        with pytest.raises(UserError, match=r"is not a regular file|is a folder"):
+            load(path, template=template, cache_folder=tmp_path / "cache")
 
 
 def test_refused_data_that_were_damaged_are_refused_again(tmp_path: Path) -> None:
@@ -927,7 +856,7 @@ def test_refused_data_that_were_damaged_are_refused_again(tmp_path: Path) -> Non
     messages = []
     for damage in (False, False, True):
         with pytest.raises(RefusedData) as caught:
-            load(path, cache_folder=str(cache_folder))
+            load(path, cache_folder=cache_folder)
         messages.append((str(caught.value), caught.value.ledger.read_text()))
         if damage:
             caught.value.ledger.write_text("file,line\n")
@@ -939,7 +868,7 @@ def test_a_prepared_folder_is_read_whole_only_when_a_file_was_touched(
 ) -> None:
     monkeypatch.setattr(cache_module, "_SETTLES_NS", -(10**18))  # else nothing so fresh would be remembered
     path, cache_folder = write(tmp_path / "rows.jsonl", qa("a", "b")), tmp_path / "cache"
-    folder = load(path, cache_folder=str(cache_folder)).folder
+    folder = load(path, cache_folder=cache_folder).folder
     hashed: list[str] = []
 
     def counted(path: Path) -> str:
@@ -947,10 +876,10 @@ def test_a_prepared_folder_is_read_whole_only_when_a_file_was_touched(
         return sha256_of(path)
 
     monkeypatch.setattr(cache_module, "sha256_of", counted)
-    assert load(path, cache_folder=str(cache_folder)).cached and not hashed
+    assert load(path, cache_folder=cache_folder).cached and not hashed
     time.sleep(0.02)
     os.utime(folder / "tokens.bin")
-    assert load(path, cache_folder=str(cache_folder)).cached and hashed == ["tokens.bin"]
+    assert load(path, cache_folder=cache_folder).cached and hashed == ["tokens.bin"]
 
     def read_only(*_: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
@@ -959,17 +888,17 @@ def test_a_prepared_folder_is_read_whole_only_when_a_file_was_touched(
     monkeypatch.setattr(cache_module, "replace", read_only)  # another user's cache is as good, it is only read again
     for _ in range(2):
         hashed.clear()
-        assert load(path, cache_folder=str(cache_folder)).cached and "tokens.bin" in hashed
+        assert load(path, cache_folder=cache_folder).cached and "tokens.bin" in hashed
     (folder / "tokens.bin").write_bytes(b"damage")
     monkeypatch.setattr(Path, "rename", read_only)
     with pytest.raises(UserError, match=r"Read-only file system; set data\.cache_folder to another folder"):
-        load(path, cache_folder=str(cache_folder))
+        load(path, cache_folder=cache_folder)
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=rf"{tmp_path}/file.*: .*data.cache_folder"):
-        load(write(tmp_path / "rows.jsonl", qa("a", "b")), cache_folder=str(tmp_path / "file" / "cache"))
+        load(write(tmp_path / "rows.jsonl", qa("a", "b")), cache_folder=tmp_path / "file" / "cache")
 
 
 BUILD = """
@@ -1060,10 +989,7 @@ def test_documents_and_rows_name_their_lines(tmp_path: Path) -> None:
     ("harm", "message"),
     [
         ("{{ 'a' * 4000000000 }}", "d.jsonl:2: the chat template refuses it"),
-        (
-            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-            "was killed: memory was full, or the chat template or the tokenizer took too much memory or time",
-        ),
+        ("{% for a in range(99999) %}" * 2 + "{% endfor %}" * 2, "was killed: memory was full, or the chat template"),
     ],
 )
 def test_a_template_that_does_harm_with_one_row_only_is_refused(
@@ -1076,6 +1002,5 @@ def test_a_template_that_does_harm_with_one_row_only_is_refused(
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     data = write(tmp_path / "d.jsonl", qa("a horse?", "yes"), qa("a zebra?", "no"))
-    config = DataConfig(path=(str(data),), cache_folder=str(tmp_path / "cache"))
     with pytest.raises(UserError, match=re.escape(message)):
-        prepare_data(config, str(ASSETS / "tokenizer"), str(template), 256)
+        load(data, template=template, cache_folder=tmp_path / "cache")

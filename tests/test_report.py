@@ -36,23 +36,15 @@ HOSTILE = "<script>alert(1)</script></pre><img src=x onerror=alert(2)>'\"&amp; \
 VOID = {"meta", "br", "img", "link", "input"}
 
 
-def result(step: int, loss: float, **other: Any) -> StepResult:
+def result(step: int, loss: float) -> StepResult:
     return StepResult(
-        **{
-            "first_row": 4 * step - 4,
-            "next_row": 4 * step,
-            "lr": 1e-3 / step,
-            "grad_norm": 1.0 + 1 / step,
-            "tokens": 1000,
-            "supervised": 600,
-            "attention_pairs": 9,
-            "seconds": 0.5,
-            "waited": 0.005,
-            "loss": loss,
-            "peak_memory_gib": 1.5,
-            **other,
-        }
-    )
+        first_row=4 * step - 4, next_row=4 * step, lr=1e-3 / step, grad_norm=1.0 + 1 / step, tokens=1000,
+        supervised=600, attention_pairs=9, seconds=0.5, waited=0.005, loss=loss, peak_memory_gib=1.5,
+    )  # fmt: skip
+
+
+def write_lines(path: Path, *entries: object) -> None:
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 
 
 def write_run(folder: Path, steps: int = 100, loss: Callable[[int], float] = lambda step: 2 + 4 / step) -> Path:
@@ -85,21 +77,9 @@ def write_run(folder: Path, steps: int = 100, loss: Callable[[int], float] = lam
         "2026-11-23 22:00:00,000 INFO begins\n2026-11-23 22:00:01,000 WARNING twice\n"
         "2026-11-23 22:00:02,000 WARNING twice\n2026-11-23 22:30:00,000 ERROR once\n"
     )
-    (folder / "samples.jsonl").write_text(
-        "".join(
-            json.dumps(
-                {
-                    "step": step,
-                    "prompt": [{"role": "user", "content": f"q{n}"}],
-                    "reference": f"r{n}",
-                    "answer": f"a{n}-{step}",
-                }
-            )
-            + "\n"
-            for step in range(10, 101, 10)
-            for n in range(2)
-        )
-    )
+    asked = [{"prompt": [{"role": "user", "content": f"q{n}"}], "reference": f"r{n}"} for n in range(2)]
+    samples = ({"step": s, **asked[n], "answer": f"a{n}-{s}"} for s in range(10, 101, 10) for n in range(2))
+    write_lines(folder / "samples.jsonl", *samples)
     (folder / "nonfinite_rows.csv").write_text("7,a.jsonl,3\r\n7,b.jsonl,9[2]\r\n")
     checkpoints = folder / "checkpoint"
     checkpoints.mkdir()
@@ -132,8 +112,7 @@ class Reading(HTMLParser):
         assert self.open == [], self.open
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
+        self.handle_startendtag(tag, attrs)
         if tag not in VOID:
             self.open.append(tag)
 
@@ -211,15 +190,12 @@ def test_bins_hold_exactly_the_values_of_their_steps(steps: int) -> None:
     assert whole["recent"] == (pytest.approx(sum(last) / len(last)), len(last))
 
 
-def test_bins_do_not_depend_on_the_order_of_the_steps() -> None:
+def test_bins_do_not_depend_on_the_order_of_the_steps_nor_on_how_far_they_are_apart() -> None:
     forwards, backwards = Bins(most=10), Bins(most=10)
     for step in range(1, 1000):
         forwards.add(step, float(step % 13))
         backwards.add(1000 - step, float((1000 - step) % 13))
     assert forwards.means() == backwards.means()
-
-
-def test_steps_that_are_far_apart_need_no_more_bins() -> None:
     bins = Bins(most=10)
     for step in (0, 1, 2**40, 2**62):
         bins.add(step, 1.0)
@@ -239,9 +215,6 @@ def test_ticks_are_round_inside_and_told_apart(low: float, high: float) -> None:
     assert len({label for _, label in found}) == len(found)
     for value, label in found:
         assert float(label.replace(",", "")) == pytest.approx(value, rel=0.01, abs=1e-12)
-
-
-def test_ticks_of_values_and_steps() -> None:
     assert [label for _, label in ticks(0, 0.0625, 5)][1] == "0.02"
     assert [label for _, label in ticks(0, 12.5, 5)] == ["0", "2.5", "5", "7.5", "10", "12.5"]
 
@@ -253,12 +226,10 @@ def test_the_curves_are_those_of_the_metrics(run: Path, report: Report) -> None:
     report.page(run)
     figures = re.findall("<figure.*?</figure>", report.file.read_text(encoding="utf-8"), re.S)
     entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    titles = ("Training loss (mean over supervised tokens, nats)", "Validation loss (nats per token)")
-    drawn = zip(
-        (*titles, "Throughput (tokens/s)"), ("loss", "validation_loss", "tokens_per_second"), figures, strict=True
-    )
-    for title, key, figure in drawn:
-        assert f"<b>{title}</b>" in figure
+    titles = ("Training loss (mean over supervised", "Validation loss (nats per token)", "Throughput (tokens/s)")
+    keys = ("loss", "validation_loss", "tokens_per_second")
+    for title, key, figure in zip(titles, keys, figures, strict=True):
+        assert f"<b>{title}" in figure
         expected = [(entry["step"], entry[key]) for entry in entries if key in entry]
         [line] = re.findall(r'<path class="k0" d="M([\d., ]*)h0"', figure)
         points = [tuple(map(float, pair.split(","))) for pair in line.split(" ")]
@@ -273,24 +244,8 @@ def test_the_curves_are_those_of_the_metrics(run: Path, report: Report) -> None:
 def test_the_page_says_what_the_files_say(run: Path, report: Report) -> None:
     text = report.page(run).text
     for shown in (
-        *(
-            "Finished",
-            LAST_LOSS,
-            "the last finite one, step 100",
-            "100,000 tokens, 60% supervised",
-            "2,000",
-            "2.0%",
-            "1.50 GiB",
-        ),
-        *(
-            "1.00 to 2.00",
-            "0.5 (+25%)",
-            "30.0% (-20%)",
-            "32.00",
-            "dropped",
-            "3,000",
-            "longer than seq_len: 3,000 tokens",
-        ),
+        *("Finished", LAST_LOSS, "the last finite one, step 100", "100,000 tokens, 60% supervised", "2,000", "2.0%"),
+        *("1.50 GiB", "1.00 to 2.00", "0.5 (+25%)", "30.0% (-20%)", "32.00", "dropped", "longer than seq_len: 3,000"),
         *("step-50", "step-100", "4.0 MB"[1:], "lowest validation loss", "a.jsonl:3, b.jsonl:9[2]", "a1-100", "a1-10"),
         *("4 answers in between are left out", "WARNING", "twice", "once", "train.py --x y", "training.seq_len", "256"),
         *("2026-11-23 22:00:00 to 2026-11-23 22:30:00", "1 error and 2 warnings in train.log"),
@@ -368,9 +323,8 @@ def test_ruined_files_are_named_and_the_rest_is_shown(ruin: str, run: Path, repo
     page, found = report.page(run), report.json(run)
     assert "step-100" in page.text
     if ruin in ("link", "dangling link", "folder", "pipe"):
-        assert len(found["problems"]) >= len(files) and all(
-            any(file in line for line in found["problems"]) for file in files
-        )
+        assert len(found["problems"]) >= len(files)
+        assert not [file for file in files if not any(file in line for line in found["problems"])]
     if ruin == "cut off":
         assert found["metrics"]["unreadable"] == 1 and found["metrics"]["last_step"] == 100
         assert found["ledger"]["unreadable"] + found["ledger"]["outcomes"].get("dropped", {}).get("records", 0) == 1
@@ -391,7 +345,7 @@ def test_a_prompt_is_named_by_its_question_and_whether_its_last_answer_was_expec
     entry = {"prompt": [{"role": "prompt", "content": rendered}], "reference": "yes"}
     lines = [{"step": 1, **entry, "answer": "no"}, {"step": 2, **entry, "answer": "yes"}]
     lines += [{**line, "prompt": ["text"]} for line in lines[:1]]
-    (run / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(run / "samples.jsonl", *lines)
     page = report.page(run).text
     assert "Prompt 1: \n1 < 2?\n (answered as expected)\n" in page and "Prompt 2: \ntext\nprompt\n" in page
 
@@ -400,21 +354,19 @@ def test_hostile_texts_are_only_text(tmp_path: Path, report: Report) -> None:
     run = write_run(tmp_path / "<b>&'\"\u202e\n")
     message = {"role": HOSTILE, "content": HOSTILE}
     sample = {"step": 1, "prompt": [message, HOSTILE, 7, {"content": [{"type": "text"}]}], "reference": HOSTILE}
-    (run / "samples.jsonl").write_text(json.dumps({**sample, "answer": HOSTILE}) + "\n")
+    write_lines(run / "samples.jsonl", {**sample, "answer": HOSTILE})
     restarts = [{"state": HOSTILE, "message": HOSTILE, "step": 5, "attempt": "x", "time": HOSTILE}, HOSTILE, None]
     state = {"state": HOSTILE, "exit_code": 10**30, "message": HOSTILE, "next": HOSTILE, "restarts": restarts}
     (run / "run_state.json").write_text(json.dumps(state))
     (run / "ledger.csv").write_text('"<i>,x",1,"<i>",train,1,1,1,<i>\n"<i>",1,dropped,train,1,1,1,<i>\n')
     (run / "train.log").write_text("2026-11-23 22:00:00,000 WARNING <script>\n")
-    config = f"big = 0x{'f' * 5000}\n"
-    (run / "config.toml").write_text(
-        config + '"<script>" = "</style>"\n[a]\nb = inf\nc = 2026-01-01\nd = [[nan], [{e = 1}]]\n'
+    config = (
+        f"big = 0x{'f' * 5000}\n" + '"<script>" = "</style>"\n[a]\nb = inf\nc = 2026-01-01\nd = [[nan], [{e = 1}]]\n'
     )
-    lines = [
-        {"step": step, "loss": 1.0, "validation_loss": 1, "validation_loss/</path>\"'><script>": step}
-        for step in (1, 2)
-    ]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "config.toml").write_text(config)
+    losses = {"loss": 1.0, "validation_loss": 1}
+    lines = ({"step": step, **losses, "validation_loss/</path>\"'><script>": step} for step in (1, 2))
+    write_lines(run / "metrics.jsonl", *lines)
     page = report.page(run)
     assert not page.scripts and not page.tags & {"img", "i"}
     text = report.file.read_text(encoding="utf-8")
@@ -423,17 +375,10 @@ def test_hostile_texts_are_only_text(tmp_path: Path, report: Report) -> None:
 
 
 def test_values_and_sources_are_bounded(run: Path, report: Report) -> None:
-    line = {
-        "step": 1,
-        "loss": 1.0,
-        **{f"validation_loss/{i}": 1.0 for i in range(1000)},
-        "validation_loss/" + "x" * 999: 1,
-    }
-    (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    prompts = "".join(
-        json.dumps({"step": 1, "prompt": [{"content": f"{i}"}], "answer": "x" * 9000}) + "\n" for i in range(99)
-    )
-    (run / "samples.jsonl").write_text(prompts)
+    losses = {f"validation_loss/{i}": 1.0 for i in range(1000)} | {"validation_loss/" + "x" * 999: 1}
+    write_lines(run / "metrics.jsonl", {"step": 1, "loss": 1.0, **losses})
+    prompts = ({"step": 1, "prompt": [{"content": f"{i}"}], "answer": "x" * 9000} for i in range(99))
+    write_lines(run / "samples.jsonl", *prompts)
     (run / "train.log").write_text("".join(f"2026-11-23 22:00:00,000 WARNING {i}\n" for i in range(999)))
     (run / "ledger.csv").write_text("".join(f"a,{i},status{i},train,1,1,1,\n" for i in range(99)))
     found = report.json(run)
@@ -445,24 +390,19 @@ def test_values_and_sources_are_bounded(run: Path, report: Report) -> None:
 
 
 def test_a_page_of_many_steps_stays_small_and_says_its_bins(tmp_path: Path, report: Report) -> None:
+    def of(step: int) -> dict[str, float]:
+        more = {"grad_norm": step % 7, "tokens_per_second": 9e4 + step % 9, "mfu": 0.3, "seconds": 1}
+        return {"step": step, "loss": 2 + step % 5 / 10 + 50 * (step == 77), "lr": 1e-4, **more}
+
     for steps, most in ((100, 80_000), (15_000, 180_000)):
         (tmp_path / f"{steps}").mkdir()
-        with (tmp_path / f"{steps}" / "metrics.jsonl").open("w") as file:
-            for step in range(1, steps + 1):
-                more = {
-                    "lr": 1e-4,
-                    "grad_norm": step % 7,
-                    "tokens_per_second": 9e4 + step % 9,
-                    "mfu": 0.3,
-                    "seconds": 1,
-                }
-                file.write(json.dumps({"step": step, "loss": 2 + step % 5 / 10 + 50 * (step == 77), **more}) + "\n")
+        write_lines(tmp_path / f"{steps}" / "metrics.jsonl", *map(of, range(1, steps + 1)))
         text = report.page(tmp_path / f"{steps}").text
         assert report.file.stat().st_size < most
         assert ("means of 32 steps" in text) == (steps > 500)
     found = report.json(tmp_path / "15000")
     [spike] = [mean for step, mean in found["metrics"]["series"]["loss"]["means"] if step == 80.5]
-    assert spike == pytest.approx(sum(2 + step % 5 / 10 + 50 * (step == 77) for step in range(65, 97)) / 32)
+    assert spike == pytest.approx(sum(of(step)["loss"] for step in range(65, 97)) / 32)
 
 
 def test_no_line_is_held_whole_that_is_longer_than_ours(tmp_path: Path) -> None:
@@ -475,14 +415,8 @@ def test_no_line_is_held_whole_that_is_longer_than_ours(tmp_path: Path) -> None:
 
 
 def test_restarts_and_changed_settings_are_listed(run: Path, report: Report) -> None:
-    first = {
-        "time": "2026-11-23T22:15:10Z",
-        "attempt": 1,
-        "state": "crashed",
-        "exit_code": 1,
-        "step": 30,
-        "message": "boom\nno progress\nstacks of all",
-    }
+    first = {"time": "2026-11-23T22:15:10Z", "attempt": 1, "state": "crashed", "exit_code": 1, "step": 30}
+    first["message"] = "boom\nno progress\nstacks of all"
     entries = [first, {**first, "attempt": 2, "step": None, "state": "hung", "exit_code": 5, "new_key": 1}]
     state = json.loads((run / "run_state.json").read_text())
     (run / "run_state.json").write_text(json.dumps({**state, "restarts": entries}))
@@ -501,11 +435,7 @@ def test_restarts_and_changed_settings_are_listed(run: Path, report: Report) -> 
     ("change", "level", "said"),
     [
         ({"state": "running", "exit_code": 1, "message": "still"}, "neutral", "the last line of metrics.jsonl is "),
-        (
-            {"state": "crashed", "exit_code": 1, "message": "rank 3: boom\nmore"},
-            "bad",
-            "rank 3: boom (exit code 1); next: ",
-        ),
+        ({"state": "crashed", "exit_code": 1, "message": "boom\nmore"}, "bad", "boom (exit code 1); next: "),
         ({"state": "preempted", "exit_code": 3, "message": "SIGTERM"}, "warn", "SIGTERM (exit code 3)"),
         ({"state": "out_of_memory", "exit_code": 6, "message": "planned 9"}, "bad", "planned 9 (exit code 6)"),
         ({"state": "new_state", "exit_code": 0}, "warn", "new_state"),
@@ -523,7 +453,7 @@ def test_how_it_ended_is_the_first_thing(change: dict[str, Any], level: str, sai
 def test_what_to_look_at(tmp_path: Path, run: Path) -> None:
     def of(**change: Any) -> str:
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        (run / "metrics.jsonl").write_text("".join(json.dumps({**line, **change}) + "\n" for line in lines))
+        write_lines(run / "metrics.jsonl", *({**line, **change} for line in lines))
         return "\n".join(finding.text for finding in findings(collect(run)))
 
     text = of()
@@ -541,9 +471,8 @@ def test_what_to_look_at(tmp_path: Path, run: Path) -> None:
     (run / "checkpoint" / "damaged-step-10-abc").mkdir()
     (run / "ledger.csv").write_text("a,1,rejected,,1,0,0,not JSON\n")
     text = of()
-    assert (
-        "suspect: a run resumes from them only if asked to: step-50" in text and "as damaged: damaged-step-10" in text
-    )
+    assert "suspect: a run resumes from them only if asked to: step-50" in text
+    assert "as damaged: damaged-step-10" in text
     assert "not as written: step-100" in text and "1 records of the data were rejected" in text
     [old, new] = collect(run)["checkpoints"]["listed"]
     assert (old["why_suspect"], old["is_best"], new["is_best"]) == ("its loss is high", False, True)
@@ -562,21 +491,14 @@ def test_lines_of_the_launcher_are_in_the_report(run: Path) -> None:
     assert log["errors"] == 3
 
 
-def test_a_single_value_is_a_dot(tmp_path: Path) -> None:
-    assert 'd="M10000,5000h0"' in charts(collect(write_run(tmp_path / "short", steps=1)))
-
-
 def test_skipped_spikes_are_told_from_steps_that_are_not_finite(run: Path, report: Report) -> None:
+    lines = ('{"step": 98, "loss": null, "skipped": true}', '{"step": 99, "loss": 9.0, "skipped": true, "spike": true}')
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 98, "loss": null, "skipped": true}\n')
-        file.write(
-            '{"step": 99, "loss": 9.0, "skipped": true, "spike": true}\n{"step": 100, "loss": 9.0, "spike": true}\n'
-        )
+        file.write("\n".join((*lines, '{"step": 100, "loss": 9.0, "spike": true}\n')))
     (run / "loss_spikes.csv").write_text("5,a.jsonl,4\r\n99,c.jsonl,1\r\n")
     found = collect(run)
-    assert [(each["step"], each["what"]) for each in found["faults"]] == [
-        (5, "loss spike"), (7, "not finite"), (99, "loss spike")
-    ]  # fmt: skip
+    faults = [(each["step"], each["what"]) for each in found["faults"]]
+    assert faults == [(5, "loss spike"), (7, "not finite"), (99, "loss spike")]
     said = "2 steps were skipped because loss or gradients were not finite, or because of loss spikes (1): 98, 99"
     text = report.page(run).text
     assert said in text and "99\nloss spike\n1\nc.jsonl:1" in text
@@ -584,7 +506,8 @@ def test_skipped_spikes_are_told_from_steps_that_are_not_finite(run: Path, repor
     assert "1 step was skipped because of loss spikes (1): 99" in {finding.text for finding in findings(found)}
 
 
-def test_each_source_has_a_curve(run: Path) -> None:
+def test_each_source_has_a_curve_and_a_single_value_is_a_dot(run: Path, tmp_path: Path) -> None:
+    assert 'd="M10000,5000h0"' in charts(collect(write_run(tmp_path / "short", steps=1)))
     of_kinds = re.findall("<figure.*?</figure>", charts(collect(run)), re.S)
     assert [len(re.findall('path class="k', each)) for each in of_kinds] == [1, 2 * 3, 1]  # with the legend's
     assert re.findall("<bdi>(.*?)</bdi>", of_kinds[1]) == ["all", "code", "web"]
@@ -647,12 +570,8 @@ def test_a_run_names_the_command(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     from titan_mi100.open_run.record import log_where_everything_is
 
     config = load_config(["--job.config_file", str(REPO / "train_configs" / "debug.toml")])
-    log.propagate = True
-    try:
-        with caplog.at_level("INFO"):
-            log_where_everything_is(
-                tmp_path / "a b", config, SimpleNamespace(skipped_steps=0, skipped_spikes=0, step=5), 5
-            )  # type: ignore[arg-type]
-    finally:
-        log.propagate = False
+    log.propagate = True  # until the end of the test
+    trainer: Any = SimpleNamespace(skipped_steps=0, skipped_spikes=0, step=5)
+    with caplog.at_level("INFO"):
+        log_where_everything_is(tmp_path / "a b", config, trainer, 5)
     assert any(line.endswith(f"titan-mi100 report '{tmp_path}/a b'") for line in caplog.messages)

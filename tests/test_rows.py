@@ -32,159 +32,96 @@ def choose(
     return choose_format(str(path), DataConfig(format=name, **columns))
 
 
-GOOD: list[tuple[str, dict[str, Any], Example]] = [
-    ("messages", {"messages": [USER, ASSISTANT], "id": 7, "source": None}, Example([USER, ASSISTANT])),
-    ("messages", {"messages": [ASSISTANT]}, Example([ASSISTANT])),
-    ("messages", {"messages": [SYSTEM, ASSISTANT, ASSISTANT, USER]}, Example([SYSTEM, ASSISTANT, ASSISTANT, USER])),
-    ("messages", {"messages": [USER, SYSTEM, ASSISTANT]}, Example([USER, SYSTEM, ASSISTANT])),
-    (
-        "messages",
-        {"messages": [{"role": "user", "content": ""}, ASSISTANT]},
-        Example([{**USER, "content": ""}, ASSISTANT]),
-    ),
-    (
-        "messages",
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]},
-                ASSISTANT,
-            ]
-        },
-        Example([USER, ASSISTANT]),
-    ),
+def calling(*calls: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": "", "tool_calls": list(calls)}
+
+
+UNCHANGED = [
+    [ASSISTANT],
+    [SYSTEM, ASSISTANT, ASSISTANT, USER],
+    [USER, SYSTEM, ASSISTANT],
+    [{**USER, "content": ""}, ASSISTANT],
+    [USER, {**ASSISTANT, "reasoning": "a", "reasoning_content": "a"}],
+    [USER, {**ASSISTANT, "content": " ", "weight": 0}, USER, ASSISTANT],
+]
+# A template may write the whole call: as transformers gives it.
+WHOLE_CALL = {"id": None, "function": {**BARE_CALL, "strict": None}}
+ANSWERED = {"role": "tool", "content": "4", "tool_call_id": "c1"}
+PARTS = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
+CHANGED: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = [
+    ([{**USER, "content": PARTS}, ASSISTANT], [USER, ASSISTANT]),
     (  # parquet fills a struct's missing keys with null
-        "messages",
-        {"messages": [{**USER, "name": None, "tool_calls": None, "weight": None}, {**ASSISTANT, "tool_calls": []}]},
-        Example([USER, ASSISTANT]),
+        [{**USER, "name": None, "tool_calls": None, "weight": None}, {**ASSISTANT, "tool_calls": []}],
+        [USER, ASSISTANT],
     ),
     (
-        "messages",
-        {
-            "messages": [
-                USER,
-                {"role": "assistant", "content": None, "tool_calls": [CALL]},
-                {"role": "tool", "content": ""},
-            ]
-        },
-        Example([USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": ""}]),
+        [USER, {**calling(CALL), "content": None}, {"role": "tool", "content": ""}],
+        [USER, calling(CALL), {"role": "tool", "content": ""}],
     ),
-    (
-        "messages",
-        {"messages": [{"role": "assistant", "tool_calls": [{"id": None, "function": {**BARE_CALL, "strict": None}}]}]},
-        # a template may write the whole call: as transformers gives it
-        Example(
-            [
-                {
-                    "role": "assistant",
-                    "content": "",
-                    "tool_calls": [{"id": None, "function": {**BARE_CALL, "strict": None}}],
-                }
-            ]
-        ),
-    ),
-    (
-        "messages",
-        {"messages": [USER, {"role": "assistant", "tool_calls": [BARE_CALL]}]},
-        Example([USER, {"role": "assistant", "content": "", "tool_calls": [BARE_CALL]}]),
-    ),
+    ([{"role": "assistant", "tool_calls": [WHOLE_CALL]}], [calling(WHOLE_CALL)]),
+    ([USER, {"role": "assistant", "tool_calls": [BARE_CALL]}], [USER, calling(BARE_CALL)]),
     *(
-        (
-            "messages",
-            {"messages": [USER, {"role": "assistant", "content": "so", key: "think"}]},
-            Example([USER, {"role": "assistant", "content": "so", "reasoning_content": "think", key: "think"}]),
-        )
+        ([USER, {**ASSISTANT, key: "think"}], [USER, {**ASSISTANT, "reasoning_content": "think", key: "think"}])
         for key in ("reasoning_content", "reasoning", "thinking")
     ),
     (
-        "messages",
-        {"messages": [USER, {**ASSISTANT, "reasoning": "a", "reasoning_content": "a"}]},
-        Example([USER, {**ASSISTANT, "reasoning": "a", "reasoning_content": "a"}]),
+        [{**USER, "weight": 1, "reasoning_content": ""}, {**ASSISTANT, "weight": 0.0}],
+        [{**USER, "weight": 1}, {**ASSISTANT, "weight": 0}],
     ),
-    (
-        "messages",
-        {"messages": [{**USER, "weight": 1, "reasoning_content": ""}, {**ASSISTANT, "weight": 0.0}]},
-        Example([{**USER, "weight": 1}, {**ASSISTANT, "weight": 0}]),
-    ),
-    (
-        "messages",
-        {"messages": [USER, {"role": "assistant", "content": " ", "weight": 0}, USER, ASSISTANT]},
-        Example([USER, {"role": "assistant", "content": " ", "weight": 0}, USER, ASSISTANT]),
-    ),
-    (
-        "messages",
-        {
-            "messages": [
-                {**USER, "name": "Ann", "id": "m1"},
-                ASSISTANT,
-                {"role": "tool", "content": "4", "tool_call_id": "c1"},
-            ]
-        },
-        Example([{**USER, "name": "Ann"}, ASSISTANT, {"role": "tool", "content": "4", "tool_call_id": "c1"}]),
-    ),
-    ("messages", {"messages": [USER, ASSISTANT], "tools": [TOOL]}, Example([USER, ASSISTANT], [TOOL])),
-    ("messages", {"messages": [USER, ASSISTANT], "tools": json.dumps([TOOL])}, Example([USER, ASSISTANT], [TOOL])),
-    (
-        "messages",
-        {"messages": [USER, ASSISTANT], "tools": [{"name": "add"}]},
-        Example([USER, ASSISTANT], [{"name": "add"}]),
-    ),
+    ([{**USER, "name": "Ann", "id": "m1"}, ASSISTANT, ANSWERED], [{**USER, "name": "Ann"}, ASSISTANT, ANSWERED]),
+]
+
+
+def by(speaker: str, value: str, **beside: Any) -> dict[str, Any]:
+    """A message of ShareGPT."""
+    return {"from": speaker, "value": value, **beside}
+
+
+TURN = {"instruction": "2+2?", "output": "4"}
+BLANK, SAID = {"role": "assistant", "content": ""}, [ASSISTANT, USER, ASSISTANT]
+GOOD: list[tuple[str, dict[str, Any], Example]] = [
+    ("messages", {"messages": [USER, ASSISTANT], "id": 7, "source": None}, Example([USER, ASSISTANT])),
+    *(("messages", {"messages": messages}, Example(messages)) for messages in UNCHANGED),
+    *(("messages", {"messages": given}, Example(expected)) for given, expected in CHANGED),
     *(
-        ("messages", {"messages": [USER, ASSISTANT], "tools": none}, Example([USER, ASSISTANT]))
-        for none in (None, [], "", "[]", "null")
-    ),
-    *(
-        (
-            "sharegpt",
-            {"conversations": [{"from": a, "value": "2+2?"}, {"from": b, "value": "4"}]},
-            Example([USER, ASSISTANT]),
+        ("messages", {"messages": [USER, ASSISTANT], "tools": given}, Example([USER, ASSISTANT], tools))
+        for given, tools in (
+            *(([TOOL], [TOOL]), (json.dumps([TOOL]), [TOOL]), ([{"name": "add"}], [{"name": "add"}])),
+            *((none, None) for none in (None, [], "", "[]", "null")),
         )
+    ),
+    *(
+        ("sharegpt", {"conversations": [by(a, "2+2?"), by(b, "4")]}, Example([USER, ASSISTANT]))
         for a, b in (("human", "gpt"), ("user", "assistant"), ("human", "chatgpt"), ("user", "bard"), ("human", "bing"))
     ),
     ("sharegpt", {"conversations": [USER, ASSISTANT]}, Example([USER, ASSISTANT])),
     (
         "sharegpt",
-        {
-            "system": "be kind",
-            "conversations": [
-                {"from": "human", "value": "2+2?", "weight": 0},
-                {"from": "gpt", "value": "4", "weight": 1},
-            ],
-        },
+        {"system": "be kind", "conversations": [by("human", "2+2?", weight=0), by("gpt", "4", weight=1)]},
         Example([SYSTEM, {**USER, "weight": 0}, {**ASSISTANT, "weight": 1}]),
     ),
     (
         "sharegpt",
-        {"system": " ", "conversations": [{"from": "system", "value": "be kind"}, {"from": "gpt", "value": "4"}]},
+        {"system": " ", "conversations": [by("system", "be kind"), by("gpt", "4")]},
         Example([SYSTEM, ASSISTANT]),
     ),
     *(
         (
             "sharegpt",
             {
-                "conversations": [USER, {"from": "function_call", "value": value}, {"from": answer, "value": "4"}],
+                "conversations": [USER, by("function_call", json.dumps(value)), by(answer, "4")],
                 "tools": json.dumps([TOOL]),
             },
-            Example(
-                [
-                    USER,
-                    {"role": "assistant", "content": "", "tool_calls": [BARE_CALL] * calls},
-                    {"role": "tool", "content": "4"},
-                ],
-                [TOOL],
-            ),
+            Example([USER, calling(*calls), {"role": "tool", "content": "4"}], [TOOL]),
         )
         for value, calls, answer in (
-            (json.dumps(BARE_CALL), 1, "tool"),
-            (json.dumps([BARE_CALL]), 1, "observation"),
-            (json.dumps([BARE_CALL, BARE_CALL]), 2, "function_response"),
+            (BARE_CALL, [BARE_CALL], "tool"),
+            ([BARE_CALL], [BARE_CALL], "observation"),
+            ([BARE_CALL, BARE_CALL], [BARE_CALL, BARE_CALL], "function_response"),
         )
     ),
-    ("alpaca", {"instruction": "2+2?", "output": "4"}, Example([USER, ASSISTANT])),
-    (
-        "alpaca",
-        {"instruction": "2+2?", "output": "4", "input": " ", "system": "", "history": None},
-        Example([USER, ASSISTANT]),
-    ),
+    ("alpaca", TURN, Example([USER, ASSISTANT])),
+    ("alpaca", {**TURN, "input": " ", "system": "", "history": None}, Example([USER, ASSISTANT])),
     (
         "alpaca",
         {"instruction": "2+", "output": "4", "input": "2?"},
@@ -192,35 +129,15 @@ GOOD: list[tuple[str, dict[str, Any], Example]] = [
     ),
     (
         "alpaca",
-        {"instruction": "2+2?", "output": "4", "system": "be kind", "history": [["a", "b"], ["c", "d"]]},
-        Example(
-            [
-                SYSTEM,
-                {"role": "user", "content": "a"},
-                {"role": "assistant", "content": "b"},
-                {"role": "user", "content": "c"},
-                {"role": "assistant", "content": "d"},
-                USER,
-                ASSISTANT,
-            ]
-        ),
+        {**TURN, "system": "be kind", "history": [["a", "b"], ["c", "d"]]},
+        Example([SYSTEM, *({**(USER, ASSISTANT)[i % 2], "content": "abcd"[i]} for i in range(4)), USER, ASSISTANT]),
     ),
     ("prompt_completion", {"prompt": "2+2?", "completion": "4"}, Example([USER, ASSISTANT])),
     ("prompt_completion", {"prompt": [SYSTEM, USER], "completion": [ASSISTANT]}, Example([SYSTEM, USER, ASSISTANT])),
     (
         "prompt_completion",
-        {
-            "prompt": [USER, {**ASSISTANT, "weight": 1}, USER, {"role": "assistant", "content": ""}],
-            "completion": [ASSISTANT, USER, ASSISTANT],
-            "tools": [TOOL],
-        },
-        Example(
-            [
-                *(USER, {**ASSISTANT, "weight": 0}, USER, {"role": "assistant", "content": "", "weight": 0}),
-                *(ASSISTANT, USER, ASSISTANT),
-            ],
-            [TOOL],
-        ),
+        {"prompt": [USER, {**ASSISTANT, "weight": 1}, USER, BLANK], "completion": SAID, "tools": [TOOL]},
+        Example([USER, {**ASSISTANT, "weight": 0}, USER, {**BLANK, "weight": 0}, *SAID], [TOOL]),
     ),
     ("text", {"text": " two \n", "url": "x"}, Example(text=" two \n")),
     ("tokens", {"input_ids": [0, 151935, 2**31 - 1]}, Example(input_ids=[0, 151935, 2**31 - 1])),
@@ -349,26 +266,15 @@ def test_equal_content_and_only_that_has_an_equal_hash() -> None:
             assert example_hash(read(name, shuffled(row, chance))) == found
     assert len(hashes) == len({json.dumps(expected, sort_keys=True) for *_, expected in GOOD}) > 20
     different = [
-        Example(text="a"),
-        Example(text="a "),
-        Example(text="[1]"),
-        Example(input_ids=[1]),
-        Example(input_ids=[1, 2]),
-        Example(input_ids=[12]),
+        *(Example(text=text) for text in ("a", "a ", "[1]")),
+        *(Example(input_ids=ids) for ids in ([1], [1, 2], [12])),
         Example(input_ids=[1, 2], labels=[-100, 2]),
-        Example([USER, ASSISTANT]),
         Example([ASSISTANT, USER]),
-        Example([USER, ASSISTANT], []),
-        Example([USER, ASSISTANT], [TOOL]),
-        Example([USER, {**ASSISTANT, "weight": 1}]),
-        Example([USER, {**ASSISTANT, "weight": 0}]),
-        Example([USER, {**ASSISTANT, "tool_calls": [CALL]}]),
-        Example([USER, {**ASSISTANT, "tool_calls": [BARE_CALL]}]),
-        Example([USER, {**ASSISTANT, "tool_calls": [{**BARE_CALL, "arguments": {"b": 2.0, "a": None}}]}]),
-        Example([USER, {**ASSISTANT, "tool_calls": [{**BARE_CALL, "arguments": {"b": True, "a": None}}]}]),
-        Example([USER, {**ASSISTANT, "content": "\u00e9"}]),
-        Example([USER, {**ASSISTANT, "content": "e\u0301"}]),
-        Example([USER, {**ASSISTANT, "content": "\\u00e9"}]),
+        *(Example([USER, ASSISTANT], tools) for tools in (None, [], [TOOL])),
+        *(Example([USER, {**ASSISTANT, "weight": weight}]) for weight in (0, 1)),
+        Example([USER, calling(CALL)]),
+        *(Example([USER, calling({**BARE_CALL, "arguments": {"b": b, "a": None}})]) for b in (2, 2.0, True)),
+        *(Example([USER, {**ASSISTANT, "content": e}]) for e in ("\u00e9", "e\u0301", "\\u00e9")),
     ]
     assert len({example_hash(example) for example in different}) == len(different)
 
@@ -411,7 +317,7 @@ def test_a_mask_beside_the_messages_is_followed_or_the_row_is_refused(
     keys: dict[str, Any], expected: list[int] | str
 ) -> None:
     messages = [USER, ASSISTANT, USER, ASSISTANT]
-    shared = [{"from": m["role"], "value": m["content"]} for m in messages]
+    shared = [by(m["role"], m["content"]) for m in messages]
     for name, row in (("messages", {"messages": messages}), ("sharegpt", {"conversations": shared})):
         if isinstance(expected, str):
             with pytest.raises(BadRecord, match=re.escape(expected)):
@@ -428,14 +334,16 @@ def test_a_mask_beside_the_messages_is_followed_or_the_row_is_refused(
 
 
 def test_a_blank_answer_may_be_masked_and_a_weight_must_agree_with_the_mask() -> None:
-    blank = {**ASSISTANT, "content": ""}
-    row = {"messages": [USER, blank, USER, {**ASSISTANT, "weight": 1}], "loss_mask": [0, 0, 1, 1]}
+    row = {"messages": [USER, BLANK, USER, {**ASSISTANT, "weight": 1}], "loss_mask": [0, 0, 1, 1]}
     assert [message["weight"] for message in read("messages", row).messages or ()] == [0, 0, 1, 1]
     with pytest.raises(BadRecord, match="contradiction: loss_mask differs from the weight of a message"):
         read("messages", row | {"loss_mask": [0, 0, 1, 0]})
 
 
 LONG = "Ein Satz, der mehr als acht Wörter hat und sonst nirgends in der Zeile steht."
+ADD = {"instruction": "Add.", "input": "2, 2", "output": "4"}
+BY_INSTRUCTION = {"prompt": "instruction", "response": "response"}
+DOLLY = {"instruction": "Who?", "context": "Ann wrote it.", "response": "Ann", "category": "closed_qa"}
 # Rows in the shape of well-known data sets, written for this test; the columns that are named. Expected: the columns
 # that are noted as unused, "!" before those long enough for a warning; or the column for which the row is refused.
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, str], set[str] | str]] = {
@@ -462,48 +370,18 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, str], set[str] | str]] = {
         {"prompt": "problem", "response": "solution"},
         {"messages", "problem_type"},
     ),
-    "Alpaca": (
-        {
-            "instruction": "Add.",
-            "input": "2, 2",
-            "output": "4",
-            "text": f"{LONG} ### Instruction: Add. ### Response: 4",
-        },
-        {},
-        {"!text"},
-    ),
-    "Alpaca with a rendered prompt": (
-        {"instruction": "Add.", "input": "2, 2", "output": "4", "prompt": "### Add.\n### Input:\n2, 2\n### Output:\n4"},
-        {},
-        {"!prompt"},
-    ),
-    "Alpaca by columns": (
-        {"instruction": "Add.", "input": "2, 2", "response": "4"},
-        {"prompt": "instruction", "response": "response"},
-        "input",
-    ),
+    "Alpaca": ({**ADD, "text": f"{LONG} ### Instruction: Add. ### Response: 4"}, {}, {"!text"}),
+    "Alpaca with a rendered prompt": ({**ADD, "prompt": "### Add.\n### Input:\n2, 2\n### Output:\n4"}, {}, {"!prompt"}),
+    "Alpaca by columns": ({"instruction": "Add.", "input": "2, 2", "response": "4"}, BY_INSTRUCTION, "input"),
     "MetaMath": (
         {"query": "2+2?", "response": "4", "type": "MATH_Rephrased", "original_question": LONG},
         {"prompt": "query", "response": "response"},
         {"type", "!original_question"},
     ),
-    "Dolly": (
-        {"instruction": "Who?", "context": "Ann wrote it.", "response": "Ann", "category": "closed_qa"},
-        {"prompt": "instruction", "response": "response"},
-        "context",
-    ),
-    "Dolly without a context": (
-        {"instruction": "Who?", "context": "", "response": "Ann", "category": "open_qa"},
-        {"prompt": "instruction", "response": "response"},
-        {"category"},
-    ),
-    "Dolly, the context as system message": (
-        {"instruction": "Who?", "context": "Ann wrote it.", "response": "Ann", "category": "closed_qa"},
-        {"prompt": "instruction", "response": "response", "system": "context"},
-        {"category"},
-    ),
+    "Dolly": (DOLLY, BY_INSTRUCTION, "context"),
+    "Dolly without a context": ({**DOLLY, "context": ""}, BY_INSTRUCTION, {"category"}),
+    "Dolly, the context as system message": (DOLLY, {**BY_INSTRUCTION, "system": "context"}, {"category"}),
     "Tulu": ({"id": "personahub_1", "messages": [USER, ASSISTANT], "source": "ai2-adapt-dev/x"}, {}, {"id", "source"}),
-    "SmolTalk": ({"messages": [USER, ASSISTANT], "source": "smol-magpie-ultra"}, {}, {"source"}),
 }
 
 
@@ -513,9 +391,7 @@ def test_well_known_shapes_are_accepted_or_refused_for_a_part_that_would_be_lost
     name = "columns" if columns else "alpaca" if "instruction" in row else "messages"
     findings, form = Findings(), choose("", name, **columns)
     if isinstance(expected, str):
-        with pytest.raises(
-            BadRecord, match=f"part not read: {expected} in a row of format {name} holds a part of the "
-        ):
+        with pytest.raises(BadRecord, match=f"part not read: {expected} in a row of format {name} holds"):
             form.read_row(row, frozenset(), findings)
         form.read_row(row, frozenset({expected}), findings)
     else:
@@ -559,9 +435,7 @@ def test_a_part_of_the_prompt_or_answer_in_a_column_of_its_own_is_refused(
     if not is_part:
         form.read_row(row, frozenset(), Findings())
         return
-    with pytest.raises(
-        BadRecord, match=re.escape("it is for, name it in data.system_column, or name it in data.ignored_")
-    ):
+    with pytest.raises(BadRecord, match=r"name it in data\.system_column, or name it in data\.ignored_"):
         form.read_row(row, frozenset(), Findings())
     form.read_row(row, frozenset({column}), Findings())
     read("text", {"text": "a", column: value})

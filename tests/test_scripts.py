@@ -130,9 +130,8 @@ class Checkout:
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(REPO / name, self.folder / name)
         make_package(self.folder)
-        self.elsewhere.mkdir()
-        self.run_folder.mkdir()
-        self.temporary.mkdir()
+        for empty in (self.elsewhere, self.run_folder, self.temporary):
+            empty.mkdir()
         for name in ("python3", "python"):
             write_executable(folder / "bin" / name, STUB)
         hidden = ("TITAN_", "STUB_", "NGPU", "OMP_", "PYTHON", "VIRTUAL_ENV", "SLURM_")
@@ -157,6 +156,10 @@ class Checkout:
             f'set -euo pipefail; source "{self.folder}/scripts/setup_env.sh"; echo "$PYTHON"; pwd; command -v python'
         )
         return self.run("bash", "-c", script, cwd=cwd, **variables)
+
+    def replace_in_stub(self, old: str, new: str) -> None:
+        assert STUB.count(old) == 1
+        write_executable(self.folder.parent / "bin" / "python3", STUB.replace(old, new))
 
     def calls(self, kind: str) -> list[tuple[list[str], dict[str, str | None]]]:
         lines = self.log_file.read_text().splitlines() if self.log_file.exists() else []
@@ -217,36 +220,24 @@ def test_an_active_environment_with_torch_and_this_checkout_is_used(checkout: Ch
     assert result.returncode == 0, result.stderr
     python, cwd, first = result.stdout.splitlines()
     assert Path(python).parent == real_python.parents[2] / "bin" == Path(first).parent
-    assert cwd == str(checkout.elsewhere)
-    assert result.stderr == ""
+    assert (cwd, result.stderr) == (str(checkout.elsewhere), "")
+    without_tools = checkout.set_up(TITAN_EXTRAS="dev")  # it is left alone, and the remedy said
+    assert without_tools.returncode == 1
+    assert "pip install -c" in without_tools.stderr and "pytest" in without_tools.stderr
+    assert not (checkout.folder / ".venv").exists()
 
 
-def test_standing_in_the_checkout_does_not_count_as_having_it_installed(checkout: Checkout, real_python: Path) -> None:
-    result = checkout.set_up(cwd=checkout.folder)
-    assert result.returncode == 1
-    assert "Setting up .venv" in result.stderr
-    assert "cannot make a virtual environment" in result.stderr
-
-
-def test_an_environment_with_another_checkout_is_not_used_and_said(
+def test_an_environment_with_no_or_another_checkout_is_not_used(
     checkout: Checkout, real_python: Path, tmp_path: Path
 ) -> None:
+    result = checkout.set_up(cwd=checkout.folder)  # standing in the checkout does not count as having it installed
+    assert result.returncode == 1
+    assert "Setting up .venv" in result.stderr and "cannot make a virtual environment" in result.stderr
     make_package(tmp_path / "other")
     (real_python / "titan.pth").write_text(f"{tmp_path / 'other'}\n")
     result = checkout.set_up()
     assert result.returncode == 1
     assert f"another checkout, {tmp_path / 'other'}" in result.stderr
-
-
-def test_an_active_environment_without_the_test_tools_is_left_alone_with_the_remedy(
-    checkout: Checkout, real_python: Path
-) -> None:
-    (real_python / "titan.pth").write_text(f"{checkout.folder}\n")
-    result = checkout.set_up(TITAN_EXTRAS="dev")
-    assert result.returncode == 1
-    assert "pip install -c" in result.stderr
-    assert "pytest" in result.stderr
-    assert not (checkout.folder / ".venv").exists()
 
 
 @pytest.mark.parametrize("missing", DEPENDENCIES)
@@ -289,7 +280,11 @@ def test_a_half_made_environment_is_completed_and_not_taken_for_a_good_one(check
     assert len(checkout.calls("pip")) == 3  # torch failed; torch, package
 
 
-def test_an_environment_that_the_script_did_not_make_is_left_alone(checkout: Checkout) -> None:
+def test_what_the_script_did_not_make_is_left_alone_and_a_python_that_is_missing_is_named(checkout: Checkout) -> None:
+    result = checkout.set_up(TITAN_PYTHON="/no/such/python3.12")
+    assert result.returncode == 1
+    assert "/no/such/python3.12" in result.stderr
+    shutil.rmtree(checkout.folder / ".venv")
     (checkout.folder / ".venv").mkdir()
     (checkout.folder / ".venv" / "precious").touch()
     result = checkout.set_up(STUB_VERDICT="no torch")
@@ -298,20 +293,14 @@ def test_an_environment_that_the_script_did_not_make_is_left_alone(checkout: Che
     assert (checkout.folder / ".venv" / "precious").exists()
 
 
-def test_a_python_that_is_missing_is_named(checkout: Checkout) -> None:
-    result = checkout.set_up(TITAN_PYTHON="/no/such/python3.12")
-    assert result.returncode == 1
-    assert "/no/such/python3.12" in result.stderr
-
-
 # run_train.sh
 
 
 def test_the_arguments_go_unchanged_to_the_check_and_the_trainer_on_the_processes_found(checkout: Checkout) -> None:
-    result = checkout.train("--training.steps", "4")
+    config = ["--training.steps", "4"]
+    result = checkout.train(*config)
     assert result.returncode == 0, result.stderr
     torchrun, trainer = torchrun_arguments(checkout)
-    config = ["--training.steps", "4"]
     assert torchrun[-2:] == ["--nproc_per_node", "3"]
     assert torchrun[torchrun.index("--log-dir") + 1] == os.devnull  # else a folder for each run stays in TMPDIR
     assert trainer == config
@@ -344,25 +333,22 @@ def test_ngpu_sets_the_processes_and_a_given_thread_count_stays(checkout: Checko
     assert environ["OMP_NUM_THREADS"] == "9"
 
 
-@pytest.mark.parametrize("processes", ["0", "two", "-1", ""])
-def test_a_senseless_number_of_processes_is_refused(checkout: Checkout, processes: str) -> None:
-    result = checkout.train(f"--nproc_per_node={processes}", NGPU="")
-    assert result.returncode == 2
-    assert "--nproc_per_node" in result.stderr
-    assert checkout.calls("torchrun") == []
-
-
-def test_a_config_error_starts_nothing_and_keeps_its_code(checkout: Checkout) -> None:
-    result = checkout.train(STUB_CONFIG_CODE="2")
-    assert result.returncode == 2
-    assert "bad key" in result.stderr
-    assert checkout.calls("torchrun") == []
-
-
-def test_refused_data_start_nothing_and_keep_their_code(checkout: Checkout) -> None:
-    result = checkout.train(STUB_PREPARE_CODE="2")
-    assert result.returncode == 2
-    assert len(checkout.calls("prepare")) == 1 and checkout.calls("torchrun") == []
+@pytest.mark.parametrize(
+    ("argument", "variables", "said"),
+    [
+        *((f"--nproc_per_node={count}", {"NGPU": ""}, "--nproc_per_node") for count in ("0", "two", "-1", "")),
+        ("--training.steps=4", {"STUB_CONFIG_CODE": "2"}, "bad key"),
+        ("--training.steps=4", {"STUB_PREPARE_CODE": "2"}, ""),
+        # torchtitan's variable for the config is not just ignored
+        ("--training.steps=4", {"CONFIG_FILE": "x.toml"}, "write --job.config_file x.toml"),
+    ],
+)
+def test_what_is_refused_starts_nothing_and_keeps_its_code(
+    checkout: Checkout, argument: str, variables: dict[str, str], said: str
+) -> None:
+    result = checkout.train(argument, **variables)
+    assert result.returncode == 2 and said in result.stderr
+    assert len(checkout.calls("prepare")) == ("STUB_PREPARE_CODE" in variables) and checkout.calls("torchrun") == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.full)])
@@ -395,12 +381,6 @@ def test_one_process_starts_without_torchrun(checkout: Checkout, state: str, cod
     assert ("the trainer was killed by SIGKILL; most likely memory ran out" in result.stderr) == (state == "killed")
 
 
-def test_the_variable_of_torchtitan_for_the_config_is_refused_not_ignored(checkout: Checkout) -> None:
-    result = checkout.train(CONFIG_FILE="x.toml")
-    assert result.returncode == 2 and "write --job.config_file x.toml" in result.stderr
-    assert checkout.calls("torchrun") == []
-
-
 def test_help_goes_to_the_config_and_starts_nothing(checkout: Checkout) -> None:
     assert checkout.train("--nproc_per_node", "2", "-h").returncode == 0
     assert [arguments for arguments, _ in checkout.calls("config")] == [["-h"]]
@@ -408,28 +388,13 @@ def test_help_goes_to_the_config_and_starts_nothing(checkout: Checkout) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "code"),
-    [
-        ({"STUB_TORCHRUN_CODE": "1"}, 1),
-        ({"STUB_TORCHRUN_CODE": "1", "STUB_STATE_CODE": "4"}, 4),
-        ({"STUB_TORCHRUN_CODE": "1", "STUB_STATE_CODE": "0"}, 1),
-        ({"STUB_TORCHRUN_CODE": "0", "STUB_STATE_CODE": "2"}, 2),
-        ({"STUB_TORCHRUN_CODE": "0", "STUB_STATE_CODE": "none"}, 1),
-        ({"STUB_TORCHRUN_CODE": "0", "STUB_STATE_CODE": "0"}, 0),
-    ],
-    ids=[
-        "no state",
-        "state",
-        "state says done, torchrun does not",
-        "state, torchrun content",
-        "no state, torchrun content",
-        "done",
-    ],
+    ("torchrun", "state", "code"),
+    [("1", "none", 1), ("1", "4", 4), ("1", "0", 1), ("0", "2", 2), ("0", "none", 1), ("0", "0", 0)],
 )
 def test_the_exit_code_is_what_this_launch_left_in_its_run_state(
-    checkout: Checkout, variables: dict[str, str], code: int
+    checkout: Checkout, torchrun: str, state: str, code: int
 ) -> None:
-    result = checkout.train(**variables)
+    result = checkout.train(STUB_TORCHRUN_CODE=torchrun, STUB_STATE_CODE=state)
     assert result.returncode == code, result.stderr
     if code:
         last = result.stderr.splitlines()[-1]
@@ -471,11 +436,21 @@ def send_while(checkout: Checkout, kind: str, *numbers: int, group: bool = False
     return process.returncode, errors
 
 
-OTHERS = (signal.SIGUSR1, signal.SIGINT)
+TERM, INT, USR1, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.full) for n in OTHERS)])
-def test_a_signal_reaches_the_run_and_the_saved_state_decides_the_code(checkout: Checkout, number: int) -> None:
+@pytest.mark.parametrize(
+    ("processes", "number"),
+    [
+        ("3", TERM),
+        *(pytest.param("3", number, marks=pytest.mark.full) for number in (USR1, INT)),
+        *(pytest.param("1", number, marks=pytest.mark.full) for number in (TERM, INT)),
+    ],
+)
+def test_a_signal_reaches_the_run_and_the_saved_state_decides_the_code(
+    checkout: Checkout, processes: str, number: int
+) -> None:
+    checkout.environ["NGPU"] = processes
     code, errors = send_while(checkout, "torchrun", number)
     assert code == 3, errors
     assert [arguments for arguments, _ in checkout.calls("signal")] == [[signal.SIGUSR1]]
@@ -483,19 +458,9 @@ def test_a_signal_reaches_the_run_and_the_saved_state_decides_the_code(checkout:
     assert "stopped on request and saved. Run folder: " in errors.splitlines()[-1]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGINT])
-def test_a_signal_reaches_a_run_of_one_process(checkout: Checkout, number: int) -> None:
-    checkout.environ["NGPU"] = "1"
-    code, errors = send_while(checkout, "trainer", number)
-    assert code == 3, errors
-    assert [arguments for arguments, _ in checkout.calls("signal")] == [[signal.SIGUSR1]]
-
-
 @pytest.mark.parametrize("first", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGINT])
 def test_signals_that_come_twice_do_not_end_a_save_but_ctrl_c_does(checkout: Checkout, first: int) -> None:
-    stub = STUB.replace("            run_state(3)\n", "            time.sleep(1)\n            run_state(3)\n")
-    write_executable(checkout.folder.parent / "bin" / "python3", stub)
+    checkout.replace_in_stub("            run_state(3)\n", "            time.sleep(1)\n            run_state(3)\n")
     if first == signal.SIGTERM:
         twice = [signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP]
         assert send_while(checkout, "torchrun", *twice)[0] == 3
@@ -510,8 +475,7 @@ def test_signals_that_come_twice_do_not_end_a_save_but_ctrl_c_does(checkout: Che
 def test_a_request_for_stacks_goes_to_the_training_processes(checkout: Checkout) -> None:
     waiting = '            log("waiting", [])\n            time.sleep(0.5)\n'
     listens = '            signal.signal(signal.SIGUSR2, lambda *_: log("signal", ["stacks"]))\n'
-    assert STUB.count(waiting) == 1
-    write_executable(checkout.folder.parent / "bin" / "python3", STUB.replace(waiting, listens + waiting))
+    checkout.replace_in_stub(waiting, listens + waiting)
     code, errors = send_while(checkout, "torchrun", signal.SIGUSR2, signal.SIGTERM)
     assert code == 3, errors
     assert [arguments for arguments, _ in checkout.calls("signal")] == [["stacks"], [signal.SIGUSR1]]
@@ -521,24 +485,18 @@ def test_a_request_for_stacks_goes_to_the_training_processes(checkout: Checkout)
 
 
 def test_a_run_whose_launchers_folder_was_removed_ends_as_its_state_says(checkout: Checkout) -> None:
-    write_executable(
-        checkout.folder.parent / "bin" / "python3",
-        STUB.replace(
-            '    log("trainer", argv[2:])\n',
-            """    import shutil
+    checkout.replace_in_stub(
+        '    log("trainer", argv[2:])\n',
+        """    import shutil
     shutil.rmtree(os.path.dirname(os.environ["TITAN_OUTCOME"]))
     with open(os.path.join(os.environ["STUB_FOLDER"], "run_state.json"), "w") as file:
         json.dump({"state": "stub", "exit_code": int(os.environ["STUB_STATE_CODE"])}, file)
     os._exit(int(os.environ["STUB_STATE_CODE"]))
 """,
-        ),
     )
     for code in ("0", "3"):
         result = checkout.train("--nproc_per_node", "1", STUB_STATE_CODE=code)
         assert result.returncode == int(code), result.stderr
-
-
-TERM, INT, USR1, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP
 
 
 @pytest.mark.parametrize(
@@ -575,8 +533,7 @@ def test_what_a_killed_torchrun_leaves_behind_is_ended(checkout: Checkout, tmp_p
     os.kill(os.getpid(), signal.SIGKILL)
 """
     launch = 'elif argv[1] == "torch.distributed.run":'
-    stub = STUB.replace(launch, launch + leave_a_worker)
-    write_executable(tmp_path / "bin" / "python3", stub)
+    checkout.replace_in_stub(launch, launch + leave_a_worker)
     assert checkout.train().returncode == 1
     pid = int(pid_file.read_text())
     deadline = time.monotonic() + 5

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import sentencepiece
 from conftest import examples
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from titan_mi100.errors import UserError
+from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.bpe import BpeTokenizer
 from titan_mi100.text.load import load_tokenizer, tokenizer_files
 from titan_mi100.text.other import SentencePieceTokenizer
@@ -74,6 +75,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+Load = Callable[..., Tokenizer]
+
+
 def write(folder: Path, model: bytes, config: dict[str, Any] | None = None) -> Path:
     file = folder / "tokenizer.model"
     file.write_bytes(model)
@@ -85,6 +89,12 @@ def write(folder: Path, model: bytes, config: dict[str, Any] | None = None) -> P
 @pytest.fixture(scope="module")
 def models() -> dict[str, bytes]:
     return {name: train(**options) for name, options in MODELS.items()}
+
+
+@pytest.fixture
+def load(models: dict[str, bytes], tmp_path: Path) -> Load:
+    """Loads the model of a name, beside a config."""
+    return lambda name, config=None: load_tokenizer(write(tmp_path, models[name], config))
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -111,8 +121,6 @@ def test_the_bytes_of_tokens_spell_the_text(both: Any) -> None:
     emoji = ours.encode("\U0001f600")
     if not any(map(theirs.is_unknown, emoji)):  # with byte fallback
         assert b"".join(map(ours.token_bytes, emoji)).decode().strip() == "\U0001f600"
-    with pytest.raises(UserError, match="2000"):
-        ours.token_bytes(2000)
 
 
 @fuzz
@@ -127,6 +135,7 @@ def test_ordinary_text_gets_the_ids_of_sentencepiece(both: Any, text: str) -> No
 
 @fuzz
 @given(texts=st.lists(plain_text, min_size=2, max_size=5), specials=st.lists(st.sampled_from(SPECIALS), min_size=4))
+@example(texts=[""] * 8, specials=["<|im_end|>!", "<|im_end|>", "<|im", "<|im_start|>", "<added>>", "<added>", "</s>"])
 def test_special_tokens_are_cut_out_and_the_rest_is_encoded_by_itself(
     both: Any, texts: list[str], specials: list[str]
 ) -> None:
@@ -144,18 +153,10 @@ def test_special_tokens_are_cut_out_and_the_rest_is_encoded_by_itself(
     assert ids.dtype == np.int32 and ends.dtype == np.int64
 
 
-def test_the_longest_special_token_is_cut_out(both: Any) -> None:
-    ours, theirs = both
-    text = "<|im_end|>!<|im_end|><|im<|im_start|><added>><added></s>"
-    contents = ["<|im_end|>!", "<|im_end|>", "<|im", "<|im_start|>", "<added>>", "<added>", "</s>"]
-    assert ours.encode(text) == [special_id(theirs, content) for content in contents]
-    assert ours.decode(ours.encode(text)) == text
-
-
 @fuzz
 @given(text=plain_text)
-def test_a_model_that_keeps_all_gives_any_text_back(models: dict[str, bytes], tmp_path: Path, text: str) -> None:
-    ours = load_tokenizer(write(tmp_path, models["bpe that keeps all"], CONFIG))
+def test_a_model_that_keeps_all_gives_any_text_back(load: Load, text: str) -> None:
+    ours = load("bpe that keeps all", CONFIG)
     text = f"{text}<|im_end|>{text}<s>"
     text = text.replace("\u2581", " ")  # sentencepiece's own stand-in for a space
     assert ours.decode(ours.encode(text)) == text
@@ -200,15 +201,15 @@ def test_a_mask_of_the_answers_bytes_is_exactly_the_answers_tokens(
 
 
 @pytest.mark.parametrize("name", ["bpe with bytes", "unigram with bytes", "bpe that keeps all"])
-def test_bytes_of_a_character_end_one_by_one(models: dict[str, bytes], tmp_path: Path, name: str) -> None:
-    ours = load_tokenizer(write(tmp_path, models[name], {}))
+def test_bytes_of_a_character_end_one_by_one(load: Load, name: str) -> None:
+    ours = load(name)
     ids, ends = ours.encode_with_offsets("<|im_start|>a漢\U0001f600<|im_end|>")
     assert ends.tolist()[-9:] == [13, 14, 15, 16, 17, 18, 19, 20, 30]
     assert ours.decode(ids) == "<|im_start|>a漢\U0001f600<|im_end|>"
 
 
-def test_a_character_that_stands_for_many_is_supervised_whole(models: dict[str, bytes], tmp_path: Path) -> None:
-    ours = load_tokenizer(write(tmp_path, models["bpe with bytes"], {}))
+def test_a_character_that_stands_for_many_is_supervised_whole(load: Load) -> None:
+    ours = load("bpe with bytes")
     ids, ends = ours.encode_with_offsets("a\ufdfab")  # U+FDFA is 18 letters in NFKC
     starts = np.concatenate(([0], ends[:-1]))
     inside = (starts < 4) & (ends > 1)
@@ -216,10 +217,8 @@ def test_a_character_that_stands_for_many_is_supervised_whole(models: dict[str, 
     assert starts[inside][0] == 1 and ends[inside][-1] == 4
 
 
-def test_dropped_spaces_go_to_the_next_token_and_at_the_end_to_the_last(
-    models: dict[str, bytes], tmp_path: Path
-) -> None:
-    ours = load_tokenizer(write(tmp_path, models["bpe"], {}))
+def test_dropped_spaces_go_to_the_next_token_and_at_the_end_to_the_last(load: Load) -> None:
+    ours = load("bpe", {})
     for text, expected in (
         ("  <|im_end|>", [12]),
         ("<|im_end|>\n", [11]),
@@ -290,14 +289,13 @@ def test_a_user_defined_piece_is_known_however_protobuf_spells_it(tmp_path: Path
     assert tokenizer.encode("a<x>a") == [4, 3, 5, 4, 3]  # cut out, the rest with the leading space of each segment
 
 
-def test_ids_outside_of_the_vocabulary_are_refused(both: Any) -> None:
+def test_unknown_ids_and_lone_surrogates_are_refused(both: Any) -> None:
+    ours, _ = both
     for token_id in (-1, 999, 1001, 1004):
-        with pytest.raises(UserError, match=f"token id {token_id} "):
-            both[0].decode([token_id])
-
-
-def test_a_lone_surrogate_is_refused(both: Any) -> None:
-    for function in (both[0].encode, both[0].encode_with_offsets, both[0].normalize):
+        for function in (ours.token_bytes, lambda token_id: ours.decode([token_id])):
+            with pytest.raises(UserError, match=f"token id {token_id} "):
+                function(token_id)
+    for function in (ours.encode, ours.encode_with_offsets, ours.normalize):
         with pytest.raises(UserError, match=r"character 2 .* surrogate"):
             function("ab\ud800c")
 
@@ -309,14 +307,12 @@ def test_a_pickled_tokenizer_encodes_alike(both: Any) -> None:
     assert copy.fingerprint == both[0].fingerprint
 
 
-def test_the_fingerprint_follows_the_model_and_the_added_tokens(models: dict[str, bytes], tmp_path: Path) -> None:
-    def fingerprint(name: str, config: dict[str, Any]) -> str:
-        return load_tokenizer(write(tmp_path, models[name], config)).fingerprint
-
-    base = fingerprint("bpe", CONFIG)
-    assert base == fingerprint("bpe", {**CONFIG, "chat_template": "other", "eos_token": "<added>"})
+def test_the_fingerprint_follows_the_model_and_the_added_tokens(load: Load) -> None:
+    base = load("bpe", CONFIG).fingerprint
+    assert base == load("bpe", {**CONFIG, "chat_template": "other", "eos_token": "<added>"}).fingerprint
     moved = {"added_tokens_decoder": {"1001": {"content": "<added>"}}}
-    assert len({base, fingerprint("bpe", {}), fingerprint("bpe", moved), fingerprint("unigram", CONFIG)}) == 4
+    others = {load(*each).fingerprint for each in (("bpe", {}), ("bpe", moved), ("unigram", CONFIG))}
+    assert len(others - {base}) == 3
 
 
 # -- files --
@@ -353,39 +349,26 @@ def test_a_broken_model_is_refused(models: dict[str, bytes], tmp_path: Path, nam
     assert str(file) in str(error.value)
 
 
+# What is wrong with the tokens themselves is refused by the same code as beside a rank file: see test_tokenizer.
 BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"eos_token": "<nope>"}, "eos_token '<nope>'"),
     ({"pad_token": "▁the"}, "pad_token '▁the'"),
-    ({"eos_token": 2}, "eos_token 2 is not an added"),
     ({"added_tokens_decoder": {"20": {"content": "<tool>"}}}, "its id 20 is used twice"),
-    (
-        {"added_tokens_decoder": {"1000": {"content": "<|im_end|>"}}},
-        "'<|im_end|>': its text or its id 1000 is used twice",
-    ),
-    (
-        {"added_tokens_decoder": {"1000": {"content": "<a>"}, "1001": {"content": "<a>"}}},
-        "'<a>': its text or its id 1001 is used twice",
-    ),
-    ({"added_tokens_decoder": {"1000": {"content": ""}}}, "added token '':"),
-    ({"added_tokens_decoder": {"-1": {"content": "<a>"}}}, "its id -1 is used twice"),
-    ({"added_tokens_decoder": {"1000": {"content": "<a>", "rstrip": True}}}, "lstrip, rstrip or single_word"),
+    ({"added_tokens_decoder": {"1000": {"content": "<|im_end|>"}}}, "'<|im_end|>': its text or its id 1000 is used"),
     ({"added_tokens_decoder": {"1000": "<a>"}}, "is missing or malformed"),
 ]
 
 
 @pytest.mark.parametrize(("config", "told"), BAD_CONFIGS, ids=[told for _, told in BAD_CONFIGS])
 def test_a_config_that_does_not_go_with_the_model_is_refused(
-    models: dict[str, bytes], tmp_path: Path, config: dict[str, Any], told: str
+    load: Load, tmp_path: Path, config: dict[str, Any], told: str
 ) -> None:
-    file = write(tmp_path, models["bpe"], config)
     with pytest.raises(UserError) as error:
-        load_tokenizer(file)
+        load("bpe", config)
     assert told in str(error.value) and str(tmp_path / "tokenizer_config.json") in str(error.value)
 
 
-def test_an_older_sentencepiece_is_refused_with_the_remedy(
-    models: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_older_sentencepiece_is_refused_with_the_remedy(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sentencepiece.SentencePieceProcessor, "encode_as_offset_mapping")
     with pytest.raises(UserError, match="pip install"):
-        load_tokenizer(write(tmp_path, models["bpe"]))
+        load("bpe")
