@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 
 from titan_mi100 import __main__ as console
 from titan_mi100 import __version__, cli, train
+from titan_mi100.config.as_text import help_text
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
 from titan_mi100.log import log, setup_logging
@@ -165,6 +167,11 @@ def test_the_log_holds_no_control_characters(capsys: pytest.CaptureFixture[str])
     assert first.endswith("WARNING a file \\x1b[2J\\x9b\\x7f\\r\\u202e called\tso") and second.endswith(" and so")
     assert printable("żółć 你好 \U0001f600 \xa0") == "żółć 你好 \U0001f600 \xa0"
     assert shown(1 << 99_999) == "a number of thousands of digits" and len(shown("x" * 9999)) < 200
+
+
+def test_an_options_text_stands_below_it() -> None:
+    [(head, text)] = re.findall(r"^(  --training\.steps .*)\n      (\S.*)", help_text(), re.MULTILINE)
+    assert head.startswith("  --training.steps  int = ") and text.startswith("optimizer steps")
 
 
 @pytest.mark.parametrize("arguments", ["", *console.COMMANDS])

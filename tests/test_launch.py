@@ -121,6 +121,16 @@ def test_what_the_launcher_does_with_each_signal(
     assert launcher._is_interrupted == ("killed" in does and not is_over)
 
 
+def test_it_looks_around_while_no_signal_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = launch.Launcher.__new__(launch.Launcher)
+    launcher._signals = {signal.SIGUSR2}
+    monkeypatch.setattr(launch, "LOOK", 0.01)
+    monkeypatch.setattr(signal, "sigwait", lambda _: TERM)
+    assert launcher._next_signal() is None
+    monkeypatch.delattr(signal, "sigtimedwait")  # as on macOS
+    assert launcher._next_signal() == TERM
+
+
 @pytest.mark.parametrize("number", [INT, TERM])
 @pytest.mark.parametrize(
     ("files", "is_too_early"),

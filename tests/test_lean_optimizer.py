@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -181,6 +182,13 @@ def test_updates_are_torchs_in_fp64(kind: tuple[str, str]) -> None:
             is_exact = kind[0] == "fp32" or steps == 1 or (kind[0] == "8bit" and name != "matrix")
             bar = 2e-6 if is_exact else {"bf16": 0.01, "8bit": 0.07}[kind[0]]
             assert (found - right).norm() / moved < bar + rounding, (name, steps)
+
+
+def test_without_triton_it_is_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "titan_mi100.optim.fused", None)
+    monkeypatch.delattr("titan_mi100.optim.fused", raising=False)
+    kernel, how = lean.choose_kernel(OptimizerConfig(state="8bit", master="24bit"), torch.device("cpu"))
+    assert kernel is None and how.startswith("plain torch operations: ")
 
 
 def test_a_factor_is_applied_to_the_gradients_in_fp32() -> None:

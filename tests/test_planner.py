@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import REPO
 
+from titan_mi100 import train
 from titan_mi100.config.load import load_config
 from titan_mi100.run import forecast
 from titan_mi100.tools import plan as planner
@@ -89,6 +90,17 @@ def test_for_scripts_it_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(sum(m["categories"].values()) == pytest.approx(m["peak"]) for m in found["memory"])
 
 
+def test_options_that_do_not_go_together_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong, why in (
+        (["--write", "x.toml"], "--write needs --search"),
+        (["--count"], "--count"),
+        (["--search", "--tokens", "1e9"], "--tokens is for one config"),
+        (["--search", "--tokens", "1e9", "--write", str(tmp_path / "new.toml")], "--tokens is for one config"),
+        (["--search", "--write", str(tmp_path)], "exists already"),
+    ):
+        assert planner.main([*BIG, *wrong]) == 2 and why in capsys.readouterr().err
+
+
 @pytest.mark.full
 def test_a_search_writes_a_config_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     best = tmp_path / "best.toml"
@@ -98,8 +110,6 @@ def test_a_search_writes_a_config_that_fits(tmp_path: Path, capsys: pytest.Captu
     assert planner.main(["--job.config_file", str(best)]) == 0
     before = best.read_bytes()
     assert planner.main([*BIG, "--search", "--write", str(best)]) == 2 and best.read_bytes() == before
-    for wrong in (["--write", "x.toml"], ["--count"], ["--search", "--tokens", "1e9"]):
-        assert planner.main([*BIG, *wrong]) == 2
     config = load_config(["--job.config_file", str(best)], 2, with_files=False)
     assert config.batch(2).global_batch_size == 96 and config.optimizer.master == "bf16_sr"
     named = [*BIG, "--search", "--device", "mi100"]
@@ -203,6 +213,11 @@ def test_a_run_that_does_not_fit_is_refused_before_its_start(tmp_path: Path) -> 
     assert found["measured"]["mfu"] == pytest.approx(record["mfu"]) and record["step"] == 3
     assert found["mfu"] == pytest.approx(found["flops"] / found["step_seconds"] / 0.5e12)
     assert " s per step planned, " in warned.stdout and "mfu " in warned.stdout
+
+
+def test_out_of_memory_before_a_run_is_open_has_no_plan() -> None:
+    said = train._what_was_planned(torch.OutOfMemoryError("tried to allocate 2.00 GiB"), "rank 1", None)
+    assert said == "rank 1: out of memory: while the run was opened\ntried to allocate 2.00 GiB"
 
 
 @pytest.mark.full

@@ -28,6 +28,7 @@ from titan_mi100.planning.traffic import OPERATIONS, Transfer, Work, axis_of, by
 from titan_mi100.tools import rehearse
 from titan_mi100.tools.rehearsal import session
 from titan_mi100.tools.rehearsal.counter import as_rank, enough_microbatches
+from titan_mi100.tools.rehearsal.tally import _as_range
 
 pytestmark = pytest.mark.usefixtures("no_process_group")
 SEQ_LEN, RANKS = 32, 4
@@ -160,6 +161,10 @@ def test_the_planner_sends_on_each_axis_what_a_rehearsal_counts(full: bool, monk
             ("tp", "tensor parallel", 0.75, 1.0), ("pp", "pipeline", 1.0, 1.0),
         ):  # fmt: skip
             assert 0.99 * least * counted[axis] <= planned[name] <= 1.01 * most * counted[axis], (axis, config)
+
+
+def test_a_groups_ranks_lie_at_equal_distances() -> None:
+    assert [*_as_range([1, 3, 5])] == [1, 3, 5] and [*_as_range([2, 3])] == [2, 3]
 
 
 def transfer(operation: str, group: range, payload: int = 1000) -> Transfer:

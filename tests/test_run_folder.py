@@ -19,7 +19,7 @@ from titan_mi100.open_run import record
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.folder import RunFolder
-from titan_mi100.run.next_commands import after_run, command, shown_path, to_resume
+from titan_mi100.run.next_commands import _serve, after_run, command, shown_path, to_resume
 from titan_mi100.tools import exact_match, generate, inspect_data, report
 from titan_mi100.tools.convert import dcp_to_hf
 from titan_mi100.tools.pages.verdict import _STATES
@@ -200,6 +200,9 @@ def test_only_commands_that_can_work_are_named(tmp_path: Path, monkeypatch: pyte
     assert chat.endswith("titan-mi100 generate --model base --adapter checkpoint/step-3")
     two = settings(tmp_path, **{"data.path": f"{ASSETS}/arithmetic.jsonl,{ASSETS}/chat.jsonl", "data.weights": "1,2"})
     assert "--source arithmetic" in dict(after_run(tmp_path, load_config(two, 1), 3))["data page"]
+    for rank, served in ((1, 8), (8, 8), (9, 16), (65, 128), (512, 512), (600, 512)):
+        config = load_config(settings(tmp_path, **{**lora, "lora.rank": rank}), 1)
+        assert f"--max-lora-rank {served} " in _serve(config.lora, "base", "export")
     assert shown_path(tmp_path / "x") == "x" and shown_path("/usr") == "/usr"
     assert shown_path(tmp_path / "-x") == str(tmp_path / "-x")  # else it would be read as an option
 

@@ -145,6 +145,17 @@ def test_of_processes_that_end_the_first_to_vanish_is_named(tmp_path: Path) -> N
     assert "rank 0 on" in Watch(tmp_path, 2).vanished()[0]
 
 
+def test_an_unwatched_process_writes_its_stacks_to_its_errors() -> None:
+    code = (
+        "import os, signal; from titan_mi100.config.settings import WatchdogConfig; "
+        "from titan_mi100.watch.heartbeat import Heartbeat; "
+        "Heartbeat.of_process(WatchdogConfig(seconds=0)); os.kill(os.getpid(), signal.SIGUSR2)"
+    )
+    unwatched = {name: value for name, value in os.environ.items() if name != heartbeats.WATCHED}
+    ended = subprocess.run([sys.executable, "-c", code], cwd=REPO, env=unwatched, capture_output=True, text=True)
+    assert ended.returncode == 0 and "most recent call first" in ended.stderr
+
+
 @pytest.mark.parametrize("seconds", [0.0, 300.0])
 def test_a_run_that_cannot_be_watched_goes_on_and_says_so(
     seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -144,9 +144,12 @@ class _Rank:
         }  # fmt: skip
         several = self.batch.gradient_accumulation_steps > 1
         before = sums if several and stay_so_long else 0.0
-        copies = self._weight_copies()
+        # bytes of each weight's copy in the dtype of the computation, if FSDP2 does not gather them
+        is_cast = not self.is_fsdp and not self.lora and self.master != self.compute
+        copies = self.compute if is_cast else 0.0
         is_kept = self.mode == "none"
-        by_layer = [self._kept(layer) for layer in self.layers[-2 if self.inputs_on_host else 0 :]]
+        some = self.layers[-2 if self.inputs_on_host else 0 :]
+        by_layer = [self._bytes(layer.kept[self.mode]) - self._for_norms(layer, "none") for layer in some]
         kept = sum(by_layer) * self._in_flight() + self._rotary()
         kept += self.weights * copies if is_kept else 0.0
 
@@ -154,7 +157,8 @@ class _Rank:
             names = {name.replace(" ", "_"): name for name in CATEGORIES}
             return {**held, **{names[key]: held[names[key]] + value for key, value in more.items()}}
 
-        end = 0.0 if self.lora else self.vocabulary * self._end_bytes()  # the gradient of a vocabulary matrix
+        # the gradient of a vocabulary matrix, before its reduction
+        end = 0.0 if self.lora else self.vocabulary * (self.compute if self.is_fsdp else self.master)
         if self.last:
             final = 24 * self.spec.hidden_size * self.tokens / self.layout.tp
             loss = {"gradients": before, "activations": kept + final}
@@ -187,16 +191,15 @@ class _Rank:
                 communication=gathered,
             )  # fmt: skip
         if self.first and end:
-            rotary = self._rotary()
             several_ends = 3 if waiting else 1  # head's, embedding's and their sum
             yield "backward of the embedding", at(
-                gradients=sums + several_ends * end, activations=rotary,
+                gradients=sums + several_ends * end, activations=self._rotary(),
                 communication=self._gathered(self.end_bytes if self.tied else 0.0),
             )  # fmt: skip
             if self.is_fsdp:
                 one = 0.0 if several else self._gradient_sums(self.vocabulary)
                 reduced = self._reduced(self.vocabulary)
-                more = at(gradients=sums - one + end, activations=rotary, communication=reduced)
+                more = at(gradients=sums - one + end, activations=self._rotary(), communication=reduced)
                 yield "reduction of the embedding's gradient", more
         has_buffers = self.offload == "optimizer" or (self.config.optimizer.is_lean and is_all_here)
         buffers = min(_AT_A_TIME, self.largest / self.shard) * _UPDATE_BYTES if has_buffers else 0.0
@@ -212,7 +215,7 @@ class _Rank:
     def on_host(self) -> float:
         """Bytes that are in the host's memory instead of the device's."""
         trained, weights, state = self._held()
-        each = (self._pinned(self._kept(layer)) for layer in self.layers)
+        each = (self._pinned(self._bytes(layer.kept[self.mode])) for layer in self.layers)
         found = sum(each) * self._in_flight() if self.inputs_on_host else 0.0
         if self.offload == "optimizer":
             found += trained * self.master / self.shard + state
@@ -258,9 +261,6 @@ class _Rank:
         """Bytes on this rank of values per token."""
         return self.tokens * (values.compute * self.compute + values.fp32 * 4) / self.layout.tp
 
-    def _kept(self, layer: LayerShape) -> float:
-        return self._bytes(layer.kept[self.mode]) - self._for_norms(layer, "none")
-
     def _for_norms(self, layer: LayerShape, mode: str) -> float:
         """Bytes that a mode holds for the norms' weights and that LoRA, which freezes them, does not."""
         return self._bytes(layer.for_norms) if self.lora and self.mode == mode else 0.0
@@ -276,32 +276,20 @@ class _Rank:
 
     def _received(self) -> float:
         """Bytes of receive buffers: torch's pipeline keeps hidden states and gradients of each microbatch."""
-        if self.layout.pp == 1:
-            return 0.0
         one = self.tokens * self.compute * self.spec.hidden_size / self.layout.tp
         return self.batch.gradient_accumulation_steps * received_per_microbatch(self.stages) * one
-
-    def _weight_copies(self) -> float:
-        """Bytes of each weight's copy in the dtype of the computation, if FSDP2 does not gather them."""
-        is_cast = not self.is_fsdp and not self.lora and self.master != self.compute
-        return self.compute if is_cast else 0.0
 
     def _head(self) -> float:
         """Buffers of the head's loss, see model/loss.py."""
         c, logits = self.compute, self.tokens * self.spec.vocab_size // self.layout.tp
         block = min(max(1024 * self.tokens, HEAD_BLOCK if self.device_memory else 1 << 20), logits)
         wide, kept = max(4, c), self.device_memory // HEAD_SHARE
-        waiting = 1
-        if self.config.parallelism.pipeline_parallel_schedule == "GPipe" and self.layout.pp > 1:
-            waiting = self.batch.gradient_accumulation_steps
+        is_gpipe = self.config.parallelism.pipeline_parallel_schedule == "GPipe" and self.layout.pp > 1
+        waiting = self.batch.gradient_accumulation_steps if is_gpipe else 1
         rows = self.tokens * self.spec.hidden_size * (2 * c + 4)
         if logits <= kept // waiting:
             return rows + waiting * (logits * c + block * wide)
         return rows + block * (c + (wide if c < 4 else 0))
-
-    def _end_bytes(self) -> int:
-        """Bytes per value of a vocabulary matrix's gradient before its reduction."""
-        return self.compute if self.is_fsdp else self.master
 
     def _gathered(self, by_group: float, more: float = 0.0) -> float:
         """Bytes of the weights that FSDP2 has gathered.
