@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -400,10 +401,13 @@ def test_torchs_files_say_how_it_was_built(tmp_path: Path) -> None:
     assert torch_build.from_files(tmp_path, None).problem.endswith("version.py cannot be read")
 
 
-def test_the_installed_torch_answers_as_its_files_say() -> None:
+def test_the_installed_torch_answers_as_its_files_say(monkeypatch: pytest.MonkeyPatch) -> None:
     known = replace(torch_build.installed(wants_blas=False, environ={}), blas_archs=("gfx90a",))
     told = torch_build.ask(known, os.environ)
     assert told.blas_archs == ("gfx90a",)  # of the files alone
+    for spec in (None, SimpleNamespace(origin=None)):  # none, and a folder of that name
+        monkeypatch.setattr("importlib.util.find_spec", lambda _, spec=spec: spec)
+        assert torch_build.installed(wants_blas=False, environ={}) == Torch()
     assert told.problem == "" or told.cuda  # a CUDA build without a driver says so
     assert (told.version, told.hip, told.cuda) == (known.version, known.hip, known.cuda)
     assert told.usable is not None and len(told.card_archs or ()) == told.usable

@@ -22,6 +22,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.open_run import start as open_run
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run import profiling
+from titan_mi100.run.communication import communication
 from titan_mi100.run.intervals import subtract, union
 from titan_mi100.run.trace_summary import STEP, Summary, read_trace, summarise
 from titan_mi100.tools.summarise_trace import main
@@ -332,3 +333,7 @@ def test_steps_that_the_run_does_not_have_are_said(
 ) -> None:
     open_profiled(world, tmp_path, **{"profiling.enable_profiling": "true"})  # every 10 of 3 steps
     assert "none of the steps to trace is among the run's 3: nothing will be traced" in caplog.text
+
+
+def test_a_profiled_step_takes_the_mean_of_the_steps(world: World) -> None:
+    assert communication(lambda: replace(RESULT, seconds=0.5), world)["profiled_step_ms"] == 500
