@@ -49,6 +49,17 @@ class Faulty(Sdpa):
         return super().__call__(q, k, v, prepared)
 
 
+def test_a_time_is_of_layers_that_share_what_was_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a step. Not as many block masks as there are timed calls."""
+    calls: list[str] = []
+    prepare, layer = Sdpa.prepare, Sdpa.__call__
+    monkeypatch.setattr(Sdpa, "prepare", lambda *given: (calls.append("prepare"), prepare(*given))[1])
+    monkeypatch.setattr(Sdpa, "__call__", lambda *given: (calls.append("layer"), layer(*given))[1])
+    times = trial.milliseconds(Sdpa(), trial.inputs(SHAPE, CPU), trial.random_documents(SHAPE), 5)
+    assert len(times) == 5 and min(times) > 0
+    assert calls == ["prepare", *["layer"] * 6]  # the first is a warm-up
+
+
 @pytest.mark.parametrize(
     ("fault", "said"),
     [

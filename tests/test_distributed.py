@@ -69,7 +69,7 @@ def test_a_rank_that_is_killed_ends_the_wait_of_the_others() -> None:
 
 
 def test_gpus_that_torch_cannot_use_and_too_many_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "count_gpus", lambda: 2)
+    monkeypatch.setattr(distributed, "count_gpus", lambda is_rocm: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=r"this machine has 2 GPU\(s\), but torch .* cannot use them"):
         distributed.init_distributed()

@@ -35,7 +35,7 @@ def test_a_senseless_number_of_processes_is_refused(processes: str) -> None:
 def test_the_command_line_comes_before_the_environment_and_that_before_the_hardware(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launch_nodes, "default_process_count", lambda: 5)
+    monkeypatch.setattr(launch_nodes, "default_process_count", lambda is_rocm: 5)
     given = ["--job.config_file=a.toml", "--x.y"]
     assert launch.parse(["--nproc_per_node=3", *given], "4") == (3, given, None, 0)
     assert launch.parse([*given, "--nproc-per-node", "3"], "4") == (3, given, None, 0)

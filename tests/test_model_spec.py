@@ -145,12 +145,41 @@ def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
     assert count_gpus(tmp_path, {}) == 2
     assert count_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": "1"}) == 1
     assert count_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": ""}) == 0
-    for node, simds in enumerate((0, 480, 480, 480)):
+
+
+MI100, RYZEN, STRIX_HALO, OLD_KERNELS = 90008, 100306, 110501, 0
+
+
+@pytest.mark.parametrize(
+    ("amd", "files", "is_rocm", "count"),
+    [
+        ([MI100, MI100, OLD_KERNELS], [], None, 3),
+        ([RYZEN], ["dev/nvidia0", "dev/nvidia1"], None, 2),  # two 4090 beside a processor's graphics
+        ([RYZEN, MI100], [], True, 1),
+        ([RYZEN], [], None, 0),  # no torch has code for it: the CPU computes
+        ([STRIX_HALO], [], True, 1),
+        ([STRIX_HALO, MI100, MI100], [], True, 2),
+        ([MI100, MI100], ["dev/nvidia0"], None, 1),  # two kinds of cards: torch's build decides
+        ([MI100, MI100], ["dev/nvidia0"], False, 1),
+        ([MI100, MI100], ["dev/nvidia0"], True, 2),
+        ([], ["dev/dxg", "usr/lib/wsl/lib/libcuda.so.1"], None, 1),  # WSL2
+        ([], ["dev/dxg"], None, 0),
+    ],
+)
+def test_a_processors_own_graphics_count_where_they_alone_can_compute(
+    amd: list[int], files: list[str], is_rocm: bool | None, count: int, tmp_path: Path
+) -> None:
+    for node, version in enumerate([None, *amd]):
         folder = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{node}"
         folder.mkdir(parents=True)
-        (folder / "properties").write_text(f"cpu_cores_count 0\nsimd_count {simds}\n")
-    assert count_gpus(tmp_path, {}) == 3
-    assert count_gpus(tmp_path, {"HIP_VISIBLE_DEVICES": "0,2"}) == 2
+        lines = f"simd_count 480\ngfx_target_version {version}\n" if version is not None else "simd_count 0\n"
+        (folder / "properties").write_text(f"cpu_cores_count 0\n{lines}")
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert count_gpus(tmp_path, {}, is_rocm) == count
+    assert count_gpus(tmp_path, {"HIP_VISIBLE_DEVICES": "0,2"}, is_rocm) == min(count, 2)
+    assert count_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": "-1"}, is_rocm) == 0
 
 
 def factors(steps: int, **settings: object) -> list[float]:

@@ -47,7 +47,7 @@ elif argv[0] in ("-c", "-"):
 elif argv[1] == "titan_mi100.launch.launcher":  # the real one, but what it starts is the stub
     sys.path.insert(0, {str(REPO)!r})
     from titan_mi100.planning import hardware
-    hardware.default_process_count = lambda: 3
+    hardware.default_process_count = lambda is_rocm: 3
     sys.executable, sys.argv = sys.argv[0], argv[1:]
     runpy.run_module("titan_mi100.launch.launcher", run_name="__main__", alter_sys=True)
 elif argv[1] == "titan_mi100.config.load":

@@ -50,7 +50,7 @@ def measure(shape: Shape, length: int, names: list[str], rounds: int, device: to
     times: dict[str, list[float]] = {name: [] for name in backends}
     for _ in range(rounds):
         for name, backend in backends.items():
-            times[name].append(milliseconds(backend, tensors, documents))
+            times[name] += milliseconds(backend, tensors, documents)
     return {
         "seq": shape.seq,
         "document": length,

@@ -222,8 +222,12 @@ def with_another_first_document(tensors: Sequence[Tensor], documents: Documents)
 
 def forward_backward(backend: Backend, tensors: Sequence[Tensor], documents: Documents) -> list[Tensor]:
     """The output, and the gradients of q, k and v."""
+    return _one_layer(backend, tensors, backend.prepare(documents, tensors[0].device))
+
+
+def _one_layer(backend: Backend, tensors: Sequence[Tensor], prepared: Any) -> list[Tensor]:
     q, k, v, grad = tensors
-    out = backend(q, k, v, backend.prepare(documents, grad.device))
+    out = backend(q, k, v, prepared)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
 
 
@@ -232,22 +236,27 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return ((found.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
 
 
-def milliseconds(backend: Backend, tensors: Sequence[Tensor], documents: Documents) -> float:
-    """Time one forward and backward, in milliseconds.
+def milliseconds(backend: Backend, tensors: Sequence[Tensor], documents: Documents, rounds: int = 1) -> list[float]:
+    """Times of one layer's forward and backward, in milliseconds, after a warm-up.
+
+    Without `prepare`: a step calls it once for all its layers.
 
     Args:
         tensors: the result of `inputs`.
     """
-    wait(tensors[0].device)
-    started = time.perf_counter()
-    forward_backward(backend, tensors, documents)
-    wait(tensors[0].device)
-    return 1000 * (time.perf_counter() - started)
+    device, found = tensors[0].device, []
+    prepared = backend.prepare(documents, device)
+    for _ in range(rounds + 1):
+        wait(device)
+        started = time.perf_counter()
+        _one_layer(backend, tensors, prepared)
+        wait(device)
+        found.append(1000 * (time.perf_counter() - started))
+    return found[1:]
 
 
 def _median_ms(backend: Backend, tensors: Sequence[Tensor], documents: Documents) -> float:
-    milliseconds(backend, tensors, documents)  # a warm-up
-    return statistics.median(milliseconds(backend, tensors, documents) for _ in range(_ROUNDS))
+    return statistics.median(milliseconds(backend, tensors, documents, _ROUNDS))
 
 
 def wait(device: torch.device) -> None:

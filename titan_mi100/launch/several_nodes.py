@@ -5,6 +5,7 @@ A start has these steps: all nodes connect; each prepares the data; each runs on
 to three times, with a new port, a new store and new processes. `parse` reads the options of both kinds of launch.
 """
 
+import os
 import re
 import tempfile
 import time
@@ -14,6 +15,7 @@ from typing import Protocol
 
 from titan_mi100.errors import UserError
 from titan_mi100.launch.links import OPTIONS, Host, Link, Message, Place, free_port, join, parse_place
+from titan_mi100.launch.torch_build import installed
 from titan_mi100.planning.hardware import default_process_count
 from titan_mi100.watch.outcome import INTERRUPTED, LOST, Outcome, Restarts, combined
 
@@ -54,7 +56,8 @@ def parse(arguments: Sequence[str], ngpu: str = "") -> tuple[int, list[str], Pla
         raise UserError(f"--max_restarts must be a whole number from 0 to 9999, not {restarts!r}")
     if count is not None and not re.fullmatch("[1-9][0-9]?", count, re.ASCII):
         raise UserError(f"the number of processes must be 1 to 99, not {count!r} (--nproc_per_node, NGPU)")
-    return int(count or default_process_count()), trainer, parse_place(given), int(restarts)
+    is_rocm = bool(installed(wants_blas=False, environ=os.environ).hip) if count is None else None
+    return int(count or default_process_count(is_rocm)), trainer, parse_place(given), int(restarts)
 
 
 class NodeLauncher(Protocol):

@@ -66,7 +66,8 @@ def init_distributed() -> World:
     """
     global _waiting
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    present, usable = count_gpus(), torch.cuda.device_count() if torch.cuda.is_available() else 0
+    present = count_gpus(is_rocm=torch.version.hip is not None)
+    usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if present and not usable:
         raise UserError(
             f"this machine has {present} GPU(s), but torch {torch.__version__} cannot use them; install a torch built "

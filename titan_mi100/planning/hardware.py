@@ -104,26 +104,42 @@ def _cpu_flags(cpuinfo: Path) -> set[str]:
     return {word for line in lines if line.lower().startswith(("flags", "features")) for word in line.split()}
 
 
-def count_gpus(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> int:
+# Graphics inside a processor, by KFD's gfx_target_version (100306: gfx1036). PyTorch has builds for the second kind,
+# such as Strix Halo's gfx1151, and none for the first, which the desktop Ryzen have.
+_NEVER_USED = {90002, 90009, 90012, 100103, 100303, 100305, 100306, 100307}
+_USED_ALONE = {110003, 110500, 110501, 110502, 110503}
+
+
+def count_gpus(root: Path = Path("/"), environ: Mapping[str, str] = os.environ, is_rocm: bool | None = None) -> int:
     """GPUs that a process started here would see, without importing torch: from the kernel's files.
 
-    AMD: KFD topology nodes that have SIMDs. NVIDIA: /dev/nvidia0 and on. A `*_VISIBLE_DEVICES` list lowers the number.
+    AMD: KFD topology nodes that have SIMDs, of a processor's own graphics only where there is no card. NVIDIA:
+    /dev/nvidia0 and on; in WSL2, which has no such files, one. A `*_VISIBLE_DEVICES` list lowers the number.
+
+    Args:
+        is_rocm: of a machine with cards of both, whether AMD's are counted; None: NVIDIA's, as scripts/setup_env.sh
+            installs torch for them.
     """
-    count = 0
+    versions = []
     for node in (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
         try:
             properties = dict(line.split(maxsplit=1) for line in node.read_text().splitlines() if " " in line)
         except OSError:  # a node of another container's GPU may not be read
             continue
-        count += int(properties.get("simd_count", 0)) > 0
-    if count == 0:
-        count = sum(path.name[len("nvidia") :].isdigit() for path in (root / "dev").glob("nvidia[0-9]*"))
+        if int(properties.get("simd_count", 0)) > 0:
+            versions.append(int(properties.get("gfx_target_version", 0)))
+    inside = sum(version in _USED_ALONE for version in versions)
+    amd = sum(version not in _USED_ALONE | _NEVER_USED for version in versions) or inside
+    nvidia = sum(path.name[len("nvidia") :].isdigit() for path in (root / "dev").glob("nvidia[0-9]*"))
+    if not nvidia and (root / "dev/dxg").exists():
+        nvidia = int(any((root / "usr/lib/wsl/lib").glob("libcuda.so*")))
+    count = amd if is_rocm or not nvidia else nvidia
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         if name in environ:
             count = min(count, len([entry for entry in environ[name].split(",") if entry.strip() not in ("", "-1")]))
     return count
 
 
-def default_process_count() -> int:
+def default_process_count(is_rocm: bool | None = None) -> int:
     """One process per GPU, or two on CPU, so that a trial on a laptop runs the same code as two cards."""
-    return count_gpus() or 2
+    return count_gpus(is_rocm=is_rocm) or 2

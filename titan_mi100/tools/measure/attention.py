@@ -41,8 +41,7 @@ def judged(backend: Backend, shape: Shape, device: torch.device) -> dict[str, An
     """The judgement of a trial on several layouts of documents, and milliseconds of forward and backward."""
     trials = [Reference(inputs(shape, device, s), random_documents(shape, s)).judge(backend) for s in _SEEDS]
     documents, tensors = random_documents(shape), inputs(shape, device)
-    milliseconds(backend, tensors, documents)  # a warm-up
-    times = [milliseconds(backend, tensors, documents) for _ in range(_ROUNDS)]
+    times = milliseconds(backend, tensors, documents, _ROUNDS)
     kernel, ms = running_kernel(backend, shape, documents, device), statistics.median(times)
     error, is_repeatable = max(trial.error for trial in trials), all(trial.repeatable for trial in trials)
     repeated = "" if is_repeatable else "; equal calls give other bits, so auto does not take it"
