@@ -8,8 +8,9 @@
 #   TITAN_EXTRAS   extras of pyproject.toml to install too, e.g. dev
 #   TITAN_VENV     folder of the environment to create; default .venv in the checkout
 #   TITAN_PYTHON   interpreter to create it with; default: the first of python3, python3.13 ... with version >= 3.10
-#   TITAN_TORCH    version of torch to install; default 2.8.0 (ROCm 6.4 build) on a ROCm machine, else 2.13.0
-# If one of the last three is set, the active python3 is not used.
+#   TITAN_TORCH    version of torch to install; default 2.8.0 (ROCm 6.4 build) for AMD's cards, else 2.13.0
+#   TITAN_TORCH_INDEX   address of the package index that has this torch, in place of the one that fits the cards
+# If TITAN_VENV, TITAN_PYTHON or TITAN_TORCH is set, the active python3 is not used.
 
 _titan_say() { printf 'setup: %s\n' "$*" >&2; }
 
@@ -74,6 +75,24 @@ _titan_logged() {
   return 1
 }
 
+# Prints the torch that fits the cards: pip's arguments. NVIDIA's cards come first, because the AMD GPU beside them is
+# mostly a processor's own: a desktop Ryzen's gfx1036 has /dev/kfd, too, and no build of torch (planning/hardware.py).
+# $1 is the root of the file system.
+_titan_torch() {
+  local root=${1:-} version="" index=${TITAN_TORCH_INDEX:-} node
+  if [ ! -e "$root/dev/nvidia0" ] && [ ! -e "$root/usr/lib/wsl/lib/libcuda.so.1" ]; then
+    [ ! -d "$root/opt/rocm" ] || version=2.8.0
+    for node in "$root"/sys/class/kfd/kfd/topology/nodes/*/properties; do
+      if grep -qs '^simd_count [1-9]' "$node" &&
+        ! grep -qE '^gfx_target_version (90002|90009|90012|100103|10030[3567])$' "$node"; then
+        version=2.8.0
+      fi
+    done
+  fi
+  [ -z "$version" ] || index=${index:-https://download.pytorch.org/whl/rocm6.4}
+  printf 'torch==%s%s\n' "${TITAN_TORCH:-${version:-2.13.0}}" "${index:+ --index-url $index}"
+}
+
 # Creates or completes the environment. The lock file lets only one caller do so at a time, and it marks the folder as
 # created by this script.
 _titan_install() (
@@ -88,7 +107,7 @@ _titan_install() (
     _titan_say "waiting for another set-up of $venv ..." && flock 9
   fi
   ! _titan_is_complete "$venv" "$made" "$extras" || return 0 # another caller created it while this one waited
-  _titan_say "Setting up ${venv#"$repo"/} with torch ${torch%% *} (once; a few minutes) ..."
+  _titan_say "Setting up ${venv#"$repo"/} with ${torch/ --index-url/ from} (once; a few minutes) ..."
   had=$(sed -n 2p "$venv/titan_setup.stamp" 2>/dev/null)
   [[ -z $had || ",$extras," = *",$had,"* ]] || extras=$had${extras:+,$extras} # keep the extras of earlier calls
   rm -f "$venv/titan_setup.stamp" && : >"$log"
@@ -106,7 +125,7 @@ _titan_install() (
   local remedy="pip could not install this. If there was no network, call again later: installed packages are kept.
 setup: If there is no build for this Python, set TITAN_PYTHON to another one."
   # shellcheck disable=SC2086  # $torch is a requirement and, on ROCm, an option with its value
-  _titan_logged "$log" "$remedy" "$@" torch==$torch || return 1
+  _titan_logged "$log" "$remedy" "$@" $torch || return 1
   _titan_logged "$log" "$remedy" "$@" -c "$repo/constraints.txt" -e "${repo}${extras:+[$extras]}" || return 1
   printf '%s\n%s\n' "$made" "$extras" >"$venv/titan_setup.new" && mv "$venv/titan_setup.new" "$venv/titan_setup.stamp" &&
     _titan_say "done."
@@ -133,11 +152,8 @@ _titan_setup() {
     esac
   fi
   if [ -z "$chosen" ]; then
-    torch=${TITAN_TORCH:-2.13.0}
-    if [ -e /dev/kfd ] || [ -d /opt/rocm ]; then
-      torch="${TITAN_TORCH:-2.8.0} --index-url https://download.pytorch.org/whl/rocm6.4"
-    fi
-    made=$({ printf '%s\n' "$repo" "$torch" && cat "$repo/pyproject.toml" "$repo/constraints.txt"; } | cksum) || return 1
+    torch=$(_titan_torch)
+    made=$({ printf '%s\n' "$repo" "${torch#torch==}" && cat "$repo/pyproject.toml" "$repo/constraints.txt"; } | cksum) || return 1
     _titan_is_complete "$venv" "$made" "$extras" || _titan_install "$repo" "$venv" "$torch" "$made" "$extras" || return 1
     chosen=$venv/bin/python
   fi
