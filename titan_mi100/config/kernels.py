@@ -13,7 +13,7 @@ class Kernel(NamedTuple):
 
 
 KERNELS = {
-    "triton": Kernel("triton_backend:Triton", packages=("triton", "pytorch-triton-rocm")),
+    "triton": Kernel("triton_backend:Triton", packages=("triton", "pytorch-triton-rocm", "triton-rocm")),
     "varlen": Kernel("library:TorchVarlen"),
     "flash_attn": Kernel("library:FlashAttention", packages=("flash_attn",)),
     "flex": Kernel("library:Flex"),

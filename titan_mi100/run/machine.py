@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_mi100.cli import version_of
+from titan_mi100.config.kernels import KERNELS, OWN
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +70,7 @@ def describe(device: "torch.device", cards: int) -> Machine:
         driver=_driver() if is_gpu else "",
         torch=torch.__version__,
         runtime=next((f"{name} {found}" for name, found in runtimes.items() if found), ""),
-        triton=next(filter(None, map(version_of, ("triton", "pytorch-triton-rocm"))), ""),
+        triton=next(filter(None, map(version_of, KERNELS[OWN].packages)), ""),
         python=platform.python_version(),
         version=version_of("titan_mi100"),
         commit=_commit(),
