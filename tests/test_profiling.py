@@ -336,4 +336,4 @@ def test_steps_that_the_run_does_not_have_are_said(
 
 
 def test_a_profiled_step_takes_the_mean_of_the_steps(world: World) -> None:
-    assert communication(lambda: replace(RESULT, seconds=0.5), world)["profiled_step_ms"] == 500
+    assert communication(lambda: replace(RESULT, seconds=0.25), world)["profiled_step_ms"] == 250
