@@ -232,6 +232,7 @@ def test_a_folder_that_is_named_like_a_model_is_no_name_on_the_hub(lora_run: Pat
         assert (raw["base_model_name_or_path"], raw["revision"]) == (str(folder), None)
 
 
+@pytest.mark.full
 def test_a_key_names_the_base(world: World, lora_run: Path, tmp_path: Path) -> None:
     from test_convert import train
 

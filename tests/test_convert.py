@@ -333,6 +333,7 @@ def test_a_run_starts_alike_from_hf_dcp_and_torch(world: World, tmp_path: Path) 
     assert all(same(expected, held) for held in found)
 
 
+@pytest.mark.full
 def test_24_bits_of_an_fp32_folder_are_trained_on_and_come_back_where_fp32_is_asked_for(
     world: World, tmp_path: Path
 ) -> None:

@@ -137,6 +137,7 @@ PLANNED = {
     "HSDP": ("1.7B", 4, {**FULL, "parallelism.data_parallel_replicate_degree": 2, "training.local_batch_size": 4}),
     "LoRA": ("8B", 1, {**FULL, "lora.rank": 16, "training.local_batch_size": 2}),
     "LoRA, FSDP2": ("8B", 2, {**FULL, "lora.rank": 16}),
+    "LoRA with dropout": ("8B", 1, {**FULL, "lora.rank": 16, "lora.dropout": 0.1}),
     "LoRA, nothing recomputed": ("8B", 1, {"lora.rank": 16, "activation_checkpoint.mode": "none"}),
     "QLoRA, tied, FSDP2": ("0.6B", 2, {**FULL, "lora.rank": 16, "lora.base": "nf4", "training.local_batch_size": 4}),
     "QLoRA": ("8B", 1, {**FULL, "lora.rank": 16, "lora.base": "nf4"}),
@@ -200,7 +201,7 @@ def drawn(draws: random.Random, monkeypatch: pytest.MonkeyPatch) -> tuple[Config
         "optimizer.master": ("fp32", "24bit", "bf16_sr"), "memory.offload": ("nothing", "nothing", "optimizer"),
         "parallelism.zero_stage": (0, 1, 2, 3), "parallelism.pipeline_parallel_degree": (1, 1, 2),
         "parallelism.tensor_parallel_degree": (1, 1, 2), "parallelism.data_parallel_replicate_degree": (1, 1, 2),
-        "lora.rank": (0, 0, 8), "lora.base": ("whole", "nf4"),
+        "lora.rank": (0, 0, 8), "lora.base": ("whole", "nf4"), "lora.dropout": (0.0, 0.1),
     }  # fmt: skip
     while True:
         ranks, spec = draws.choice((1, 2, 4)), draws.choice((WIDE, UNTIED))
@@ -214,7 +215,7 @@ def test_the_plan_is_near_the_count_of_what_is_drawn(full: bool, monkeypatch: py
     """With a few small layers what surrounds them weighs more than in a real model."""
     draws = random.Random(38)
     for _ in range(24 if full else 1):
-        compare(*drawn(draws, monkeypatch), -0.08, 0.25, 0.25)
+        compare(*drawn(draws, monkeypatch), -0.08, 0.25, 0.30)
 
 
 @pytest.mark.full

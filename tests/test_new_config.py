@@ -162,6 +162,7 @@ def test_the_share_for_validation_is_the_smallest_that_is_enough(documents: int,
     assert change.get("data", {}).get("validation_fraction", 0) == share
 
 
+@pytest.mark.full
 def test_more_data_than_can_be_read_in_time_are_a_sample(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     text = Path("train.jsonl").read_text()
     Path("train.jsonl").write_text(text * (4_000_000 // len(text)))

@@ -484,6 +484,7 @@ def test_harmless_keys_are_ignored_and_counted_and_others_only_by_name(tmp_path:
     assert sorted(documents(without.train)) == expected * 2
 
 
+@pytest.mark.full
 def test_a_long_column_that_is_not_used_is_warned_of_with_an_example(tmp_path: Path) -> None:
     notes = ["" if i < 1500 else f"{i} " * 9 for i in range(1503)]
     rows = [qa(f"q{i}", "a") | {"topic": "short words " * 3, "note": note} for i, note in enumerate(notes)]
@@ -812,6 +813,7 @@ def replace_by_link(path: Path) -> None:
     path.symlink_to(path.parents[1] / "elsewhere")
 
 
+@pytest.mark.full
 def test_a_damaged_prepared_folder_is_made_again_and_the_log_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
 ) -> None:

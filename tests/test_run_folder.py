@@ -227,6 +227,7 @@ def test_a_run_that_has_stopped_names_the_command_to_resume_it(world: World, tmp
     assert steps(folder) == [1, 2, 3]
 
 
+@pytest.mark.full
 def test_a_run_stops_after_validations_without_a_lower_loss_and_keeps_the_best_checkpoint(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

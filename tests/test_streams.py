@@ -13,7 +13,7 @@ FULL = "standard output: No space left on device"
 
 
 def bash(script: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    variables = {**job_environment(), "PYTHON": sys.executable, **environment}
+    variables = {**job_environment(), "PYTHON": sys.executable, "PYTHONUNBUFFERED": "", **environment}
     command = ["bash", "-o", "pipefail", "-c", script]
     return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=60)
 
@@ -27,6 +27,8 @@ def bash(script: str, cwd: Path, **environment: str) -> subprocess.CompletedProc
         (f"config.load {GOOD} --job.run_folder run", ">/dev/full", 2, FULL),
         ("config.load --nope", "2>/dev/full", 2, ""),
         ("config.load --nope", "2>&-", 2, ""),
+        ("config.load --help", ">/dev/full 2>&1", 2, ""),
+        ("__main__ nope", "2>/dev/full", 2, ""),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (

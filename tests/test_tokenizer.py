@@ -181,6 +181,7 @@ def test_any_text_gets_the_ids_that_hf_gives(trained_both: Both, text: str) -> N
         assert ours.decode([token_id]) == spelled.decode(errors="replace")
 
 
+@pytest.mark.full
 @needs_qwen3
 @settings(fuzz, max_examples=examples(1000))
 @given(text=odd_text)

@@ -320,6 +320,7 @@ def test_another_run_is_not_resumed_and_fresh_starts_beside_it(
     assert all(after[name] == before[name] for name in before if name not in changing)
 
 
+@pytest.mark.full
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken_unless_there_is_none(
     config: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:

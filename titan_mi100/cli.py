@@ -10,7 +10,6 @@ import tempfile
 import textwrap
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,8 +24,10 @@ _LIBRARIES = ("torch", "triton", "torchdata", "numpy", "tokenizers", "tiktoken",
 
 
 def say(message: object) -> None:
-    with suppress(OSError):  # the reader of stderr is gone, or the disk is full
+    try:
         print(with_level("ERROR", message), file=sys.stderr, flush=True)
+    except OSError:  # the reader of stderr is gone, or the disk is full
+        flush_output()
 
 
 def versions() -> str:

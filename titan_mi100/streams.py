@@ -25,15 +25,17 @@ def open_streams() -> None:
 
 
 def flush_output() -> str:
-    """Flush standard output before Python does at its exit, where an error would print a traceback.
+    """Flush both outputs before Python does at its exit: an error there prints a traceback, or makes the exit code 120.
 
     Returns:
-        The error message; "": no error, or the reader has closed the pipe, as `| head` does.
+        The error message of standard output; "": no error, or the reader has closed the pipe, as `| head` does.
     """
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's own flush then succeeds
-        if not isinstance(error, BrokenPipeError):
-            return f"standard output: {error.strerror}"
-    return ""
+    said = ""
+    for stream in (sys.stderr, sys.stdout):
+        try:
+            stream.flush()
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python's own flush then succeeds
+            if stream is sys.stdout and not isinstance(error, BrokenPipeError):
+                said = f"standard output: {error.strerror}"
+    return said

@@ -149,7 +149,7 @@ class _Rank:
         copies = self.compute if is_cast else 0.0
         is_kept = self.mode == "none"
         some = self.layers[-2 if self.inputs_on_host else 0 :]
-        by_layer = [self._bytes(layer.kept[self.mode]) - self._for_norms(layer, "none") for layer in some]
+        by_layer = [self._bytes(layer.kept[self.mode]) + self._for_lora(layer, "none") for layer in some]
         kept = sum(by_layer) * self._in_flight() + self._rotary()
         kept += self.weights * copies if is_kept else 0.0
 
@@ -261,13 +261,17 @@ class _Rank:
         """Bytes on this rank of values per token."""
         return self.tokens * (values.compute * self.compute + values.fp32 * 4) / self.layout.tp
 
-    def _for_norms(self, layer: LayerShape, mode: str) -> float:
-        """Bytes that a mode holds for the norms' weights and that LoRA, which freezes them, does not."""
-        return self._bytes(layer.for_norms) if self.lora and self.mode == mode else 0.0
+    def _for_lora(self, layer: LayerShape, mode: str) -> float:
+        """Bytes that a mode holds more with LoRA: what dropout leaves, and its mask; less for the norms' weights."""
+        if not self.lora or self.mode != mode:
+            return 0.0
+        targets = self.config.lora.target_modules if self.config.lora.dropout else ()
+        dropped = sum(p.shape[1] for name, p in layer.parameters.items() if name.split(".")[-2] in targets)
+        return self.tokens * dropped * (self.compute + 1) / self.layout.tp - self._bytes(layer.for_norms)
 
     def _inside(self, layer: LayerShape) -> float:
         """Bytes that a layer's backward needs besides what was kept."""
-        found = self._bytes(layer.inside[self.mode]) - self._for_norms(layer, "full")
+        found = self._bytes(layer.inside[self.mode]) + self._for_lora(layer, "full")
         # one dequantised matrix, and the indices of its lookup
         return found + (layer.largest / self.layout.tp * (self.compute + 2) if self.is_nf4 else 0.0)
 
