@@ -4,11 +4,8 @@ import csv
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +28,6 @@ def record(row: sweep.Row = ROW, status: str = "ok", machine: dict[str, Any] = C
     found = {"row": asdict(row), "machine": machine, "date": "2026-11-21", "status": status, "why": why}
     measured = {name: 1000.0 * number for number, name in enumerate(sweep_table.FIGURES, start=1)}
     return found | (measured | {"peak_memory_gib": 3.456, "mfu": None} if status == "ok" else {})
-
-
-# rows
 
 
 @pytest.mark.parametrize("name", sweep.LAYOUTS)
@@ -73,12 +67,6 @@ def test_what_the_trainer_would_not_start_is_refused_with_its_reason() -> None:
     assert "an even number" in sweep.refusal(replace(ROW, layout="hsdp", processes=5))
 
 
-# what a worker measures
-
-
-# what became of a row
-
-
 @pytest.mark.parametrize(
     ("code", "stderr"),
     [
@@ -113,50 +101,10 @@ def test_the_last_error_is_the_cause_and_not_another_ranks_end() -> None:
     assert sweep.last_error(3, "no idea") == "exit code 3"
 
 
-def job(mark: str) -> tuple[set[int], set[int]]:
-    """A sweep's torchrun, and its workers that have met (they have threads), by what their environment holds."""
-    launchers, workers = set(), set()
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            command = (process / "cmdline").read_bytes()
-            if b"sweep_worker.py" in command and mark.encode() in (process / "environ").read_bytes():
-                if b"torch.distributed.run" in command:
-                    launchers.add(int(process.name))
-                elif "\nThreads:\t1\n" not in (process / "status").read_text():
-                    workers.add(int(process.name))
-    return launchers, workers
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_nothing_is_left_of_a_job_that_is_ended(how: signal.Signals, tmp_path: Path) -> None:
-    """By a word to the sweep, and where its torchrun is killed."""
-    mark = str(tmp_path)
-    environment = {**os.environ, "PYTHONPATH": str(REPO), "SWEEP_MARK": mark}
-    command = sweep_command(tmp_path, "--steps", "1000000")
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        until = time.monotonic() + 120
-        while len(job(mark)[1]) < 2:
-            assert process.poll() is None and time.monotonic() < until, "no job was started"
-            time.sleep(0.1)
-        if how == signal.SIGTERM:
-            process.terminate()
-            assert process.wait(timeout=100) == 128 + signal.SIGTERM
-        else:
-            os.kill(job(mark)[0].pop(), signal.SIGKILL)
-            assert process.wait(timeout=100) == 0
-            (entry,) = map(json.loads, (tmp_path / "out/rows.jsonl").read_text().splitlines())
-            assert entry["status"] == "out of memory" and "SIGKILL" in entry["why"]
-    assert job(mark) == (set(), set())
-
-
 def sweep_command(folder: Path, *arguments: str) -> list[str]:
     """A sweep of the debug model on two processes."""
     command = [sys.executable, str(REPO / "scripts/bench/sweep.py"), "--output", str(folder / "out")]
     return [*command, "--flavor", "debug", "--seq", "64", "--nproc", "2", "--dtype", "float32", *arguments]
-
-
-# the sweep
 
 
 def run(
@@ -208,13 +156,6 @@ def test_a_sweep_that_ends_in_the_midst_keeps_the_rows_before(tmp_path: Path) ->
         with pytest.raises(KeyboardInterrupt):
             sweep.sweep(rows, CPU, path, fresh=False, timeout=1)
     assert run(rows, path, {})[1] == rows[1:]
-
-
-# the table
-
-
-def cells(text: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.split(" | ")] for line in text.splitlines() if line.startswith("| ")]
 
 
 def test_published_figures_stand_beside_ours_only_on_the_same_hardware() -> None:
