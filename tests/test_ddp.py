@@ -20,9 +20,9 @@ WARNING = "PowerSGD: the checkpoint has no PowerSGD state for this layout"
 
 
 @pytest.fixture(scope="module")
-def folder(full: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ddp")
-    torchrun(str(REPO / "tests/gloo/job_ddp.py"), str(path), *(["full"] if full else []))
+    torchrun(str(REPO / "tests/gloo/job_ddp.py"), str(path))
     return path
 
 

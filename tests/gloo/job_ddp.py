@@ -1,6 +1,6 @@
 """Runs under torchrun: the trainer's own steps under DDP and PowerSGD, with checkpoints; each rank saves what it saw.
 
-Arguments: a folder for checkpoints and the ranks' output files; "full" for the long runs too.
+Argument: a folder for checkpoints and the ranks' output files.
 """
 
 import logging
@@ -120,36 +120,30 @@ class Reduced:
         dist.all_reduce = self._all_reduce
 
 
-def main(folder: Path, *, full: bool) -> None:
+def main(folder: Path) -> None:
     world = distributed.init_distributed()
     log.setLevel(logging.INFO)
-    rank_2 = config_of({**RANK_1, "powersgd_rank": 2})
+    rank_2, rank_4 = (config_of({**RANK_1, "powersgd_rank": rank}) for rank in (2, 4))
     ddp, rank_1, cold, shards = folder / "ddp", folder / "rank-1", folder / "cold", folder / "shards"
     found = {
-        "ddp": run(
-            world, ddp, config_of({"zero_stage": 0}), 50 if full else START, keep_at=(START - 1, START), save_at=(50,)
-        ),
+        "ddp": run(world, ddp, config_of({"zero_stage": 0}), 50, keep_at=(START - 1, START), save_at=(50,)),
         "bf16": run(world, folder / "bf16", config_of({"zero_stage": 0}, reduce="bfloat16"), 2),
         "rank 1": run(world, rank_1, config_of(RANK_1), 12, save_at=(3, 9), keep_at=(START - 1, START, 9, 12)),
         "rank 1 from 9": run(world, rank_1, config_of(RANK_1), 12, resume=rank_1 / "step-9", keep_at=(12,)),
         "rank 1 to FSDP2": run(world, shards, config_of({}), 12, resume=rank_1 / "step-9", save_at=(12,)),
         "FSDP2 to rank 1": run(world, rank_1, config_of(RANK_1), 14, resume=shards / "step-12", keep_at=(14,)),
-        "rank 1 to rank 2": run(world, rank_1, rank_2, 10, resume=rank_1 / "step-9", save_at=(10,) * full),
+        "rank 1 to rank 2": run(world, rank_1, rank_2, 10, resume=rank_1 / "step-9", save_at=(10,)),
+        "rank 1 from 3": run(world, rank_1, config_of(RANK_1), 12, resume=rank_1 / "step-3", keep_at=(12,)),
+        "cold": run(world, cold, config_of(COLD, 2), 12, save_at=(9,), keep_at=(12,)),
+        "cold from 9": run(world, cold, config_of(COLD, 2), 12, resume=cold / "step-9", keep_at=(12,)),
+        "ddp on": run(world, ddp, config_of({"zero_stage": 0}, lr=1e-3), 100, resume=ddp / "step-50"),
+        "ddp to rank 1": run(world, ddp, config_of(RANK_1, lr=1e-3), 100, resume=ddp / "step-50"),
+        "rank 2 from 10": run(world, rank_1, rank_2, 11, resume=rank_1 / "step-10"),
+        "rank 4": run(world, folder / "rank-4", rank_4, 50, keep_at=(50,)),
     }
-    if full:
-        found["rank 1 from 3"] = run(world, rank_1, config_of(RANK_1), 12, resume=rank_1 / "step-3", keep_at=(12,))
-        rank_4 = config_of({**RANK_1, "powersgd_rank": 4})
-        found |= {
-            "cold": run(world, cold, config_of(COLD, 2), 12, save_at=(9,), keep_at=(12,)),
-            "cold from 9": run(world, cold, config_of(COLD, 2), 12, resume=cold / "step-9", keep_at=(12,)),
-            "ddp on": run(world, ddp, config_of({"zero_stage": 0}, lr=1e-3), 100, resume=ddp / "step-50"),
-            "ddp to rank 1": run(world, ddp, config_of(RANK_1, lr=1e-3), 100, resume=ddp / "step-50"),
-            "rank 2 from 10": run(world, rank_1, rank_2, 11, resume=rank_1 / "step-10"),
-            "rank 4": run(world, folder / "rank-4", rank_4, 50, keep_at=(50,)),
-        }
     torch.save(found, folder / f"rank-{world.rank}.pt")
     distributed.leave(0)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), full="full" in sys.argv[2:])
+    main(Path(sys.argv[1]))
