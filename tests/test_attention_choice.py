@@ -101,8 +101,9 @@ def test_a_child_that_crashes_or_hangs_is_a_refusal(
     code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trial.isolated, "command", lambda _: [sys.executable, "-c", code])
-    monkeypatch.setattr(trial, "_PATIENCE", 1 if "sleep" in code else 60)
-    assert try_backend("sdpa", SHAPE, CPU, "cpu", tmp_path).refused == said
+    patience = 1 if "sleep" in code else 60
+    monkeypatch.setattr(trial, "PATIENCE", patience)
+    assert try_backend("sdpa", SHAPE, CPU, "cpu", tmp_path, patience=patience).refused == said
 
 
 def test_a_verdict_is_remembered_for_the_machine_and_the_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +111,7 @@ def test_a_verdict_is_remembered_for_the_machine_and_the_shape(tmp_path: Path, m
     assert first.refused == "" and first.ms > 0
     asked: list[dict[str, Any]] = []
 
-    def ask(question: dict[str, Any]) -> Trial:
+    def ask(question: dict[str, Any], _: float) -> Trial:
         asked.append(question)
         return Trial("asked")
 
@@ -133,7 +134,7 @@ def test_a_verdict_is_remembered_for_the_machine_and_the_shape(tmp_path: Path, m
 def verdicts(monkeypatch: pytest.MonkeyPatch, found: dict[str, Trial]) -> list[tuple[str, str]]:
     asked = []
 
-    def answer(name: str, shape: Shape, device: torch.device, arch: str, cache: Path, launch: str = "") -> Trial:
+    def answer(name: str, shape: Shape, device: torch.device, arch: str, cache: Path, launch: str, _: float) -> Trial:
         asked.append((name, launch))
         return found[name]
 
@@ -176,6 +177,27 @@ def test_where_nobody_measured_the_fastest_that_is_right_is_taken(
         "flex is refused: it crashed (SIGSEGV): no message",
         f"sdpa is refused: it runs as {NO_KERNEL}",
     ]
+
+
+def test_a_start_spends_three_minutes_in_trials_and_the_next_one_tries_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, asked = [0.0], []
+
+    def ask(question: dict[str, Any], patience: float) -> Trial:
+        asked.append((question["name"], patience))
+        took = {"triton": 100.0, "varlen": 50.0}.get(question["name"], 1000.0)
+        clock[0] += min(took, patience)
+        return TRIED[question["name"]] if took <= patience else Trial(f"it hung: no answer within {patience:.0f} s")
+
+    monkeypatch.setattr(choice.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(trial, "_ask_child", ask)
+    chosen, said = choose("auto", SHAPE, CPU, "gfx908", tmp_path)
+    assert asked == [("triton", 180), ("varlen", 80), ("flash_attn", 30)] and clock == [180]
+    assert chosen.name == "triton" and sum("the next run's start tries it" in line for line in said) == 4
+    asked.clear()
+    choose("auto", SHAPE, CPU, "gfx908", tmp_path)
+    assert asked == [("flash_attn", 180)]  # the first two are remembered
 
 
 def test_a_named_backend_is_tried_and_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +264,7 @@ def test_where_every_trial_is_refused_the_scores_are_explicit_and_the_reasons_to
 def test_launch_settings_that_are_not_used_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(trial, "_ask_child", lambda _: Trial(ms=1.0, launch="x", passed_over="keys 16.64.2.1: wrong"))
+    monkeypatch.setattr(trial, "_ask_child", lambda *_: Trial(ms=1.0, launch="x", passed_over="keys 16.64.2.1: wrong"))
     try_backend("triton", SHAPE, CPU, "cpu", tmp_path)
     assert "triton does not use these launch settings: keys 16.64.2.1: wrong" in caplog.text
 
@@ -250,11 +272,11 @@ def test_launch_settings_that_are_not_used_are_told(
 def test_without_a_compiler_the_remedy_is_named_and_the_refusal_ends_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "_ask_child", lambda _: Trial("RuntimeError: Failed to find C compiler."))
+    monkeypatch.setattr(trial, "_ask_child", lambda *_: Trial("RuntimeError: Failed to find C compiler."))
     monkeypatch.setattr(trial, "cannot_compile", lambda: ("no gcc or clang in PATH", "sudo apt install gcc"))
     for name, remedy in (("triton", "no gcc or clang in PATH: sudo apt install gcc"), ("flex", "C compiler.")):
         assert try_backend(name, SHAPE, CPU, "cpu", tmp_path).refused.endswith(remedy)
-    monkeypatch.setattr(trial, "_ask_child", lambda _: Trial())
+    monkeypatch.setattr(trial, "_ask_child", lambda *_: Trial())
     assert try_backend("triton", SHAPE, CPU, "cpu", tmp_path).refused  # remembered
     monkeypatch.setattr(trial, "cannot_compile", lambda: ("", ""))
     assert not try_backend("triton", SHAPE, CPU, "cpu", tmp_path).refused  # gcc is there now: tried again

@@ -1,6 +1,8 @@
 """The optimizer's Triton kernel, in Triton's interpreter: the bits of plain torch operations."""
 
 import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -33,6 +35,16 @@ def test_the_kernel_leaves_the_bits_of_plain_torch_operations(kind: tuple[str, s
         assert torch.equal(plain, ours)
     kernel, how = lean.choose_kernel(lean.OptimizerConfig(state=kind[0], master=kind[1]), CPU)
     assert kernel is fused.update and how == "one Triton kernel"
+
+
+def test_it_is_not_compiled_again_for_numbers_that_change_with_each_step() -> None:
+    code = (
+        "from titan_mi100.optim.kernels import update_kernel; "
+        "print(*[found.name for found in update_kernel.params if found.do_not_specialize])"
+    )
+    compiled = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], env=compiled, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["rows", "number", "whole", "key"]
 
 
 def test_a_kernel_that_differs_by_a_bit_is_not_used(

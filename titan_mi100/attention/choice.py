@@ -1,5 +1,6 @@
 """Chooses the attention backend of a run, and gives the reason."""
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,11 +9,12 @@ import torch
 from titan_mi100.attention.backends import make_backend
 from titan_mi100.attention.base import NO_KERNEL, Backend, Shape
 from titan_mi100.attention.plain import Chunked, Sdpa
-from titan_mi100.attention.trial import Trial, try_backend
+from titan_mi100.attention.trial import PATIENCE, Trial, try_backend
 from titan_mi100.config.kernels import AUTO, EXPLICIT, FASTEST, KERNELS, OWN, REFERENCE
 from titan_mi100.errors import UserError
 
 _CANDIDATES = [name for name in KERNELS if name != REFERENCE]
+_MOST = 180.0  # seconds that a start spends in trials
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,8 @@ class _Trials:
     arch: str
     cache: Path
 
-    def of(self, name: str, launch: str = "") -> Trial:
-        return try_backend(name, self.shape, self.device, self.arch, self.cache, launch)
+    def of(self, name: str, launch: str = "", patience: float = PATIENCE) -> Trial:
+        return try_backend(name, self.shape, self.device, self.arch, self.cache, launch, patience)
 
     def refusal(self, name: str, launch: str = "") -> str:
         """Why the backend must not be used here; "": it may be used.
@@ -104,7 +106,8 @@ class _Trials:
 
     def fastest(self) -> tuple[Choice, list[str]]:
         """The fastest backend that works, is repeatable, and does not compute S x S scores."""
-        verdicts = {name: self.of(name) for name in _CANDIDATES}
+        until = time.monotonic() + _MOST
+        verdicts = {name: self.of(name, patience=until - time.monotonic()) for name in _CANDIDATES}
         refused = {name: _problem(verdict) for name, verdict in verdicts.items()}
         times = {name: verdict.ms for name, verdict in verdicts.items() if not refused[name]}
         said = [f"attention: {name} is refused: {problem}" for name, problem in refused.items() if problem]

@@ -36,7 +36,8 @@ from titan_mi100.files.plain import read_checked
 from titan_mi100.log import log
 from titan_mi100.wording import shortened
 
-_PATIENCE = 600  # seconds; it may have to compile a dozen kernels
+PATIENCE = 600  # seconds; it may have to compile a dozen kernels
+_HUNG, _LATE = "it hung", "the time for trials was over; the next run's start tries it"
 _SLACK = 4.0  # the error may be this many times that of explicit attention in the run's dtype
 _ROUNDS = 5  # timed calls
 
@@ -64,12 +65,15 @@ class Trial:
     passed_over: str = ""
 
 
-def try_backend(name: str, shape: Shape, device: torch.device, arch: str, cache: Path, launch: str = "") -> Trial:
+def try_backend(
+    name: str, shape: Shape, device: torch.device, arch: str, cache: Path, launch: str = "", patience: float = PATIENCE
+) -> Trial:
     """The verdict on a backend: from the cache, or from a trial now.
 
     Args:
         cache: folder of the verdicts; it may not exist, and may not be writable.
         launch: launch settings of the Triton kernels to try; "": find the fastest.
+        patience: seconds that are left for trials. One that takes them all is refused, and not remembered.
     """
     question = {"name": name, "arch": arch, "launch": launch, "device": str(device), **asdict(shape)}
     machine = _machine(device)
@@ -82,12 +86,16 @@ def try_backend(name: str, shape: Shape, device: torch.device, arch: str, cache:
         remembered: Trial = read_checked(note(launch), Trial, "")
         again = f" (result of an earlier trial; remove {note(launch)} to try it again)" if remembered.refused else ""
         return replace(remembered, refused=remembered.refused + again)
+    if patience <= 0:
+        return Trial(_LATE)
     log.info(f"attention: trying {name} on this device, once for this shape")
-    verdict = _ask_child(question)
+    verdict = _ask_child(question, patience)
     if name == OWN and verdict.refused and any(cannot_compile()):
         verdict = replace(verdict, refused=": ".join((verdict.refused, *cannot_compile())))
     if verdict.passed_over:
         log.warning(f"attention: {name} does not use these launch settings: {verdict.passed_over}")
+    if patience < PATIENCE and verdict.refused.startswith(_HUNG):
+        return Trial(_LATE)
     if torch.OutOfMemoryError.__name__ in verdict.refused:  # not cached: another process may use the memory now
         return verdict
     with suppress(OSError):
@@ -114,12 +122,12 @@ def _machine(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def _ask_child(question: dict[str, Any]) -> Trial:
+def _ask_child(question: dict[str, Any], patience: float) -> Trial:
     child = isolated.command("attention.trial:main")
     try:
-        ended = subprocess.run(child, input=json.dumps(question), capture_output=True, text=True, timeout=_PATIENCE)
+        ended = subprocess.run(child, input=json.dumps(question), capture_output=True, text=True, timeout=patience)
     except subprocess.TimeoutExpired:
-        return Trial(f"it hung: no answer within {_PATIENCE} s")
+        return Trial(f"{_HUNG}: no answer within {patience:.0f} s")
     with suppress(ValueError, IndexError, TypeError):  # it printed something other than a verdict
         return Trial(**json.loads(ended.stdout.splitlines()[-1]))
     last = (ended.stderr.strip().splitlines() or ["no message"])[-1]

@@ -59,7 +59,8 @@ def _encode(value, noise, SIGNED: tl.constexpr, SHIFT: tl.constexpr):
     return code.to(tl.uint8), exponent.to(tl.uint8)
 
 
-@triton.jit
+# These numbers change with the shard or the step: Triton would compile again for 1 and for multiples of 16.
+@triton.jit(do_not_specialize=["rows", "number", "whole", "key"])
 def update_kernel(
     weight, gradient, first, second, first_exponent, second_exponent, residual,
     rows, columns, number, whole, key,
