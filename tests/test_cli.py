@@ -200,5 +200,6 @@ def test_help_whose_reader_is_gone_ends_quietly(module: str) -> None:
     os.close(reader)
     with os.fdopen(writer, "wb") as closed:
         command = [sys.executable, "-m", f"titan_mi100.{module}", "--help"]
-        found = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True)
+        buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+        found = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, env=buffered)
     assert (found.returncode, found.stderr) == (0, "")

@@ -69,6 +69,12 @@ class Parser(argparse.ArgumentParser):
         say(f"{message}; {self._example or f'{self.prog} --help lists the options'}")
         self.exit(2)
 
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        if (problem := flush_output()) and not status:  # of --help; some commands read their options before they `run`
+            say(problem)
+            status = 2
+        super().exit(status, message)
+
     def _get_formatter(self) -> argparse.HelpFormatter:
         width = min(shutil.get_terminal_size().columns, WIDTH)
         return self.formatter_class(prog=self.prog, width=width)  # type: ignore[call-arg]  # typeshed knows prog only
