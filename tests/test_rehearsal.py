@@ -87,6 +87,7 @@ def assert_equals_real_runs(
             assert sum(found.values()) > 3
 
 
+@pytest.mark.full
 def test_its_collectives_are_those_of_a_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_equals_real_runs(["TP2 x FSDP2"], tmp_path, monkeypatch, ranks=(0,))
 

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -261,3 +262,25 @@ def test_a_run_stops_after_validations_without_a_lower_loss_and_keeps_the_best_c
 def test_early_stopping_needs_validations(more: dict[str, object], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         load_config(settings(tmp_path, **{"validation.patience": 2, **more}), 1)
+
+
+def test_the_first_steps_state_does_not_replace_that_of_a_rank_that_fails_meanwhile(
+    world: World, tmp_path: Path
+) -> None:
+    """Between rank 0's look at the state and its own words another rank writes why it failed."""
+    folder = RunFolder(load_config(settings(tmp_path / "run"), 1), world)
+    folder._write_running()
+    crash = threading.Thread(target=folder.note_crash, args=[RunState("crashed", 1, "rank 1: a bug", "again")])
+    running = folder._is_running
+
+    def slowly() -> bool:
+        folder._is_running = running  # type: ignore[method-assign]
+        found = running()
+        crash.start()
+        crash.join(1)
+        return found
+
+    folder._is_running = slowly  # type: ignore[method-assign]
+    folder.after_step(1, None)
+    crash.join()
+    assert json.loads((tmp_path / "run/run_state.json").read_text())["state"] == "crashed"

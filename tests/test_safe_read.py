@@ -342,6 +342,7 @@ def test_a_file_may_be_as_large_as_the_limit_and_no_larger(tmp_path: Path) -> No
         read_plain(tmp_path / "none")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not (SHARED_DATA / "qwen3_tokenizer").is_dir(), reason="needs Qwen3's own tokenizer")
 def test_the_real_tokenizer_is_within_the_limits() -> None:
     folder = SHARED_DATA / "qwen3_tokenizer"

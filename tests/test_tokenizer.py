@@ -809,6 +809,7 @@ def test_a_rank_file_beside_its_config_is_the_folders_tokenizer(ranked: Ranked) 
     assert copy.encode(text) == folder.encode(text) and copy.fingerprint == folder.fingerprint
 
 
+@pytest.mark.full
 @needs_qwen3
 def test_qwen3s_number_of_ranks_is_followed_by_qwen3s_26_added_tokens(tmp_path: Path) -> None:
     assert len(QWEN3_ADDED) == 26

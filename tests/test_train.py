@@ -140,6 +140,7 @@ def test_the_checkpoint_holds_hf_names_and_no_pickles(uninterrupted: Path) -> No
     assert sorted(path.name for path in (uninterrupted / "checkpoint").iterdir()) == ["step-10", "step-20"]
 
 
+@pytest.mark.full
 def test_ten_steps_a_resume_and_ten_more_are_bit_identical_to_twenty(
     config: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:

@@ -1,9 +1,11 @@
 """The run folder: locked for one run at a time. It holds run_state.json, which says how the run stands or ended."""
 
+import fcntl
 import json
 import os
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from titan_mi100.checkpoint import sealed
@@ -52,8 +54,10 @@ class RunFolder:
     def after_step(self, step: int, _: object) -> None:
         """Remember the step. Write the first one to run_state.json: launchers retry a start that fails before it."""
         is_first, self.step = self.step is None, step
-        if is_first and self._rank == 0 and self._is_running():  # else another rank has failed and has written why
-            self._write_running()
+        if is_first and self._rank == 0:
+            with self._alone():
+                if self._is_running():  # else another rank has failed and has written why
+                    self._write_running()
 
     def note_crash(self, state: RunState) -> bool:
         """Write the state of a rank that failed alone. Only the first such rank writes: it has the cause, while the
@@ -62,9 +66,21 @@ class RunFolder:
         Returns:
             Whether this rank was the first.
         """
-        if is_first := self._is_running():
-            write_run_state(self.path, state)
+        with self._alone():
+            if is_first := self._is_running():
+                write_run_state(self.path, state)
         return is_first
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other rank writes the state between this one's reading and writing, where the file system has locks."""
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            with suppress(OSError):
+                fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(folder)
 
     def _is_running(self) -> bool:
         """Whether run_state.json says `running`. If it cannot be read, the caller should replace it: true."""
