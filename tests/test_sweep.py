@@ -60,47 +60,6 @@ def test_layouts_are_what_their_names_say() -> None:
     }
 
 
-def test_what_the_trainer_would_not_start_is_refused_with_its_reason() -> None:
-    assert "needs at least 2 microbatches" in sweep.refusal(replace(ROW, layout="pp", ga=1))
-    assert "tensor_parallel_degree = 4 does not divide" in sweep.refusal(replace(ROW, layout="tp", processes=4))
-    assert "max_position_embeddings" in sweep.refusal(replace(ROW, seq=8192))
-    assert "an even number" in sweep.refusal(replace(ROW, layout="hsdp", processes=5))
-
-
-@pytest.mark.parametrize(
-    ("code", "stderr"),
-    [
-        (1, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\nsome.Error: later"),
-        (1, "torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 GiB."),
-        (1, "RuntimeError: [enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
-        (1, "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 954. MiB for an array"),
-        (1, "MemoryError"),
-        (1, "OSError: [Errno 12] Cannot allocate memory"),
-        (1, "terminate called after throwing an instance of 'std::bad_alloc'"),
-        (1, "  exitcode  : -9 (pid: 4711)\n  traceback : Signal 9 (SIGKILL) received by PID 4711"),
-        (-9, ""),
-        (137, ""),
-    ],
-)
-def test_want_of_memory_is_recognised(code: int, stderr: str) -> None:
-    assert sweep.no_memory(code, stderr)
-
-
-@pytest.mark.parametrize("stderr", ["", "ValueError: 5 of 9", "exitcode  : -6 (pid: -9)", "exitcode  : -99 (pid: 1)"])
-def test_other_failures_are_not_want_of_memory(stderr: str) -> None:
-    assert not sweep.no_memory(1, stderr)
-
-
-def test_the_last_error_is_the_cause_and_not_another_ranks_end() -> None:
-    peer = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:6789"
-    elastic = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n======\nexitcode  : 1 (pid: 5)"
-    assert sweep.last_error(1, f"Traceback\n  KeyError: 'a'\n{peer}\n{elastic}") == "KeyError: 'a'"
-    assert sweep.last_error(1, f"{peer}\n{elastic}") == peer
-    killed = f"{peer}\n  traceback : Signal 11 (SIGSEGV) received by PID 7"
-    assert sweep.last_error(1, killed) == "traceback : Signal 11 (SIGSEGV) received by PID 7"
-    assert sweep.last_error(3, "no idea") == "exit code 3"
-
-
 def sweep_command(folder: Path, *arguments: str) -> list[str]:
     """A sweep of the debug model on two processes."""
     command = [sys.executable, str(REPO / "scripts/bench/sweep.py"), "--output", str(folder / "out")]
@@ -140,22 +99,6 @@ def test_a_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     assert run([a, b], path, {}, machine=other) == (["ok", "ok"], [a, b])
     assert run([a, b], path, {}) == (["ok", "out of memory"], [])
     assert run([replace(a, steps=31)], path, {})[1] == [replace(a, steps=31)]
-
-
-def test_a_sweep_that_ends_in_the_midst_keeps_the_rows_before(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    rows = [ROW, replace(ROW, batch=1)]
-
-    def launch(row: sweep.Row, timeout: float) -> Any:
-        if row == rows[1]:
-            raise KeyboardInterrupt
-        return "ok", "", {"tokens_per_second": 1.0}
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sweep, "launch", launch)
-        with pytest.raises(KeyboardInterrupt):
-            sweep.sweep(rows, CPU, path, fresh=False, timeout=1)
-    assert run(rows, path, {})[1] == rows[1:]
 
 
 def test_published_figures_stand_beside_ours_only_on_the_same_hardware() -> None:
