@@ -266,8 +266,10 @@ class _Rank:
         if not self.lora or self.mode != mode:
             return 0.0
         targets = self.config.lora.target_modules if self.config.lora.dropout else ()
-        dropped = sum(p.shape[1] for name, p in layer.parameters.items() if name.split(".")[-2] in targets)
-        return self.tokens * dropped * (self.compute + 1) / self.layout.tp - self._bytes(layer.for_norms)
+        adapted = (p for name, p in layer.parameters.items() if name.split(".")[-2] in targets)
+        # where outputs are split, each rank has all inputs
+        dropped = sum(p.shape[1] / (self.layout.tp if p.split.dim == 1 else 1) for p in adapted)
+        return self.tokens * dropped * (self.compute + 1) - self._bytes(layer.for_norms)
 
     def _inside(self, layer: LayerShape) -> float:
         """Bytes that a layer's backward needs besides what was kept."""
