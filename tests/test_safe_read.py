@@ -18,6 +18,7 @@ from chaos import hostile_pickles as pickles
 from conftest import REPO, SHARED_DATA, job_environment
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
@@ -129,6 +130,22 @@ def test_a_genuine_checkpoint_is_read_as_with_the_stock_reader(world, tmp_path: 
     assert read["turned"].stride() == (1, 3)
     metadata = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
     assert {*found.others} == metadata.keys() - tensors.keys() and "dataloader.dp_rank_0" in found.others
+
+
+def test_an_enums_member_may_be_named_by_getattr_and_nothing_else(
+    world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Python 3.11.2 writes it."""
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda kind, _: (getattr, (type(kind), kind.name)))
+    dcp.save({"a": torch.arange(3.0)}, storage_writer=dcp.FileSystemWriter(tmp_path))
+    monkeypatch.undo()
+    file = tmp_path / ".metadata"
+    written = file.read_bytes()
+    assert b"getattr" in written and torch.equal(open_dcp(tmp_path).read("a", (0,), (3,)), torch.arange(3.0))
+    for old, new in ((b"TORCH_CONTIGUOUS", b"_ORCH_CONTIGUOUS"), (b"_MEM_FORMAT_ENCODING", b"BytesStorageMetadata")):
+        file.write_bytes(written.replace(old, new))
+        with pytest.raises(UserError, match=r"asks for builtins.getattr"):
+            open_dcp(tmp_path)
 
 
 def test_a_part_of_a_tensor_is_read_from_the_chunks_that_hold_it(world, tmp_path: Path) -> None:
