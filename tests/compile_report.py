@@ -1,15 +1,19 @@
 """What the compilers make of our kernels, without a GPU: registers, memory, matrix instructions.
 
-    python tests/compile_report.py [--arch gfx908 gfx90a ...] [--head_dim 64 128] [--first] [--json]
+    python tests/compile_report.py [--arch gfx908 gfx90a ...] [--head_dim 64 128 256] [--first] [--json | --store]
 
-Every launch that titan_mi100/attention/triton_backend.py offers an architecture is compiled, for fp16 and bf16. Exit
-code 1, and a line each, if one spills registers into scratch memory, needs more shared memory (LDS) than there is, or
-uses no matrix instructions (MFMA, MMA). Then the optimizer's kernel for each kind of state; its last column counts
-products and sums that became one operation, of which there must be none. AMD's kernels need a linker, lld 16 or later:
-`apt-get install lld-16`, or TRITON_HIP_LLD_PATH.
+Every launch that titan_mi100/attention/launches.py offers an architecture is compiled, for fp16 and bf16, and at head
+size 128 for fp32. Exit code 1, and a line each, if one spills registers into scratch memory, needs more shared memory
+(LDS) than there is, or uses no matrix instructions in 16 bits (MFMA, WMMA, MMA). Then the optimizer's kernel for each
+kind of state; its last column counts products and sums that became one operation, of which there must be none. AMD's
+kernels need a linker, lld 16 or later: `apt-get install lld-16`, or TRITON_HIP_LLD_PATH.
+
+--store writes tests/assets/compiled-VERSION.csv, which the tests compare with the tables; do so after each change of a
+launch or of kernels.py, with both versions of Triton (they install without torch).
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -19,18 +23,23 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)  # before triton is imported: the interpreter compiles nothing
 
-from titan_mi100.attention.triton_backend import CANDIDATES, Tile, launch_options
+from titan_mi100.attention.launches import TABLES, Tile, candidates, options
 from titan_mi100.cli import exit_code
 from titan_mi100.errors import UserError
 
-SHARED_BYTES = {"gfx908": 65_536, "gfx90a": 65_536, "gfx942": 65_536, "sm80": 166_912, "sm90": 232_448}
-DTYPES = ("fp16", "bf16")
+ARCHITECTURES = list(dict.fromkeys(arch for arch, _, _ in TABLES if arch != "cpu"))
+# of a block: CUDA's programming guide, less the KiB that it keeps; the rest has AMD's 64 KiB of LDS
+_SHARED = {"sm80": 166_912, "sm86": 101_376, "sm89": 101_376, "sm120": 101_376, "sm90": 232_448, "sm100": 232_448}
+_LDS = {"gfx950": 163_840}
+DTYPES = {"fp16": 2, "bf16": 2, "fp32": 4}
+KERNELS = ("forward_kernel", "queries_gradient_kernel", "keys_gradient_kernel")
 GROUP = 2  # query heads per key head; it changes no kernel but the loop around one
 
 
@@ -49,17 +58,36 @@ class Report:
     matrix_instructions: int
 
     def problems(self) -> Iterator[str]:
-        what = f"{self.arch} {self.kernel} {self.dtype} D {self.head_dim} {'.'.join(map(str, self.tile))}"
-        if self.spilled:
+        what = f"{self.arch} {self.kernel} {self.dtype} D {self.head_dim} {self.tile}"
+        if self.spilled:  # tests/test_launches.py says where that is allowed
             yield f"{what}: {self.spilled} bytes of registers per thread are kept in memory"
-        if self.shared > SHARED_BYTES[self.arch]:
-            yield f"{what}: {self.shared:,} bytes of shared memory of {SHARED_BYTES[self.arch]:,}"
-        if not self.matrix_instructions:
+        if self.shared > shared_bytes(self.arch):
+            yield f"{what}: {self.shared:,} bytes of shared memory of {shared_bytes(self.arch):,}"
+        if not self.matrix_instructions and self.dtype != "fp32":
             yield f"{what}: no matrix instructions"
 
 
-def compile_kernel(kernel: Any, arch: str, dtype: str, head_dim: int, tile: Tile) -> Report:
-    fixed = {"GROUP": GROUP, "HEAD_DIM": head_dim, "BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k}
+def shared_bytes(arch: str) -> int:
+    return (_SHARED | _LDS).get(arch, 65_536)
+
+
+def compile_kernel(name: str, arch: str, dtype: str, head_dim: int, tile: Tile) -> Report:
+    """The report of one kernel; of two launches the worse figures."""
+    from titan_mi100.attention import kernels
+
+    parts = [{"KEYS": True, "VALUES": True}] if tile.parts == 1 else [{"KEYS": True, "VALUES": False}]
+    parts += [{"KEYS": False, "VALUES": True}] if tile.parts == 2 else []
+    parts = parts if name == "keys_gradient_kernel" else [{}]
+    found = [_compile_kernel(getattr(kernels, name), arch, dtype, head_dim, tile, part) for part in parts]
+    registers, spilled, shared, products = zip(*found, strict=True)
+    worst = (max(registers, key=lambda text: int(text.split()[0])), max(spilled), max(shared), min(products))
+    return Report(arch, name.removesuffix("_kernel"), dtype, head_dim, tile, *worst)
+
+
+def _compile_kernel(
+    kernel: Any, arch: str, dtype: str, head_dim: int, tile: Tile, part: dict[str, bool]
+) -> tuple[str, int, int, int]:
+    fixed = {"GROUP": GROUP, "HEAD_DIM": head_dim, "BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, **part}
     kinds = {"lse": "*fp32", "delta": "*fp32", "boundaries": "*i32", "scale": "fp32", "tokens": "i32"}
     signature, constants, divisible = {}, {}, {}
     for place, name in enumerate(kernel.arg_names):
@@ -69,9 +97,12 @@ def compile_kernel(kernel: Any, arch: str, dtype: str, head_dim: int, tile: Tile
             constants[(place,)] = fixed[name]
         elif name not in ("scale", "tokens"):  # as at run time, where all of these are multiples of 16
             divisible[(place,)] = [["tt.divisibility", 16]]
-    compiled = _compile(kernel, arch, signature, constants, divisible, launch_options(tile, arch.startswith("gfx")))
-    name = kernel.fn.__name__.removesuffix("_kernel")
-    return Report(arch, name, dtype, head_dim, tile, *_read(compiled, arch))
+    return _read(_compile(kernel, arch, signature, constants, divisible, options(tile, arch)), arch)
+
+
+def wave(arch: str) -> int:
+    """Threads of a wave or warp."""
+    return 64 if arch.startswith("gfx9") else 32
 
 
 def _compile(kernel: Any, arch: str, signature: Any, constants: Any, divisible: Any, options: dict[str, Any]) -> Any:
@@ -79,7 +110,8 @@ def _compile(kernel: Any, arch: str, signature: Any, constants: Any, divisible: 
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    target = GPUTarget("hip", arch, 64) if arch.startswith("gfx") else GPUTarget("cuda", int(arch[2:]), 32)
+    kind = ("hip", arch) if arch.startswith("gfx") else ("cuda", int(arch[2:]))
+    target = GPUTarget(*kind, wave(arch))
     return triton.compile(ASTSource(kernel, signature, constants, divisible), target=target, options=options)
 
 
@@ -97,7 +129,7 @@ class UpdateReport:
 
     def problems(self) -> Iterator[str]:
         what = f"{self.arch} update, state {self.state}, weights {self.master}"
-        if self.spilled:
+        if self.spilled:  # tests/test_launches.py says where that is allowed
             yield f"{what}: {self.spilled} bytes of registers per thread are kept in memory"
         if self.fused:
             yield f"{what}: {self.fused} sums of a thread are no operations of their own"
@@ -118,7 +150,7 @@ def compile_update(arch: str, state: str, master: str) -> UpdateReport:
     divisible = {(place,): [["tt.divisibility", 16]] for place in aligned}
     compiled = _compile(kernel, arch, signature, constants, divisible, dict(fused.LAUNCH))
     registers, spilled, shared, _ = _read(compiled, arch)
-    threads = fused.LAUNCH["num_warps"] * (64 if arch.startswith("gfx") else 32)
+    threads = fused.LAUNCH["num_warps"] * wave(arch)
     alone = _SUMS[master == "24bit"] * 4 * 256 // threads - _count_sums(compiled.asm)
     return UpdateReport(arch, state, master, registers, spilled, shared, alone)
 
@@ -129,8 +161,9 @@ _SUMS = (4, 7)
 
 def _count_sums(code: Mapping[str, str]) -> int:
     """Sums of fp32 that are operations of their own, in a thread."""
-    found = re.findall(r"v_(pk_)?(?:add|sub)_f32|(?:add|sub)\.rn\.f32", code.get("amdgcn") or code["ptx"])
-    return sum(2 if packed else 1 for packed in found)
+    text = code.get("amdgcn") or code["ptx"]
+    found = re.findall(r"v_(pk_)?(?:dual_)?(?:add|sub)_f32|(?:add|sub)\.rn\.f32(x2)?", text)
+    return sum(2 if any(packed) else 1 for packed in found)
 
 
 def _read(compiled: Any, arch: str) -> tuple[str, int, int, int]:
@@ -141,27 +174,35 @@ def _read_amd(compiled: Any, arch: str) -> tuple[str, int, int, int]:
     code = compiled.asm["amdgcn"]
 
     def number(key: str) -> int:
-        return int(re.findall(rf"\.{key}:\s*(\d+)", code)[0])
+        return int(re.findall(rf"\.{key}:\s*(\d+)", code)[0]) if key in code else 0  # RDNA has no accumulation
 
     registers = f"{number('vgpr_count')} vector, of these {number('agpr_count')} accumulation"
     if arch == "gfx908":  # the two files are apart there, and counted apart
         registers = f"{number('vgpr_count')} vector, {number('agpr_count')} accumulation"
-    return registers, number("private_segment_fixed_size"), compiled.metadata.shared, code.count("v_mfma")
+    return (
+        registers,
+        number("private_segment_fixed_size"),
+        compiled.metadata.shared,
+        len(re.findall("v_mfma|v_wmma", code)),
+    )
 
 
 def _read_nvidia(compiled: Any, arch: str) -> tuple[str, int, int, int]:
     import triton
 
-    found = Path(triton.__file__).parent.glob("backends/nvidia/bin/ptxas")
+    number = int(arch[2:])
+    folder_of_ptxas = Path(triton.__file__).parent / "backends/nvidia/bin"
+    ptxas = folder_of_ptxas / ("ptxas-blackwell" if number >= 100 else "ptxas")
+    ptxas = ptxas if ptxas.exists() else folder_of_ptxas / "ptxas"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(compiled.asm["ptx"])
-        suffix = "a" if arch == "sm90" else ""
-        command = [next(found), "-v", f"-arch=sm_{arch[2:]}{suffix}", path, "-o", path.with_suffix(".cubin")]
+        suffix = "a" if number >= 90 else ""
+        command = [ptxas, "-v", f"-arch=sm_{number}{suffix}", path, "-o", path.with_suffix(".cubin")]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     (registers,) = re.findall(r"Used (\d+) registers", said)
     spilled = max(map(int, re.findall(r"(\d+) bytes spill", said)))
-    products = len(re.findall(r"mma\.sync|wgmma\.mma_async", compiled.asm["ptx"]))
+    products = len(re.findall(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma", compiled.asm["ptx"]))
     return registers, spilled, compiled.metadata.shared, products
 
 
@@ -175,38 +216,57 @@ def set_linker() -> None:
         os.environ["TRITON_HIP_LLD_PATH"] = found
 
 
+def reports(architectures: Iterable[str], head_dims: Iterable[int], only_first: bool) -> Iterator[Report]:
+    for arch, dtype, dim in itertools.product(architectures, DTYPES, head_dims):
+        if (arch, 128 if dim <= 128 else 256, DTYPES[dtype]) in TABLES and (dtype != "fp32" or dim == 128):
+            for kernel, tiles in zip(KERNELS, candidates(arch, dim, DTYPES[dtype]), strict=True):
+                for tile in tiles[:1] if only_first else tiles:
+                    yield compile_kernel(kernel, arch, dtype, dim, tile)
+
+
 def main() -> int:
-    architectures = list(SHARED_BYTES)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", nargs="+", default=architectures, choices=architectures)
-    parser.add_argument("--head_dim", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--first", action="store_true", help="only the likeliest launch of each kernel")
+    parser.add_argument("--arch", nargs="+", default=ARCHITECTURES, choices=ARCHITECTURES)
+    parser.add_argument("--head_dim", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--first", action="store_true", help="only the likeliest launch of each kernel, in 16 bits")
     parser.add_argument("--json", action="store_true", help="print JSON lines instead of a table")
-    options = parser.parse_args()
-    if any(arch.startswith("gfx") for arch in options.arch):
+    parser.add_argument("--store", action="store_true", help="write tests/assets/compiled-VERSION.csv")
+    given = parser.parse_args()
+    if any(arch.startswith("gfx") for arch in given.arch):
         set_linker()
-    if not options.json:
+    if not given.json:
         print("| arch | kernel | dtype | D | queries x keys, warps, stages | registers | spilled | shared | MFMA |")
         print("|---" * 9 + "|")
-    problems: list[str] = []
-    for arch in options.arch:
-        for kernel, tiles in CANDIDATES[arch].kernels():
-            for tile in tiles[:1] if options.first else tiles:
-                for dtype in DTYPES:
-                    for head_dim in options.head_dim:
-                        report = compile_kernel(kernel, arch, dtype, head_dim, tile)
-                        problems += report.problems()
-                        print(json.dumps(asdict(report)) if options.json else _cells(report), flush=True)
-    if not options.json:
+    problems, stored = [], []
+    for report in reports(given.arch, given.head_dim, given.first):
+        problems += report.problems()
+        stored.append(report)
+        print(json.dumps(asdict(report)) if given.json else _cells(report), flush=True)
+    if given.store:
+        _store(stored)
+    if not given.json:
         print("\n| arch | state | weights | registers | spilled | shared | fused |\n" + "|---" * 7 + "|")
-    for arch in options.arch:
+    for arch in given.arch:
         for state, master in (("8bit", "bf16_sr"), ("8bit", "24bit"), ("bf16", "bf16_sr"), ("fp32", "bf16_sr")):
             update = compile_update(arch, state, master)
             problems += update.problems()
-            print(json.dumps(asdict(update)) if options.json else _row(asdict(update).values()), flush=True)
+            print(json.dumps(asdict(update)) if given.json else _row(asdict(update).values()), flush=True)
     for problem in problems:
         print(problem, file=sys.stderr)
     return 1 if problems else 0
+
+
+def _store(found: Iterable[Report]) -> None:
+    import triton
+
+    header = f"arch,kernel,dtype,head_dim,tile,registers,spilled,shared,matrix_instructions,{date.today()}"
+    lines = [
+        f"{r.arch},{r.kernel},{r.dtype},{r.head_dim},{r.tile},{r.registers.replace(',', ' +')},{r.spilled},{r.shared},"
+        f"{r.matrix_instructions}"
+        for r in found
+    ]
+    path = Path(__file__).parent / f"assets/compiled-{triton.__version__}.csv"
+    path.write_text("\n".join([header, *lines]) + "\n", encoding="utf-8")
 
 
 def _row(cells: Iterable[object]) -> str:
@@ -214,8 +274,8 @@ def _row(cells: Iterable[object]) -> str:
 
 
 def _cells(report: Report) -> str:
-    q, k, warps, stages = report.tile
-    launch = f"{q} x {k}, {warps}, {stages}"
+    q, k, warps, stages, parts = report.tile
+    launch = f"{q} x {k}, {warps}, {stages}" + (", in two" if parts == 2 else "")
     cells = (report.arch, report.kernel, report.dtype, report.head_dim, launch, report.registers, report.spilled,
              report.shared, report.matrix_instructions)  # fmt: skip
     return _row(cells)

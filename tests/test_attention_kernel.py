@@ -11,8 +11,10 @@ from test_model import SPECS
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from titan_mi100.attention import trial
 from titan_mi100.attention.backends import make_backend
 from titan_mi100.attention.base import Backend, Documents, Shape, boundaries
+from titan_mi100.attention.launches import TABLES, Candidates, Launch, Tile, candidates
 from titan_mi100.attention.plain import Eager, Sdpa
 from titan_mi100.attention.trial import judge
 from titan_mi100.model.qwen3 import Qwen3
@@ -27,12 +29,13 @@ CASES = {
     "several documents inside a tile": ("64.64 64.32 32.64", 1, (3, 5, 1, 1, 2, 20, 9, 30), (2, 1), 64),
     "eight heads per key head": ("16.16 16.16 16.16", 1, (20, 13), (8, 1), 64),
     "head_dim 128": ("32.16 32.16 16.32", 2, (30, 10, 40), (2, 1), 128),
+    "head_dim 256, keys and values apart": ("32.16 16.16 16.32.4.1.2", 1, (30, 10, 40), (2, 1), 256),
     "fewer tokens than a tile": ("64.32 64.32 32.64", 1, (2, 5), (2, 1), 64),
 }
 
 
 def launch(tiles: str) -> str:
-    return " ".join(f"{tile}.4.1" for tile in tiles.split())
+    return " ".join(tile if tile.count(".") > 1 else f"{tile}.4.1" for tile in tiles.split())
 
 
 def case(name: str) -> tuple[Backend, Documents, tuple[int, int], int]:
@@ -66,7 +69,10 @@ def results(backend: Backend, documents: Documents, tensors: list[torch.Tensor])
 @pytest.mark.parametrize("dtype", BARS, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("name", CASES)
 def test_output_and_gradients_equal_explicit_attention_in_fp64(name: str, dtype: torch.dtype) -> None:
-    backend, documents, heads, dim = case(name)
+    equals_fp64(*case(name), dtype)
+
+
+def equals_fp64(backend: Backend, documents: Documents, heads: tuple[int, int], dim: int, dtype: torch.dtype) -> None:
     tensors = inputs(documents, heads, dim, dtype)
     expected = results(Eager(), documents, [x.double() for x in tensors])
     for what, ours, exact in zip(("out", "q", "k", "v"), results(backend, documents, tensors), expected, strict=True):
@@ -146,47 +152,27 @@ def test_a_whole_step_equals_the_reference(wrap: Any) -> None:
         torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=2e-6)
 
 
-def test_a_launch_survives_its_text() -> None:
-    for candidates in triton_backend.CANDIDATES.values():
-        assert triton_backend.Launch.parse(str(candidates.first())) == candidates.first()
+def blocks() -> list[str]:
+    """Every pair of block sizes of the tables, for all three kernels; those of keys also with two launches."""
+    rows = [candidates(*row) for row in TABLES if row[0] != "cpu"]
+    found = {(tile.block_q, tile.block_k, tile.parts) for row in rows for tiles in row for tile in tiles}
+    return [f"{q}.{k}.4.1 {q}.{k}.4.1 {q}.{k}.4.1" + (".2" if parts == 2 else "") for q, k, parts in sorted(found)]
 
 
-_CDNA2 = ["128.64.4.1 128.64.8.1", "128.32.4.1 128.32.8.1", "32.128.4.1 32.64.4.1 32.64.8.1"]
-# as tests/compile_report.py has compiled them: block of queries, block of keys, warps, stages; the first one first
-COMPILED = {
-    "gfx908": ["128.64.4.1 64.32.2.1", "128.32.4.1", "32.128.4.1 16.64.2.1"],
-    "gfx90a": _CDNA2,
-    "gfx942": _CDNA2,
-    "sm80": ["128.64.8.2 64.64.4.2", "64.64.8.2 64.32.4.2 64.32.4.3", "32.64.8.1 16.64.8.2"],
-    "sm90": [
-        "128.64.8.2 128.64.8.3 64.64.4.3", "128.64.8.2 64.64.4.2 64.32.4.3", "32.128.8.1 64.64.8.1 32.64.4.1"
-    ],
-    "cpu": ["32.16.4.1", "32.16.4.1", "16.32.4.1"],
-}  # fmt: skip
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("launch", blocks())
+def test_every_block_size_of_the_tables_equals_fp64(launch: str, dim: int, dtype: torch.dtype) -> None:
+    equals_fp64(make_backend("triton", "", "cpu", launch), Documents(1, 150, (70, 1, 33, 46)), (4, 2), dim, dtype)
 
 
-def test_the_launches_are_those_that_were_compiled() -> None:
-    found = {arch: list(candidates) for arch, candidates in triton_backend.CANDIDATES.items()}
-    assert found.keys() == COMPILED.keys()
-    for arch, kernels in found.items():
-        shown = [" ".join(".".join(map(str, tile)) for tile in tiles) for tiles in kernels]
-        assert shown == COMPILED[arch], arch
-
-
-def test_no_launch_on_amd_has_the_two_reads_that_triton_miscompiles_in_small_blocks() -> None:
-    for arch, candidates in triton_backend.CANDIDATES.items():
-        for tile in [tile for tiles in candidates for tile in tiles] if arch.startswith("gfx") else ():
-            kpack = triton_backend.launch_options(tile, is_amd=True)["kpack"]
-            assert kpack == (1 if min(tile.block_q, tile.block_k) < 32 else 2), (arch, tile)
-    assert triton_backend.launch_options(triton_backend.Tile(16, 64, 2, 1), is_amd=True)["kpack"] == 1
-
-
-@pytest.mark.parametrize("broken", triton_backend.Launch._fields)
+@pytest.mark.parametrize("broken", Launch._fields)
 @pytest.mark.parametrize("fault", ["cannot run", "is wrong", "gives other bits"])
 def test_the_fastest_launch_passes_over_a_tile_that_fails(
     broken: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good, bad = triton_backend.Tile(32, 16, 4, 1), triton_backend.Tile(16, 16, 2, 1)
+    good, bad = Tile(32, 16, 4, 1), Tile(16, 16, 2, 1)
 
     class Faulty(Sdpa):
         calls = 0
@@ -194,7 +180,7 @@ def test_the_fastest_launch_passes_over_a_tile_that_fails(
 
         def __init__(self, why: str, launch: str) -> None:
             super().__init__(why)
-            self.is_bad = getattr(triton_backend.Launch.parse(launch), broken) == bad
+            self.is_bad = " " in launch and getattr(Launch.parse(launch), broken) == bad
 
         def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prepared: Any) -> torch.Tensor:
             Faulty.calls += 1
@@ -208,14 +194,14 @@ def test_the_fastest_launch_passes_over_a_tile_that_fails(
             return super().__call__(q, k, v, prepared)
 
     # The bad tile is the first candidate, so that it takes part in the trials of the other kernels, too.
-    tiles = {kernel: (bad, good) if kernel == broken else (good,) for kernel in triton_backend.Launch._fields}
-    monkeypatch.setitem(triton_backend.CANDIDATES, "cpu", triton_backend.Candidates(**tiles))
+    tiles = {kernel: (bad, good) if kernel == broken else (good,) for kernel in Launch._fields}
+    monkeypatch.setattr(trial, "candidates", lambda *_: Candidates(**tiles))
     monkeypatch.setattr(triton_backend, "Triton", Faulty)
     shape = Shape(2, 40, 4, 2, 16, "float32")
     verdict = judge("triton", shape, torch.device("cpu"), "cpu", "")
-    assert verdict.refused == "" and verdict.launch == str(triton_backend.Launch(good, good, good))
+    assert verdict.refused == "" and verdict.launch == str(Launch(good, good, good))
     reason = {"cannot run": "RuntimeError: out", "is wrong": "wrong: its", "gives other bits": "the same call"}
     assert verdict.passed_over.startswith(f"{broken} 16.16.2.1: {reason[fault]}")
-    monkeypatch.setitem(triton_backend.CANDIDATES, "cpu", triton_backend.Candidates(*[(bad,)] * 3))
+    monkeypatch.setattr(trial, "candidates", lambda *_: Candidates(*[(bad,)] * 3))
     verdict = judge("triton", shape, torch.device("cpu"), "cpu", "")
     assert bool(verdict.refused) == (fault != "gives other bits") and verdict.repeatable == bool(verdict.refused)

@@ -105,18 +105,22 @@ def test_the_norm_of_a_large_gradient_is_exact() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hip", "name", "arch"),
+    ("hip", "name", "units", "gib", "arch", "sheet"),
     [
-        (None, "NVIDIA GeForce RTX 4090", "sm89"),  # CUDA builds of torch give the card's name as gcnArchName
-        ("6.4", "gfx908:sramecc+:xnack-", "gfx908:sramecc+:xnack-"),
+        (None, "NVIDIA GeForce RTX 4090", 128, 23.5, "sm89", "RTX 4090"),  # in CUDA builds gcnArchName is the name
+        ("6.4", "gfx908:sramecc+:xnack-", 120, 32, "gfx908:sramecc+:xnack-", "MI100"),
+        ("6.4", "gfx1100", 48, 45, "gfx1100", "Radeon PRO W7900"),  # the 7900 XTX's chip with twice its memory
+        ("6.4", "gfx1036", 1, 16, "gfx1036", None),
     ],
 )
-def test_the_architecture_is_never_the_name_of_a_card(
-    hip: str | None, name: str, arch: str, monkeypatch: pytest.MonkeyPatch
+def test_a_card_is_known_by_its_architecture_never_by_its_name(
+    hip: str | None, name: str, units: int, gib: float, arch: str, sheet: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card = SimpleNamespace(
-        name="a card", gcnArchName=name, major=8, minor=9, total_memory=2**34, multi_processor_count=128
+        name="a card", gcnArchName=name, major=8, minor=9, total_memory=gib * 2**30, multi_processor_count=units
     )
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
-    assert distributed.device_name(torch.device("cuda"))[1:] == (arch, 128)
+    assert distributed.device_name(torch.device("cuda"))[1:] == (arch, units)
+    found = distributed.data_sheet(torch.device("cuda"))
+    assert (found and found.name) == sheet and distributed.data_sheet(torch.device("cpu")) is None

@@ -13,8 +13,9 @@ from conftest import REPO
 from titan_mi100.config.settings import LRSchedulerConfig
 from titan_mi100.errors import UserError
 from titan_mi100.optim.optimizer import lr_factor
+from titan_mi100.planning.cards import CARDS, DEVICES, Gpu
 from titan_mi100.planning.costs import train_flops
-from titan_mi100.planning.hardware import GPUS, Gpu, compile_advice, count_gpus, dtype_advice, find_gpu, is_amd_cpu
+from titan_mi100.planning.hardware import compile_advice, count_gpus, dtype_advice, find_gpu, is_amd_cpu
 from titan_mi100.shapes.base import parameter_count
 from titan_mi100.shapes.families import PRESETS, read_hf_config, to_hf_config
 
@@ -82,10 +83,28 @@ def test_flops_are_six_per_parameter_and_token_plus_attention() -> None:
     assert train_flops(spec, 0, 0, 1) == 3 * 28 * 16 * (2 * 128 + 2 * 128)
 
 
-def test_gpus_are_known_by_architecture_and_size() -> None:
-    mi100 = find_gpu("gfx908:sramecc+:xnack-", 120)
-    assert mi100 is not None and mi100.tflops["bfloat16"] == 92.3
-    assert find_gpu("gfx908", 64) is None
+@pytest.mark.parametrize(
+    ("arch", "units", "gib", "name"),
+    [
+        ("gfx908:sramecc+:xnack-", 120, 0, "MI100"),
+        ("gfx908", 64, 0, None),  # half of its units are no card that is known
+        ("gfx1100", 96, 0, "RX 7900 XTX"),  # as KFD counts
+        ("gfx1100", 48, 23.98, "RX 7900 XTX"),  # as HIP counts
+        ("gfx1100", 48, 44.98, "Radeon PRO W7900"),
+        ("gfx1100", 42, 19.98, "RX 7900 XT"),
+        ("gfx1151", 20, 62.5, "Strix Halo"),  # its share of the memory is the owner's choice
+        ("gfx1201", 32, 31.86, "Radeon AI PRO R9700"),
+        ("sm80", 108, 39.5, "A100 40 GB"),
+        ("sm90", 132, 79.1, "H100 SXM"),
+        ("sm90", 132, 93.1, "H100 NVL"),
+        ("sm90", 132, 139.8, "H200"),
+        ("sm90", 66, 79.1, None),  # only RDNA is counted in two ways
+        ("sm89", 128, 23.5, "RTX 4090"),
+    ],
+)
+def test_gpus_are_known_by_architecture_size_and_memory(arch: str, units: int, gib: float, name: str | None) -> None:
+    found = find_gpu(arch, units, gib * 2**30)
+    assert (found and found.name) == name
 
 
 def test_a_dtype_that_the_hardware_lacks_is_advised_against(tmp_path: Path) -> None:
@@ -121,23 +140,25 @@ def test_compilation_is_advised_where_it_was_measured_to_be_faster(tmp_path: Pat
 
 
 def test_peak_rates_are_units_times_clock() -> None:
-    # GHz at the peak, FLOP per clock and unit by dtype: the vendors' architecture papers
+    # GHz at the peak, FLOP per clock and unit in float16, bfloat16 and float32: the vendors' architecture papers. Of
+    # L40S, H100 and B200 float32 runs at another clock.
     made_of = {
-        ("gfx908", 120): (1.502, {"float16": 1024, "bfloat16": 512, "float32": 256}),
-        ("gfx90a", 104): (1.7, {"float16": 1024, "bfloat16": 1024, "float32": 256}),
-        ("gfx90a", 110): (1.7, {"float16": 1024, "bfloat16": 1024, "float32": 256}),
-        ("gfx942", 304): (2.1, {"float16": 2048, "bfloat16": 2048, "float32": 256}),
-        ("sm80", 108): (1.41, {"float16": 2048, "bfloat16": 2048, "float32": 128}),
-        ("sm90", 132): (1.83, {"float16": 4096, "bfloat16": 4096}),
-        ("sm90", 114): (1.62, {"float16": 4096, "bfloat16": 4096}),
-    }
-    assert made_of.keys() == GPUS.keys()
-    for (arch, units), (ghz, per_clock) in made_of.items():
-        for dtype, flop in per_clock.items():
-            assert GPUS[arch, units].tflops[dtype] == pytest.approx(units * ghz * flop / 1000, rel=0.003), (arch, dtype)
-    # H100: its data sheets' fp32 is at a higher clock than their matrix rates
-    for units, ghz in ((132, 1.98), (114, 1.755)):
-        assert GPUS["sm90", units].tflops["float32"] == pytest.approx(units * ghz * 256 / 1000, rel=0.003)
+        "mi50": (1.725, 256, 0, 128), "mi100": (1.502, 1024, 512, 256), "mi210": (1.7, 1024, 1024, 256),
+        "mi250x": (1.7, 1024, 1024, 256), "mi300x": (2.1, 2048, 2048, 256), "mi355x": (2.4, 4096, 4096, 256),
+        "7900xtx": (2.5, 512, 512, 256), "7900xt": (2.4, 512, 512, 256), "w7900": (2.495, 512, 512, 256),
+        "strix-halo": (2.9, 512, 512, 256), "9070xt": (2.97, 1024, 1024, 256), "r9700": (2.92, 1024, 1024, 256),
+        "a100": (1.41, 2048, 2048, 128), "a100-40gb": (1.41, 2048, 2048, 128), "a10": (1.695, 1024, 1024, 256),
+        "3090": (1.695, 512, 512, 256), "l4": (2.04, 1024, 1024, 256), "4090": (2.52, 512, 512, 256),
+        "l40s": (2.49, 1024, 1024, 256 * 2.52 / 2.49), "h100": (1.83, 4096, 4096, 256 * 1.98 / 1.83),
+        "h200": (1.83, 4096, 4096, 256 * 1.98 / 1.83), "h100-nvl": (1.545, 4096, 4096, 256 * 1.785 / 1.545),
+        "h100-pcie": (1.62, 4096, 4096, 256 * 1.755 / 1.62), "b200": (1.856, 8192, 8192, 256 * 1.98 / 1.856),
+        "5090": (2.407, 512, 512, 256), "rtx-pro-6000": (2.617, 1024, 1024, 256),
+    }  # fmt: skip
+    assert list(made_of) == [card.key for card in CARDS] == list(DEVICES)
+    for card in CARDS:
+        ghz, *per_clock = made_of[card.key]
+        found = [card.gpu.tflops.get(dtype, 0) for dtype in ("float16", "bfloat16", "float32")]
+        assert found == pytest.approx([card.units * ghz * flop / 1000 for flop in per_clock], rel=0.003), card.key
 
 
 def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:

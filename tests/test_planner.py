@@ -78,7 +78,7 @@ def test_a_memory_without_a_device_has_no_name_and_no_speed(capsys: pytest.Captu
     assert planner.main([*SFT, "--memory", "32GB", "--device", "mi100"]) == 0 and "tokens/s" in capsys.readouterr().out
     for needs_speed in (["--search"], ["--tokens", "1e6"]):
         assert planner.main([*SFT, "--memory", "32GB", *needs_speed]) == 2
-        assert "need the speed of the card, too; add --device: mi100, " in capsys.readouterr().err
+        assert "need the speed of the card, too; add --device: mi50, mi100, " in capsys.readouterr().err
 
 
 def test_for_scripts_it_prints_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,8 +20,8 @@ from titan_mi100.config.layout import Layout
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config
 from titan_mi100.launch import launcher as launch
+from titan_mi100.planning.cards import Gpu
 from titan_mi100.planning.costs import recomputed_flops, train_flops
-from titan_mi100.planning.hardware import Gpu
 from titan_mi100.planning.plan import make_plan, with_settings
 from titan_mi100.planning.scaling import StepTime, bubble_share, step_time
 from titan_mi100.planning.traffic import OPERATIONS, Transfer, Work, axis_of, by_axis

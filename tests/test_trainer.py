@@ -37,6 +37,7 @@ from titan_mi100.open_run.start import SAVE_FAILED, STOP, open_run
 from titan_mi100.optim.optimizer import build_optimizer, scale_lr
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
+from titan_mi100.planning.hardware import find_gpu
 from titan_mi100.run.progress import Progress
 from titan_mi100.shapes.qwen3 import Qwen3Spec
 from titan_mi100.trainer import StepResult
@@ -194,7 +195,7 @@ def test_a_runs_mfu_is_a_share_of_its_cards_peak(
     arch: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = opened(world)  # before: else the card's kernels are tried
-    monkeypatch.setattr(distributed, "device_name", lambda _: ("a card", f"{arch}:sramecc+", 120))
+    monkeypatch.setattr(distributed, "data_sheet", lambda _: find_gpu(arch, 120))
     config = Config(training=TrainingConfig(seq_len=16, mixed_precision_param="float16"))
     reporter = open_record(
         tmp_path, config, replace(world, size=3), SPEC, run.model, run.stream.source, run.progress, 4

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from step import MODELS
 
+from titan_mi100.attention.base import Shape
 from titan_mi100.attention.choice import without_trial
 from titan_mi100.cli import exit_code
 from titan_mi100.model.decode import Sampling, generate
@@ -31,7 +32,7 @@ def sides(spec: ModelSpec, options: argparse.Namespace, batch: int, device: torc
 
     dtype = getattr(torch, options.dtype)
     with torch.device("meta"):
-        ours = Qwen3(spec, without_trial(device_name(device)[1])).to(dtype)
+        ours = Qwen3(spec, without_trial(Shape(1, 128, *spec.attention, options.dtype), device)).to(dtype)
     ours = ours.to_empty(device=device).requires_grad_(False)
     # weights three times as large as a new model's: else all tokens are as probable, and every choice is a near tie
     fill_parameters(

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config
-from titan_mi100.planning.hardware import DEVICES
+from titan_mi100.planning.cards import DEVICES
 from titan_mi100.planning.scaling import EFFICIENCY, StepTime, step_of
 from titan_mi100.planning.traffic import Work
 from titan_mi100.shapes.base import ModelSpec, parameter_shapes

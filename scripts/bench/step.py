@@ -36,6 +36,7 @@ from titan_mi100.config.settings import (
 )
 from titan_mi100.data.made_up import made_up, packed, random_rows
 from titan_mi100.data.prepared import PackedDataset
+from titan_mi100.errors import UserError
 from titan_mi100.open_run.run import Run
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
@@ -189,20 +190,33 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="a JSON object per model instead of a table")
     options = parser.parse_args()
     world = distributed.init_distributed()
-    found = [measure(options, name, world) for name in options.model]
-    if world.rank == 0:
-        for line in map(json.dumps, found) if options.json else _table(options, found, world):
+    rows = (_measured(options, name, world) for name in options.model)
+    for line in map(json.dumps, rows) if options.json else _table(options, rows, world):  # all ranks measure
+        if world.rank == 0:
             print(line, flush=True)
     distributed.leave(0)
 
 
-def _table(options: argparse.Namespace, found: list[dict[str, Any]], world: distributed.World) -> Iterable[str]:
+def _measured(options: argparse.Namespace, name: str, world: distributed.World) -> dict[str, Any]:
+    """A model's row; one that is refused, because it does not fit, does not end the others."""
+    try:
+        return measure(options, name, world)
+    except UserError as error:
+        return {"model": name, "refused": str(error)}
+
+
+def _table(options: argparse.Namespace, rows: Iterable[dict[str, Any]], world: distributed.World) -> Iterable[str]:
     threads = f"OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS')}"
     words = distributed.device_name(world.device)[0]
     yield f"torch {torch.__version__}, {world.size} x {words}, {options.dtype}, {threads}\n"
     yield "| model | seq | batch | document | s/step | tok/s | GEMM GFLOP/s | share of it | peak GiB | attention |"
     yield "|---" * 10 + "|"
-    for row in found:
+    found = []
+    for row in rows:
+        if "refused" in row:
+            yield f"| {row['model']} | refused: {row['refused']} " + "| " * 8 + "|"
+            continue
+        found.append(row)
         cells = [row["model"], row["seq"], row["batch"], row["document"] or "100-500"]
         cells += [f"{row['seconds']:.2f}", f"{row['tokens_per_second']:,.0f}", f"{row['matrix_gflops']:,.0f}"]
         cells += [f"{row['share']:.1%}", f"{row['peak_memory_gib']:.2f}", row["attention"]]

@@ -22,7 +22,6 @@ from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
 from titan_mi100.planning.costs import train_flops
-from titan_mi100.planning.hardware import find_gpu
 from titan_mi100.run.communication import communication
 
 PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent is gone
@@ -59,8 +58,7 @@ def measure(row: Row, world: World) -> dict[str, Any]:
 
 def describe(device: torch.device) -> dict[str, Any]:
     """The machine as a row's result depends on it."""
-    words, arch, compute_units = distributed.device_name(device)
-    gpu = find_gpu(arch, compute_units)
+    words, gpu = distributed.device_name(device)[0], distributed.data_sheet(device)
     tflops = dict(gpu.tflops) if gpu else {}
     return {"device": words, "kind": gpu.name if gpu else "", "torch": torch.__version__, "tflops": tflops}
 

@@ -12,7 +12,7 @@ def make_backend(name: str, why: str, arch: str, launch: str = "") -> Backend:
 
     Args:
         why: the reason for the choice, for the log.
-        arch: "gfx908", "sm90", "cpu"; a key of hardware.GPUS.
+        arch: "gfx908", "sm90", "cpu".
         launch: launch settings of our kernels; "": the first candidate of the architecture.
 
     Raises:

@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 
 from titan_mi100.attention.backends import make_backend
-from titan_mi100.attention.base import NO_KERNEL, Backend, Shape
+from titan_mi100.attention.base import NO_KERNEL, Backend, Documents, Shape
 from titan_mi100.attention.plain import Chunked, Sdpa
+from titan_mi100.attention.running import running_kernel
 from titan_mi100.attention.trial import PATIENCE, Trial, try_backend
 from titan_mi100.config.kernels import AUTO, EXPLICIT, FASTEST, KERNELS, OWN, REFERENCE
 from titan_mi100.errors import UserError
@@ -76,10 +77,10 @@ def choose(
     return Choice(name, why, arch, launch), said
 
 
-def without_trial(arch: str) -> Backend:
-    """A backend for generation, without a trial: PyTorch's SDPA if it has a kernel for the architecture."""
-    has_no_kernel = arch.split(":")[0] == "gfx908"  # MI100: SDPA would compute explicit S x S scores
-    return (Chunked if has_no_kernel else Sdpa)()
+def without_trial(shape: Shape, device: torch.device) -> Backend:
+    """A backend for generation, without a trial: PyTorch's SDPA, unless it would compute explicit S x S scores here."""
+    has_kernel = running_kernel(Sdpa(), shape, Documents.one_per_row(shape.batch, shape.seq), device) != NO_KERNEL
+    return (Sdpa if has_kernel else Chunked)()
 
 
 @dataclass(frozen=True)

@@ -123,9 +123,11 @@ def keys_gradient_kernel(
     q, k, v, grad, grad_k, grad_v, lse, delta, boundaries,
     scale, tokens, q_stride, k_stride, v_stride, grad_stride, result_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """grad_k and grad_v for BLOCK_K keys of one key head; `delta` is from queries_gradient_kernel. Tiles are (keys,
-    queries) here: their scores are transposed, so that they are the left factor of both sums as they are."""
+    """grad_k (if KEYS) and grad_v (if VALUES) for BLOCK_K keys of one key head; `delta` is from
+    queries_gradient_kernel. Tiles are (keys, queries) here: their scores are transposed, so that they are the left
+    factor of both sums as they are."""
     first = tl.program_id(0) * BLOCK_K
     kv_head = tl.program_id(1)
     rows = first + tl.arange(0, BLOCK_K)
@@ -149,12 +151,19 @@ def keys_gradient_kernel(
             if (block + BLOCK_Q > earliest_end) | (block < last):
                 visible = (rows[:, None] <= columns[None, :]) & (columns[None, :] < ends[:, None])
                 weights = tl.where(visible, weights, 0.0)
-            grads = _rows(grad + head * HEAD_DIM, readable, grad_stride, HEAD_DIM)
-            result_v = _dot(weights.to(grads.dtype), grads, result_v)
-            deltas = tl.load(delta + head * tokens + readable)
-            slopes = weights * (_dot(values, tl.trans(grads)) - deltas[None, :])
-            result_k = _dot(slopes.to(queries.dtype), tl.trans(queries), result_k)
+            if VALUES:
+                grads = _rows(grad + head * HEAD_DIM, readable, grad_stride, HEAD_DIM)
+                result_v = _dot(weights.to(grads.dtype), grads, result_v)
+                turned = tl.trans(grads)
+            else:
+                turned = _columns(grad + head * HEAD_DIM, readable, grad_stride, HEAD_DIM)
+            if KEYS:
+                deltas = tl.load(delta + head * tokens + readable)
+                slopes = weights * (_dot(values, turned) - deltas[None, :])
+                result_k = _dot(slopes.to(queries.dtype), tl.trans(queries), result_k)
 
     places = kv_head * HEAD_DIM + rows[:, None] * result_stride + tl.arange(0, HEAD_DIM)[None, :]
-    tl.store(grad_k + places, (result_k * scale).to(grad_k.dtype.element_ty), mask=rows[:, None] < tokens)
-    tl.store(grad_v + places, result_v.to(grad_v.dtype.element_ty), mask=rows[:, None] < tokens)
+    if KEYS:
+        tl.store(grad_k + places, (result_k * scale).to(grad_k.dtype.element_ty), mask=rows[:, None] < tokens)
+    if VALUES:
+        tl.store(grad_v + places, result_v.to(grad_v.dtype.element_ty), mask=rows[:, None] < tokens)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titan_mi100.attention.base import Backend, Documents, boundaries, to_device
+from titan_mi100.attention.repeatable import repeatable, with_repeatable_backward
 
 
 def document_mask(documents: Documents, device: torch.device) -> Tensor:
@@ -79,7 +80,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **mask: Any) -> Tensor:
     _, seq, kv_heads, dim = k.shape
     q = q[0].view(seq, kv_heads, -1, dim).permute(2, 1, 0, 3)  # (groups, kv_heads, seq, head_dim)
     k, v = (x.transpose(1, 2).expand(len(q), -1, -1, -1) for x in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, **mask).permute(2, 1, 0, 3).reshape(1, seq, -1, dim)
+    with repeatable(q.device):
+        out = with_repeatable_backward(F.scaled_dot_product_attention(q, k, v, **mask))
+    return out.permute(2, 1, 0, 3).reshape(1, seq, -1, dim)
 
 
 class Chunked(Backend):

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from titan_mi100.attention.backends import make_backend
 from titan_mi100.attention.base import Backend, Documents, Shape
+from titan_mi100.attention.launches import Launch, candidates
 from titan_mi100.attention.plain import Chunked
 from titan_mi100.attention.running import running_kernel
 from titan_mi100.compiler import cannot_compile
@@ -156,7 +157,8 @@ def judge(name: str, shape: Shape, device: torch.device, arch: str, launch: str)
 
 
 def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {shortened((str(error).splitlines() or ['no message'])[0], 200)}"
+    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    return kind + shortened((str(error).splitlines() or ["no message"])[0], 200)
 
 
 class Reference:
@@ -281,8 +283,11 @@ def fastest_launch(reference: Reference, arch: str) -> tuple[str, list[str]]:
 
     Returns:
         The launch, and which tiles were passed over and why. If no launch is right, it is the first candidate.
+
+    Raises:
+        UserError: the kernels have no launch for this shape.
     """
-    from titan_mi100.attention.triton_backend import CANDIDATES, Launch, Triton
+    from titan_mi100.attention.triton_backend import Triton
 
     @functools.cache
     def problem(launch: Launch) -> str:
@@ -292,16 +297,16 @@ def fastest_launch(reference: Reference, arch: str) -> tuple[str, list[str]]:
             return _reason(error)
         return verdict.refused or ("" if verdict.repeatable else "the same call gives other bits each time")
 
-    candidates = CANDIDATES[arch]
-    first = candidates.first()
-    best = next((launch for launch in map(Launch._make, itertools.product(*candidates)) if not problem(launch)), first)
+    found = candidates(arch, reference.tensors[0].shape[3], reference.tensors[0].itemsize)
+    first = found.first()
+    best = next((launch for launch in map(Launch._make, itertools.product(*found)) if not problem(launch)), first)
     passed_over = []
-    for kernel, tiles in candidates._asdict().items() if not problem(best) else ():
+    for kernel, tiles in found._asdict().items() if not problem(best) else ():
         times = {}
         for tile in tiles:
             launch = best._replace(**{kernel: tile})
             if why := problem(launch):
-                passed_over.append(f"{kernel} {'.'.join(map(str, tile))}: {why}")
+                passed_over.append(f"{kernel} {tile}: {why}")
             else:
                 times[launch] = _median_ms(Triton("", str(launch)), reference.tensors, reference.documents)
         best = min(times, key=lambda launch: times[launch])

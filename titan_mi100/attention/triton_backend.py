@@ -1,8 +1,8 @@
 """Attention by our Triton kernels (kernels.py), registered for autograd, torch.compile and FLOP counters."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -11,101 +11,29 @@ from torch.utils.flop_counter import register_flop_formula
 
 from titan_mi100.attention import kernels
 from titan_mi100.attention.base import Backend, Documents, boundaries, to_device
-from titan_mi100.errors import UserError
+from titan_mi100.attention.launches import Launch, Tile, candidates, options
 
 
-class Tile(NamedTuple):
-    """Launch settings of one kernel. The two block sizes decide the order of additions."""
-
-    block_q: int
-    block_k: int
-    num_warps: int
-    num_stages: int
+@functools.cache
+def _arch(device: torch.device) -> str:
+    """ "gfx908" on AMD's cards; "" elsewhere, where no option depends on it."""
+    is_amd = device.type == "cuda" and torch.version.hip is not None
+    return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0] if is_amd else ""
 
 
-class Launch(NamedTuple):
-    """Launch settings of the three kernels. Operators, caches and checkpoints hold it as text."""
-
-    forward: Tile
-    queries: Tile  # the gradient of q
-    keys: Tile  # the gradients of k and v
-
-    @classmethod
-    def parse(cls, text: str) -> "Launch":
-        """Parse the text of a Launch.
-
-        Raises:
-            ValueError: the text is not a Launch.
-        """
-        forward, queries, keys = (Tile(*map(int, tile.split("."))) for tile in text.split())
-        return cls(forward, queries, keys)
-
-    def __str__(self) -> str:
-        return " ".join(".".join(map(str, tile)) for tile in self)
+def _launch(text: str, q: Tensor) -> Launch:
+    """Args: text: of a Launch, or an architecture."""
+    return Launch.parse(text) if " " in text else candidates(text, q.shape[3], q.itemsize).first()
 
 
-class Candidates(NamedTuple):
-    """The tiles to try on an architecture, the most promising first; `trial.py` times them.
-
-    tests/compile_report.py has compiled all of them for gfx908, gfx90a, gfx942, sm_80 and sm_90: none spills
-    registers.
-    """
-
-    forward: Sequence[Tile]
-    queries: Sequence[Tile]
-    keys: Sequence[Tile]
-
-    def first(self) -> Launch:
-        return Launch(self.forward[0], self.queries[0], self.keys[0])
-
-    def kernels(self) -> Iterator[tuple[Any, Sequence[Tile]]]:
-        names = ("forward_kernel", "queries_gradient_kernel", "keys_gradient_kernel")
-        return zip((getattr(kernels, name) for name in names), self, strict=True)
-
-
-_CDNA2 = Candidates(
-    (Tile(128, 64, 4, 1), Tile(128, 64, 8, 1)),
-    (Tile(128, 32, 4, 1), Tile(128, 32, 8, 1)),
-    (Tile(32, 128, 4, 1), Tile(32, 64, 4, 1), Tile(32, 64, 8, 1)),
-)
-CANDIDATES: Mapping[str, Candidates] = {  # by the keys of hardware.GPUS; "cpu" is Triton's interpreter, for the tests
-    "gfx908": Candidates(
-        (Tile(128, 64, 4, 1), Tile(64, 32, 2, 1)), (Tile(128, 32, 4, 1),), (Tile(32, 128, 4, 1), Tile(16, 64, 2, 1))
-    ),
-    "gfx90a": _CDNA2,
-    "gfx942": _CDNA2,
-    "sm80": Candidates(
-        (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
-        (Tile(64, 64, 8, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 3)),
-        (Tile(32, 64, 8, 1), Tile(16, 64, 8, 2)),
-    ),
-    "sm90": Candidates(
-        (Tile(128, 64, 8, 2), Tile(128, 64, 8, 3), Tile(64, 64, 4, 3)),
-        (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 3)),
-        (Tile(32, 128, 8, 1), Tile(64, 64, 8, 1), Tile(32, 64, 4, 1)),
-    ),
-    "cpu": Candidates((Tile(32, 16, 4, 1),), (Tile(32, 16, 4, 1),), (Tile(16, 32, 4, 1),)),
-}
-
-
-def launch_options(tile: Tile, is_amd: bool) -> dict[str, int]:
-    """Options for the compiler. On AMD: matrix instructions of 16 x 16, and two of them per read of shared memory.
-
-    With a block below 32, Triton 3.4 and 3.6 miscompile kpack = 2: they halve the whole accumulator in each iteration
-    (triton-lang/triton, pull request 10290). There each instruction has a read of its own.
-    """
-    amd = {"matrix_instr_nonkdim": 16, "kpack": 2 if min(tile.block_q, tile.block_k) >= 32 else 1} if is_amd else {}
-    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **amd}
-
-
-def _start(kernel: Any, tile: Tile, q: Tensor, k: Tensor, programs: tuple[int, int], *arguments: Any) -> None:
+def _start(
+    kernel: Any, tile: Tile, q: Tensor, k: Tensor, programs: tuple[int, int], *arguments: Any, **fixed: bool
+) -> None:
     """Launch a kernel on a grid of `programs`."""
-    blocks = {"BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k}
+    blocks = {"BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, **fixed}
     shape = {"GROUP": q.shape[2] // k.shape[2], "HEAD_DIM": q.shape[3], **blocks}
     with torch.cuda.device(q.device) if q.device.type == "cuda" else nullcontext():
-        kernel[programs](
-            *arguments, **shape, **launch_options(tile, is_amd=q.is_cuda and torch.version.hip is not None)
-        )
+        kernel[programs](*arguments, **shape, **options(tile, _arch(q.device)))
 
 
 def _token_stride(x: Tensor) -> int:
@@ -127,7 +55,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, launch: str) 
     Args:
         q: (batch, seq, heads, head_dim). k, v: (batch, seq, kv_heads, head_dim).
         boundaries: (2, batch x seq) int32, see base.boundaries.
-        launch: the text of a Launch.
+        launch: see Triton.
 
     Returns:
         The output, shaped like q, and the log-sum-exp of the scores for backward, (heads, batch x seq) fp32.
@@ -135,7 +63,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, launch: str) 
     q, k, v = _flat(q), _flat(k), _flat(v)
     batch, seq, heads, dim = q.shape
     out, lse = q.new_empty(q.shape), q.new_empty((heads, batch * seq), dtype=torch.float32)
-    tile = Launch.parse(launch).forward
+    tile = _launch(launch, q).forward
     programs = (triton.cdiv(batch * seq, tile.block_q), heads)
     strides = [_token_stride(x) for x in (q, k, v, out)]
     arguments = (q, k, v, out, lse, boundaries, dim**-0.5, batch * seq, *strides)
@@ -154,7 +82,7 @@ def attention_backward(
     """
     grad, q, k, v = _flat(grad), _flat(q), _flat(k), _flat(v)
     batch, seq, heads, dim = q.shape
-    tokens, kv_heads, tiles = batch * seq, k.shape[2], Launch.parse(launch)
+    tokens, kv_heads, tiles = batch * seq, k.shape[2], _launch(launch, q)
     grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
     # (heads, tokens): sum(out * grad) per query. The first kernel writes it, the second one reads it.
     delta = torch.empty_like(lse)
@@ -167,7 +95,9 @@ def attention_backward(
     # One program per block of keys and per key head: it sums over its query heads, so no atomics are needed.
     programs = (triton.cdiv(tokens, tiles.keys.block_k), kv_heads)
     more = (_token_stride(grad), _token_stride(grad_k))
-    _start(kernels.keys_gradient_kernel, tiles.keys, q, k, programs, *arguments, *more)
+    for parts in ((True, True),) if tiles.keys.parts == 1 else ((True, False), (False, True)):
+        which = dict(zip(("KEYS", "VALUES"), parts, strict=True))
+        _start(kernels.keys_gradient_kernel, tiles.keys, q, k, programs, *arguments, *more, **which)
     return grad_q, grad_k, grad_v
 
 
@@ -228,16 +158,14 @@ class Triton(Backend):
 
     def __init__(self, why: str, launch: str) -> None:
         """Args:
-        launch: the text of a Launch.
+        launch: the text of a Launch, or an architecture, whose first candidate is taken.
         """
         super().__init__(why)
         self.launch = launch
 
     @classmethod
     def make(cls, why: str, arch: str, launch: str) -> "Triton":
-        if not launch and arch not in CANDIDATES:
-            raise UserError(f"the kernels have no launch table for {arch}")
-        return cls(why, launch or str(CANDIDATES[arch].first()))
+        return cls(why, launch or arch)
 
     def prepare(self, documents: Documents, device: torch.device) -> Tensor:
         return to_device(torch.from_numpy(boundaries(documents)), device)

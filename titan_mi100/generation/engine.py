@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from titan_mi100.attention.base import Shape
 from titan_mi100.attention.choice import without_trial
 from titan_mi100.data.conversation import Message, with_system_prompt
 from titan_mi100.errors import UserError
@@ -20,7 +21,7 @@ from titan_mi100.model.decode import Generated, Sampling, generate
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.model.families import MODELS
 from titan_mi100.model.lora import base_fingerprint
-from titan_mi100.parallel.distributed import device_name, fill_parameters
+from titan_mi100.parallel.distributed import fill_parameters
 from titan_mi100.shapes.base import parameter_shapes
 from titan_mi100.text.assets import GENERATION, PROMPTS, folder_of, prompt_settings, stop_ids
 from titan_mi100.text.chat_template import ChatTemplate
@@ -30,6 +31,7 @@ from titan_mi100.weights.pieces import read_pieces
 from titan_mi100.weights.source import open_source, read_manifest, verify_files
 from titan_mi100.wording import printable, shortened, some, with_level
 
+_SOME = 128  # tokens: which kernel runs does not depend on their number
 # Keys of generation_config.json that are applied here, set by options, or without effect on the text.
 _KNOWN = frozenset(
     """
@@ -101,8 +103,10 @@ class Model:
     def load(self) -> CausalLM:
         """Build the network on the device, with its weights."""
         verify_files(self.source.path)
+        shape = Shape(1, _SOME, *self.spec.attention, str(self.dtype).removeprefix("torch."))
+        attention = without_trial(shape, self.device)
         with torch.device("meta"):
-            network = MODELS[self.spec.model_type](self.spec, without_trial(device_name(self.device)[1])).to(self.dtype)
+            network = MODELS[self.spec.model_type](self.spec, attention).to(self.dtype)
         network = network.to_empty(device=self.device).requires_grad_(False)
         fill_parameters(network.named_parameters(), read_pieces(self.spec, self.source.weights.read))
         network.merge()

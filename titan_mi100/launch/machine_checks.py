@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from titan_mi100.launch.machine_facts import ALLOCATOR, HIDING, UNLIMITED, Card, Facts
-from titan_mi100.planning.hardware import GPUS
+from titan_mi100.planning.cards import CARDS
 from titan_mi100.wording import bytes_in_words, shown, some
 
 PASS, WARN, FAIL = "pass", "warn", "fail"
@@ -156,7 +156,9 @@ def gfx_override(facts: Facts) -> Result | None:
         return Result(name, PASS, f"{fact}: equals the cards' own architecture")
     lists = [listed for listed in (facts.torch.archs, facts.torch.blas_archs) if listed]
     # The override is for consumer cards that no build supports. A card that torch has code for must not be overridden.
-    if set(others) & {arch for arch, _ in GPUS} or any(set(others) & set(own) for own in lists):
+    if set(others) & {card.arch for card in CARDS if card.arch.startswith("gfx9")} or any(
+        set(others) & set(own) for own in lists
+    ):
         fact += f" makes {some(others)} run code of {forced}, which fails or computes wrongly"
         return Result(name, FAIL, fact, f"{remedy}: this card does not need it")
     fact += f" makes {some(others)} run code of {forced}"

@@ -55,11 +55,10 @@ def open_record(
     Args:
         steps: the run's last step.
     """
-    device_words, arch, compute_units = distributed.device_name(world.device)
+    device_words, sheet = distributed.device_name(world.device)[0], distributed.data_sheet(world.device)
     precision = config.training.mixed_precision_param
     kernel, dtype = _log_kernel(world, spec, model, rows.row(progress.rows_consumed), precision), _SHORT[precision]
-    gpu = hardware.find_gpu(arch, compute_units)
-    tflops = gpu.tflops.get(precision) if gpu else None
+    tflops = sheet.tflops.get(precision) if sheet else None
     with raise_together():
         if world.rank == 0:
             layout = config.layout(world.size).describe()
@@ -198,10 +197,9 @@ def code_and_machine(world: World) -> dict[str, Any]:
 
 def log_machine(dtype: str, is_compiled: bool, world: World) -> None:
     """Log the device, and advice on the dtype of the computation and torch.compile."""
-    words, arch, units = distributed.device_name(world.device)
-    log.info(f"{world.size} process(es), each on {words}")
+    log.info(f"{world.size} process(es), each on {distributed.device_name(world.device)[0]}")
     is_cpu = world.device.type == "cpu"
-    if advice := hardware.dtype_advice(dtype, hardware.find_gpu(arch, units), is_cpu):
+    if advice := hardware.dtype_advice(dtype, distributed.data_sheet(world.device), is_cpu):
         log.warning(advice)
     if not is_compiled and (advice := hardware.compile_advice(dtype, is_cpu)):
         log.info(advice)

@@ -160,7 +160,7 @@ def _start(
         config = keep_global_batch(config, world, found.manifest)
         progress = Progress.of_trainer_state(found.trainer_state, found.path / TRAINER)
     layout, batch = config.layout(world.size), config.batch(world.size)
-    log_layout(layout, batch, config.training)
+    log_layout(layout, batch, config.training, config.memory.offload)
     return _Start(config, spec, data, found, progress, layout, batch)
 
 

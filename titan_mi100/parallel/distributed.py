@@ -22,11 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from titan_mi100.attention.base import to_device
 from titan_mi100.config.layout import AXES, DATA_PARALLEL, Layout
 from titan_mi100.config.srun import device_index
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.model.init import Read
-from titan_mi100.planning.hardware import count_gpus
+from titan_mi100.planning.cards import Gpu
+from titan_mi100.planning.hardware import count_gpus, find_gpu
 
 # The names of torch 2.13, which deprecates the older names.
 all_gather_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -170,6 +172,13 @@ def device_name(device: torch.device) -> tuple[str, str, int]:
     arch = found.gcnArchName if torch.version.hip else ""  # in a CUDA build of torch it is the card's name
     arch = arch or f"sm{found.major}{found.minor}"
     return f"{found.name or arch} ({arch}, {found.total_memory / 2**30:.0f} GiB)", arch, found.multi_processor_count
+
+
+def data_sheet(device: torch.device) -> Gpu | None:
+    """The device's data sheet; None: a CPU, or it is not known."""
+    if device.type != "cuda":
+        return None
+    return find_gpu(*device_name(device)[1:], torch.cuda.get_device_properties(device).total_memory)
 
 
 def seed_everything(seed: int) -> None:
@@ -350,7 +359,7 @@ def measure_gradients(parameters: Iterable[nn.Parameter], copies: Collection[nn.
         local.extend(pieces)
         counted.extend([first and id(parameter) not in counted_elsewhere] * len(pieces))
     squares = _squares(local)
-    mask = torch.tensor(counted, device=squares.device)
+    mask = to_device(torch.tensor(counted), squares.device)
     # The sum over all gradients, replicas included, is finite iff all values are.
     return Gradients(squares.where(mask, 0.0).sum(), squares.sum().isfinite())
 

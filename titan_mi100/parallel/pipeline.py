@@ -5,6 +5,7 @@ until the schedule's last backward; then the gradients are reduced once.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -167,15 +168,21 @@ class PipelinedModel(ParallelModel):
             before, after = self._rank_of(index - 1), self._rank_of(index + 1)
             if index > 0 and before != here:
                 x = torch.empty(boundary, dtype=self._hidden.dtype, device=self.device)
-                dist.recv(x, ranks[before], group)
+                _transfer(dist.irecv, x, ranks[before], group)
             x = part(x, **rest)
             if index < self._stages - 1 and after != here:
-                dist.send(x.contiguous(), ranks[after], group)
+                _transfer(dist.isend, x.contiguous(), ranks[after], group)
                 x = None
         return x
 
     def _after_evaluation(self) -> None:
         free_gathered(self.parts)
+
+
+def _transfer(operation: Callable[..., Any], tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
+    """Send or receive as the schedule does, batched: alone it would make a second communicator for each pair."""
+    for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, group)]):
+        work.wait()
 
 
 def _local(gradient: Tensor | None) -> Tensor:

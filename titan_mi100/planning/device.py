@@ -6,7 +6,7 @@ from typing import Any
 
 from titan_mi100.config.toml_file import read_toml
 from titan_mi100.errors import UserError, did_you_mean
-from titan_mi100.planning.hardware import DEVICES, Gpu
+from titan_mi100.planning.cards import DEVICES, Gpu
 from titan_mi100.wording import as_key
 
 _DTYPES = {"bfloat16", "float16", "float32"}

@@ -1,71 +1,24 @@
-"""What the hardware can do: peak rates by architecture, and how many GPUs there are. Imports no torch."""
+"""What the hardware can do: which data sheet is a device's, and how many GPUs there are. Imports no torch."""
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 
+from titan_mi100.planning.cards import CARDS, Gpu
 
-@dataclass(frozen=True)
-class Gpu:
-    """One device as the system shows it (an MI250X shows two), by its data sheet.
 
-    Attributes:
-        tflops: peak dense rates by compute dtype; float32 is true fp32, not tf32.
-        memory_gib: memory of the device, in GiB.
-        link_gbs: GB/s to its neighbour in a node and direction.
-        host_gbs: GB/s to the host's memory and back.
-        overlap: share of the computation's time in which it also sends; 0 where the same cores do both.
-        per_node: devices of a node.
-        node_gbs: its share of what a node sends to others, GB/s and direction.
+def find_gpu(arch: str, compute_units: int, memory: float = 0) -> Gpu | None:
+    """The data sheet of a device, or None for one that is not known (then no MFU is printed, not a guessed one).
+
+    Args:
+        arch: "gfx908:sramecc+:xnack-", "sm90".
+        compute_units: as HIP, CUDA or KFD count them. On RDNA HIP counts pairs of compute units, KFD each.
+        memory: bytes. It tells cards of one chip apart (a W7900 from a 7900 XTX); 0: the first one is meant.
     """
-
-    name: str
-    tflops: Mapping[str, float]
-    memory_gib: float
-    link_gbs: float
-    host_gbs: float = 32
-    overlap: float = 1.0
-    per_node: int = 8
-    node_gbs: float = 12.5
-
-
-# Keyed by (gcnArchName without its features, or "sm" + compute capability; number of compute units or SMs), because
-# device names vary: "AMD Instinct MI100", empty, "Arcturus GL-XL". Source: the vendors' data sheets; a single figure
-# per dtype, the matrix-core rate without sparsity. float32 on CDNA is the matrix rate.
-# Links, GB/s in one direction. PCIe 4.0 x16: 32, 5.0: 64. Frontier (OLCF's user guide): 8 GCDs a node; between GCDs of
-# two cards 50 to 100 over xGMI (within a card 200; a ring is as fast as its slowest link), to the host 36, four
-# Slingshot NICs of 25 a node. NVLink, half of the data sheets' sum of both directions: A100 300, H100 450. InfiniBand
-# as in the DGX data sheets: A100 eight HDR ports of 25 a node, H100 eight NDR ports of 50; MI300X: eight ports of 50 in
-# the vendors' platforms. MI100 and MI210 have no node of their own: 8 cards (ROCm's architecture page of the MI100) and
-# one HDR port for two of them are assumed, as for a device of a user who says nothing else.
-_DGX_H100 = {"host_gbs": 64, "node_gbs": 50}
-GPUS: Mapping[tuple[str, int], Gpu] = {
-    ("gfx908", 120): Gpu("MI100", {"float16": 184.6, "bfloat16": 92.3, "float32": 46.1}, 32, 32),
-    ("gfx90a", 104): Gpu("MI210 or half an MI250", {"float16": 181.0, "bfloat16": 181.0, "float32": 45.3}, 64, 50),
-    ("gfx90a", 110): Gpu("half an MI250X", {"float16": 191.5, "bfloat16": 191.5, "float32": 47.9}, 64, 50, 36),
-    ("gfx942", 304): Gpu("MI300X", {"float16": 1307.4, "bfloat16": 1307.4, "float32": 163.4}, 192, 64, **_DGX_H100),
-    ("sm80", 108): Gpu("A100", {"float16": 312.0, "bfloat16": 312.0, "float32": 19.5}, 80, 300, node_gbs=25),
-    ("sm90", 132): Gpu(
-        "H100 SXM or H200", {"float16": 989.4, "bfloat16": 989.4, "float32": 66.9}, 80, 450, **_DGX_H100
-    ),
-    ("sm90", 114): Gpu("H100 PCIe", {"float16": 756.0, "bfloat16": 756.0, "float32": 51.2}, 80, 64, **_DGX_H100),
-}
-DEVICES: Mapping[str, Gpu] = {  # what people call them
-    "mi100": GPUS["gfx908", 120],
-    "mi210": GPUS["gfx90a", 104],
-    "mi250x": GPUS["gfx90a", 110],
-    "mi300x": GPUS["gfx942", 304],
-    "a100": GPUS["sm80", 108],
-    "a100-40gb": replace(GPUS["sm80", 108], memory_gib=40),
-    "h100": GPUS["sm90", 132],
-    "h100-pcie": GPUS["sm90", 114],
-}
-
-
-def find_gpu(arch: str, compute_units: int) -> Gpu | None:
-    """The table's entry, or None for hardware that it does not know (then no MFU is printed, not a guessed one)."""
-    return GPUS.get((arch.split(":")[0], compute_units))
+    arch = arch.split(":")[0]
+    counts = (compute_units, 2 * compute_units) if arch.startswith("gfx1") else (compute_units,)
+    found = [card.gpu for card in CARDS if card.arch == arch and card.units in counts]
+    return min(found, key=lambda gpu: abs(gpu.memory_gib - memory / 2**30) if memory else 0, default=None)
 
 
 _INSTRUCTIONS = {  # by which a CPU multiplies in a dtype: the names that Linux gives them, on x86 and Arm

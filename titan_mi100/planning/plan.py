@@ -9,8 +9,8 @@ from typing import Any
 from titan_mi100.config.check import check
 from titan_mi100.config.layout import Batch, Layout
 from titan_mi100.config.settings import Config
+from titan_mi100.planning.cards import Gpu
 from titan_mi100.planning.costs import flops_of_steps, recomputed_flops
-from titan_mi100.planning.hardware import Gpu
 from titan_mi100.planning.memory import Memory, estimate
 from titan_mi100.planning.scaling import bubble_share, exposed_seconds
 from titan_mi100.planning.traffic import REACHED, reached

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_mi100.config.layout import AXES, DATA_PARALLEL, SCHEDULES, Batch, Layout
-from titan_mi100.planning.hardware import Gpu
+from titan_mi100.planning.cards import Gpu
 from titan_mi100.planning.traffic import WORLD, Traffic, Work
 
 # Share of a device's peak rate that a step reaches while it computes. Fitted so that the modelled step of Llama-3 8B

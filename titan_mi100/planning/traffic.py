@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 
 from titan_mi100.config.layout import AXES, Layout
-from titan_mi100.planning.hardware import Gpu
+from titan_mi100.planning.cards import Gpu
 
 WORLD = "world"
 _RING = {"all-gather": 1.0, "reduce-scatter": 1.0, "all-reduce": 2.0, "broadcast": 1.0}

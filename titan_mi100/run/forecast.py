@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,15 @@ from titan_mi100.config.settings import Config, MemoryConfig
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import replace
 from titan_mi100.log import log
-from titan_mi100.parallel.distributed import World, device_name, raise_together
+from titan_mi100.parallel.distributed import World, data_sheet, raise_together
 from titan_mi100.planning.costs import flops_of_steps
-from titan_mi100.planning.hardware import find_gpu
 from titan_mi100.planning.memory import CATEGORIES
 from titan_mi100.planning.plan import GIB, make_plan, remedy
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.trainer import StepResult, peak_memory_gib
 
 FILE = "plan.json"
+_OWN = 1 << 30  # bytes that this process may hold on the card before the model: its context and libraries
 _COMPARED = 3  # number of the step to compare with: the first two also allocate optimizer state and choose kernels
 
 
@@ -36,15 +37,14 @@ class Forecast:
         Raises:
             UserError: a step does not fit the device, on all ranks.
         """
-        _, arch, units = device_name(world.device)
         is_gpu = world.device.type == "cuda"
-        card = torch.cuda.get_device_properties(world.device).total_memory if is_gpu else 0
+        self._free, card = torch.cuda.mem_get_info(world.device) if is_gpu else (sys.maxsize, 0)
         if config.memory.limit_gib:
             limit = round(config.memory.limit_gib * GIB)
             if is_gpu and limit < card:
                 torch.cuda.set_per_process_memory_fraction(limit / card, world.device)
             card = min(card or limit, limit)
-        gpu = find_gpu(arch, units)
+        gpu = data_sheet(world.device)
         self.plan = make_plan(config, world.size, card if is_gpu else 0, gpu, spec)
         tflops = gpu.tflops.get(config.training.mixed_precision_param, 0) if gpu else 0
         self._flops, self._peak_flops = flops_of_steps(spec, config.lora), tflops * 1e12 * world.size
@@ -69,6 +69,11 @@ class Forecast:
         needs = f"a step takes {plan.least / GIB:.1f} to {plan.most / GIB:.1f} GiB by plan, of {card / GIB:.1f}"
         if plan.most <= card:
             log.info(f"memory: {needs}")
+            if plan.most > self._free + _OWN:
+                log.warning(
+                    f"only {self._free / GIB:.1f} GiB of the card are free: other programs, or a display, hold the "
+                    "rest; nvidia-smi and rocm-smi list them"
+                )
             return
         advice = f"what helps most: {remedy(plan)}"
         if plan.least > card and memory.on_overflow == "refuse":

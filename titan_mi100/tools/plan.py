@@ -19,8 +19,8 @@ from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import replace
 from titan_mi100.log import setup_logging
+from titan_mi100.planning.cards import Gpu
 from titan_mi100.planning.device import NAMES, find_card, positive, positive_float, size_gib
-from titan_mi100.planning.hardware import Gpu
 from titan_mi100.planning.memory import CATEGORIES
 from titan_mi100.planning.plan import ABOVE, BELOW, EFFICIENCY, GIB, Plan, make_plan, remedy, search
 from titan_mi100.tools import rehearse

@@ -18,8 +18,8 @@ from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import CompileConfig, ParallelismConfig
 from titan_mi100.errors import UserError
 from titan_mi100.log import log, setup_logging
+from titan_mi100.planning.cards import Gpu
 from titan_mi100.planning.device import NAMES, find_card, positive, size_gib
-from titan_mi100.planning.hardware import Gpu
 from titan_mi100.planning.memory import CATEGORIES
 from titan_mi100.planning.plan import GIB, make_plan, remedy, with_unseen
 from titan_mi100.planning.scaling import EFFICIENCY, StepTime, step_of
