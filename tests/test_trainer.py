@@ -38,6 +38,7 @@ from titan_mi100.optim.optimizer import build_optimizer, scale_lr
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
 from titan_mi100.planning.hardware import find_gpu
+from titan_mi100.run.forecast import Forecast
 from titan_mi100.run.progress import Progress
 from titan_mi100.shapes.qwen3 import Qwen3Spec
 from titan_mi100.trainer import StepResult
@@ -268,12 +269,37 @@ def test_what_goes_wrong_in_a_thread_that_reads_ahead_is_raised_by_the_step(worl
         run.step()
 
 
-@pytest.mark.parametrize(("target", "warned"), [(60, True), (70, False), (0, False)])
-def test_a_step_far_from_the_token_target_is_warned_of(
-    target: int, warned: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("given", "accumulation", "said"),
+    [
+        ({"target_tokens_per_step": 60}, 1, "target_tokens_per_step = 60: one forward on all ranks has more"),
+        ({"target_tokens_per_step": 70}, 1, ""),
+        ({}, 1, ""),
+        ({}, 2, 'memory.offload = "weights": each microbatch after the first waits for the host'),
+    ],
+)
+def test_a_step_that_is_not_what_was_meant_is_warned_of(
+    given: dict[str, int], accumulation: int, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log_layout(Layout(), Batch(10, 1, 1), TrainingConfig(seq_len=10, target_tokens_per_step=target))
-    assert (f"target_tokens_per_step = {target}: one forward on all ranks has more" in caplog.text) == warned
+    log_layout(Layout(), Batch(10, accumulation, 1), TrainingConfig(seq_len=10, **given), "weights")
+    assert caplog.text.count("WARNING") == bool(said) and said in caplog.text
+    caplog.clear()
+    log_layout(Layout(), Batch(10, 2, 1), TrainingConfig(seq_len=10), "optimizer")
+    assert "WARNING" not in caplog.text
+
+
+@pytest.mark.parametrize(("free", "warned"), [(0.6, True), (40, False)])
+def test_a_card_that_others_use_is_warned_of(
+    free: float, warned: bool, world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gib = 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(free * gib), 40 * gib))
+    monkeypatch.setattr(distributed, "device_name", lambda _: ("a card", "none", 1))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=40 * gib))
+    config = Config(training=TrainingConfig(seq_len=1 << 14, local_batch_size=256))
+    card = replace(world, device=torch.device("cuda"))
+    Forecast(config, card, SPEC, None)
+    assert ("only 0.6 GiB of the card are free: other programs, or a display" in caplog.text) == warned
 
 
 def test_a_step_without_supervision_has_a_loss_of_zero_and_changes_no_moment(world: World) -> None:

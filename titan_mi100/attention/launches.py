@@ -71,7 +71,9 @@ TABLES: Mapping[tuple[str, int, int], str] = {
     ("gfx90a", 128, 2): _CDNA2,
     ("gfx942", 128, 2): _CDNA2,
     ("gfx950", 128, 2): "128.64.8.1 128.64.4.1 | 128.32.8.1 128.32.4.1 | 32.64.8.1 32.128.4.1 32.64.4.1",
-    ("gfx1100", 128, 2): _RDNA3 + " 16.32.8.1.2",  # the last: for Triton 3.4, where the one before it keeps 8 bytes
+    # of the tiles for keys each fits with one Triton: the first with 3.4, the second, which keeps 8 bytes there, with
+    # 3.7
+    ("gfx1100", 128, 2): _RDNA3.replace("16.32.16.1.2", "16.32.8.1.2 16.32.16.1.2"),
     ("gfx1151", 128, 2): _RDNA3,
     ("gfx1201", 128, 2): "64.32.8.1 32.32.4.1 | 64.32.8.1 32.32.4.1 | 16.32.8.1 16.16.4.1",
     ("sm80", 128, 2): "128.64.8.2 64.64.4.2 | 64.64.8.2 64.32.4.2 64.32.4.3 | 32.64.8.1 16.64.8.2",
