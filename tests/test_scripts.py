@@ -303,6 +303,7 @@ def test_an_index_without_an_answer_is_given_up_soon_and_pips_own_takes_its_plac
         STUB_VERDICT="no torch", TITAN_VENV="third", TITAN_TORCH_INDEX="https://a.b/c", STUB_NO_INDEX="https://a.b/c"
     )
     assert refused.returncode == 1 and "pip could not install this" in refused.stderr
+    assert 'export TITAN_TORCH_INDEX=""' in (REPO / ".ci" / "run").read_text()  # the CI's machines reach no other index
 
 
 def test_another_build_of_torch_takes_the_place_of_the_one_that_is_there(checkout: Checkout) -> None:
