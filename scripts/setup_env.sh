@@ -82,8 +82,9 @@ _titan_logged() {
 _titan_torch() {
   local root=${1:-} version=2.13.0 build="" words="" extras="" file name value
   if [ -e "$root/dev/nvidia0" ] || [ -e "$root/usr/lib/wsl/lib/libcuda.so.1" ]; then
-    local driver old="" new=""
-    driver=$(grep -oEm1 '[0-9]{3}\.[0-9.]+' "$root/proc/driver/nvidia/version" 2>/dev/null) || driver=580
+    local known driver old="" new=""
+    known=$(grep -oEm1 '[0-9]{3}\.[0-9.]+' "$root/proc/driver/nvidia/version" 2>/dev/null) || known=""
+    driver=${known:-580}
     for file in "$root"/sys/bus/pci/drivers/nvidia/*/device; do # PCI device ids grow with the generations
       { read -r value <"$file"; } 2>/dev/null && [[ $value =~ ^0x[0-9a-f]{4}$ ]] || continue
       ((value >= 0x1e00)) || old="older than Turing, "
@@ -93,7 +94,7 @@ _titan_torch() {
     # release with CUDA 12.8 that is tested.
     if [ -n "$old" ] || [ "${driver%%.*}" -lt 580 ]; then
       build=cu126 && [ -z "$new" ] || build=cu128 version=2.8.0
-      words="${old}driver $driver: CUDA 12.${build#cu12}'s build"
+      words="${old}driver ${known:-unknown}: CUDA 12.${build#cu12}'s build"
       [ "${driver%%.*}" -ge 525 ] || words+=", which needs driver 525"
     fi
     words="NVIDIA's cards${words:+ ($words)}"

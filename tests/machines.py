@@ -208,6 +208,10 @@ KINDS = {
         CUDA_12, "NVIDIA's cards (older than Turing, driver 580.95.05: CUDA 12.6's build)", ("sm_70",) * 2,
         nvidia=("Tesla V100-PCIE-32GB",) * 2, device="0x1db6", driver="x86_64 Kernel Module  580.95.05",
     ),
+    "a V100, no driver to be seen": Kind(
+        CUDA_12, "older than Turing, driver unknown: CUDA 12.6's build", ("sm_70",),
+        nvidia=("Tesla V100-PCIE-32GB",), device="0x1db6",
+    ),
     "two RTX 5090, old driver": Kind(
         BLACKWELL_12, "torch 2.8.0 for NVIDIA's cards (driver 575.64: CUDA 12.8's build)", ("sm_120",) * 2, NO_P2P,
         nvidia=("NVIDIA GeForce RTX 5090",) * 2, device="0x2b85", driver=f"{OPEN}  575.64",

@@ -101,9 +101,7 @@ class Card:
     watts: float | None  # power cap
     full_watts: float | None  # default power cap
     level: str | None  # power_dpm_force_performance_level
-    use: str = (
-        "always"  # a processor's own graphics: "alone", where there is no card; "never", no torch has code for it
-    )
+    use: str = "always"  # a processor's own graphics: "alone", where there is no card; "never": no torch has its code
 
 
 @dataclass(frozen=True)
