@@ -8,8 +8,9 @@
 #   TITAN_EXTRAS   extras of pyproject.toml to install too, e.g. dev
 #   TITAN_VENV     folder of the environment to create; default .venv in the checkout
 #   TITAN_PYTHON   interpreter to create it with; default: the first of python3, python3.13 ... with version >= 3.10
-#   TITAN_TORCH    version of torch to install; default 2.8.0 (ROCm 6.4 build) for AMD's cards, else 2.13.0
-#   TITAN_TORCH_INDEX   address of the package index that has this torch, in place of the one that fits the cards
+#   TITAN_TORCH    version of torch to install; default: the one that fits cards and driver (docs/DOCTOR.md)
+#   TITAN_TORCH_INDEX   address of the package index that has this torch, in place of the one that fits the cards; set,
+#                  but empty: the index that pip is configured for, PyPI if none is
 # If TITAN_VENV, TITAN_PYTHON or TITAN_TORCH is set, the active python3 is not used.
 
 _titan_say() { printf 'setup: %s\n' "$*" >&2; }
@@ -75,28 +76,72 @@ _titan_logged() {
   return 1
 }
 
-# Prints the torch that fits the cards: pip's arguments. NVIDIA's cards come first, because the AMD GPU beside them is
-# mostly a processor's own: a desktop Ryzen's gfx1036 has /dev/kfd, too, and no build of torch (planning/hardware.py).
-# $1 is the root of the file system.
+# Prints two lines: pip's arguments for the torch that fits cards and driver, and the same in words. docs/DOCTOR.md has
+# the sources. NVIDIA's cards come first, because the AMD GPU beside them is mostly a processor's own: a desktop Ryzen's
+# gfx1036 has /dev/kfd, too, and no build of torch (planning/hardware.py). $1 is the root of the file system.
 _titan_torch() {
-  local root=${1:-} version="" index=${TITAN_TORCH_INDEX:-} node
-  if [ ! -e "$root/dev/nvidia0" ] && [ ! -e "$root/usr/lib/wsl/lib/libcuda.so.1" ]; then
-    [ ! -d "$root/opt/rocm" ] || version=2.8.0
-    for node in "$root"/sys/class/kfd/kfd/topology/nodes/*/properties; do
-      if grep -qs '^simd_count [1-9]' "$node" &&
-        ! grep -qE '^gfx_target_version (90002|90009|90012|100103|10030[3567])$' "$node"; then
-        version=2.8.0
-      fi
+  local root=${1:-} version=2.13.0 build="" words="" extras="" file name value
+  if [ -e "$root/dev/nvidia0" ] || [ -e "$root/usr/lib/wsl/lib/libcuda.so.1" ]; then
+    local known driver old="" new=""
+    known=$(grep -oEm1 '[0-9]{3}\.[0-9.]+' "$root/proc/driver/nvidia/version" 2>/dev/null) || known=""
+    driver=${known:-580}
+    for file in "$root"/sys/bus/pci/drivers/nvidia/*/device; do # PCI device ids grow with the generations
+      { read -r value <"$file"; } 2>/dev/null && [[ $value =~ ^0x[0-9a-f]{4}$ ]] || continue
+      ((value >= 0x1e00)) || old="older than Turing, "
+      ((value < 0x2900)) || new=Blackwell
     done
+    # CUDA 13 needs driver 580 and has no code for cards older than Turing; CUDA 12.6 has none for Blackwell. 2.8.0 is the
+    # release with CUDA 12.8 that is tested.
+    if [ -n "$old" ] || [ "${driver%%.*}" -lt 580 ]; then
+      build=cu126 && [ -z "$new" ] || build=cu128 version=2.8.0
+      words="${old}driver ${known:-unknown}: CUDA 12.${build#cu12}'s build"
+      [ "${driver%%.*}" -ge 525 ] || words+=", which needs driver 525"
+    fi
+    words="NVIDIA's cards${words:+ ($words)}"
+  else
+    local simds number arch cards="" inside="" rocm=""
+    for file in "$root"/sys/class/kfd/kfd/topology/nodes/*/properties; do
+      simds=0 number=0
+      while read -r name value; do
+        case $name in simd_count) simds=$value ;; gfx_target_version) number=$value ;; esac
+      done 2>/dev/null <"$file" || continue
+      case $simds:$number in
+        0:* | *:90002 | *:90009 | *:90012 | *:100103 | *:10030[3567]) ;;
+        *:110003 | *:11050[0123]) inside+=" $number" ;; # a processor's own, used where there is no card
+        *) cards+=" $number" ;;
+      esac
+    done
+    if [ -z "$cards$inside" ] && [ ! -d "$root/opt/rocm" ]; then
+      build=cpu words="the CPU (no card that it has code for)"
+    else
+      read -r rocm 2>/dev/null <"$root/opt/rocm/.info/version" || :
+      build=rocm6.4 && [[ ! $rocm =~ ^([7-9]|[1-9][0-9])\. ]] || build=rocm7.2
+      for number in ${cards:-$inside}; do
+        printf -v arch 'gfx%d%x%x' $((number / 10000)) $((number / 100 % 100)) $((number % 100))
+        case $arch in
+          gfx000) continue ;; # an old kernel does not say
+          gfx900 | gfx906 | gfx908 | gfx90a | gfx942 | gfx1030 | gfx110[012] | gfx120[01]) ;; # in both
+          gfx950 | gfx1103 | gfx115[01]) [ "$build" = amd ] || build=rocm7.2 ;;
+          *) build=amd ;; # an index with an extra for each architecture
+        esac
+        [[ ,$extras, = *,device-$arch,* ]] || extras+=${extras:+,}device-$arch
+      done
+      words=${extras//device-/}${rocm:+${extras:+, }ROCm ${rocm%%-*}}
+      words="AMD's cards${words:+ ($words)}"
+      case $build in rocm6.4) version=2.8.0 extras="" ;; rocm7.2) extras="" ;; amd) version=2.12.0 ;; esac
+    fi
   fi
-  [ -z "$version" ] || index=${index:-https://download.pytorch.org/whl/rocm6.4}
-  printf 'torch==%s%s\n' "${TITAN_TORCH:-${version:-2.13.0}}" "${index:+ --index-url $index}"
+  local index=${build:+https://download.pytorch.org/whl/$build}
+  [ "$build" != amd ] || index=https://repo.amd.com/rocm/whl-multi-arch/
+  index=${TITAN_TORCH_INDEX-$index} version=${TITAN_TORCH:-$version}
+  printf 'torch%s==%s%s\n' "${extras:+[$extras]}" "$version" "${index:+ --index-url $index}"
+  printf 'torch %s for %s from %s\n' "$version" "$words" "${index:-"pip's index"}"
 }
 
 # Creates or completes the environment. The lock file lets only one caller do so at a time, and it marks the folder as
 # created by this script.
 _titan_install() (
-  local repo=$1 venv=$2 torch=$3 made=$4 extras=$5 lock=$2/titan_setup.lock log=$2/titan_setup.log base had
+  local repo=$1 venv=$2 torch=$3 made=$4 extras=$5 words=$6 lock=$2/titan_setup.lock log=$2/titan_setup.log base had
   if [ -e "$venv" ] && [ ! -e "$lock" ] && [ -n "$(ls -A "$venv")" ]; then
     _titan_say "$venv was not created by this script, so it is not changed. Install torch and this checkout in it" \
       "(pip install -e .) and activate it, or remove it, or set TITAN_VENV=/path/to/folder"
@@ -107,7 +152,7 @@ _titan_install() (
     _titan_say "waiting for another set-up of $venv ..." && flock 9
   fi
   ! _titan_is_complete "$venv" "$made" "$extras" || return 0 # another caller created it while this one waited
-  _titan_say "Setting up ${venv#"$repo"/} with ${torch/ --index-url/ from} (once; a few minutes) ..."
+  _titan_say "Setting up ${venv#"$repo"/} (once; a few minutes): $words ..."
   had=$(sed -n 2p "$venv/titan_setup.stamp" 2>/dev/null)
   [[ -z $had || ",$extras," = *",$had,"* ]] || extras=$had${extras:+,$extras} # keep the extras of earlier calls
   rm -f "$venv/titan_setup.stamp" && : >"$log"
@@ -124,15 +169,28 @@ _titan_install() (
   set -- "$venv/bin/python" -m pip install --quiet --disable-pip-version-check
   local remedy="pip could not install this. If there was no network, call again later: installed packages are kept.
 setup: If there is no build for this Python, set TITAN_PYTHON to another one."
-  # shellcheck disable=SC2086  # $torch is a requirement and, on ROCm, an option with its value
+  # To pip another build of the same version is the same, so the wrong one must go first, with its Triton.
+  had=$(cat "$venv/titan_setup.torch" 2>/dev/null) || had=$torch
+  [ "$had" = "$torch" ] || "${@:1:3}" uninstall -qy torch triton pytorch-triton-rocm triton-rocm >>"$log" 2>&1
+  had=$torch
+  # The CPU's wheel is installed without its dependencies, which the next call takes from pip's index. If PyTorch's does
+  # not answer, so does torch: PyPI's has CUDA's packages on Linux, gigabytes that are not used.
+  # shellcheck disable=SC2086  # $torch is a requirement and an option with its value
+  if [[ $torch = */whl/cpu ]]; then
+    "$@" --no-deps --retries 1 --timeout 15 $torch >>"$log" 2>&1 ||
+      _titan_say "no torch from ${torch##* }, so it comes from pip's index (PyPI's is larger, and computes the same)"
+    torch=${torch%% *}
+  fi
+  # shellcheck disable=SC2086
   _titan_logged "$log" "$remedy" "$@" $torch || return 1
+  printf '%s\n' "$had" >"$venv/titan_setup.torch"
   _titan_logged "$log" "$remedy" "$@" -c "$repo/constraints.txt" -e "${repo}${extras:+[$extras]}" || return 1
   printf '%s\n%s\n' "$made" "$extras" >"$venv/titan_setup.new" && mv "$venv/titan_setup.new" "$venv/titan_setup.stamp" &&
     _titan_say "done."
 )
 
 _titan_setup() {
-  local repo venv extras=${TITAN_EXTRAS:-} chosen="" active python prefix verdict torch made
+  local repo venv extras=${TITAN_EXTRAS:-} chosen="" active python prefix verdict torch words made
   repo=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P) || return 1
   venv=${TITAN_VENV:-$repo/.venv}
   [[ $venv = /* ]] || venv=$PWD/$venv
@@ -152,9 +210,10 @@ _titan_setup() {
     esac
   fi
   if [ -z "$chosen" ]; then
-    torch=$(_titan_torch)
+    { read -r torch && read -r words; } < <(_titan_torch) || return 1
     made=$({ printf '%s\n' "$repo" "${torch#torch==}" && cat "$repo/pyproject.toml" "$repo/constraints.txt"; } | cksum) || return 1
-    _titan_is_complete "$venv" "$made" "$extras" || _titan_install "$repo" "$venv" "$torch" "$made" "$extras" || return 1
+    _titan_is_complete "$venv" "$made" "$extras" ||
+      _titan_install "$repo" "$venv" "$torch" "$made" "$extras" "$words" || return 1
     chosen=$venv/bin/python
   fi
   PYTHON=$chosen PATH=$(dirname -- "$chosen"):$PATH

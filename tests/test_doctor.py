@@ -67,7 +67,7 @@ def test_a_start_on_a_healthy_machine_says_nothing(tmp_path: Path, monkeypatch: 
 
 def test_a_start_says_what_is_wrong_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert said_at_start("mi100_iommu", tmp_path, monkeypatch) == [
-        "doctor: warn: IOMMU: it translates addresses of 2 x MI100 (gfx908), type DMA-FQ; RCCL can hang; "
+        "doctor: warn: IOMMU: it translates addresses of 2 x MI100 (gfx908), type DMA-FQ; NCCL and RCCL can hang; "
         "add iommu=pt to GRUB_CMDLINE_LINUX_DEFAULT in /etc/default/grub, then sudo update-grub and reboot"
     ]
 

@@ -22,6 +22,7 @@ from titan_mi100.launch import torch_build
 from titan_mi100.launch.machine_checks import FAIL, PASS, WARN
 from titan_mi100.launch.machine_facts import UNLIMITED, Facts, System, read
 from titan_mi100.launch.torch_build import Torch
+from titan_mi100.launch.wheels import AMD_ARCHS
 from titan_mi100.planning.cards import CARDS
 from titan_mi100.planning.hardware import count_gpus
 
@@ -74,7 +75,7 @@ def test_an_nvidia_card_is_read_from_its_drivers_files(tmp_path: Path) -> None:
     (card,) = facts.cards
     assert (card.vendor, card.name, card.arch) == ("nvidia", "NVIDIA H100 80GB HBM3", None)
     assert (card.device_file, card.address, card.width, card.speed) == ("/dev/nvidia0", "0000:1b:00.0", 16, 32.0)
-    assert facts.driver == "570.86.15"
+    assert facts.driver == "580.95.05"
     parts = checks.visibility(replace(facts, environ={"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"}))  # of the one card
     assert parts is not None and parts.state == PASS
 
@@ -162,6 +163,12 @@ def with_torch(**changes: object) -> Callable[[Facts], Facts]:
     return lambda facts: replace(facts, torch=replace(facts.torch, **changes))
 
 
+def of_geforce(**torch: object) -> Callable[[Facts], Facts]:
+    """The cards are GeForce of the series without P2P, and the driver is older than CUDA 13."""
+    cards = with_cards(vendor="nvidia", name="NVIDIA GeForce RTX 4090", arch=None, use="always")
+    return lambda facts: replace(cards(facts), driver="570.86", torch=Torch("2.13.0", **{"cuda": "12.6", **torch}))  # type: ignore[arg-type]
+
+
 def changed(**changes: object) -> Callable[[Facts], Facts]:
     return lambda facts: replace(facts, **changes)
 
@@ -190,6 +197,7 @@ CASES: list[tuple[checks.Check, Callable[[Facts], Facts], str | None, str]] = [
     (checks.torch_build, with_torch(usable=None, problem="was killed by SIGSEGV"), FAIL, "was killed by SIGSEGV"),
     (checks.torch_build, with_torch(usable=1), WARN, "sees 1 of 2 visible cards"),
     (checks.torch_build, with_environ(HIP_VISIBLE_DEVICES="-1"), PASS, "hidden from it, so it computes on the CPU"),
+    (checks.torch_build, of_geforce(cuda="13.0", usable=0), FAIL, "RTX 4090: it does not say why"),
     (checks.driver, changed(driverless=("MI100 at 0000:43",)), FAIL, "MI100 at 0000:43 without a compute driver"),
     (checks.driver, changed(rocm="5.7.0"), WARN, "ROCm 5.7.0 in /opt/rocm, but torch is for ROCm 6.4"),
     (checks.driver, changed(rocm=""), PASS, "Linux 6.8.0-48-generic, driver 6.12.12"),
@@ -220,6 +228,23 @@ CASES: list[tuple[checks.Check, Callable[[Facts], Facts], str | None, str]] = [
     (checks.device_files, with_files(1, exists=False, usable=False), WARN, "/dev/dri/renderD128: missing"),
     (checks.device_files, with_files(1, 2, exists=False), FAIL, "renderD128, /dev/dri/renderD129: missing"),
     (checks.device_files, with_files(2, usable=False), FAIL, "/dev/dri/renderD129: no permission"),
+    (
+        checks.own_graphics,
+        with_card(arch="gfx1036", name="gfx1036", use="never"),
+        WARN,
+        "1 x gfx1036 is inside the pro",
+    ),
+    (checks.own_graphics, with_cards(use="alone"), None, ""),
+    (checks.peer_access, of_geforce(), WARN, "2 x NVIDIA GeForce RTX 4090 have none; where the driver offers it, NCCL"),
+    (checks.peer_access, lambda facts: replace(of_geforce()(facts), environ={"NCCL_P2P_DISABLE": "1"}), None, ""),
+    (checks.peer_access, lambda facts: replace(of_geforce()(facts), processes=1), None, ""),
+    (checks.free_memory, with_torch(memory=((31 << 30, 32 << 30), (32 << 30, 32 << 30))), None, ""),
+    (
+        checks.free_memory,
+        with_torch(memory=((32 << 30, 32 << 30), (30 << 30, 32 << 30))),
+        WARN,
+        "2.1 GB of 34.4 GB are",
+    ),
     (checks.nccl_algo, with_environ(NCCL_ALGO="Ring"), PASS, "NCCL_ALGO=Ring"),
     (checks.nccl_algo, with_environ(NCCL_ALGO="Ring,Tree"), PASS, "NCCL_ALGO=Ring,Tree"),
     (checks.nccl_algo, with_environ(NCCL_ALGO="^Tree"), PASS, "NCCL_ALGO=^Tree"),
@@ -281,6 +306,15 @@ def test_each_check_is_seen_to_pass_and_to_object(healthy: Facts) -> None:
         found = check(healthy)
         states[check.__name__].add(found and found.state)
     assert all({"objects"} < found for found in states.values()), states
+
+
+def test_a_driver_that_is_older_than_torchs_cuda_is_told_which_build_it_runs(healthy: Facts) -> None:
+    for cuda, driver, told in (("13.0", "570.86", True), ("13.0", "580.95", False), ("12.6", "570.86", False)):
+        result = checks.torch_build(replace(of_geforce(cuda=cuda, usable=0)(healthy), driver=driver))
+        assert (
+            result is not None
+            and ("torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126" in result.remedy) == told
+        )
 
 
 def test_only_where_no_card_can_work_the_architecture_stops_a_start(healthy: Facts) -> None:
@@ -375,7 +409,7 @@ def test_a_card_that_the_driver_leaves_out_is_found_on_the_bus_unless_it_is_anot
 
 
 def test_the_names_in_the_override_table_are_those_of_the_hardware_table() -> None:
-    assert {card.arch for card in CARDS if card.arch.startswith("gfx")} <= {*checks.AMD_ARCHS, "gfx906"}
+    assert {card.arch for card in CARDS if card.arch.startswith("gfx")} <= AMD_ARCHS
 
 
 VERSION = """from typing import Optional
@@ -423,6 +457,7 @@ FAKE = """
     _C = N(_cuda_getArchFlags=lambda: "gfx908 gfx90a")
     card = N(gcnArchName="gfx908:sramecc+:xnack-", major=9, minor=0)
     cuda = N(is_available=lambda: True, device_count=lambda: 2, get_device_properties=lambda number: card)
+    cuda.mem_get_info = lambda number: (3, 4)
 """
 
 
@@ -447,11 +482,16 @@ def test_a_torch_that_crashes_hangs_or_fails_is_described(tmp_path: Path) -> Non
 
 def test_a_build_names_its_cards_architectures_without_their_features_or_says_why_it_sees_none(tmp_path: Path) -> None:
     told = ask(FAKE, tmp_path / "two")
-    assert told == Torch("2.8.0+rocm6.4", "6.4.43482", None, ("gfx908", "gfx90a"), None, 2, ("gfx908", "gfx908"))
+    assert told == Torch(
+        "2.8.0+rocm6.4", "6.4.43482", None, ("gfx908", "gfx90a"), None, 2, ("gfx908", "gfx908"), ((3, 4),) * 2
+    )
     code = FAKE + "\n    def init(): raise RuntimeError('No HIP GPUs\\n are available')"
     code += "\n    cuda.is_available, cuda.init = lambda: False, init"
     told = ask(code, tmp_path / "none")
     assert (told.usable, told.problem) == (0, "No HIP GPUs are available")
+    code = FAKE + "\n    def busy(number): raise RuntimeError('CUDA-capable device(s) is/are busy')"
+    told = ask(code + "\n    cuda.mem_get_info = busy", tmp_path / "busy")
+    assert (told.usable, told.memory, told.problem) == (2, None, "")  # another process has the card to itself
 
 
 def test_what_triton_needs_to_build_a_kernel_is_found_as_triton_finds_it(

@@ -2,13 +2,10 @@
 
 import json
 import math
-import os
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import REPO
 
 from titan_mi100.config.settings import LRSchedulerConfig
 from titan_mi100.errors import UserError
@@ -169,79 +166,6 @@ def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
     assert count_gpus(tmp_path, {}) == 2
     assert count_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": "1"}) == 1
     assert count_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": ""}) == 0
-
-
-MI100, RYZEN, STRIX_HALO, OLD_KERNELS = 90008, 100306, 110501, 0
-WSL2 = ["dev/dxg", "usr/lib/wsl/lib/libcuda.so.1"]
-GEFORCE = ["dev/nvidia0", "dev/nvidia1"]
-
-
-def root_with(folder: Path, amd: list[int], files: list[str]) -> Path:
-    """A file system with AMD's GPUs of these versions, and with these files."""
-    for node, version in enumerate([None, *amd]):
-        place = folder / f"sys/class/kfd/kfd/topology/nodes/{node}"
-        place.mkdir(parents=True)
-        lines = f"simd_count 480\ngfx_target_version {version}\n" if version is not None else "simd_count 0\n"
-        (place / "properties").write_text(f"cpu_cores_count 0\n{lines}")
-    for name in files:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).touch()
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("amd", "files", "is_rocm", "count"),
-    [
-        ([MI100, MI100, OLD_KERNELS], [], None, 3),
-        ([RYZEN], GEFORCE, None, 2),  # beside a processor's graphics
-        ([RYZEN, MI100], [], True, 1),
-        ([RYZEN], [], None, 0),  # no torch has code for it: the CPU computes
-        ([STRIX_HALO], [], True, 1),
-        ([STRIX_HALO, MI100, MI100], [], True, 2),
-        ([MI100], GEFORCE, None, 2),  # two kinds of cards: torch's build decides
-        ([MI100], GEFORCE, False, 2),
-        ([MI100], GEFORCE, True, 1),
-        ([], WSL2, None, 1),
-        ([], ["dev/dxg"], None, 0),
-    ],
-)
-def test_a_processors_own_graphics_count_where_they_alone_can_compute(
-    amd: list[int], files: list[str], is_rocm: bool | None, count: int, tmp_path: Path
-) -> None:
-    root_with(tmp_path, amd, files)
-    assert count_gpus(tmp_path, {}, is_rocm) == count
-    assert count_gpus(tmp_path, {"HIP_VISIBLE_DEVICES": "0,2"}, is_rocm) == min(count, 2)
-    assert count_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": "-1"}, is_rocm) == 0
-
-
-ROCM = " --index-url https://download.pytorch.org/whl/rocm6.4"
-
-
-@pytest.mark.parametrize(
-    ("amd", "files", "torch"),
-    [
-        ([MI100, MI100], [], f"2.8.0{ROCM}"),
-        ([OLD_KERNELS], [], f"2.8.0{ROCM}"),
-        ([RYZEN, MI100], [], f"2.8.0{ROCM}"),
-        ([], ["opt/rocm/x"], f"2.8.0{ROCM}"),  # a login node
-        ([RYZEN], GEFORCE, "2.13.0"),
-        ([RYZEN], [], "2.13.0"),
-        ([], WSL2, "2.13.0"),
-        ([], [], "2.13.0"),
-    ],
-)
-def test_the_torch_that_is_set_up_fits_the_cards(amd: list[int], files: list[str], torch: str, tmp_path: Path) -> None:
-    root = root_with(tmp_path, amd, files)
-    chooses = f'eval "$(sed -n "/^_titan_torch() {{/,/^}}/p" {REPO}/scripts/setup_env.sh)"; _titan_torch "$1"'
-
-    def chosen(**settings: str) -> str:
-        variables = {name: value for name, value in os.environ.items() if not name.startswith("TITAN_")} | settings
-        command = ["bash", "-euc", chooses, "-", str(root)]
-        return subprocess.run(command, capture_output=True, text=True, env=variables).stdout
-
-    assert chosen() == f"torch=={torch}\n"
-    assert chosen(TITAN_TORCH="2.9.1") == f"torch==2.9.1{ROCM if ROCM in torch else ''}\n"
-    assert chosen(TITAN_TORCH_INDEX="https://a.b/c") == f"torch=={torch.split()[0]} --index-url https://a.b/c\n"
 
 
 def factors(steps: int, **settings: object) -> list[float]:

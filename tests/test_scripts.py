@@ -105,9 +105,10 @@ elif argv[1] == "venv":
     folder = os.path.join(argv[-1], "bin")
     os.makedirs(folder, exist_ok=True)
     os.symlink(sys.argv[0], os.path.join(folder, "python"))
-elif argv[1] == "pip" and "install" in argv:
+elif argv[1] == "pip" and ("install" in argv or "uninstall" in argv):
     log("pip", argv[2:])
-    sys.exit(int(os.environ.get("STUB_PIP_CODE", "0")))
+    refused = os.environ.get("STUB_NO_INDEX", "none") in argv
+    sys.exit(1 if refused else int(os.environ.get("STUB_PIP_CODE", "0")))
 """
 
 
@@ -141,6 +142,7 @@ class Checkout:
             "STUB_LOG": str(self.log_file),
             "STUB_FOLDER": str(self.run_folder),
             "TMPDIR": str(self.temporary),
+            "TITAN_TORCH_INDEX": "",  # whatever cards this machine has
         }
 
     def run(self, *command: str, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -260,7 +262,7 @@ def test_the_environment_is_made_once_and_again_when_a_pin_or_the_extras_change(
         return [arguments for arguments, _ in checkout.calls("pip")[before:]]
 
     torch, package = installs()
-    assert torch[-1].startswith("torch==") or "--index-url" in torch
+    assert torch[-1].startswith("torch==")
     assert package[-1] == str(checkout.folder)
     assert installs() == []
     assert installs(TITAN_EXTRAS="dev")[1][-1] == f"{checkout.folder}[dev]"
@@ -278,6 +280,39 @@ def test_a_half_made_environment_is_completed_and_not_taken_for_a_good_one(check
     assert checkout.set_up(STUB_VERDICT="no torch").returncode == 0
     assert len(checkout.calls("venv")) == 1
     assert len(checkout.calls("pip")) == 3  # torch failed; torch, package
+
+
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+
+
+def test_an_index_without_an_answer_is_given_up_soon_and_pips_own_takes_its_place(checkout: Checkout) -> None:
+    silent = checkout.set_up(STUB_VERDICT="no torch", TITAN_TORCH_INDEX=CPU_INDEX, STUB_NO_INDEX=CPU_INDEX)
+    assert silent.returncode == 0, silent.stderr
+    assert (
+        "(once; a few minutes): torch 2.13.0 for the CPU" in silent.stderr
+        and f"from {CPU_INDEX} ...\n" in silent.stderr
+    )
+    assert f"setup: no torch from {CPU_INDEX}, so it comes from pip's index" in silent.stderr
+    first, second, _ = (arguments for arguments, _ in checkout.calls("pip"))
+    tried = ["--no-deps", "--retries", "1", "--timeout", "15", "torch==2.13.0", "--index-url", CPU_INDEX]
+    assert first[-8:] == tried and second == [*first[:-8], "torch==2.13.0"]
+    answers = checkout.set_up(STUB_VERDICT="no torch", TITAN_TORCH_INDEX=CPU_INDEX, TITAN_VENV="other")
+    assert answers.returncode == 0 and "pip's index" not in answers.stderr
+    # another index has no stand-in: PyPI's torch would not use the cards
+    refused = checkout.set_up(
+        STUB_VERDICT="no torch", TITAN_VENV="third", TITAN_TORCH_INDEX="https://a.b/c", STUB_NO_INDEX="https://a.b/c"
+    )
+    assert refused.returncode == 1 and "pip could not install this" in refused.stderr
+    assert 'export TITAN_TORCH_INDEX=""' in (REPO / ".ci" / "run").read_text()  # the CI's machines reach no other index
+
+
+def test_another_build_of_torch_takes_the_place_of_the_one_that_is_there(checkout: Checkout) -> None:
+    """pip holds 2.13.0+cpu for 2.13.0 and would leave it, after a card was put in."""
+    for index, removed in ((CPU_INDEX, False), (CPU_INDEX, False), ("", True), ("", False)):
+        before = len(checkout.calls("pip"))
+        assert checkout.set_up(STUB_VERDICT="no torch", TITAN_TORCH_INDEX=index).returncode == 0
+        calls = [arguments for arguments, _ in checkout.calls("pip")[before:]]
+        assert any(arguments[:2] == ["uninstall", "-qy"] for arguments in calls) == removed, calls
 
 
 def test_what_the_script_did_not_make_is_left_alone_and_a_python_that_is_missing_is_named(checkout: Checkout) -> None:

@@ -107,6 +107,13 @@ def test_a_job_tries_starts_again_and_goes_back_to_the_queue_only_where_that_hel
         assert {"-K", "--nodelist=n1,n3", "--nodes=2", "--ntasks-per-node=1"} <= set(start)
 
 
+def test_each_task_sees_all_gpus_of_its_node_so_that_they_reach_each_other(tmp_path: Path) -> None:
+    settings = {"SLURM_GPUS_ON_NODE": "2", "SLURM_CPUS_ON_NODE": "4", "TITAN_TASKS": "2"}
+    ((*start,),) = Job(tmp_path, [(0, "done", 60)], **settings).starts
+    assert {"--ntasks-per-node=2", "--cpus-per-task=2", "--gpus-per-node=2", "--gpu-bind=none"} <= set(start)
+    assert not any(word.startswith("--gpus-per-task") for word in start)  # cgroups would keep them apart
+
+
 def test_wrong_settings_start_nothing(tmp_path: Path) -> None:
     job = Job(tmp_path, [], "--training.stepss", "3")
     assert (job.ended.returncode, job.starts) == (2, []) and "did you mean --training.steps?" in job.ended.stderr

@@ -33,7 +33,9 @@ fi
 TITAN_SRUN=(--cpus-per-task="$cores")
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cores}
 if [ -n "${SLURM_GPUS_ON_NODE:-}" ]; then
-  TITAN_SRUN+=(--gpus-per-task=1 --gpu-bind=closest) # each task sees one GPU, the one that is nearest to its cores
+  # Each task sees all GPUs of the node, and takes the one of its LOCAL_RANK. A task that sees one GPU alone
+  # (--gpus-per-task) can be barred from the others by cgroups: NCCL then has no P2P and no IPC between them.
+  TITAN_SRUN+=(--gpus-per-node="$SLURM_GPUS_ON_NODE" --gpu-bind=none)
 fi
 # If nodes have several network interfaces and not all of them connect the nodes, name one: TITAN_NIC=ib0
 if [ -n "${TITAN_NIC:-}" ]; then

@@ -6,23 +6,18 @@ work, would hang or would compute wrong results. It warns about what costs speed
 
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from titan_mi100.launch.machine_facts import ALLOCATOR, HIDING, UNLIMITED, Card, Facts
+from titan_mi100.launch.wheels import PYTORCH_WHEELS, rocm_remedy
 from titan_mi100.planning.cards import CARDS
 from titan_mi100.wording import bytes_in_words, shown, some
 
 PASS, WARN, FAIL = "pass", "warn", "fail"
 SHM_WANTED = 512_000_000  # bytes, the limit of DeepSpeed's ds_report; Docker's default is 64 MiB
 FILES_WANTED = 1024  # the default of Linux
-# AMD's own wheels and the architectures that they support, from the installation guide of ROCm 7.14.0
-AMD_WHEELS = "https://repo.amd.com/rocm/whl-multi-arch/"
-AMD_ARCHS = (
-    "gfx908", "gfx90a", "gfx942", "gfx950", "gfx1030", "gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150",
-    "gfx1151", "gfx1152", "gfx1153", "gfx1200", "gfx1201",
-)  # fmt: skip
-PYTORCH_WHEELS = "https://download.pytorch.org/whl/rocm6.4"
+CONTEXT, LOST = 3 << 28, 0.02  # bytes and share of a card's memory that a plan leaves to driver and libraries
 # NCCL's algorithms for all-gather and reduce-scatter. "tree" is not one: it serves all-reduce only.
 _SERVE_ALL_GATHER = {"ring", "pat", "nvls", "collnetdirect"}
 
@@ -58,13 +53,6 @@ def judge(facts: Facts, fast: bool = False) -> list[Result]:
     return [verdict for check in (FAST if fast else CHECKS) if (verdict := check(facts))]
 
 
-def rocm_remedy(archs: Collection[str | None]) -> str:
-    """The commands that install a torch for cards of these architectures, one alternative per line."""
-    places = [f"pip install torch==2.8.0 --index-url {PYTORCH_WHEELS}"]
-    places += [f"pip install 'torch[device-{arch}]' --index-url {AMD_WHEELS}" for arch in AMD_ARCHS if arch in archs]
-    return "\n".join(places)
-
-
 def torch_build(facts: Facts) -> Result | None:
     """Is torch built for these cards, and can it use them?"""
     torch, cards, vendor = facts.torch, facts.visible(), facts.vendor()
@@ -78,7 +66,7 @@ def torch_build(facts: Facts) -> Result | None:
     if torch.problem and torch.usable is None and not cards:  # usable is 0 if torch answered that it sees no driver
         return Result("torch", FAIL, f"{fact}; it cannot be imported: {torch.problem}", remedy)
     if not cards:
-        where = "the cards are hidden from it" if facts.cards else "no GPU"
+        where = "the cards are hidden from it" if facts.numbered() != facts.present() else "no GPU"
         return Result("torch", PASS, f"{fact}; {where}, so it computes on the CPU")
     if not (torch.hip if vendor == "amd" else torch.cuda):
         remedy += "\nor export CUDA_VISIBLE_DEVICES= to train on the CPU"
@@ -87,14 +75,14 @@ def torch_build(facts: Facts) -> Result | None:
         return Result("torch", PASS, fact)  # the fast checks do not import torch
     if not torch.usable:
         why = torch.problem or "it does not say why"
-        remedy = (
-            "fix the other failed checks first; if there are none, install a driver that fits torch, or a torch that "
-            "fits the driver"
-        )
+        remedy = "install a driver that fits torch, or a torch that fits the driver"
+        if (torch.cuda or "") >= "13" and "" < facts.driver < "580":  # the oldest driver of CUDA 13
+            remedy = f"install driver 580 or newer, or: pip install torch==2.13.0 --index-url {PYTORCH_WHEELS}/cu126"
+        remedy = f"fix the other failed checks first; if there are none, {remedy}"
         return Result("torch", FAIL, f"{fact}; it cannot use {_named(cards)}: {why}", remedy)
-    if torch.usable != len(cards):
+    if torch.usable < len(facts.numbered()):
         remedy = "see what is wrong with the others: sudo dmesg | grep -e amdgpu -e NVRM"
-        return Result("torch", WARN, f"{fact}; it sees {torch.usable} of {len(cards)} visible cards", remedy)
+        return Result("torch", WARN, f"{fact}; it sees {torch.usable} of {len(facts.numbered())} visible cards", remedy)
     return Result("torch", PASS, f"{fact}; it sees {_named(cards)}")
 
 
@@ -163,6 +151,35 @@ def gfx_override(facts: Facts) -> Result | None:
         return Result(name, FAIL, fact, f"{remedy}: this card does not need it")
     fact += f" makes {some(others)} run code of {forced}"
     return Result(name, WARN, fact, "correct only if both have the same instructions, as gfx1031 and gfx1030 do")
+
+
+def own_graphics(facts: Facts) -> Result | None:
+    """Does a processor's own graphics have a number among the cards? A process could compute on it."""
+    cards, used = facts.numbered(), facts.visible()
+    if not used or len(used) == len(cards):
+        return None
+    numbers = ",".join(str(number) for number, card in enumerate(facts.present()) if card in used)
+    fact = f"{_named(set(cards) - set(used))} is inside the processor, and ROCm gives it a number like a card's"
+    return Result("own graphics", WARN, fact, f"export HIP_VISIBLE_DEVICES={numbers}")
+
+
+def peer_access(facts: Facts) -> Result | None:
+    """GeForce cards of the series 40 and 50 do not read each other's memory, but some drivers say that they do."""
+    cards = [card for card in facts.visible() if re.search(r"GeForce RTX [45]0\d\d", card.name)]
+    if len(cards) < 2 or facts.used() < 2 or facts.environ.get("NCCL_P2P_DISABLE") == "1":
+        return None
+    fact = f"{_named(cards)} have none; where the driver offers it, NCCL hangs or sends wrong data"
+    return Result("P2P", WARN, fact, "export NCCL_P2P_DISABLE=1, but not with a driver that was changed to allow it")
+
+
+def free_memory(facts: Facts) -> Result | None:
+    """Do a display or other programs hold a card's memory? A plan counts on all but what driver and libraries need."""
+    held = [(total - free, total) for free, total in facts.torch.memory or () if total - free > CONTEXT + LOST * total]
+    if not held:
+        return None
+    sizes = some(f"{bytes_in_words(taken)} of {bytes_in_words(total)}" for taken, total in held)
+    remedy = "end them (nvidia-smi or rocm-smi --showpids names them), or use another card for the display"
+    return Result("free memory", WARN, f"{sizes} are in use by a display or other programs", remedy)
 
 
 def visibility(facts: Facts) -> Result | None:
@@ -248,13 +265,13 @@ def expandable_segments(facts: Facts) -> Result | None:
 
 
 def iommu(facts: Facts) -> Result | None:
-    """An IOMMU that translates addresses can make transfers between AMD cards hang."""
+    """An IOMMU that translates addresses can make transfers between cards slow, or hang."""
     cards = [card for card in facts.visible() if card.iommu is not None]
-    if facts.vendor() != "amd" or facts.used() < 2 or not cards:
+    if facts.used() < 2 or not cards:
         return None
     translated = [card for card in cards if (card.iommu or "").startswith("DMA")]
     if translated:
-        fact = f"it translates addresses of {_named(translated)}, type {translated[0].iommu}; RCCL can hang"
+        fact = f"it translates addresses of {_named(translated)}, type {translated[0].iommu}; NCCL and RCCL can hang"
         remedy = "add iommu=pt to GRUB_CMDLINE_LINUX_DEFAULT in /etc/default/grub, then sudo update-grub and reboot"
         return Result("IOMMU", WARN, fact, remedy)
     return Result("IOMMU", PASS, "passes addresses through" if any(card.iommu for card in cards) else "off")
@@ -386,9 +403,11 @@ def tunable_op(facts: Facts) -> Result | None:
 # at every start of a run; the doctor runs all
 FAST: tuple[Check, ...] = (
     device_files, driver, visibility, torch_build, architecture, gfx_override, nccl_algo, expandable_segments, iommu,
-    shared_memory, open_files, compiler, power_cap,
+    shared_memory, open_files, compiler, power_cap, own_graphics, peer_access,
 )  # fmt: skip
-CHECKS: tuple[Check, ...] = (*FAST, clock, memlock, pcie_link, pcie_atomics, large_bar, numa, tunable_op)
+CHECKS: tuple[Check, ...] = (
+    *FAST, clock, memlock, pcie_link, pcie_atomics, large_bar, free_memory, numa, tunable_op,
+)  # fmt: skip
 
 
 def _named(cards: Iterable[Card]) -> str:

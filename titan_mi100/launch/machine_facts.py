@@ -7,12 +7,12 @@ checks skip it. `torch_build` asks torch itself.
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from titan_mi100.compiler import cannot_compile
 from titan_mi100.launch.torch_build import Torch, installed
-from titan_mi100.planning.hardware import find_gpu
+from titan_mi100.planning.hardware import NEVER_USED, USED_ALONE, find_gpu
 
 # PCI device ids of AMD Instinct cards
 INSTINCT = {"0x738c": "MI100", "0x738e": "MI100", "0x7408": "MI250X", "0x740c": "MI250X", "0x740f": "MI210"}
@@ -20,7 +20,7 @@ INSTINCT = {"0x738c": "MI100", "0x738e": "MI100", "0x7408": "MI250X", "0x740c": 
 HIDING = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 VARIABLES = (
-    *HIDING, *ALLOCATOR, "HSA_OVERRIDE_GFX_VERSION", "NCCL_ALGO", "PYTORCH_TUNABLEOP_ENABLED",
+    *HIDING, *ALLOCATOR, "HSA_OVERRIDE_GFX_VERSION", "NCCL_ALGO", "NCCL_P2P_DISABLE", "PYTORCH_TUNABLEOP_ENABLED",
     "PYTORCH_TUNABLEOP_TUNING",
 )  # fmt: skip
 UNLIMITED = 2**63 - 1
@@ -101,6 +101,7 @@ class Card:
     watts: float | None  # power cap
     full_watts: float | None  # default power cap
     level: str | None  # power_dpm_force_performance_level
+    use: str = "always"  # a processor's own graphics: "alone", where there is no card; "never": no torch has its code
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,11 @@ class Facts:
         return wanted if wanted in present else max(present, default="")
 
     def visible(self) -> tuple[Card, ...]:
+        """The visible cards that a run computes on, as planning/hardware.py counts them."""
+        cards = self.numbered()
+        return next((left for use in ("always", "alone") if (left := tuple(c for c in cards if c.use == use))), ())
+
+    def numbered(self) -> tuple[Card, ...]:
         """The cards that torch sees, in the order of their numbers.
 
         ROCm's runtime applies ROCR_VISIBLE_DEVICES first and renumbers the remaining cards. HIP then applies
@@ -237,7 +243,8 @@ def _amd_cards(system: System) -> Iterable[Card]:
         gpu = find_gpu(arch or "", simds // max(found.get("simd_per_cu", 0), 1))
         name = gpu.name if gpu else arch or "unknown AMD GPU"
         file = f"/dev/dri/renderD{found.get('drm_render_minor', 0)}"
-        yield _card(system, "amd", name, arch, address, file, _atomics(system, f"{folder}/{node}/io_links"))
+        card = _card(system, "amd", name, arch, address, file, _atomics(system, f"{folder}/{node}/io_links"))
+        yield replace(card, use="never" if version in NEVER_USED else "alone" if version in USED_ALONE else "always")
 
 
 def _nvidia_cards(system: System) -> Iterable[Card]:
@@ -251,6 +258,8 @@ def _nvidia_cards(system: System) -> Iterable[Card]:
             own = next((entry for entry in told if entry.get("Device Minor") == minor), {})
             address = own.get("address", "").lower()
             yield _card(system, "nvidia", own.get("Model", "NVIDIA GPU"), None, address, f"/dev/{name}", None)
+    if "nvidia0" not in system.names("dev") and "libcuda.so.1" in system.names("usr/lib/wsl/lib"):
+        yield _card(system, "nvidia", "NVIDIA GPU of WSL2", None, "", "/dev/dxg", None)
 
 
 def _card(

@@ -59,8 +59,8 @@ def _cpu_flags(cpuinfo: Path) -> set[str]:
 
 # Graphics inside a processor, by KFD's gfx_target_version (100306: gfx1036). PyTorch has builds for the second kind,
 # such as Strix Halo's gfx1151, and none for the first, which the desktop Ryzen have.
-_NEVER_USED = {90002, 90009, 90012, 100103, 100303, 100305, 100306, 100307}
-_USED_ALONE = {110003, 110500, 110501, 110502, 110503}
+NEVER_USED = {90002, 90009, 90012, 100103, 100303, 100305, 100306, 100307}
+USED_ALONE = {110003, 110500, 110501, 110502, 110503}
 
 
 def count_gpus(root: Path = Path("/"), environ: Mapping[str, str] = os.environ, is_rocm: bool | None = None) -> int:
@@ -81,8 +81,8 @@ def count_gpus(root: Path = Path("/"), environ: Mapping[str, str] = os.environ, 
             continue
         if int(properties.get("simd_count", 0)) > 0:
             versions.append(int(properties.get("gfx_target_version", 0)))
-    inside = sum(version in _USED_ALONE for version in versions)
-    amd = sum(version not in _USED_ALONE | _NEVER_USED for version in versions) or inside
+    inside = sum(version in USED_ALONE for version in versions)
+    amd = sum(version not in USED_ALONE | NEVER_USED for version in versions) or inside
     nvidia = sum(path.name[len("nvidia") :].isdigit() for path in (root / "dev").glob("nvidia[0-9]*"))
     if not nvidia and (root / "dev/dxg").exists():
         nvidia = int(any((root / "usr/lib/wsl/lib").glob("libcuda.so*")))
