@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,17 @@ from conftest import REPO
 
 from titan_mi100 import train
 from titan_mi100.config.load import load_config
+from titan_mi100.config.settings import (
+    ActivationCheckpointConfig,
+    Config,
+    LoRAConfig,
+    MemoryConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
+from titan_mi100.planning.plan import make_plan
 from titan_mi100.run import forecast
 from titan_mi100.tools import plan as planner
 
@@ -39,6 +51,52 @@ def test_it_says_whether_a_run_fits_and_what_helps(capsys: pytest.CaptureFixture
 def test_of_changes_that_suffice_it_names_the_mildest(capsys: pytest.CaptureFixture[str]) -> None:
     assert planner.main([*SFT, "--activation_checkpoint.mode", "none", "--memory", "16"]) == 1
     assert "what helps most: take one row at a time (training.local_batch_size = 1" in capsys.readouterr().out
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {"optimizer": OptimizerConfig(state="8bit", master="bf16_sr")},
+    "full, host": {
+        "optimizer": OptimizerConfig(state="8bit", master="bf16_sr"),
+        "memory": MemoryConfig(offload="optimizer"),
+    },
+    "LoRA": {"lora": LoRAConfig(rank=16, alpha=32.0, dropout=0.05)},
+    "QLoRA": {
+        "lora": LoRAConfig(rank=16, alpha=32.0, dropout=0.05, base="nf4"),
+        "parallelism": ParallelismConfig(zero_stage=3),
+    },
+}
+MODELS = ("0.6B", "1.7B", "4B", "8B", "14B")
+
+
+def cell(method: str, model: str, gib: int) -> str:
+    """The most rows that fit a card, and GiB of the host."""
+    for rows in (32, 16, 8, 4, 2, 1):
+        training = TrainingConfig(
+            seq_len=1024, local_batch_size=rows, target_tokens_per_step=98_304, mixed_precision_reduce="bfloat16"
+        )
+        mode = ActivationCheckpointConfig(mode="full")
+        config = Config(
+            model=ModelConfig(flavor=model), training=training, activation_checkpoint=mode, **METHODS[method]
+        )
+        if (plan := make_plan(config, 1, gib << 30, None)).most <= gib << 30:
+            return f"{rows} [{plan.host / 2**30:.0f}]" if method == "full, host" else str(rows)
+    return "-"
+
+
+def test_the_table_of_what_fits_one_card_is_the_planners() -> None:
+    lines = ["| card | method | " + " | ".join(MODELS) + " |", "|---" * (2 + len(MODELS)) + "|"]
+    for gib in (8, 12, 16, 24, 32):
+        for method in METHODS:
+            lines.append(f"| {gib} GB | {method} | " + " | ".join(cell(method, model, gib) for model in MODELS) + " |")
+    assert "\n".join(lines) + "\n" in (REPO / "docs" / "MEMORY.md").read_text(), "\n".join(lines)
+
+
+@pytest.mark.parametrize("gib", [8, 12, 16, 24, 32])
+def test_the_bundled_configs_for_one_card_fit_it_with_room(gib: int, capsys: pytest.CaptureFixture[str]) -> None:
+    for method in ("full", "lora", "qlora"):
+        config = str(REPO / "train_configs" / f"{gib}gb_{method}.toml")
+        assert planner.main(["--job.config_file", config, "--gpus", "1", "--memory", f"{gib}GB", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["most"] <= (gib - 1) << 30  # a display takes some
 
 
 ONE_ROW = ["--training.local_batch_size", "1", "--activation_checkpoint.mode", "full"]

@@ -8,6 +8,8 @@ import pytest
 from conftest import REPO
 from machines import KINDS, RYZEN, Kind
 
+from titan_mi100.attention.launches import candidates
+from titan_mi100.errors import UserError
 from titan_mi100.launch.machine_checks import PASS, judge
 from titan_mi100.launch.wheels import AMD_WHEELS, PYTORCH_WHEELS, rocm_remedy
 from titan_mi100.planning.hardware import count_gpus
@@ -58,3 +60,15 @@ def test_the_doctor_advises_what_the_machine_lacks_and_nothing_else(kind: Kind, 
         of_amd = kind.torch.replace("==2.12.0", "").replace("torch[device-gfx1031]", "'torch[device-gfx1031]'")
         assert f"pip install {of_amd}" in rocm_remedy(amd).splitlines()
         assert kind.torch.partition("--index-url ")[2].startswith((PYTORCH_WHEELS, AMD_WHEELS))
+
+
+WITHOUT_KERNELS = {"sm70", "gfx1031", ""}  # no matrix instructions for bf16; "": an old kernel does not say
+
+
+def test_our_kernels_have_launches_for_the_cards(kind: Kind) -> None:
+    for arch in {arch.replace("_", "") for arch in kind.archs}:
+        if arch in WITHOUT_KERNELS:
+            with pytest.raises(UserError, match="no launch for"):
+                candidates(arch, 128, 2)
+        else:
+            assert candidates(arch, 128, 2).first()
