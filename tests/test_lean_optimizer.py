@@ -207,7 +207,7 @@ def test_an_update_does_not_depend_on_how_much_is_worked_on_at_a_time(
 ) -> None:
     results = []
     for size in (256, 3 * 256, 1 << 20):
-        monkeypatch.setitem(lean.ELEMENTS, "cpu", size)
+        monkeypatch.setitem(lean.ELEMENTS, False, size)
         named = parameters(dtype_of(kind))
         optimizer = optimizer_of(kind, named)
         train(optimizer, named, 3)
@@ -310,8 +310,8 @@ def test_24_bits_of_an_fp32_weight_are_kept_and_found_again() -> None:
 
 
 def test_so_many_rows_are_updated_at_a_time() -> None:
-    found = [lean.rows_at_a_time(device, columns, on_host) for device, columns, on_host in (
-        ("cpu", 1024, False), ("cpu", 1024, True), ("cuda", 1024, False), ("cuda", 1 << 30, False), ("cpu", 100, False)
+    found = [lean.rows_at_a_time(is_gpu, columns, on_host) for is_gpu, columns, on_host in (
+        (False, 1024, False), (False, 1024, True), (True, 1024, False), (True, 1 << 30, False), (False, 100, False)
     )]  # fmt: skip
     assert found == [128, 64, 4096, 1, 1310]
 

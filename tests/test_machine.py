@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 from machines import build, facts_of, load
 
-from titan_mi100.compiler import cannot_compile
+from titan_mi100.device.compiler import cannot_compile
 from titan_mi100.launch import machine_checks as checks
 from titan_mi100.launch import torch_build
 from titan_mi100.launch.machine_checks import FAIL, PASS, WARN

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_mi100.attention.base import to_device
 from titan_mi100.data.loader import RowStream
 from titan_mi100.data.microbatch import Microbatch, sizes
+from titan_mi100.device import accelerator
+from titan_mi100.device.accelerator import to_device
 from titan_mi100.optim.loss_scale import LossScale
 from titan_mi100.optim.state import NamedState
 from titan_mi100.parallel.base import ParallelModel
@@ -50,8 +51,8 @@ class StepResult:
 
 def peak_memory_gib(device: torch.device) -> float:
     """Peak memory so far: reserved by the allocator on a GPU, resident set size of the process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device) / 2**30
+    if accelerator.is_gpu(device):
+        return accelerator.peak_memory(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
@@ -191,7 +192,7 @@ class Trainer:
         self._row += self._stream.batch.global_batch_size
         if self._next_step is None:  # the threads begin with the third step: the first does not wait for their start
             behind = self._row + self._stream.batch.global_batch_size
-            self._next_step = self._stream.ahead(behind, pinned=self._model.device.type == "cuda")
+            self._next_step = self._stream.ahead(behind, pinned=accelerator.is_gpu(self._model.device))
             self._microbatches = self._stream.step(self._row)
         else:
             self._microbatches = self._next_step()

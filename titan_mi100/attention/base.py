@@ -103,13 +103,6 @@ class Backend(ABC):
         """
 
 
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to the device without waiting: only a copy from pinned memory is asynchronous."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
-
-
 def boundaries(documents: Documents) -> np.ndarray:
     """For each token of the flattened batch: the first token of its document, and the token after its last one.
 

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_mi100.attention.base import Backend, Documents, boundaries, to_device
+from titan_mi100.attention.base import Backend, Documents, boundaries
 from titan_mi100.attention.repeatable import repeatable, with_repeatable_backward
+from titan_mi100.device.accelerator import to_device
 from titan_mi100.errors import UserError
 
 

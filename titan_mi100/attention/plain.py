@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from titan_mi100.attention.base import Backend, Documents, boundaries, to_device
+from titan_mi100.attention.base import Backend, Documents, boundaries
 from titan_mi100.attention.repeatable import repeatable, with_repeatable_backward
+from titan_mi100.device.accelerator import to_device
 
 
 def document_mask(documents: Documents, device: torch.device) -> Tensor:

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan_mi100.device import accelerator
+
 
 def _may_differ(device: torch.device) -> bool:
-    return device.type == "cuda"
+    return accelerator.is_cuda(device)
 
 
 @contextmanager

@@ -29,8 +29,9 @@ from titan_mi100.attention.base import Backend, Documents, Shape
 from titan_mi100.attention.launches import Launch, candidates
 from titan_mi100.attention.plain import Chunked
 from titan_mi100.attention.running import running_kernel
-from titan_mi100.compiler import cannot_compile
 from titan_mi100.config.kernels import KERNELS, OWN
+from titan_mi100.device import accelerator
+from titan_mi100.device.compiler import cannot_compile
 from titan_mi100.errors import UserError
 from titan_mi100.files import durable, isolated
 from titan_mi100.files.plain import read_checked
@@ -108,15 +109,15 @@ def try_backend(
 
 def _machine(device: torch.device) -> dict[str, Any]:
     """Everything that a verdict depends on apart from the question: device, driver, versions, and our own code."""
-    found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
+    found: dict[str, Any] = {"torch": torch.__version__, **accelerator.runtimes()}
     for name in itertools.chain.from_iterable(kernel.packages for kernel in KERNELS.values()):
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     for driver in ("/sys/module/amdgpu/version", "/sys/module/nvidia/version"):
         with suppress(OSError):
             found[driver] = Path(driver).read_text()
-    if device.type == "cuda":
-        found["device"] = torch.cuda.get_device_name(device)
+    if accelerator.is_gpu(device):
+        found["device"] = accelerator.properties(device).name
     found["compiler"] = cannot_compile()
     sources = sorted(Path(__file__).parent.glob("*.py"))
     found["sources"] = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
@@ -257,22 +258,16 @@ def milliseconds(backend: Backend, tensors: Sequence[Tensor], documents: Documen
     device, found = tensors[0].device, []
     prepared = backend.prepare(documents, device)
     for _ in range(rounds + 1):
-        wait(device)
+        accelerator.synchronize(device)
         started = time.perf_counter()
         _one_layer(backend, tensors, prepared)
-        wait(device)
+        accelerator.synchronize(device)
         found.append(1000 * (time.perf_counter() - started))
     return found[1:]
 
 
 def _median_ms(backend: Backend, tensors: Sequence[Tensor], documents: Documents) -> float:
     return statistics.median(milliseconds(backend, tensors, documents, _ROUNDS))
-
-
-def wait(device: torch.device) -> None:
-    """Wait until the device has finished all its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def fastest_launch(reference: Reference, arch: str) -> tuple[str, list[str]]:

@@ -1,7 +1,6 @@
 """Attention by our Triton kernels (kernels.py), registered for autograd, torch.compile and FLOP counters."""
 
 import functools
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,15 +9,17 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from titan_mi100.attention import kernels
-from titan_mi100.attention.base import Backend, Documents, boundaries, to_device
+from titan_mi100.attention.base import Backend, Documents, boundaries
 from titan_mi100.attention.launches import Launch, Tile, candidates, options
+from titan_mi100.device import accelerator
+from titan_mi100.device.accelerator import to_device
 
 
 @functools.cache
 def _arch(device: torch.device) -> str:
     """ "gfx908" on AMD's cards; "" elsewhere, where no option depends on it."""
-    is_amd = device.type == "cuda" and torch.version.hip is not None
-    return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0] if is_amd else ""
+    is_amd = accelerator.is_cuda(device) and accelerator.is_rocm()
+    return accelerator.properties(device).gcnArchName.split(":")[0] if is_amd else ""
 
 
 def _launch(text: str, q: Tensor) -> Launch:
@@ -32,7 +33,7 @@ def _start(
     """Launch a kernel on a grid of `programs`."""
     blocks = {"BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, **fixed}
     shape = {"GROUP": q.shape[2] // k.shape[2], "HEAD_DIM": q.shape[3], **blocks}
-    with torch.cuda.device(q.device) if q.device.type == "cuda" else nullcontext():
+    with accelerator.current(q.device):
         kernel[programs](*arguments, **shape, **options(tile, _arch(q.device)))
 
 

@@ -15,6 +15,7 @@ from titan_mi100.cli import Parser
 from titan_mi100.data.files import LONGEST_LINE, RecordReader, label
 from titan_mi100.data.formats import parse_record
 from titan_mi100.data.strict_json import BadRecord, parse
+from titan_mi100.device import accelerator
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import open_plain
 from titan_mi100.generation.engine import AnswerBatch, Model, Request
@@ -53,7 +54,7 @@ def command_parser(name: str, description: str, epilog: str = "") -> ArgumentPar
 
 def open_model(options: Namespace) -> Model:
     """The model that the options name. Raises UserError: as `Model`, or the device cannot be used."""
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = options.device or accelerator.kind()
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError):  # no such name; no such device; this torch is built without it

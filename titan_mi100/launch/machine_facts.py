@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from titan_mi100.compiler import cannot_compile
+from titan_mi100.device.compiler import cannot_compile
 from titan_mi100.launch.torch_build import Torch, installed
 from titan_mi100.planning.hardware import NEVER_USED, USED_ALONE, find_gpu
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titan_mi100.config.layout import IGNORE
+from titan_mi100.device import accelerator
 from titan_mi100.planning.memory import HEAD_BLOCK, HEAD_SHARE
 
 _LEAST_BLOCK = 1024  # columns of a block; narrower matrix products are slow
@@ -38,7 +39,7 @@ class HeadMemory:
         """The setting for a device. A CPU keeps no logits: allocating their memory costs as much as the product."""
         if device.type == "cpu":
             return cls()
-        return cls.of_gpu(torch.cuda.get_device_properties(device).total_memory)
+        return cls.of_gpu(accelerator.properties(device).total_memory)
 
     @classmethod
     def of_gpu(cls, total_memory: int) -> "HeadMemory":

@@ -20,6 +20,7 @@ from titan_mi100.config.settings import Config, ValidationConfig
 from titan_mi100.data.loader import RowSource
 from titan_mi100.data.microbatch import collate
 from titan_mi100.data.rows import Row
+from titan_mi100.device import accelerator
 from titan_mi100.files import durable
 from titan_mi100.files.plain import LARGEST_CONFIG, read_plain
 from titan_mi100.log import log
@@ -117,8 +118,7 @@ def _write_explanation(folder: Path, config: Config, last_step: int, ran: dict[s
         **ran,
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "tiktoken", "safetensors", "numpy")},
-        "hip": torch.version.hip,
-        "cuda": torch.version.cuda,
+        **accelerator.runtimes(),
         "command": sys.argv,
     }
     about = json.dumps(record, indent=1) + "\n"
@@ -182,14 +182,14 @@ def log_where_everything_is(folder: Path, config: Config, progress: Progress, st
 
 def code_and_machine(world: World) -> dict[str, Any]:
     """What environment.json holds about the code and this node."""
-    cards = torch.cuda.device_count() if world.device.type == "cuda" else 0
+    cards = accelerator.count()
     found = describe(world.device, cards)
     return {
         "version": import_module("titan_mi100").__version__,
         "commit": found.commit,
         "host": socket.gethostname(),
         "os": platform.platform(),
-        "gpus": [torch.cuda.get_device_name(card) for card in range(cards)],
+        "gpus": [accelerator.properties(torch.device(world.device.type, card)).name for card in range(cards)],
         "driver": found.driver,
         "triton": found.triton,
     }
@@ -199,6 +199,8 @@ def log_machine(dtype: str, is_compiled: bool, world: World) -> None:
     """Log the device, and advice on the dtype of the computation and torch.compile."""
     log.info(f"{world.size} process(es), each on {distributed.device_name(world.device)[0]}")
     is_cpu = world.device.type == "cpu"
+    if other := accelerator.left_alone():
+        log.warning(f"{other} is left alone: runs compute on CUDA, ROCm or the CPU")
     if advice := hardware.dtype_advice(dtype, distributed.data_sheet(world.device), is_cpu):
         log.warning(advice)
     if not is_compiled and (advice := hardware.compile_advice(dtype, is_cpu)):

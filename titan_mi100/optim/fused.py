@@ -1,12 +1,12 @@
 """Launches the Triton update kernel on this rank's shard of a parameter."""
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from titan_mi100.device import accelerator
 from titan_mi100.optim import kernels
 
 _ELEMENTS, _WARPS = 1024, 4  # per program
@@ -43,7 +43,7 @@ def update(tensors: dict[str, Tensor], number: int, whole: int, values: Any, mas
         values.correction, values.eps, values.rate, values.kept, values.decay,
     )  # fmt: skip
     fixed = {"MASTER": master, "CODED": exponents is not None, "BLOCK": block, "BLOCKS": blocks}
-    with torch.cuda.device(weight.device) if weight.is_cuda else nullcontext():
+    with accelerator.current(weight.device):
         kernels.update_kernel[(programs,)](
             *pointers, rows, columns, number, whole, values.key, *map(float, scalars), **fixed, **LAUNCH
         )

@@ -5,6 +5,8 @@ import mmap
 import torch
 from torch import Tensor
 
+from titan_mi100.device import accelerator
+
 # Registered memory is kept until the process ends: the driver refers to these pages, so they must not be freed.
 _RESERVED: list[Tensor] = []
 
@@ -21,7 +23,7 @@ def page_locked_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.
     if device.type == "cpu":
         return torch.zeros(shape, dtype=dtype)
     found = whole_pages(shape, dtype)
-    error = int(torch.cuda.cudart().cudaHostRegister(found.data_ptr(), found.nbytes, 0)) if found.nbytes else 0
+    error = accelerator.lock_pages(found) if found.nbytes else 0
     if error:
         raise MemoryError(
             f"cannot lock {found.nbytes:,} more bytes of host memory for the GPU (error {error}); "
@@ -53,4 +55,4 @@ def whole_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def pinned_like(like: Tensor) -> Tensor:
     """An uninitialised host tensor for a copy of `like`, pinned for a GPU. Torch's allocator reuses such buffers."""
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=accelerator.is_gpu(like.device))

@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titan_mi100.compiler import cannot_compile
 from titan_mi100.config.settings import OptimizerConfig
+from titan_mi100.device import accelerator
+from titan_mi100.device.compiler import cannot_compile
 from titan_mi100.log import log
 from titan_mi100.optim import host
 from titan_mi100.optim.formats import block_size, split_24_bits
@@ -34,7 +35,7 @@ from titan_mi100.optim.state import NamedState, Read
 from titan_mi100.wording import shortened
 
 # Elements that are updated at a time. CPU: the buffers fit into its caches. GPU: the buffers take 128 MiB.
-ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 22}
+ELEMENTS = {False: 1 << 17, True: 1 << 22}  # by whether it is a GPU
 
 Kernel = Callable[[dict[str, Tensor], int, int, Numbers, str], None]  # see fused.update
 
@@ -75,7 +76,7 @@ class LeanAdamW(NamedState):
         self._lanes = [_Lane(), *(_Lane(self._device.Stream()) for _ in range(2 if self._on_host else 0))]
         self._turns = itertools.cycle(self._lanes[1:])
         self._kernel: Kernel | None = None
-        if device.type == "cuda" and config.is_lean:
+        if accelerator.is_cuda(device) and config.is_lean:
             self._kernel, how = choose_kernel(config, device)
             log.info(f"optimizer: AdamW, state {config.state}, weights {config.master}, {how}")
 
@@ -152,7 +153,7 @@ class LeanAdamW(NamedState):
             whole: columns of the full parameter.
         """
         rows, columns = local["weight"].shape
-        size = rows_at_a_time(local["weight"].device.type, columns, is_on_host)
+        size = rows_at_a_time(accelerator.is_gpu(local["weight"].device), columns, is_on_host)
         # The kernel needs no buffers: it updates all rows at once unless they have to be copied from the host.
         size = rows if self._kernel is not None and not is_on_host else size
         for start in range(0, rows, size):
@@ -177,14 +178,14 @@ class LeanAdamW(NamedState):
             update_with_torch(part, number, whole, numbers, self._config, lane.scratch(part["weight"]))
 
 
-def rows_at_a_time(device_type: str, columns: int, is_on_host: bool) -> int:
+def rows_at_a_time(is_gpu: bool, columns: int, is_on_host: bool) -> int:
     """How many rows are updated at a time.
 
     Args:
-        device_type: a key of ELEMENTS.
+        is_gpu: whether the update runs on a GPU.
         is_on_host: the state is copied from the host; two pieces are in flight then, so each is half as large.
     """
-    return max(1, (ELEMENTS[device_type] >> is_on_host) // columns)
+    return max(1, (ELEMENTS[is_gpu] >> is_on_host) // columns)
 
 
 def choose_kernel(config: OptimizerConfig, device: torch.device) -> tuple[Kernel | None, str]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_mi100.config.settings import LRSchedulerConfig, OptimizerConfig
+from titan_mi100.device import accelerator
 from titan_mi100.optim.lean import LeanAdamW
 from titan_mi100.optim.state import NamedState
 
@@ -63,7 +64,12 @@ def build_optimizer(
     ]
     if config.is_lean or on_host:
         return LeanAdamW(groups, config, seed, device, on_host)
-    return AdamW(groups, betas=(config.beta1, config.beta2), eps=config.eps, fused=device.type in ("cpu", "cuda"))
+    return AdamW(
+        groups,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=device.type == "cpu" or accelerator.is_cuda(device),
+    )
 
 
 def scale_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_mi100.attention.base import Documents, to_device
+from titan_mi100.attention.base import Documents
 from titan_mi100.data.microbatch import ENDS, READ_ON_HOST, SUPERVISED, Microbatch, for_the_model
+from titan_mi100.device.accelerator import to_device
 from titan_mi100.model.decoder import CausalLM, Decoder
 from titan_mi100.objectives.base import Objective
 from titan_mi100.objectives.sft import SFT

@@ -22,9 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titan_mi100.attention.base import to_device
 from titan_mi100.config.layout import AXES, DATA_PARALLEL, Layout
 from titan_mi100.config.srun import device_index
+from titan_mi100.device import accelerator
+from titan_mi100.device.accelerator import to_device
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.model.init import Read
 from titan_mi100.planning.cards import Gpu
@@ -68,8 +69,8 @@ def init_distributed() -> World:
     """
     global _waiting
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    present = count_gpus(is_rocm=torch.version.hip is not None)
-    usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    present = count_gpus(is_rocm=accelerator.is_rocm())
+    usable = accelerator.count()
     if present and not usable:
         raise UserError(
             f"this machine has {present} GPU(s), but torch {torch.__version__} cannot use them; install a torch built "
@@ -78,13 +79,12 @@ def init_distributed() -> World:
         )
     device = torch.device("cpu")
     if usable:
-        device = torch.device("cuda", device_index(os.environ, usable))
-        torch.cuda.set_device(device)
+        device = accelerator.select(device_index(os.environ, usable))
     else:
         _keep_freed_memory()
     if size > _FULL_MESH:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    backend = "cpu:gloo,cuda:nccl" if usable else "gloo"
+    backend = accelerator.group_backend()
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=_START)
         _waiting = dist.new_group(backend="gloo", timeout=_WAITING)
@@ -92,7 +92,7 @@ def init_distributed() -> World:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     # srun can give each task one visible GPU. If several tasks got the same one, they would run out of memory later.
     if usable == 1 < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-        found = torch.cuda.get_device_properties(device)
+        found = accelerator.properties(device)
         _refuse_shared(f"{socket.gethostname()}/{getattr(found, 'uuid', found.name)}", rank)
     return World(rank, size, device)
 
@@ -166,19 +166,19 @@ def data_parallel_rank(mesh: DeviceMesh) -> int:
 
 def device_name(device: torch.device) -> tuple[str, str, int]:
     """A description of the device, its architecture and its number of compute units; see hardware.find_gpu."""
-    if device.type != "cuda":
+    if not accelerator.is_gpu(device):
         return f"CPU, {os.cpu_count()} cores, {torch.get_num_threads()} of them per process", "cpu", 0
-    found = torch.cuda.get_device_properties(device)
-    arch = found.gcnArchName if torch.version.hip else ""  # in a CUDA build of torch it is the card's name
+    found = accelerator.properties(device)
+    arch = found.gcnArchName if accelerator.is_rocm() else ""  # in a CUDA build of torch it is the card's name
     arch = arch or f"sm{found.major}{found.minor}"
     return f"{found.name or arch} ({arch}, {found.total_memory / 2**30:.0f} GiB)", arch, found.multi_processor_count
 
 
 def data_sheet(device: torch.device) -> Gpu | None:
     """The device's data sheet; None: a CPU, or it is not known."""
-    if device.type != "cuda":
+    if not accelerator.is_gpu(device):
         return None
-    return find_gpu(*device_name(device)[1:], torch.cuda.get_device_properties(device).total_memory)
+    return find_gpu(*device_name(device)[1:], accelerator.properties(device).total_memory)
 
 
 def seed_everything(seed: int) -> None:

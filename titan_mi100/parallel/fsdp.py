@@ -69,7 +69,7 @@ def apply_fsdp(
     axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
     options: dict[str, Any] = {"mesh": mesh[axes], "mp_policy": policy}
     if on_host:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     reshard = layout.zero_stage == 3
     blocks = model.model.blocks()
     for layer in blocks:  # the last block stays gathered after forward: backward needs it first

@@ -6,8 +6,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.profiler import profile, record_function, schedule
 
+from titan_mi100.device import accelerator
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.trace_summary import STEP, read_trace, summarise
 from titan_mi100.trainer import StepResult
@@ -20,9 +21,10 @@ def communication(step: Callable[[], StepResult], world: World) -> dict[str, Any
 
     In flight at once counts once: a pipeline posts many receives long before it needs them.
     """
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (world.device.type == "cuda")
     # the profiler's first step pays for its start, and is not kept
-    with profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=1), acc_events=True) as profiler:
+    with profile(
+        activities=accelerator.activities(world.device), schedule=schedule(wait=0, warmup=1, active=1), acc_events=True
+    ) as profiler:
         step()
         profiler.step()
         dist.barrier()  # the ranks' profilers start at different times; that wait is no part of the step

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from titan_mi100.config.settings import Config, MemoryConfig
+from titan_mi100.device import accelerator
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import replace
 from titan_mi100.log import log
@@ -37,12 +38,12 @@ class Forecast:
         Raises:
             UserError: a step does not fit the device, on all ranks.
         """
-        is_gpu = world.device.type == "cuda"
-        self._free, card = torch.cuda.mem_get_info(world.device) if is_gpu else (sys.maxsize, 0)
+        is_gpu = accelerator.is_gpu(world.device)
+        self._free, card = accelerator.memory(world.device) if is_gpu else (sys.maxsize, 0)
         if config.memory.limit_gib:
             limit = round(config.memory.limit_gib * GIB)
             if is_gpu and limit < card:
-                torch.cuda.set_per_process_memory_fraction(limit / card, world.device)
+                accelerator.limit_memory(limit / card, world.device)
             card = min(card or limit, limit)
         gpu = data_sheet(world.device)
         self.plan = make_plan(config, world.size, card if is_gpu else 0, gpu, spec)

@@ -56,20 +56,20 @@ def describe(device: "torch.device", cards: int) -> Machine:
     """
     import torch  # a certificate is read without it
 
+    from titan_mi100.device import accelerator
     from titan_mi100.parallel.distributed import device_name
 
     words, arch, units = device_name(device)
-    is_gpu = device.type == "cuda"
-    runtimes = {"hip": torch.version.hip, "cuda": torch.version.cuda}
+    is_gpu = accelerator.is_gpu(device)
     return Machine(
         device=words if is_gpu else f"CPU: {_cpu()}, {os.cpu_count()} cores",
         arch=arch,
         compute_units=units,
-        memory=torch.cuda.get_device_properties(device).total_memory if is_gpu else 0,
+        memory=accelerator.properties(device).total_memory if is_gpu else 0,
         cards=cards if is_gpu else _CPU_PROCESSES,
         driver=_driver() if is_gpu else "",
         torch=torch.__version__,
-        runtime=next((f"{name} {found}" for name, found in runtimes.items() if found), ""),
+        runtime=next((f"{name} {found}" for name, found in accelerator.runtimes().items() if found), ""),
         triton=next(filter(None, map(version_of, KERNELS[OWN].packages)), ""),
         python=platform.python_version(),
         version=version_of("titan_mi100"),

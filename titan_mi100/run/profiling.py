@@ -7,10 +7,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.profiler import profile, record_function, schedule
 
 from titan_mi100.config.settings import ProfilingConfig
+from titan_mi100.device import accelerator
 from titan_mi100.errors import UserError
 from titan_mi100.log import log
 from titan_mi100.parallel.distributed import World, any_rank
@@ -25,7 +25,7 @@ def open_profiler(folder: Path, config: ProfilingConfig, world: World, last: int
     """None: nothing is to be profiled. Args: last: the run's last step. Raises UserError, on all ranks."""
     if not config.enable_profiling and not config.enable_memory_snapshot:
         return None
-    if config.enable_memory_snapshot and world.device.type != "cuda":
+    if config.enable_memory_snapshot and not accelerator.is_cuda(world.device):
         what = "needs a GPU: torch keeps no history of a CPU's memory; set it to false"
         raise UserError(f"[profiling] enable_memory_snapshot = true {what}")
     return Profiler(folder, config, world, last)
@@ -42,7 +42,7 @@ class Profiler:
         self._asks = folder / SNAPSHOT
         self._listens = config.enable_memory_snapshot and world.rank == 0
         if config.enable_memory_snapshot:
-            torch.cuda.memory._record_memory_history(max_entries=_MOST_ENTRIES, stacks="python")
+            accelerator.remember_allocations(_MOST_ENTRIES)
         if config.enable_profiling and not any(map(self.traces, range(1, last + 1))):
             log.warning(f"[profiling] none of the steps to trace is among the run's {last}: nothing will be traced")
 
@@ -94,7 +94,7 @@ class Profiler:
         path = self._folder / self._config.save_memory_snapshot_folder / name / f"rank-{self._world.rank}.pickle"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(path))
+            accelerator.write_allocations(str(path))
             log.info(f"memory snapshot: {path}")
         except OSError as error:
             log.warning(f"{path}: cannot be written to: {error.strerror}")
@@ -110,12 +110,10 @@ class Profiler:
         return self._folder / self._config.save_traces_folder / f"step-{step}"
 
     def _profile(self, **options: Any) -> profile:
-        on_gpu = self._world.device.type == "cuda"
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-        return profile(activities=activities, acc_events=True, **options)
+        return profile(activities=accelerator.activities(self._world.device), acc_events=True, **options)
 
     def _traced(self, step: int) -> Iterator[None]:
-        self._synchronise()  # kernels of the step before must not appear in this one's trace
+        accelerator.synchronize(self._world.device)  # kernels of the step before must not appear in this one's trace
         tracer, self._warm = self._warm, None
         if tracer is not None:
             tracer.step()
@@ -124,13 +122,9 @@ class Profiler:
             tracer.start()
         with record_function(f"{STEP}{step}"):
             yield
-        self._synchronise()
+        accelerator.synchronize(self._world.device)
         tracer.stop()
         self._write(step, tracer)
-
-    def _synchronise(self) -> None:
-        if self._world.device.type == "cuda":
-            torch.cuda.synchronize(self._world.device)
 
     def _write(self, step: int, tracer: profile) -> None:
         """Write the trace and its summary. A full disk does not end the run."""
@@ -146,6 +140,6 @@ class Profiler:
             log.error(f"{path}: cannot be written, or not be read again: {error}")
             return
         log.info(text)
-        if self._world.device.type == "cuda" and not summary.on_gpu:
+        if accelerator.is_gpu(self._world.device) and not summary.on_gpu:
             log.error(f"{path}: holds nothing of the GPU; what Kineto has printed says why")
         log.info(f"step {step}: writing the trace took {time.perf_counter() - started:.1f} s")

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from titan_mi100.device import accelerator
 from titan_mi100.log import log
 from titan_mi100.parallel.distributed import World, from_rank_zero
 from titan_mi100.trainer import StepResult
@@ -29,7 +30,6 @@ _REMEMBERED = 3  # probes kept per rank; the fastest counts, since other work ma
 _LEAST_STEPS = 20  # steps to average over, at least
 _AGAIN = 1000  # steps until a warning about the same ranks is repeated
 _SHOWN = 3  # ranks described in full in a warning
-_SIDE = {"cuda": 4096, "cpu": 256}  # side of the probe's square matrices
 
 
 class Stragglers:
@@ -38,8 +38,9 @@ class Stragglers:
     def __init__(self, world: World, log_freq: int) -> None:
         """A collective: rank 0 measures how many products make a probe, for all."""
         self._world, self._log_freq = world, log_freq
-        dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-        self._matrix = torch.full((_SIDE[world.device.type],) * 2, 1e-3, dtype=dtype, device=world.device)
+        is_gpu = accelerator.is_gpu(world.device)
+        dtype, side = (torch.bfloat16, 4096) if is_gpu else (torch.float32, 256)  # of the probe's square matrices
+        self._matrix = torch.full((side, side), 1e-3, dtype=dtype, device=world.device)
         self._products = from_rank_zero(partial(self._count_products))
         self._host = self._step = self._probe = self._probed_at = 0.0
         self._probes = [deque[float](maxlen=_REMEMBERED) for _ in range(world.size)]
@@ -91,14 +92,11 @@ class Stragglers:
         return max(1, round(8 * _PROBE / self._time(8)))
 
     def _time(self, products: int) -> float:
-        is_gpu = self._world.device.type == "cuda"
-        if is_gpu:
-            torch.cuda.synchronize()
+        accelerator.synchronize(self._world.device)
         began, product = time.perf_counter(), self._matrix
         for _ in range(products):
             product = self._matrix @ self._matrix
-        if is_gpu:
-            torch.cuda.synchronize()
+        accelerator.synchronize(self._world.device)
         del product
         return time.perf_counter() - began
 
@@ -127,12 +125,12 @@ def slow_ranks(means: list[list[float]], seconds: float, probes: list[deque[floa
 
 def device_health(device: torch.device) -> str:
     """Clock, power, temperature and memory errors of the device, in words; for a CPU the system load."""
-    if device.type != "cuda":
+    if not accelerator.is_cuda(device):
         return f"CPU, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-    found = torch.cuda.get_device_properties(device)
+    found = accelerator.properties(device)
     place = [getattr(found, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
     if None in place:
         return "the device's PCI address is unknown"
     domain, bus, number = map(int, place)  # type: ignore[arg-type]
     address = f"{domain:04x}:{bus:02x}:{number:02x}.0"
-    return amd_health(Path("/sys/bus/pci/devices", address)) if torch.version.hip else nvidia_health(address)
+    return amd_health(Path("/sys/bus/pci/devices", address)) if accelerator.is_rocm() else nvidia_health(address)

@@ -353,7 +353,7 @@ def _step(
     update = len(ledger.events)
     model.measure_gradients()
     first_rows = partialmethod(_update_first_rows, seen=set())
-    elements = {"cpu": lean.ELEMENTS["cuda" if is_gpu and not is_on_host else "cpu"]}
+    elements = {False: lean.ELEMENTS[is_gpu and not is_on_host]}
     with patch.dict(lean.ELEMENTS, elements), patch.object(LeanAdamW, "_update", first_rows):
         optimizer.update(0.5)
     stop = len(ledger.events)
@@ -371,7 +371,7 @@ def _update_first_rows(optimizer: LeanAdamW, parameter: nn.Parameter, numbers: A
     if (kind := (local["weight"].shape, is_on_host)) in seen:
         return
     seen.add(kind)
-    size = 2 * rows_at_a_time("cpu", local["weight"].shape[1], is_on_host)
+    size = 2 * rows_at_a_time(False, local["weight"].shape[1], is_on_host)
     first = {name: tensor[:size] for name, tensor in local.items()}
     optimizer._update_local(first, 0, parameter.shape[-1], numbers, is_on_host)
 

@@ -1,0 +1,126 @@
+"""The device that a run computes on: CUDA (NVIDIA's cards, AMD's under ROCm), a device that an entry point of
+`torch.backends` registered, or the CPU. No other file names CUDA, except launch/torch_build.py, which asks a build of
+torch about it for the doctor.
+
+`torch.get_device_module` gives what all of them have. `torch.accelerator` does not choose: in torch 2.8 it has neither
+memory nor properties, and it takes devices without fp64.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity
+
+_CUDA = "cuda"
+_module: Any = torch.get_device_module
+
+
+def kind() -> str:
+    """The type of the device: "cuda", the name of a registered one, or "cpu"."""
+    registered = torch._C._get_privateuse1_backend_name()
+    modules: dict[str, Any] = {name: getattr(torch, name, None) for name in (_CUDA, registered)}
+    return next((name for name, module in modules.items() if module is not None and module.is_available()), "cpu")
+
+
+def count() -> int:
+    """Devices that this process can use; 0: it computes on the CPU."""
+    return int(_module(kind()).device_count()) if kind() != "cpu" else 0
+
+
+def left_alone() -> str:
+    """An accelerator of this machine that no run takes; "": there is none."""
+    others = {"Intel's GPU (xpu)": torch.xpu.is_available, "Apple's GPU (mps)": torch.backends.mps.is_available}
+    return next((name for name, is_there in others.items() if is_there()), "") if kind() == "cpu" else ""
+
+
+def select(index: int) -> torch.device:
+    """Make this device the process's."""
+    device = torch.device(kind(), index)
+    _module(device).set_device(device)
+    return device
+
+
+def group_backend() -> str:
+    """For init_process_group: collectives on the device's tensors by its own library, on the CPU's by gloo."""
+    mine = torch.distributed.Backend.default_device_backend_map.get(kind(), "")
+    return "gloo" if kind() == "cpu" else f"cpu:gloo,{kind()}:{mine}"
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether it computes beside the host, with memory of its own."""
+    return device.type not in ("cpu", "meta")
+
+
+def is_cuda(device: torch.device) -> bool:
+    """Whether kernels of CUDA and ROCm run there: Triton's, flash attention, the fused AdamW."""
+    return device.type == _CUDA
+
+
+def is_rocm() -> bool:
+    """Whether this torch is built for AMD's cards."""
+    return torch.version.hip is not None
+
+
+def runtimes() -> dict[str, str | None]:
+    """Versions of what this torch was built for; None: not for that."""
+    return {"hip": torch.version.hip, "cuda": torch.version.cuda}
+
+
+def properties(device: torch.device) -> Any:
+    """As torch gives them: name, total_memory, multi_processor_count ..."""
+    return _module(device).get_device_properties(device)
+
+
+def memory(device: torch.device) -> tuple[int, int]:
+    """Bytes that are free, and all; of a GPU."""
+    free, total = _module(device).mem_get_info(device)
+    return free, total
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that torch's allocator has held of a GPU."""
+    return int(_module(device).max_memory_reserved(device))
+
+
+def limit_memory(share: float, device: torch.device) -> None:
+    _module(device).set_per_process_memory_fraction(share, device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished all its work."""
+    if is_gpu(device):
+        _module(device).synchronize(device)
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Makes it the current device inside: Triton launches on that."""
+    return _module(device).device(device) if is_gpu(device) else nullcontext()
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a CPU tensor to the device without waiting: only a copy from pinned memory is asynchronous."""
+    if is_gpu(device) and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def lock_pages(pages: Tensor) -> int:
+    """Register host memory with the driver, so that the device copies from and to it directly. The driver's error."""
+    return int(torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.nbytes, 0))
+
+
+def activities(device: torch.device) -> list[ProfilerActivity]:
+    """What the profiler records."""
+    return [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * is_cuda(device)
+
+
+def remember_allocations(most: int) -> None:
+    """Record the allocator's history, for `write_allocations`."""
+    torch.cuda.memory._record_memory_history(max_entries=most, stacks="python")
+
+
+def write_allocations(path: str) -> None:
+    """Write current and recent allocations. Raises OSError."""
+    torch.cuda.memory._dump_snapshot(path)
