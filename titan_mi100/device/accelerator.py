@@ -31,8 +31,8 @@ def count() -> int:
 
 def left_alone() -> str:
     """An accelerator of this machine that no run takes; "": there is none."""
-    others = {"Intel's GPU (xpu)": torch.xpu.is_available, "Apple's GPU (mps)": torch.backends.mps.is_available}
-    return next((name for name, is_there in others.items() if is_there()), "") if kind() == "cpu" else ""
+    others = {"Intel's GPU (xpu)": torch.xpu.is_available(), "Apple's GPU (mps)": torch.backends.mps.is_available()}
+    return next((name for name, is_there in others.items() if is_there), "") if kind() == "cpu" else ""
 
 
 def select(index: int) -> torch.device:
