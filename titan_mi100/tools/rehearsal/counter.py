@@ -10,7 +10,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partialmethod
 from itertools import pairwise
@@ -352,13 +352,17 @@ def _step(
     ledger.label((parameter.grad for parameter in trained), HOST if is_on_host else GRADIENTS)
     update = len(ledger.events)
     model.measure_gradients()
-    first_rows = partialmethod(_update_first_rows, seen=set())
     elements = {False: lean.ELEMENTS[is_gpu and not is_on_host]}
-    with patch.dict(lean.ELEMENTS, elements), patch.object(LeanAdamW, "_update", first_rows):
+    with patch.dict(lean.ELEMENTS, elements), first_rows_only():
         optimizer.update(0.5)
     stop = len(ledger.events)
     model.clear_gradients()
     return ledger.kept(), start, update, stop
+
+
+def first_rows_only() -> AbstractContextManager[object]:
+    """Lean updates work on two pieces of each shape inside: the others take no more memory, and send nothing."""
+    return patch.object(LeanAdamW, "_update", partialmethod(_update_first_rows, seen=set()))
 
 
 def _update_first_rows(optimizer: LeanAdamW, parameter: nn.Parameter, numbers: Any, seen: set[Any]) -> None:
