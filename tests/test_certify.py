@@ -359,6 +359,8 @@ def test_a_backend_gets_long_rows_after_short_ones() -> None:
         found = {task.name: task.refused for task in tasks.tasks(TWO, [], [short])}
         assert found["attention/sdpa/0.6B/bfloat16/16384"].removeprefix("not tried in longer rows: ") == why
         assert found["attention/sdpa/0.6B/float16/4096"] == ""
+    names = [task.name for task in tasks.tasks(TWO, [], [replace(SHORT, verdict="unavailable")])]
+    assert not {f"attention/sdpa/0.6B/bfloat16/{seq}" for seq in (4096, 16384)} & {*names}
 
 
 def test_a_step_of_each_method_runs(monkeypatch: pytest.MonkeyPatch, world: Any) -> None:

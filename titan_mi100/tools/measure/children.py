@@ -107,21 +107,18 @@ class _Rank:
             environment.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the cores
         question = json.dumps([task.target, dict(task.arguments), str(self._answer), os.getpid()])
         with self._errors.open("wb") as errors:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 isolated.command("tools.measure.children:main", question),
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, env=environment,
                 start_new_session=True,  # Ctrl-C goes to the command only; it kills each child's process group
             )  # fmt: skip
-
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
 
     def outcome(self) -> Outcome:
         """What it wrote, or how it ended."""
         with suppress(OSError, ValueError):
             status, said, found = json.loads(self._answer.read_text(encoding="utf-8"))
             return status, said, found
-        code = self._process.returncode
+        code = self.process.returncode
         if code is None:
             return "hung", "did not end", None
         lines = self._errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
@@ -134,16 +131,16 @@ class _Rank:
     def kill(self) -> None:
         """Kill it and all that it started. One that waits inside a broken driver does not end."""
         with suppress(OSError):  # the process group has ended
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self.process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_GRACE)
+            self.process.wait(_GRACE)
 
 
 def _wait(ranks: Sequence[_Rank], until: float, time_left: Callable[[], float]) -> bool:
     """Wait for the processes; when one has failed, at most _GRACE seconds longer. False: a limit came first."""
     has_failed = False
-    while not all(rank.has_ended() for rank in ranks):
-        if not has_failed and any(rank.has_ended() and rank.outcome()[0] != _MEASURED for rank in ranks):
+    while running := [rank for rank in ranks if rank.process.poll() is None]:
+        if not has_failed and any(rank not in running and rank.outcome()[0] != _MEASURED for rank in ranks):
             has_failed, until = True, min(until, time.monotonic() + _GRACE)
         if time.monotonic() > until or time_left() <= 0:
             return has_failed

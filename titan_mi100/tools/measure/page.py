@@ -41,10 +41,9 @@ def write_board(folder: Path) -> None:
         steps = sorted(measured(parts, "steps"), key=lambda found: float(found["tokens_per_second"]))
         fastest = {(found["row"]["model"], found["row"]["method"]): found["row"] for found in steps}
         machine, state = header.machine, " (unfinished)" * summary(parts).startswith("unfinished")
-        versions = f"{machine.torch} {machine.runtime}".strip()
         link = f"[{header.made[:10]}]({path.parent.name}/{PAGE}){state}"
         cells = [[row[name] for name in _BOARD] for _, row in sorted(fastest.items())]
-        rows += [(machine.device, *row, versions, link) for row in cells]
+        rows += [(machine.device, *row, f"{machine.torch} {machine.runtime}".strip(), link) for row in cells]
     readme = folder / "README.md"
     text = readme.read_text(encoding="utf-8").partition(_MARK)[0] if readme.exists() else ""
     table = _table(("card", *_BOARD, "torch, ROCm or CUDA", "made"), rows)

@@ -13,7 +13,7 @@ from titan_mi100.planning.plan import GIB, make_plan, with_settings
 from titan_mi100.run.machine import Machine
 from titan_mi100.shapes.families import PRESETS
 from titan_mi100.tools.measure.children import Task
-from titan_mi100.tools.measure.parts import DTYPES, PASS, Part, rankings
+from titan_mi100.tools.measure.parts import DTYPES, PASS, UNAVAILABLE, Part, rankings
 from titan_mi100.tools.new_config import METHODS, Change
 
 MODELS: Mapping[str, str] = {name if name == "debug" else f"qwen3-{name.lower()}": name for name in PRESETS}
@@ -76,9 +76,12 @@ def _attention(models: Sequence[str], lengths: Sequence[int], parts: Sequence[Pa
     for dtype, seq in ((dtype, seq) for dtype in DTYPES for seq in lengths if seq == lengths[0] or dtype != "float32"):
         for (attention, model), name in product(reversed(shapes.items()), KERNELS):
             packages, prefix = KERNELS[name].packages, f"attention/{name}/{model}/{dtype}"
-            is_missing = packages and not any(map(version_of, packages))
-            refused = f"not installed: {' or '.join(packages)}" if is_missing else ""
+            refused = (
+                "" if not packages or any(map(version_of, packages)) else f"not installed: {' or '.join(packages)}"
+            )
             short = {part.name: part for part in parts}.get(f"{prefix}/{lengths[0]}")
+            if short and short.verdict == UNAVAILABLE:
+                continue  # said once
             if short and not (short.verdict == PASS and short.found and not short.found["explicit"]):
                 refused = f"not tried in longer rows: {'S x S scores' if short.verdict == PASS else short.verdict}"
             shape = {"batch": lengths[-1] // seq, "seq": seq, **attention._asdict(), "dtype": dtype}

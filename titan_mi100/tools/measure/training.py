@@ -85,8 +85,7 @@ def same_losses(rows: int, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]
         run = _open([tiny, {"parallelism": settings}], world, _STEPS)
         results = [run.step() for _ in range(_STEPS)]
         losses, norms = ([if_finite(getattr(r, value)) for r in results] for value in ("loss", "grad_norm"))
-        name = f"{layout} on {world.size}" if world.size > 1 else "one rank"
-        runs.append({"name": name, "ranks": world.size, "losses": losses, "norms": norms})
+        runs.append({"name": f"{layout} on {world.size}", "ranks": world.size, "losses": losses, "norms": norms})
     dist.barrier()  # no rank ends while another one still communicates
     problem, said = parity(runs)
     return {"runs": runs, "problem": problem, "said": said}
