@@ -33,6 +33,16 @@ def wrong_kernel(shape: dict[str, Any], fault: str) -> dict[str, Any]:
     return {"backend": "wrong", "launch": "", **judged(Wrong(), Shape(**shape), torch.device("cpu"))}
 
 
+def machine() -> dict[str, Any]:
+    """A machine with a CPU, without torch, which takes seconds."""
+    texts = ("driver", "torch", "runtime", "triton", "python", "version", "commit")
+    return {"device": "CPU", "arch": "cpu", "compute_units": 0, "memory": 0, "cards": 2, **dict.fromkeys(texts, "")}
+
+
+def not_a_number() -> dict[str, Any]:
+    return {"size": float("nan")}
+
+
 def crash() -> None:
     os.abort()
 

@@ -2,12 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +24,13 @@ from titan_mi100.tools import certify
 from titan_mi100.tools.measure import children, collectives, products, tasks, training
 from titan_mi100.tools.measure.children import Task
 from titan_mi100.tools.measure.page import page
-from titan_mi100.tools.measure.parts import Certificate, Part, best_dtype, conclusions, parity, ranking
+from titan_mi100.tools.measure.parts import Header, Part, best_dtype, conclusions, parity, rankings, read, summary
 
 CPU = torch.device("cpu")
 SHAPE = {"batch": 2, "seq": 40, "heads": 4, "kv_heads": 2, "head_dim": 16, "dtype": "float32"}
+TWO = Machine("MI100", "gfx908:sramecc+", 120, 32 << 30, 2, "", "2.8.0+rocm6.4", "hip 6.4", "", "", "", "")
 SDPA = Task(
-    "attention/sdpa/debug/float32", "titan_mi100.tools.measure.attention:measure", {"name": "sdpa", "shape": SHAPE}
+    "attention/sdpa/debug/float32/40", "titan_mi100.tools.measure.attention:measure", {"name": "sdpa", "shape": SHAPE}
 )
 
 
@@ -36,62 +38,43 @@ def faulty(name: str, function: str, **options: Any) -> Task:
     return Task(name, f"faulty_parts:{function}", **options)
 
 
-def wrong(fault: str) -> Task:
-    arguments = {"shape": SHAPE, "fault": fault}
-    return faulty(f"attention/{fault}/debug/float32", "wrong_kernel", arguments=arguments)
-
-
-FAULTS = [
-    faulty("bandwidth/crash", "crash"),
-    faulty("bandwidth/killed", "killed"),
-    faulty("bandwidth/hang", "hang", seconds=1),
-    faulty("bandwidth/leave", "leave"),
-    faulty("bandwidth/wrong", "wrong_numbers"),
-    faulty("bandwidth/one rank hangs", "one_rank_hangs", processes=2, seconds=1),
-    faulty("bandwidth/one rank crashes", "one_rank_crashes", processes=2, seconds=60),
-    faulty("bandwidth/fail", "fail"),
-    faulty("attention/fails/debug/float32", "fail", optional=True),
-    faulty("attention/absent/debug/bfloat16", "refuse"),
-    faulty("attention/absent/debug/float32", "crash"),  # not started: what is absent is absent in every dtype
-    wrong("wrong gradient"),
-    SDPA,
+WRONG = faulty("attention/bad/debug/float32/40", "wrong_kernel", arguments={"shape": SHAPE, "fault": "wrong gradient"})
+FAULTS = [  # a part, its verdict, and the beginning of what is said
+    (faulty("bandwidth/crash", "crash"), "fail", "killed: SIGABRT"),
+    (faulty("bandwidth/killed", "killed"), "fail", "killed: SIGKILL, most likely because memory ran out"),
+    (faulty("bandwidth/hang", "hang", seconds=1), "fail", "hung: did not end within 1 s"),
+    (faulty("bandwidth/leave", "leave"), "fail", "crashed: exit code 3 without a result: no device"),
+    (faulty("bandwidth/wrong", "wrong_numbers"), "fail", "5 elements are wrong; copy 1 GB/s"),
+    (faulty("bandwidth/hangs", "one_rank_hangs", processes=2, seconds=1), "fail", "hung: did not end within 1 s"),
+    (faulty("bandwidth/crashes", "one_rank_crashes", processes=2), "fail", "killed: rank 1: SIGABRT"),
+    (faulty("bandwidth/fail", "fail"), "fail", "failed: RuntimeError: no kernel image"),
+    (faulty("bandwidth/memory", "out_of_memory"), "fail", "out of memory: MemoryError: 16 GiB"),
+    (
+        faulty("bandwidth/nan", "not_a_number"),
+        "fail",
+        "crashed: exit code 1 without a result: ValueError: Out of range",
+    ),
+    (faulty("attention/fails/a/b", "fail", optional=True), "unavailable", "RuntimeError: no kernel image"),
+    (faulty("attention/absent/a/b", "refuse"), "unavailable", "its package is not installed"),
+    (WRONG, "fail", "wrong: its results differ from explicit attention by "),
+    (SDPA, "pass", "error "),
 ]
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
-    """Exit code and folder of the command, on parts of which most go wrong."""
-    folder = tmp_path_factory.mktemp("made") / "certificate"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tasks, "before_steps", lambda *_: FAULTS)
-        patch.setattr(tasks, "steps", lambda *_: [])
-        patch.setattr(children, "_GRACE", 0.5)
-        patch.setattr(certify, "machine_here", lambda: describe(CPU, 1))  # a child's answer takes seconds
-        patch.setenv("XDG_CACHE_HOME", str(folder.parent))
-        return certify.main(["--output", str(folder), "--minutes", "5"]), folder
-
-
-def test_each_fault_is_named_and_the_rest_is_measured(made: tuple[int, Path]) -> None:
-    code, folder = made
-    assert code == 1
-    certificate = parsed(folder)
-    said = {part.name: (part.verdict, part.said) for part in (*certificate.parts, *certificate.conclusions)}
-    assert said["bandwidth/crash"] == ("fail", "killed: SIGABRT")
-    assert said["bandwidth/killed"] == ("fail", "killed: SIGKILL, most likely because memory ran out")
-    assert said["bandwidth/hang"] == ("fail", "hung: did not end within 1 s")
-    assert said["bandwidth/leave"] == ("fail", "crashed: exit code 3 without a result: no device")
-    assert said["bandwidth/wrong"] == ("fail", "5 elements are wrong; copy 1 GB/s")
-    assert said["bandwidth/one rank hangs"] == ("fail", "hung: did not end within 1 s")
-    assert said["bandwidth/one rank crashes"] == ("fail", "killed: rank 1: SIGABRT")
-    assert said["bandwidth/fail"] == ("fail", "failed: RuntimeError: no kernel image")
-    assert said["attention/fails/debug/float32"] == ("unavailable", "RuntimeError: no kernel image")
-    for dtype in ("bfloat16", "float32"):
-        assert said[f"attention/absent/debug/{dtype}"] == ("unavailable", "its package is not installed")
-    verdict, words = said["attention/wrong gradient/debug/float32"]
-    assert verdict == "fail" and "differ from explicit attention by " in words
-    assert said[SDPA.name][0] == "pass"
-    assert said["conclusion/attention/float32"][1].startswith("the fastest that is right: sdpa ")
-    assert page(certificate) == (folder / "certificate.md").read_text()
+def test_each_fault_is_named_and_the_rest_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "certificate"
+    monkeypatch.setattr(tasks, "tasks", lambda *_: [task for task, *_ in FAULTS])
+    monkeypatch.setattr(children, "_GRACE", 0.5)
+    monkeypatch.setattr(certify, "_MACHINE", faulty("machine", "machine"))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest's own handlers stay
+    assert certify.main(["--output", str(folder), "--minutes", "5"]) == 1
+    header, parts = read(folder / "certificate.jsonl")
+    said = {part.name: (part.verdict, part.said) for part in parts}
+    for task, verdict, words in FAULTS:
+        assert said[task.name][0] == verdict and said[task.name][1].startswith(words), said[task.name]
+    assert said["conclusion/attention/debug/float32/40"][1].startswith("the fastest that is right: sdpa ")
+    assert said["conclusion/end"][0] == "fail" and "11 failed: bandwidth/crash, " in said["conclusion/end"][1]
+    assert page(header, parts) == (folder / "certificate.md").read_text()
 
 
 @pytest.mark.parametrize("fault", ["knows no documents", "not a number", "leaks a little"])
@@ -102,29 +85,44 @@ def test_a_planted_wrong_kernel_fails(fault: str) -> None:
     assert ("the content of another document" if fault == "leaks a little" else "differ from explicit") in problem
 
 
-def test_running_out_of_memory_is_a_result_of_its_own() -> None:
-    ended = children.run(faulty("bandwidth/memory", "out_of_memory"), time.monotonic() + 60)
-    assert (ended.verdict, ended.said) == ("fail", "out of memory: MemoryError: 16 GiB")
-
-
 def test_what_has_no_time_left_is_named_and_what_is_cut_off_is_no_hang() -> None:
-    late = children.run(SDPA, time.monotonic() - 1)
+    late = children.run(SDPA, lambda: -1)
     assert (late.verdict, late.seconds) == ("not run", 0.0)
-    cut = children.run(faulty("bandwidth/hang", "hang", seconds=60), time.monotonic() + 0.5)
+    left = iter([1.0, 1.0])
+    cut = children.run(faulty("bandwidth/hang", "hang", seconds=60), lambda: next(left, 0.0))
     assert cut.verdict == "not run" and "because the time for this kind of part ended" in cut.said
-    assert children.run(replace(SDPA, refused="one card"), time.monotonic() + 60).verdict == "unavailable"
+    assert children.run(replace(SDPA, refused="one card"), lambda: 60).verdict == "unavailable"
 
 
-@pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_a_slow_kind_leaves_the_others_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, parts = [0.0], list[Part]()
+
+    def run(task: Task, time_left: Callable[[], float]) -> Part:  # 100 seconds each
+        took = min(100.0, max(0.0, time_left()))
+        clock[0] += took
+        return Part(task.name, "pass" if took else "not run", "", took)
+
+    monkeypatch.setattr(certify, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(children, "run", run)
+    slow = [Task(f"{kind}/a/{number}", "") for kind in tasks.SHARES for number in range(9)]
+    certify.measure(slow, 25, tmp_path, parts, [])
+    ran = [sum(part.verdict == "pass" for part in parts if part.kind == kind) for kind in tasks.SHARES]
+    assert ran == [6, 2, 1, 5, 2, 2] and clock == [1500]
+    assert "; 36 not run: attention/a/6, attention/a/7, " in summary(parts)
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "reduce_scatter", "send_recv"])
 def test_a_collective_that_moves_nothing_is_found_out(operation: str, world: Any) -> None:
-    _, check = collectives._collective(operation, 0, 2, 8, CPU)
-    wrong, seconds = collectives._times(lambda: None, check, CPU)
+    nothing = collectives._transfer(operation, (1, 0), 0, 8, CPU)._replace(call=lambda: None)
+    wrong, seconds = collectives._times(nothing, CPU)
     assert wrong > 0 and len(seconds) == 5
-    call, check = collectives._collective(operation, 0, 1, 8, CPU)
-    assert collectives._times(call, check, CPU)[0] == 0
-    if operation != "all_reduce":  # what is left of an earlier round is no result; a sum over one rank needs no call
-        rounds = iter([call])
-        assert collectives._times(lambda: next(rounds, lambda: None)(), check, CPU)[0] > 0
+    transfer = collectives._transfer(operation, (0,), 0, 8, CPU)
+    if operation != "send_recv":
+        assert collectives._times(transfer, CPU)[0] == 0
+    if operation in ("all_gather", "reduce_scatter"):  # what is left of an earlier round is no result
+        rounds = iter([transfer.call])
+        late = transfer._replace(call=lambda: next(rounds, lambda: None)())
+        assert collectives._times(late, CPU)[0] > 0
 
 
 @pytest.mark.parametrize(("mantissa", "verdict"), [(23, "pass"), (10, "fail")])
@@ -143,28 +141,37 @@ def test_products_in_fewer_bits_than_the_dtypes_are_found_out(mantissa: int, ver
     assert ("is wrong by" in found["problem"]) == (verdict == "fail")
 
 
-def test_an_interrupted_command_leaves_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "titan_mi100.tools.certify", "--output", str(tmp_path / "made")]
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_command_that_ends_early_keeps_what_it_measured(number: int, code: int, tmp_path: Path) -> None:
+    program = (
+        "import sys; from titan_mi100.tools import certify; from titan_mi100.tools.measure.children import Task as T\n"
+        "one, *rest = [T(f'bandwidth/{n}', f'faulty_parts:{n}') for n in ('machine','wrong_numbers','hang','fail')]\n"
+        "certify._MACHINE, certify.tasks.tasks = one, lambda *_: rest; sys.exit(certify.main(sys.argv[1:]))"
+    )
+    command, path = [sys.executable, "-c", program, "--output", "made"], tmp_path / "made" / "certificate.jsonl"
     with subprocess.Popen(command, cwd=tmp_path, env=job_environment(), stderr=subprocess.PIPE, text=True) as process:
-        limit = time.monotonic() + 60
-        while not (started := children_of(process.pid)):
+        limit, running = time.monotonic() + 60, Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while not path.exists() or path.read_text().count("\n") < 2 or not (started := running.read_text().split()):
             assert time.monotonic() < limit and process.poll() is None
             time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130 and "interrupted" in errors
-    assert list(tmp_path.iterdir()) == []
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    assert process.returncode == code
     while any(map(is_running, started)):  # one that was just being started finds its parent gone
         assert time.monotonic() < limit
         time.sleep(0.05)
+    with path.open("a") as file:
+        file.write('{"name": "cut o')
+    header, parts = read(path)
+    assert parts[0].said == "5 elements are wrong; copy 1 GB/s" and summary(parts).startswith("unfinished: ")
+    if number == signal.SIGKILL:
+        assert len(parts) == 1 and "**unfinished: the command was killed.**" in page(header, parts)
+    else:
+        assert [(part.verdict, part.said) for part in parts[1:3]] == [("not run", "interrupted")] * 2
+        assert "**unfinished: it was interrupted; 1 failed: " in (tmp_path / "made" / "certificate.md").read_text()
 
 
-def children_of(parent: int) -> list[int]:
-    found = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    return [int(child) for child in found]
-
-
-def is_running(process: int) -> bool:
+def is_running(process: str) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] != "Z"
     except OSError:
@@ -172,12 +179,6 @@ def is_running(process: int) -> bool:
 
 
 # what a certificate says
-
-
-def parsed(folder: Path) -> Certificate:
-    content = json.loads((folder / "certificate.json").read_text())
-    parts, conclusions = ([Part(**part) for part in content.pop(key)] for key in ("parts", "conclusions"))
-    return Certificate(**{**content, "machine": Machine(**content["machine"])}, parts=parts, conclusions=conclusions)
 
 
 def product(**other: Any) -> dict[str, Any]:
@@ -191,10 +192,10 @@ def transfer(**other: Any) -> dict[str, Any]:
 
 def step(**other: Any) -> dict[str, Any]:
     plan = {"least": 1 << 30, "most": 2 << 30, "seconds": 4.0}
+    row = {"model": "0.6B", "method": "full", "N": "2", "bf16": "yes"}
     return {
-        "model": "0.6B", "layout": "fsdp2", "ranks": 2, "batch": 1, "ga": 8, "seq": 1024, "checkpointing": "full",
-        "dtype": "bfloat16", "attention": "sdpa", "tokens": 16000, "flops": 1e14, "times": [1.0, 2.0, 9.0],
-        "losses": [1.0], "peak_memory_gib": 1.5, "comm_ms": [3.0, 5.0], "exposed_ms": [1.0, 2.0], "plan": plan, **other,
+        "row": row, "tokens": 16000, "seconds": 2.0, "mfu": 0.5, "losses": [1.0], "peak_memory_gib": 1.5,
+        "comm_ms": 5.0, "plan": plan, **other,
     }  # fmt: skip
 
 
@@ -209,11 +210,11 @@ JUDGED: list[tuple[Callable[[], str], str]] = [
     (lambda: products.judged([product(times=[1e-9])], "float32", 989.4)["problem"], "above the data sheet's 989.4"),
     (lambda: collectives.judged("all_reduce", [transfer()])["problem"], ""),
     (lambda: collectives.judged("send_recv", [transfer(), transfer(wrong=1)])["problem"], "1 elements are wrong"),
-    (lambda: training.judged(step(), 184.6, True)["problem"], ""),
-    (lambda: training.judged(step(losses=[1.0, None]), None, True)["problem"], "not finite"),
-    (lambda: training.judged(step(peak_memory_gib=2.5), None, True)["problem"], "more than the 2.00 that were planned"),
-    (lambda: training.judged(step(peak_memory_gib=2.5), None, False)["problem"], ""),
-    (lambda: training.judged(step(flops=1e15), 184.6, True)["problem"], "faster than the data sheet allows"),
+    (lambda: training.judged(step(), True)["problem"], ""),
+    (lambda: training.judged(step(losses=[1.0, None]), True)["problem"], "not finite"),
+    (lambda: training.judged(step(peak_memory_gib=2.5), True)["problem"], "more than the 2.00 that were planned"),
+    (lambda: training.judged(step(peak_memory_gib=2.5), False)["problem"], ""),
+    (lambda: training.judged(step(mfu=1.1), True)["problem"], "faster than the data sheet allows"),
     (lambda: parity([losses(), losses("ddp on 2")])[0], ""),
     (lambda: parity([losses(), losses("ddp on 2", losses=[2.0, 1.0001])])[0], "losses of ddp on 2 and fsdp2 on 2"),
     (lambda: parity([losses(), losses("ddp on 2", norms=[1.0, 1.01])])[0], "norms of ddp on 2"),
@@ -231,17 +232,18 @@ def test_what_is_said_has_the_rates() -> None:
     assert products.judged([product()], "float32", None)["tflops"] == 2e-12 * 128 * 4096 * 128
     said = collectives.judged("all_reduce", [transfer(), transfer(times=[0.5])])["said"]
     assert said == "bus bandwidth 1.0 MB: 0.00105 to 0.0021 GB/s"
-    rates = [
-        collectives.bus_gbs(name, 4 << 30, 4, [1.0]) / 2**32 * 1e9 for name in ("all_reduce", "all_gather", "send_recv")
-    ]
-    assert rates == [1.5, 0.75, 1.0]
-    said = training.judged(step(), None, True)["said"]
-    assert "2,000 ms a step, 8,000 tokens/s" in said and "(-50%)" in said
-    assert "1.50 GiB at the peak, planned 1.00 to 2.00" in said and "5 ms in collectives, 2 exposed" in said
+    names = ("all_reduce", "all_gather", "send_recv")
+    assert [collectives.bus_gbs(name, 4 * 10**9, 4, [1.0]) for name in names] == [6, 3, 4]
+    said = training.judged(step(), True)["said"]
+    assert said.startswith("step_ms 2,000, toks/s 8,000, mfu 50.0%, peak_mem 1.50, comm_ms 5, planned_ms 4,000, ")
 
 
 def passed(name: str, **found: Any) -> Part:
     return Part(name, "pass", "", 1.0, found)
+
+
+METHODS = ("full", "full, lean", "LoRA", "QLoRA")
+SHORT = passed("attention/sdpa/0.6B/bfloat16/1024", backend="sdpa", ms=1.0, repeatable=True, explicit=False)
 
 
 def test_the_widest_dtype_that_is_hardly_slower_is_recommended_unless_it_is_wrong() -> None:
@@ -249,25 +251,24 @@ def test_the_widest_dtype_that_is_hardly_slower_is_recommended_unless_it_is_wron
     gemms = [passed(f"gemm/0.6B/{dtype}", model="0.6B", dtype=dtype, tflops=rate) for dtype, rate in rates.items()]
     assert best_dtype(gemms)[0] == "float32"
     assert best_dtype([*gemms[:2], replace(gemms[2], verdict="fail")])[0] == "bfloat16"
-    other = passed("gemm/device 1", model="0.6B", dtype="bfloat16", tflops=99.0, card=1)
+    other = passed("gemm/device 1", model="", dtype="bfloat16", tflops=99.0)
     assert best_dtype([*gemms, other]) == best_dtype(gemms)
     assert best_dtype([]) == ("", {})
 
 
 def test_the_fastest_backend_is_right_repeatable_and_needs_no_explicit_scores() -> None:
-    def backend(name: str, ms: float, **other: Any) -> Part:
-        found = {"dtype": "float32", "heads": 4, "head_dim": 16, "repeatable": True, "explicit": False, **other}
-        return passed(f"attention/{name}", backend=name, ms=ms, **found)
+    def backend(name: str, ms: float, group: str = "0.6B/float32/1024", **other: Any) -> Part:
+        found = {"repeatable": True, "explicit": False, **other}
+        return passed(f"attention/{name}/{group}", backend=name, ms=ms, **found)
 
     parts = [
         backend("chunked", 3.0), backend("eager", 0.1, explicit=True), backend("sdpa", 1.0),
-        backend("flex", 0.1, repeatable=False), backend("flash", 0.1, head_dim=32),
-        backend("sdpa", 0.1, dtype="float16"), replace(backend("triton", 0.1), verdict="fail"),
+        backend("flex", 0.1, repeatable=False), backend("flash", 0.1, "0.6B/float32/4096"),
+        backend("sdpa", 0.1, "0.6B/float16/1024"), replace(backend("triton", 0.1), verdict="fail"),
     ]  # fmt: skip
-    assert [one["backend"] for one in ranking(parts, "float32")] == ["sdpa", "chunked"]
-    assert [(part.name, part.verdict) for part in conclusions([replace(parts[-1], name="attention/a/b/float32")])] == [
-        ("conclusion/attention/float32", "fail")
-    ]
+    assert [one["backend"] for one in rankings(parts)["0.6B/float32/1024"]] == ["sdpa", "chunked"]
+    found = conclusions([replace(parts[-1], name="attention/a/b/float32/1")])[0]
+    assert (found.name, found.verdict) == ("conclusion/attention/b/float32/1", "fail")
 
 
 def test_a_machine_is_described_by_its_cards_or_its_processor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,35 +281,39 @@ def test_a_machine_is_described_by_its_cards_or_its_processor(monkeypatch: pytes
     assert cpu.device.startswith("CPU: ") and (cpu.memory, cpu.cards, cpu.driver) == (0, 2, "")
 
 
-def test_the_recommended_dtype_is_a_conclusion() -> None:
+def test_several_parts_together_give_conclusions() -> None:
     found = conclusions([passed("gemm/x", model="x", dtype="float32", tflops=3.0)])
-    assert [(part.name, part.verdict) for part in found] == [("conclusion/dtype", "pass")]
+    assert [(part.name, part.verdict) for part in found] == [("conclusion/dtype", "pass"), ("conclusion/end", "pass")]
     assert found[0].said.startswith('training.mixed_precision_param = "float32" is recommended')
-
-
-def test_one_rank_and_several_are_compared() -> None:
     alone = passed("parity/one rank", runs=[losses("one rank", ranks=1, losses=[2.0, 1.1])])
-    (found,) = conclusions([alone, passed("parity/2 ranks", runs=[losses()])])
-    assert (found.name, found.verdict) == ("conclusion/parity", "fail")
-    assert conclusions([alone]) == []
+    found = conclusions([alone, passed("parity/2 ranks", runs=[losses()])])
+    assert (found[0].name, found[0].verdict) == ("conclusion/parity", "fail")
+    assert [part.said for part in conclusions([alone])] == ["all passed"]
 
 
-def test_the_page_has_the_columns_of_the_first_user() -> None:
-    machine = Machine("MI100", "gfx908:sramecc+", 120, 32 << 30, 2, "", "", "", "", "", "", "")
-    part = passed("steps/0.6B", **training.judged(step(), None, True))
-    lines = page(Certificate(3, "today", 10.0, machine, [part], [])).splitlines()
-    at = next(number for number, line in enumerate(lines) if line.startswith("| model | layout"))
-    assert lines[at].split(" | ")[3:11] == ["m", "step_ms", "toks/s", "peak_mem", "ckpt", "bf16", "GA", "comm_ms"]
-    assert (
-        lines[at + 2] == "| 0.6B | fsdp2 | 2 | 1 | 2,000 | 8,000 | 1.50 | full | yes | 8 | 5 | 4,000 | 1.00 to 2.00 |"
-    )
+def test_the_board_has_the_fastest_step_of_each_model_and_method(tmp_path: Path) -> None:
+    stored = REPO / "certificates"
+    (tmp_path / "card").mkdir()
+    parts = [passed(f"steps/{seconds}", **training.judged(step(seconds=seconds), True)) for seconds in (4.0, 2.0, 8.0)]
+    lines = [asdict(Header(4, "2027-01-31 10:00 UTC", 25, TWO)), *map(asdict, parts)]
+    (tmp_path / "card" / "certificate.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert " 2,000 | 8,000 | 50.0% | 1.50 | 5 | 4,000 | 1.00 to 2.00 |" in page(Header(4, "", 25, TWO), parts)
+    assert certify.main(["--board", str(tmp_path)]) == 0
+    *_, head, _, row = (tmp_path / "README.md").read_text().splitlines()
+    assert head == "| card | model | method | bf16 | N | toks/s | mfu | torch, ROCm or CUDA | made |"
+    link = "[2027-01-31](card/certificate.md) (unfinished)"
+    assert row == f"| MI100 | 0.6B | full | yes | 2 | 8,000 | 50.0% | 2.8.0+rocm6.4 hip 6.4 | {link} |"
+    shutil.copytree(stored, tmp_path / "stored")
+    assert certify.main(["--board", str(tmp_path / "stored")]) == 0
+    assert (tmp_path / "stored" / "README.md").read_text() == (stored / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--model", "qwen3-0.6"], "did you mean qwen3-0.6b?"),
-        (["--minutes", "0"], "must be a number of minutes above 0"),
+        (["--model", "qwen3-0.6"], "invalid choice: 'qwen3-0.6'"),
+        (["--minutes", "0"], "must be a number above 0"),
+        (["--output", "/proc/here"], "cannot be written to (No such file or directory); name another --output"),
         (["--output", str(REPO / "docs")], "exists already, and is not overwritten"),
     ],
 )
@@ -317,48 +322,71 @@ def test_a_mistake_is_one_message(arguments: list[str], said: str, capsys: pytes
     assert said in capsys.readouterr().err
 
 
-def test_a_card_gets_the_rows_that_fit_it_by_plan() -> None:
-    two = Machine("MI100", "gfx908:sramecc+", 120, 32 << 30, 2, "", "", "", "", "", "", "")
-    rows = {task.name: task for task in tasks.steps(two, ["0.6B"], {"bfloat16": "chunked"})}
-    row = rows["steps/0.6B/pp m=1 GA=8 full bfloat16"]
-    assert row.processes == 2 and not row.refused and row.arguments["row"]["attention"] == "chunked"
-    assert rows["steps/0.6B/fsdp2 m=1 GA=8 full float16"].arguments["row"]["attention"] == "auto"
-    refused = [task.refused for task in tasks.steps(two, ["8B"], {})]
-    assert refused[0].startswith("does not fit: ") and refused[0].endswith("GiB by plan, of 32.0")
-    one = [task.name for task in tasks.steps(replace(two, cards=1), ["0.6B"], {})]
-    assert one[0] == "steps/0.6B/one card m=1 GA=8 full bfloat16" and len(set(one)) == len(one)
-    alone = {task.name: task.refused for task in tasks.before_steps(replace(two, cards=1), ["0.6B"])}
-    for machine_, largest in ((two, 1 << 28), (replace(two, memory=0), 1 << 24)):
-        sent = [task.arguments["sizes"] for task in tasks.before_steps(machine_, ["0.6B"]) if "sizes" in task.arguments]
-        assert len(sent) == 4 and all(sizes == sorted(sizes) and sizes[-1] == largest for sizes in sent)
+def test_what_matters_most_is_measured_first() -> None:
+    every = list(tasks.tasks(TWO, [], []))
+    names = [task.name for task in every]
+    assert len(set(names)) == len(names)
+    assert list(dict.fromkeys(name.split("/")[0] for name in names)) == list(tasks.SHARES)
+    attention = [name.split("/", 3)[3] for name in names if name.startswith("attention/")]
+    assert list(dict.fromkeys(attention)) == [
+        *(f"{dtype}/{seq}" for dtype in ("bfloat16", "float16") for seq in (1024, 4096, 16384)), "float32/1024",
+    ]  # fmt: skip
+    steps = [task for task in every if task.name.startswith("steps/")]
+    assert tuple(task.name.split("/")[2] for task in steps[:4]) == METHODS
+    cards = [(task.name, task.card) for task in tasks.tasks(replace(TWO, cards=3), [], []) if "/device " in task.name]
+    assert cards[:3] == [("bandwidth/device 0", 0), ("gemm/device 1", 1), ("bandwidth/device 1", 1)] and len(cards) == 5
+
+
+def test_a_card_gets_the_models_that_fit_it_by_plan() -> None:
+    one = replace(TWO, cards=1)
+    rows = [(*task.name.split("/")[1:], task.refused) for task in tasks.tasks(one, [], []) if "steps/" in task.name]
+    methods = rows[: -len(tasks._VARIANTS) + 2]  # without pipeline and DDP, which need several cards
+    fitting = [[model for model, method, _, refused in methods if method == name and not refused] for name in METHODS]
+    assert fitting == [["0.6B", "1.7B"], ["0.6B", "4B"], ["0.6B", "8B"], ["0.6B", "8B"]]
+    refused = [(model, method) for model, method, _, refused in methods if refused.startswith("does not fit: ")]
+    assert refused == [("4B", "full"), ("8B", "full"), ("8B", "full, lean")]
+    every = {task.name: task for task in tasks.tasks(TWO, ["0.6B", "1.7B", "4B"], [SHORT])}
+    row = every["steps/0.6B/full/pp m=1 GA=8 full bfloat16"]
+    assert row.processes == 2 and row.arguments["changes"][-1] == {"model": {"attention_backend": "sdpa"}}
+    assert sum(name.startswith("steps/") for name in every) == 12 + len(tasks._VARIANTS)
+    alone = {task.name: task.refused for task in tasks.tasks(one, [], [])}
     assert alone["collective/all_reduce"] == "needs two cards; this machine has one" and not alone["parity/one rank"]
 
 
-def test_memory_and_a_product_are_measured_on_each_card() -> None:
-    three = Machine("MI100", "gfx908:sramecc+", 120, 32 << 30, 3, "", "", "", "", "", "", "")
-    found = [(task.name, task.arguments.get("card", 0)) for task in tasks.before_steps(three, ["0.6B"])]
-    for name in ("bandwidth/device {}", "gemm/device {}"):
-        assert [each for each in found if each[0].startswith(name[:-2])] == [
-            (name.format(card), card) for card in range(name.startswith("gemm"), 3)
-        ]
-    assert not [task for task in tasks.before_steps(replace(three, memory=0), ["debug"]) if "device 1" in task.name]
+def test_a_backend_gets_long_rows_after_short_ones() -> None:
+    explicit = replace(SHORT, found={**(SHORT.found or {}), "explicit": True})
+    for short, why in ((SHORT, ""), (explicit, "S x S scores"), (replace(SHORT, verdict="fail"), "fail")):
+        found = {task.name: task.refused for task in tasks.tasks(TWO, [], [short])}
+        assert found["attention/sdpa/0.6B/bfloat16/16384"].removeprefix("not tried in longer rows: ") == why
+        assert found["attention/sdpa/0.6B/float16/4096"] == ""
+    names = [task.name for task in tasks.tasks(TWO, [], [replace(SHORT, verdict="unavailable")])]
+    assert not {f"attention/sdpa/0.6B/bfloat16/{seq}" for seq in (4096, 16384)} & {*names}
+
+
+def test_a_step_of_each_method_runs(monkeypatch: pytest.MonkeyPatch, world: Any) -> None:
+    monkeypatch.setattr(training, "init_distributed", lambda: world)
+    alone = replace(TWO, memory=0, cards=1)
+    every = [task.arguments for task in tasks.tasks(alone, [], []) if task.name.startswith("steps/")]
+    assert tuple(one["row"]["method"] for one in every[:4]) == METHODS
+    for asked in every:
+        found = training.steps(asked["row"], [*asked["changes"], {"training": {"seq_len": 32}}])
+        assert found["problem"] == "" and found["tokens_per_second"] > 0 and found["tokens"] == 64
 
 
 def test_each_pair_of_ranks_sends_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "use_device", lambda: CPU)
-    monkeypatch.setattr(collectives.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(collectives.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(collectives, "init_distributed", lambda: SimpleNamespace(device=CPU, rank=0, size=2))
     monkeypatch.setattr(collectives, "_times", lambda *_: (0, [1.0]))
     found = collectives.measure("send_recv", [64])["transfers"]
     assert [transfer["ranks"] for transfer in found] == [[0, 1], [1, 0]]
 
 
 def test_a_product_of_another_card_is_not_the_models_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "use_device", lambda _: CPU)
-    whole = products.gemm("debug", 8, "float32", None)
-    other = products.gemm("debug", 8, "float32", None, card=1, only="down")
-    assert len(other["products"]) == 3 and other["card"] == 1 and "card" not in whole
-    assert not whole["problem"] and not other["problem"]
+    monkeypatch.setattr(products, "init_distributed", lambda: SimpleNamespace(device=CPU))
+    monkeypatch.setattr(products, "_ARRAY", {"cpu": 1 << 12})
+    whole = products.gemm("debug", 8, "float32")
+    other = products.gemm("debug", 8, "float32", most_frequent=True)
+    assert len(other["products"]) == 3 and (whole["model"], other["model"]) == ("debug", "")
+    assert [found["problem"] for found in (whole, other, products.bandwidth())] == [""] * 3
 
 
 def test_the_command_itself_imports_no_torch() -> None:
@@ -369,17 +397,16 @@ def test_the_command_itself_imports_no_torch() -> None:
 
 @pytest.mark.full
 def test_the_whole_command_on_a_cpu(tmp_path: Path) -> None:
-    # one part of each kind, in one dtype; every part is a process that imports torch
-    code = "import sys; from titan_mi100.tools.measure import tasks; tasks.DTYPES = ('float32',)\n"
-    code += "every = tasks.before_steps; tasks._ROWS_ON_CPU = tasks._ROWS_ON_CPU[:1]\n"
-    code += "tasks.before_steps = lambda *a: [*{t.name.split('/')[0]: t for t in reversed(every(*a))}.values()][::-1]\n"
+    # the last part of each kind; every part is a process that imports torch
+    code = "import sys; from titan_mi100.tools.measure import tasks; every = tasks.tasks\n"
+    code += "tasks.tasks = lambda *a: {t.name.split('/')[0]: t for t in every(*a)}.values()\n"
     code += "from titan_mi100.tools.certify import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "--output", str(tmp_path / "made"), "--minutes", "8"]
     environment = job_environment()
     environment.pop("TRITON_INTERPRET", None)  # the tests' own
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
-    certificate = parsed(tmp_path / "made")
+    _, parts = read(tmp_path / "made" / "certificate.jsonl")
     # whether this machine computes right is the certificate's matter, not the test's
-    assert ended.returncode == (0 if certificate.all_pass else 1), ended.stdout + ended.stderr
-    assert {part.kind for part in certificate.parts if part.found} == tasks.SHARES.keys()
+    assert ended.returncode == (0 if summary(parts) == "all passed" else 1), ended.stdout + ended.stderr
+    assert {part.kind for part in parts if part.found} == tasks.SHARES.keys()
     assert os.listdir(tmp_path) == ["made"]

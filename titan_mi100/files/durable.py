@@ -39,9 +39,9 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_synced(path: Path, text: str) -> None:
-    """Write a file and flush it to the device."""
-    with path.open("wb") as file:
+def write_synced(path: Path, text: str, mode: str = "wb") -> None:
+    """Write a file and flush it to the device. Args: mode: "ab": append to it."""
+    with path.open(mode) as file:
         file.write(text.encode())
         file.flush()
         os.fsync(file.fileno())

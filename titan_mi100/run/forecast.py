@@ -90,18 +90,22 @@ class Forecast:
             return
         found, worst = result.peak_memory_gib - self._before, self.plan.worst
         planned = (worst.peak + (worst.host if self._before else 0)) / GIB
-        measured = {"step": step, "peak_memory_gib": found, "step_seconds": result.seconds}
+        measured: dict[str, Any] = {"step": step, "peak_memory_gib": found, "step_seconds": result.seconds}
         what = ", of the process" if self._before else ""
         said = [f"memory {planned:.2f} GiB planned, {found:.2f} measured ({found / planned - 1:+.0%}{what})"]
         if self.plan.step:
             off = result.seconds / self.plan.step - 1
             said.append(f"{self.plan.step:.2f} s per step planned, {result.seconds:.2f} measured ({off:+.0%})")
-            flops = self._flops(result.tokens, result.supervised, result.attention_pairs)
-            measured["mfu"] = flops / result.seconds / self._peak_flops
+            measured["mfu"] = self.mfu(result)
             said.append(f"mfu {self._planned_mfu():.1%} planned, {measured['mfu']:.1%} measured")
         if self._folder is not None:
             log.info(f"plan: {'; '.join(said)}")
         self._write(measured)
+
+    def mfu(self, result: StepResult) -> float | None:
+        """A step's share of the data sheet's rate; None: the device is not known."""
+        flops = self._flops(result.tokens, result.supervised, result.attention_pairs)
+        return flops / result.seconds / self._peak_flops if self._peak_flops else None
 
     def _planned_mfu(self) -> float | None:
         return self.plan.flops / self.plan.step / self._peak_flops if self.plan.step else None

@@ -1,29 +1,36 @@
-"""Certify this machine: measure whether attention, matrix products, memory, links between cards and training steps
-are correct, and how fast they are.
+"""Certify this machine: measure whether attention, matrix products, memory, training steps and links between cards are
+correct, and how fast they are.
 
-Each part runs in its own process, so a crash or a hang does not end the others. docs/DOCTOR.md explains what is
-measured and what the verdicts mean.
+Each part runs in its own process, so a crash or a hang does not end the others, and is written as soon as it is
+measured. docs/DOCTOR.md explains what is measured and what the verdicts mean.
 """
 
 import argparse
 import datetime
+import json
+import shutil
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from titan_mi100 import cli as tool
-from titan_mi100.errors import did_you_mean
+from titan_mi100.errors import UserError
 from titan_mi100.files import durable
 from titan_mi100.log import log, setup_logging
-from titan_mi100.tools.measure import tasks
-from titan_mi100.tools.measure.page import page
-from titan_mi100.tools.measure.parts import DTYPES, FAIL, FORMAT, NOT_RUN, Certificate, as_json, conclusions, ranking
-from titan_mi100.tools.measure.session import Session, machine_here
-from titan_mi100.wording import some
+from titan_mi100.planning.device import positive_float
+from titan_mi100.run.machine import Machine
+from titan_mi100.tools.measure import children, tasks
+from titan_mi100.tools.measure.children import Task
+from titan_mi100.tools.measure.page import page, write_board
+from titan_mi100.tools.measure.parts import CERTIFICATE, FAIL, FORMAT, NOT_RUN, PAGE, PASS, Header, Part, conclusions
 
-CERTIFICATE, PAGE = "certificate.json", "certificate.md"
 _ROOM = 1 << 20  # bytes for certificate and page: checked before anything is measured
+_ON_GPU, _ON_CPU = 25.0, 10.0  # minutes
+# in a child process, because asking a device for its name can hang
+_MACHINE = Task("machine", "titan_mi100.tools.measure.device:machine")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,84 +39,97 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _certify(options: argparse.Namespace) -> int:
     setup_logging(0)
+    if options.board:
+        write_board(options.board)
+        return 0
+    signals: list[int] = []  # only noted: an exception could cut off a line of the certificate
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: signals.append(number))
     now = datetime.datetime.now(datetime.timezone.utc)
     folder = options.output or Path(f"certificate-{now:%Y%m%d-%H%M%S}")
-    # On SIGTERM exit by an exception: then child processes are killed and the unfinished output folder is removed.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with durable.atomic_output_folder(folder, _ROOM) as aside:
-        certificate = make(options.minutes, options.model)
-        durable.write_synced(aside / CERTIFICATE, as_json(certificate))
-        durable.write_synced(aside / PAGE, page(certificate))
-    _say(certificate, folder)
-    return 0 if certificate.all_pass else 1
+    _make_folder(folder)
+    described = children.run(_MACHINE, lambda: 0 if signals else _MACHINE.seconds)
+    if described.found:
+        machine = Machine(**described.found)
+        minutes = options.minutes or (_ON_GPU if machine.memory else _ON_CPU)
+        header = Header(FORMAT, f"{now:%Y-%m-%d %H:%M} UTC", minutes, machine)
+        log.info(f"{machine.device}, torch {machine.torch} {machine.runtime}; {minutes:g} minutes at most")
+        _append(folder, header)
+        durable.sync(folder)
+        parts: list[Part] = []
+        models = [tasks.MODELS[name] for name in options.model]
+        measure(tasks.tasks(machine, models, parts), minutes, folder, parts, signals)
+        durable.write_synced(folder / PAGE, page(header, parts))
+        log.info(f"certificate: {folder / CERTIFICATE}; readable: {folder / PAGE}; to send it, see docs/DOCTOR.md")
+    if signals:
+        log.warning("interrupted")
+        return 128 + signals[0]
+    if not described.found:
+        raise UserError(f"this machine's device cannot be described: {described.said}; run titan-mi100 doctor")
+    return 0 if parts[-1].verdict == PASS else 1
 
 
-def make(minutes: float, models: Sequence[str] = ()) -> Certificate:
-    """Measure this machine and return the certificate.
+def measure(wanted: Iterable[Task], minutes: float, folder: Path, parts: list[Part], signals: Sequence[int]) -> None:
+    """Run the tasks in order, then draw the conclusions. Each part is written and logged at once.
 
     Args:
-        minutes: time limit for all parts.
-        models: names in PRESETS; default: Qwen3-0.6B on a GPU, the debug model on a CPU.
-
-    Raises:
-        UserError: the device cannot be described.
+        parts: grows by each part.
+        signals: grows when the command is asked to end. The parts that are left are then only named.
     """
-    machine = machine_here()
-    log.info(f"{machine.device}, torch {machine.torch} {machine.runtime}; {minutes:g} minutes at most")
-    session, models = Session(minutes), models or ("0.6B" if machine.memory else "debug",)
-    # The training steps come last: they use the fastest attention backend that the parts before have found.
-    before = tasks.before_steps(machine, models)
-    count = len(before) + len(list(tasks.steps(machine, models, {})))
-    session.measure(before, count)
-    ranked = {dtype: ranking(session.parts, dtype) for dtype in DTYPES}
-    fastest = {dtype: found[0]["backend"] for dtype, found in ranked.items() if found}
-    session.measure(tasks.steps(machine, models, fastest), count)
-    made = f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC"
-    return Certificate(FORMAT, made, minutes, machine, session.parts, conclusions(session.parts))
+    started = time.monotonic()
+
+    def keep(part: Part) -> None:
+        parts.append(part)
+        _append(folder, part)
+        elapsed = (time.monotonic() - started) / 60
+        text = f"[{elapsed:.1f} of {minutes:g} minutes] {part.name}: {part.verdict}: {part.said}"
+        (log.warning if part.verdict in (FAIL, NOT_RUN) else log.info)(text)
+
+    for task in wanted:
+        end = started + 60 * minutes * tasks.SHARES[task.name.split("/")[0]]
+        part = children.run(task, lambda end=end: 0 if signals else end - time.monotonic())  # type: ignore[misc]
+        keep(replace(part, said="interrupted") if signals and part.verdict == NOT_RUN else part)
+    for part in conclusions(parts, bool(signals)):
+        keep(part)
 
 
-def _say(certificate: Certificate, folder: Path) -> None:
-    """Log the conclusions, the failed parts and the files."""
-    for part in certificate.conclusions:
-        log.info(f"{part.name.removeprefix('conclusion/')}: {part.said}")
-    for kind, words in ((FAIL, "failed"), (NOT_RUN, "not run")):
-        if names := [part.name for part in (*certificate.parts, *certificate.conclusions) if part.verdict == kind]:
-            log.warning(f"{len(names)} {words}: {some(names)}")
-    log.info(f"certificate: {folder / CERTIFICATE}; readable: {folder / PAGE}; to send it, see docs/DOCTOR.md")
+def _make_folder(folder: Path) -> None:
+    """Raises UserError: it has content, cannot be written to, or the disk has too little room."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        problem = "less than 1 MB is free" if shutil.disk_usage(folder).free < _ROOM else ""
+        problem = "exists already, and is not overwritten" if any(folder.iterdir()) else problem
+    except OSError as error:
+        problem = f"cannot be written to ({error.strerror})"
+    if problem:
+        raise UserError(f"{folder}: {problem}; name another --output")
+    durable.probe(folder, "--output")
+    durable.sync(folder.parent)
+
+
+def _append(folder: Path, line: Header | Part) -> None:
+    try:
+        durable.write_synced(folder / CERTIFICATE, json.dumps(asdict(line)) + "\n", "ab")
+    except OSError as error:
+        raise UserError(f"{folder / CERTIFICATE}: {error.strerror}; what it has so far is kept") from None
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = tool.Parser(
         prog="titan-mi100 certify",
-        usage="%(prog)s [--output FOLDER] [--minutes 10] [--model qwen3-0.6b ...]",
+        usage="%(prog)s [--output FOLDER] [--minutes 25] [--model qwen3-0.6b ...] | --board certificates",
         description=__doc__,
-        epilog="Exit code: 0 all passed; 1 a part failed, or was not run because the time ended (the certificate is "
-        "written and names the part); 2 a mistake in the command, or an unusable device; "
-        "130 interrupted, nothing is written.",
+        epilog="Exit code: 0 all passed; 1 a part failed, or was not run because the time ended (the certificate names "
+        "it); 2 a mistake in the command, or an unusable device; 130 or 143 interrupted: what was measured is kept.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--output", type=Path, metavar="FOLDER", help="a new folder (default: certificate-DATE-TIME)")
-    add("--minutes", type=_minutes, default=10.0, help="time limit (default 10); parts that were not run are named")
-    which = f"models whose shapes are measured: {', '.join(tasks.MODELS)}"
-    add("--model", type=_model, nargs="+", default=(), help=which)
+    limits = f"default {_ON_GPU:g} on a GPU, {_ON_CPU:g} on a CPU"
+    add("--minutes", type=positive_float, metavar="N", help=f"time limit ({limits}); parts that were not run are named")
+    add("--model", nargs="+", default=(), choices=tasks.MODELS, help="models (default: by the card's memory)")
+    add("--board", type=Path, metavar="FOLDER", help="measure nothing: write FOLDER/README.md from its certificates")
     return parser
-
-
-def _model(name: str) -> str:
-    if name not in tasks.MODELS:
-        raise argparse.ArgumentTypeError(f"{name!r} is not known{did_you_mean(name, tasks.MODELS)}")
-    return tasks.MODELS[name]
-
-
-def _minutes(text: str) -> float:
-    try:
-        minutes = float(text)
-    except ValueError:
-        minutes = 0.0
-    if not 0 < minutes <= 1440:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of minutes above 0, at most a day")
-    return minutes
 
 
 if __name__ == "__main__":

@@ -11,8 +11,7 @@ from titan_mi100.attention.base import NO_KERNEL, Backend, Shape
 from titan_mi100.attention.running import running_kernel
 from titan_mi100.attention.trial import Reference, fastest_launch, inputs, milliseconds, random_documents
 from titan_mi100.config.kernels import OWN
-from titan_mi100.parallel.distributed import device_name
-from titan_mi100.tools.measure.device import use_device
+from titan_mi100.parallel.distributed import device_name, init_distributed
 
 _SEEDS = (0, 1, 2)  # each gives other documents and values
 _ROUNDS = 7  # timed calls
@@ -28,7 +27,7 @@ def measure(name: str, shape: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: a package or device that the backend needs is missing.
     """
-    device, asked, launch = use_device(), Shape(**shape), ""
+    device, asked, launch = init_distributed().device, Shape(**shape), ""
     arch = device_name(device)[1].split(":")[0]
     backend = make_backend(name, "", arch)
     if name == OWN:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +23,12 @@ from titan_mi100.wording import printable, shortened
 
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MEASURED = "measured"
+# What can become of a process. Causes before consequences: when one rank dies, the others fail in a collective or hang.
+_FAILURES = ("out of memory", UNAVAILABLE, "killed", "crashed", "failed", "hung")
 _LOOK = 0.05  # seconds between two looks at the processes
 _GRACE = 10  # seconds that the other ranks get after one has failed: their errors may explain more
+
+Outcome = tuple[str, str, Any]  # status, message, result
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Task:
         target: "module:function", called with the arguments in every process; rank 0's result counts. It returns the
             numbers, with "problem" (what is wrong with them; "": nothing) and "said" (the numbers in words).
         processes: number of ranks of the job.
+        card: the device of a single process.
         seconds: time limit.
         refused: why it is not run; "": it is run.
         optional: an error means "not available here", not "failed".
@@ -45,41 +50,41 @@ class Task:
     target: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     processes: int = 1
+    card: int = 0
     seconds: float = 120
     refused: str = ""
     optional: bool = False
 
 
-def run(task: Task, until: float) -> Part:
+def run(task: Task, time_left: Callable[[], float]) -> Part:
     """Run a task until it ends or reaches its time limit, and kill all its processes.
 
     Args:
-        until: value of time.monotonic() at which the time for all tasks ends.
+        time_left: seconds until the task must end even before its own limit.
     """
     started = time.monotonic()
     if task.refused:
         return Part(task.name, UNAVAILABLE, task.refused)
-    left = until - started
-    if left <= 0:
-        return Part(task.name, NOT_RUN, "no time was left; give more --minutes")
+    if time_left() <= 0:
+        return Part(task.name, NOT_RUN, "no time was left for this kind of part; give more --minutes")
     with tempfile.TemporaryDirectory(prefix="titan_mi100-certify-", ignore_cleanup_errors=True) as folder:
-        processes: list[subprocess.Popen[bytes]] = []
+        ranks: list[_Rank] = []
         try:
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if task.processes > 1 else {}
-            for rank in range(task.processes):
-                processes.append(_start(task, rank, place, Path(folder)))
-            has_ended = _wait(processes, Path(folder), started + min(task.seconds, left))
-            codes = [process.poll() for process in processes]
+            port = str(free_port())
+            for number in range(task.processes):
+                ranks.append(_Rank(task, number, port, Path(folder)))
+            has_ended = _wait(ranks, started + task.seconds, time_left)
+            outcomes = [rank.outcome() for rank in ranks]
         finally:
-            stuck = [process for process in processes if not _kill(process)]
-        status, said, found = _outcome(codes, Path(folder))
+            for rank in ranks:
+                rank.kill()
     took = time.monotonic() - started
-    if not has_ended and left < task.seconds:
+    if not has_ended and time_left() <= 0:
         words = f"stopped after {took:.0f} s, because the time for this kind of part ended; give more --minutes"
         return Part(task.name, NOT_RUN, words, took)
+    status, said, found = _worst(outcomes)
     if not has_ended:
         status, said = "hung", f"did not end within {task.seconds:g} s"
-        said += "; SIGKILL does not end it either" if stuck else ""
     if status == UNAVAILABLE or (status == "failed" and task.optional):
         return Part(task.name, UNAVAILABLE, said, took)
     if status != _MEASURED:
@@ -88,145 +93,95 @@ def run(task: Task, until: float) -> Part:
     return Part(task.name, FAIL if problem else PASS, "; ".join(filter(None, (problem, words))), took, found)
 
 
-def _start(task: Task, rank: int, place: Mapping[str, str], folder: Path) -> "subprocess.Popen[bytes]":
-    mine = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-    environment = {name: value for name, value in mine.items() if name not in _PLACE}
-    if task.processes > 1:
-        size = str(task.processes)
-        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        environment = {"OMP_NUM_THREADS": "1", **environment, **place, **ranks}  # the ranks share the cores
-    question = json.dumps([task.target, dict(task.arguments), str(_answer(folder, rank)), os.getpid()])
-    with _errors(folder, rank).open("wb") as errors:
-        return subprocess.Popen(
-            isolated.command("tools.measure.children:main", question),
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, env=environment,
-            start_new_session=True,  # Ctrl-C goes to the command only; it kills each child's process group
-        )  # fmt: skip
+class _Rank:
+    """One process of a task."""
+
+    def __init__(self, task: Task, rank: int, port: str, folder: Path) -> None:
+        self._answer, self._errors = folder / f"answer-{rank}.json", folder / f"stderr-{rank}"
+        outer = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+        environment = {name: value for name, value in outer.items() if name not in _PLACE}
+        environment["LOCAL_RANK"] = str(rank or task.card)
+        if (size := str(task.processes)) != "1":
+            environment |= {"RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            environment.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the cores
+        question = json.dumps([task.target, dict(task.arguments), str(self._answer), os.getpid()])
+        with self._errors.open("wb") as errors:
+            self.process = subprocess.Popen(
+                isolated.command("tools.measure.children:main", question),
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, env=environment,
+                start_new_session=True,  # Ctrl-C goes to the command only; it kills each child's process group
+            )  # fmt: skip
+
+    def outcome(self) -> Outcome:
+        """What it wrote, or how it ended."""
+        with suppress(OSError, ValueError):
+            status, said, found = json.loads(self._answer.read_text(encoding="utf-8"))
+            return status, said, found
+        code = self.process.returncode
+        if code is None:
+            return "hung", "did not end", None
+        lines = self._errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        last = f": {_tidy(lines[-1])}" if lines else ""
+        if code < 0:
+            why = ", most likely because memory ran out" if code == -signal.SIGKILL else ""
+            return "killed", f"{isolated.ended(code)}{why}{last}", None
+        return "crashed", f"{isolated.ended(code)} without a result{last}", None
+
+    def kill(self) -> None:
+        """Kill it and all that it started. One that waits inside a broken driver does not end."""
+        with suppress(OSError):  # the process group has ended
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_GRACE)
 
 
-def _answer(folder: Path, rank: int) -> Path:
-    return folder / f"answer-{rank}.json"
-
-
-def _errors(folder: Path, rank: int) -> Path:
-    return folder / f"stderr-{rank}"
-
-
-def _wait(processes: Sequence["subprocess.Popen[bytes]"], folder: Path, until: float) -> bool:
-    """Wait for the processes; when one has failed, wait only _GRACE seconds longer.
-
-    Returns:
-        False: the time limit was reached and no process had failed.
-    """
-    failed_at: float | None = None
-    while True:
-        codes = [process.poll() for process in processes]
-        if None not in codes:
-            return True
-        now = time.monotonic()
-        if failed_at is None and any(code is not None and _failed(code, folder, r) for r, code in enumerate(codes)):
-            failed_at = now
-        if failed_at is not None and now > failed_at + _GRACE:
-            return True
-        if now > until:
-            return failed_at is not None
+def _wait(ranks: Sequence[_Rank], until: float, time_left: Callable[[], float]) -> bool:
+    """Wait for the processes; when one has failed, at most _GRACE seconds longer. False: a limit came first."""
+    has_failed = False
+    while running := [rank for rank in ranks if rank.process.poll() is None]:
+        if not has_failed and any(rank not in running and rank.outcome()[0] != _MEASURED for rank in ranks):
+            has_failed, until = True, min(until, time.monotonic() + _GRACE)
+        if time.monotonic() > until or time_left() <= 0:
+            return has_failed
         time.sleep(_LOOK)
+    return True
 
 
-def _failed(code: int, folder: Path, rank: int) -> bool:
-    return code != 0 or _read(folder, rank)[0] != _MEASURED
-
-
-def _outcome(codes: Sequence[int | None], folder: Path) -> tuple[str, str, Any]:
-    """Combine the ranks: rank 0's result, or the failure that explains most.
-
-    Args:
-        codes: exit code by rank; None: the rank did not end by itself.
-
-    Returns:
-        (status, message, result).
-    """
-    ended = [(_of_process(code, folder, rank), rank) for rank, code in enumerate(codes)]
-    # Causes before consequences: when one rank dies, the others fail in a collective or hang.
-    order = ("out of memory", UNAVAILABLE, "killed", "crashed", "failed", "hung")
-    failed = [(order.index(status), rank, status, said) for (status, said, _), rank in ended if status != _MEASURED]
+def _worst(outcomes: Sequence[Outcome]) -> Outcome:
+    """Rank 0's result, or the failure that explains most."""
+    failed = [(_FAILURES.index(status), r, said) for r, (status, said, _) in enumerate(outcomes) if status != _MEASURED]
     if not failed:
-        return ended[0][0]
-    _, rank, status, said = min(failed)
-    return status, said if len(codes) == 1 else f"rank {rank}: {said}", None
+        return outcomes[0]
+    number, rank, said = min(failed)
+    return _FAILURES[number], said if len(outcomes) == 1 else f"rank {rank}: {said}", None
 
 
-def _of_process(code: int | None, folder: Path, rank: int) -> tuple[str, str, Any]:
-    status, said, found = _read(folder, rank)
-    if status:
-        return status, said, found
-    if code is None:
-        return "hung", "did not end", None
-    last = _last_words(folder, rank)
-    if code == -signal.SIGKILL:
-        return "killed", f"SIGKILL, most likely because memory ran out{last}", None
-    if code < 0:
-        return "killed", f"{isolated.ended(code)}{last}", None
-    return "crashed", f"{isolated.ended(code)} without a result{last}", None
-
-
-def _read(folder: Path, rank: int) -> tuple[str, str, Any]:
-    """(status, message, result) that a process wrote; ("", "", None): it wrote nothing."""
-    try:
-        status, said, found = json.loads(_answer(folder, rank).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return "", "", None
-    return status, said, found
-
-
-def _last_words(folder: Path, rank: int) -> str:
-    lines = _errors(folder, rank).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return f": {tidy(lines[-1])}" if lines else ""
-
-
-def tidy(text: str) -> str:
+def _tidy(text: str) -> str:
     """An error message for the certificate: one line of at most 200 characters, with ~ for the user's home folder."""
-    home = os.path.expanduser("~")
-    return shortened(printable(" ".join(text.replace(home, "~").split())), 200)
-
-
-def _kill(process: "subprocess.Popen[bytes]") -> bool:
-    """Kill a process and everything it started.
-
-    Returns:
-        Whether the process ended. A process that waits inside a broken driver does not.
-    """
-    with suppress(OSError):  # the process group has ended
-        os.killpg(process.pid, signal.SIGKILL)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(_GRACE)
-    return process.returncode is not None
+    return shortened(printable(" ".join(text.replace(os.path.expanduser("~"), "~").split())), 200)
 
 
 def main() -> None:
     """The child: run the task of sys.argv[3], [function, arguments, result file, parent's process id] as JSON."""
     target, arguments, path, parent = json.loads(sys.argv[3])
     end_with_parent(parent)
-    durable.replace(Path(path), json.dumps(_call(target, arguments)))
+    # a NaN is no JSON; a function that returns one has a fault, which must not spoil the file of all parts
+    durable.replace(Path(path), json.dumps(_call(target, arguments), allow_nan=False))
     sys.stderr.flush()
     # Skip the interpreter's teardown: jobs of several processes sometimes abort there, and a broken library can hang.
     os._exit(0)
 
 
-def _call(target: str, arguments: dict[str, Any]) -> tuple[str, str, Any]:
+def _call(target: str, arguments: dict[str, Any]) -> Outcome:
     module, name = target.split(":")
     try:
         return _MEASURED, "", getattr(importlib.import_module(module), name)(**arguments)
     except UserError as error:
-        return UNAVAILABLE, tidy(str(error)), None
+        return UNAVAILABLE, _tidy(str(error)), None
     except Exception as error:
-        status = "out of memory" if _is_out_of_memory(error) else "failed"
-        return status, tidy(f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"), None
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    if "torch" not in sys.modules:  # do not import torch, which takes seconds, for a part that did not use it
-        return isinstance(error, MemoryError)
-    from titan_mi100.run.forecast import is_out_of_memory
-
-    return is_out_of_memory(error)
+        is_memory = isinstance(error, MemoryError)
+        if "torch" in sys.modules:  # do not import it, which takes seconds, for a part that did not use it
+            is_memory = importlib.import_module("titan_mi100.run.forecast").is_out_of_memory(error)
+        said = _tidy(f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}")
+        return "out of memory" if is_memory else "failed", said, None

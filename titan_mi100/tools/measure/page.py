@@ -1,59 +1,53 @@
-"""A certificate as a Markdown page. Imports no torch."""
+"""A certificate as a Markdown page, and the board of many. Imports no torch."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from titan_mi100.tools.measure.parts import FAIL, Certificate, measured
+from titan_mi100.files.durable import write_page
+from titan_mi100.tools.measure.parts import CERTIFICATE, FAIL, PAGE, PASS, Header, Part, measured, read, summary
 
-_TITLES = {
-    "attention": "Attention, each backend against explicit scores in higher precision",
-    "gemm": "Matrix products of the model's shapes",
-    "bandwidth": "Memory bandwidth of one device",
-    "collective": "Collectives and point-to-point",
-    "parity": "The same losses in other layouts",
-    "steps": "Training steps, and the plan beside them",
-    "conclusion": "What follows from it",
-}
-_HEADER = (
-    "model", "layout", "N", "m", "step_ms", "toks/s", "peak_mem", "ckpt", "bf16", "GA", "comm_ms", "planned_ms",
-    "planned_mem",
-)  # fmt: skip
-_LEGEND = (
-    "N: processes, one per device. m: rows per data-parallel rank and forward. GA: forwards of a step. step_ms: "
-    "median. peak_mem: GiB of the rank that held most, on a card reserved by the allocator. ckpt: activations that are "
-    "computed again in backward. comm_ms: time in collectives per step, of the rank with most, waiting for others "
-    "included, from profiled steps. planned_ms, planned_mem: by the data sheet; n/a: unknown device, or a CPU."
-)
+_BOARD = ("model", "method", "bf16", "N", "toks/s", "mfu")  # columns of the steps' table
+_MARK = "<!-- made by: titan-mi100 certify --board certificates -->\n"  # the text above it is written by hand
 
 
-def page(certificate: Certificate) -> str:
+def page(header: Header, parts: Sequence[Part]) -> str:
     """The certificate in Markdown, without the raw samples."""
-    machine, verdict = certificate.machine, "all passed" if certificate.all_pass else "NOT all passed"
-    lines = [f"# Certificate: {_cell(machine.device)}", "", f"**{verdict}.** Made {certificate.made}.", ""]
+    machine = header.machine
+    lines = [f"# Certificate: {_cell(machine.device)}", "", f"**{_cell(summary(parts))}.** Made {header.made}.", ""]
     lines += _table(("what", "found"), [(key, str(value)) for key, value in vars(machine).items() if value])
-    for kind, title in _TITLES.items():
-        parts = [part for part in (*certificate.parts, *certificate.conclusions) if part.kind == kind]
+    for kind in dict.fromkeys(part.kind for part in parts):
+        steps = [found["row"] for found in measured(parts, kind) if "row" in found]
         rows = [
             (part.name.partition("/")[2], "**FAIL**" if part.verdict == FAIL else part.verdict, part.said)
             for part in parts
+            if part.kind == kind and not (steps and part.verdict == PASS)
         ]
-        if rows:
-            lines += ["", f"## {title}", "", *_table(("part", "verdict", "found"), rows)]
-        if steps := measured(parts, "steps"):
-            cells = [_row(found, machine.memory > 0) for found in steps]
-            lines += ["", *_table(_HEADER, cells), "", f"Rows of {steps[0]['seq']} tokens. {_LEGEND}"]
-    return "\n".join([*lines, "", "certificate.json has every sample."]) + "\n"
+        lines += ["", f"## {kind}"]
+        lines += ["", *_table([*steps[0]], [[*row.values()] for row in steps])] if steps else []
+        lines += ["", *_table(("part", "verdict", "found"), rows)] if rows else []
+    lines += ["", f"{CERTIFICATE} has every sample; docs/DOCTOR.md explains the parts and the columns.", ""]
+    return "\n".join(lines)
 
 
-def _row(found: Mapping[str, Any], is_card: bool) -> tuple[str, ...]:
-    plan, ms = found["plan"], found["ms"]
-    return (
-        found["model"], found["layout"], str(found["ranks"]), str(found["batch"]), f"{ms:,.0f}",
-        f"{1000 * found['tokens'] / ms:,.0f}", f"{found['peak_memory_gib']:.2f}", found["checkpointing"],
-        "yes" if found["dtype"] == "bfloat16" else f"no ({found['dtype']})", str(found["ga"]),
-        f"{max(found['comm_ms']):,.0f}", f"{1000 * plan['seconds']:,.0f}" if plan["seconds"] else "n/a",
-        f"{plan['least'] / 2**30:.2f} to {plan['most'] / 2**30:.2f}" if is_card else "n/a",
-    )  # fmt: skip
+def write_board(folder: Path) -> None:
+    """Write folder/README.md anew from the certificates in the folder: of each model and method the fastest step.
+
+    Raises:
+        UserError: a certificate cannot be read, or the page not written.
+    """
+    rows = []
+    for path in sorted(folder.glob(f"*/{CERTIFICATE}")):
+        header, parts = read(path)
+        steps = sorted(measured(parts, "steps"), key=lambda found: float(found["tokens_per_second"]))
+        fastest = {(found["row"]["model"], found["row"]["method"]): found["row"] for found in steps}
+        machine, state = header.machine, " (unfinished)" * summary(parts).startswith("unfinished")
+        link = f"[{header.made[:10]}]({path.parent.name}/{PAGE}){state}"
+        cells = [[row[name] for name in _BOARD] for _, row in sorted(fastest.items())]
+        rows += [(machine.device, *row, f"{machine.torch} {machine.runtime}".strip(), link) for row in cells]
+    readme = folder / "README.md"
+    text = readme.read_text(encoding="utf-8").partition(_MARK)[0] if readme.exists() else ""
+    table = _table(("card", *_BOARD, "torch, ROCm or CUDA", "made"), rows)
+    write_page(readme, f"{text}{_MARK}\n" + "\n".join(table) + "\n", "--board")
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

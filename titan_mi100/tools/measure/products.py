@@ -2,61 +2,49 @@
 
 import math
 import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from titan_mi100.attention.trial import wait
 from titan_mi100.files.schema import if_finite
-from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.parallel.distributed import device_name, init_distributed
+from titan_mi100.planning.hardware import find_gpu
 from titan_mi100.shapes.families import PRESETS
-from titan_mi100.tools.measure.device import samples, use_device
 from titan_mi100.wording import bytes_in_words
 
 _ABOVE_PEAK = 1.05  # a rate above the data sheet's by this factor means that the time is wrong
-_SHARE = 16  # an array takes 1/16 of the card's free memory
-_LARGEST, _ON_CPU = 1 << 30, 1 << 27  # bytes: the largest array; the array on a CPU
+_ARRAY = {"cuda": 1 << 29, "cpu": 1 << 27}  # bytes: larger than the caches; five fit a card of 8 GiB
 
 
-def weights_of(spec: ModelSpec) -> dict[str, tuple[int, int, int]]:
-    """Name of a weight -> (outputs, inputs, number of such weights in the model)."""
-    found: dict[str, tuple[int, int, int]] = {}
-    for layer in spec.layers:
-        matrices = [(name, p.shape) for name, p in layer.parameters.items() if p.role == "matrix"]
-        for (outputs, inputs), group in groupby(matrices, lambda each: each[1]):  # neighbours of one shape
-            names = [name.split(".")[-2].removesuffix("_proj") for name, _ in group]
-            before = found.get(", ".join(names), (0, 0, 0))[2]
-            found[", ".join(names)] = (outputs, inputs, before + len(names))
-    return {**found, "head": (spec.vocab_size, spec.hidden_size, 1)}
-
-
-def gemm(model: str, tokens: int, dtype: str, peak: float | None, card: int = 0, only: str = "") -> dict[str, Any]:
-    """Measure each weight's forward and both gradient products on `tokens` tokens.
+def gemm(model: str, tokens: int, dtype: str, most_frequent: bool = False) -> dict[str, Any]:
+    """Measure the forward and both gradient products of a model's weights, of each shape once, on `tokens` tokens.
 
     Args:
-        peak: TFLOP/s of the data sheet; None: not known.
-        only: name of a single weight; "": all.
+        most_frequent: only those of the shape that most weights have.
     """
-    device, found = use_device(card), []
+    spec, device, found = PRESETS[model], init_distributed().device, []
+    gpu = find_gpu(*device_name(device)[1:])
+    weights = [p.shape for layer in spec.layers for p in layer.parameters.values() if p.role == "matrix"]
+    shapes = Counter([*weights, (spec.vocab_size, spec.hidden_size)]).most_common(1 if most_frequent else None)
     generator = torch.Generator(device).manual_seed(0)
-    weights = weights_of(PRESETS[model])
-    for name, (outputs, inputs, count) in ({only: weights[only]} if only else weights).items():
-        shapes = ((tokens, inputs), (outputs, inputs), (tokens, outputs))
+    for (outputs, inputs), count in shapes:
         x, w, grad = (
-            torch.randn(shape, device=device, generator=generator).to(getattr(torch, dtype)) for shape in shapes
+            torch.randn(shape, device=device, generator=generator).to(getattr(torch, dtype))
+            for shape in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
         )
-        for what, a, b in (
-            (name, x, w.t()),
-            (f"{name}: input's gradient", grad, w),
-            (f"{name}: weight's gradient", grad.t(), x),
-        ):
+        for what, a, b in (("forward", x, w.t()), ("input's gradient", grad, w), ("weight's gradient", grad.t(), x)):
             sizes = {"m": a.shape[0], "k": a.shape[1], "n": b.shape[1], "count": count}
-            times = samples(partial(torch.mm, a, b), device)
+            times = _samples(partial(torch.mm, a, b), device)
             found.append({"name": what, **sizes, "error": _error(a, b), "times": times})
     # a part of the products does not count as the model's rate
-    return {"model": model, "dtype": dtype, **({"card": card} if only else {}), **judged(found, dtype, peak)}
+    names = {"model": "" if most_frequent else model, "dtype": dtype}
+    return names | judged(found, dtype, gpu.tflops.get(dtype) if gpu else None)
 
 
 def judged(products: list[dict[str, Any]], dtype: str, peak: float | None) -> dict[str, Any]:
@@ -69,10 +57,10 @@ def judged(products: list[dict[str, Any]], dtype: str, peak: float | None) -> di
         error = math.inf if one["error"] is None else one["error"]
         if error > limit:
             problems.append(f"{where} is wrong by {error:.1e} of its largest element (at most {limit:.1e})")
-        work, time = 2e-12 * one["m"] * one["k"] * one["n"], statistics.median(one["times"])
-        if peak and work / time > _ABOVE_PEAK * peak:
-            problems.append(f"{where}: {work / time:.0f} TFLOP/s, above the data sheet's {peak:g}: its time is wrong")
-        flops, seconds = flops + work * one["count"], seconds + time * one["count"]
+        work, took = 2e-12 * one["m"] * one["k"] * one["n"], statistics.median(one["times"])
+        if peak and work / took > _ABOVE_PEAK * peak:
+            problems.append(f"{where}: {work / took:.0f} TFLOP/s, above the data sheet's {peak:g}: its time is wrong")
+        flops, seconds = flops + work * one["count"], seconds + took * one["count"]
     share = f", {flops / seconds / peak:.0%} of the data sheet's {peak:g}" if peak else ""
     said = f"{flops / seconds:.3g} TFLOP/s for all products of a step{share}"
     return {"products": products, "tflops": flops / seconds, "problem": "; ".join(problems), "said": said}
@@ -90,17 +78,28 @@ def _largest(x: Tensor) -> float:
     return max(x.max().item(), -x.min().item())
 
 
-def bandwidth(card: int = 0) -> dict[str, Any]:
+def _samples(call: Callable[[], Any], device: torch.device) -> list[float]:
+    """Seconds of single calls, after a warm-up call: at least three, at most 20, until they add up to 0.3."""
+    call()
+    found: list[float] = []
+    while len(found) < 3 or (sum(found) < 0.3 and len(found) < 20):
+        wait(device)
+        started = time.perf_counter()
+        call()
+        wait(device)
+        found.append(time.perf_counter() - started)
+    return found
+
+
+def bandwidth() -> dict[str, Any]:
     """Measure copy and triad (a = b + 3 c) on fp32."""
-    device = use_device(card)
-    size = _ON_CPU
-    if device.type == "cuda":
-        size = min(_LARGEST, torch.cuda.mem_get_info(device)[0] // _SHARE // 4 * 4)
+    device = init_distributed().device
+    size = _ARRAY[device.type]
     b = torch.arange(size // 4, device=device, dtype=torch.int32).remainder_(1 << 20).float()
     a, c = torch.zeros_like(b), b.clone()
-    copied = samples(lambda: a.copy_(b), device)
+    copied = _samples(lambda: a.copy_(b), device)
     wrong = int((a != b).sum())
-    triad = samples(lambda: torch.add(b, c, alpha=3, out=a), device)
+    triad = _samples(lambda: torch.add(b, c, alpha=3, out=a), device)
     wrong += int((a != b * 4).sum())
     rates = [n * size / statistics.median(times) / 1e9 for n, times in ((2, copied), (3, triad))]
     return {

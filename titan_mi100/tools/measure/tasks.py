@@ -1,135 +1,133 @@
 """Lists the parts that are measured on a machine, with their time limits. Imports no torch."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from itertools import product
 from typing import Any
 
+from titan_mi100.cli import version_of
 from titan_mi100.config.check import check
-from titan_mi100.config.kernels import KERNELS
-from titan_mi100.planning.hardware import find_gpu
-from titan_mi100.planning.plan import GIB, make_plan
+from titan_mi100.config.kernels import AUTO, KERNELS
+from titan_mi100.config.settings import Config
+from titan_mi100.planning.plan import GIB, make_plan, with_settings
 from titan_mi100.run.machine import Machine
-from titan_mi100.shapes.base import AttentionShape
 from titan_mi100.shapes.families import PRESETS
 from titan_mi100.tools.measure.children import Task
-from titan_mi100.tools.measure.configs import config_of
-from titan_mi100.tools.measure.parts import DTYPES
+from titan_mi100.tools.measure.parts import DTYPES, PASS, UNAVAILABLE, Part, rankings
+from titan_mi100.tools.new_config import METHODS, Change
 
 MODELS: Mapping[str, str] = {name if name == "debug" else f"qwen3-{name.lower()}": name for name in PRESETS}
 _HERE = "titan_mi100.tools.measure"
-_OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
-# Kind of part -> fraction of the total time after which no part of this kind starts or goes on: each gets some time.
+# Kind of part, in order -> fraction of the total time after which no part of this kind starts or goes on, so that a
+# slow kind leaves the others their time.
 SHARES: Mapping[str, float] = {
-    "attention": 0.45, "gemm": 0.55, "bandwidth": 0.6, "collective": 0.7, "parity": 0.8, "steps": 1.0,
+    "attention": 0.4, "gemm": 0.5, "bandwidth": 0.53, "steps": 0.85, "collective": 0.93, "parity": 1.0,
 }  # fmt: skip
-# (layout, rows per forward, forwards per step, activation checkpointing, dtype). The most informative rows come first,
-# because the time may end before the last.
-_ROWS = (
-    ("fsdp2", 1, 8, "full", "bfloat16"),
-    ("pp", 1, 8, "full", "bfloat16"),
-    ("ddp", 1, 8, "full", "bfloat16"),
-    ("fsdp2", 4, 8, "full", "bfloat16"),
-    ("pp", 4, 8, "full", "bfloat16"),
-    ("fsdp2", 1, 8, "none", "bfloat16"),
-    ("fsdp2", 1, 32, "full", "bfloat16"),
-    ("pp", 1, 32, "full", "bfloat16"),
-    ("fsdp2", 1, 8, "full", "float32"),
-    ("fsdp2", 1, 8, "full", "float16"),
+_LADDER = ("0.6B", "1.7B", "4B", "8B")  # of each method the first and the last that fit the card are measured
+_METHODS: Mapping[str, Change] = {
+    "full": {}, "full, lean": METHODS["full"][2][1], "LoRA": METHODS["lora"][0][1], "QLoRA": METHODS["qlora"][0][1],
+}  # fmt: skip
+_LAYOUTS = {"fsdp2": {"zero_stage": 3}, "ddp": {"zero_stage": 0}}
+_ONE_ROW = {"local_batch_size": 1, "gradient_accumulation_steps": 8}
+# (method, layout, change): other settings of the first model; on a CPU only the first three.
+_VARIANTS: Sequence[tuple[str, str, Change]] = (
+    ("full", "pp", {"training": _ONE_ROW}),
+    ("full", "ddp", {}),
+    ("full", "fsdp2", {"activation_checkpoint": {"mode": "none"}}),
+    ("full", "fsdp2", {"training": {"mixed_precision_param": "float16"}}),
+    ("full", "fsdp2", {"training": _ONE_ROW}),
+    ("full, compiled", "fsdp2", {"activation_checkpoint": {"mode": "selective"}, "compile": {"enable": True}}),
 )
-_ROWS_ON_CPU = (
-    ("fsdp2", 1, 2, "full", "float32"),
-    ("pp", 1, 2, "full", "float32"),
-    ("ddp", 1, 2, "full", "float32"),
-    ("fsdp2", 1, 8, "none", "float32"),
-)
-_STEPS_ALONE = ("ddp", "pp")  # layouts that need several cards
 
 
-def before_steps(machine: Machine, models: Sequence[str]) -> list[Task]:
-    """All parts except the training steps, in order."""
-    return [*_attention(machine, models), *_gemm(machine, models), *_between_cards(machine)]
-
-
-def _seq(machine: Machine) -> int:
-    return 1024 if machine.memory else 256
-
-
-def _attention(machine: Machine, models: Sequence[str]) -> Iterable[Task]:
-    shapes: dict[AttentionShape, str] = {}
-    for model in models:
-        shapes.setdefault(PRESETS[model].attention, model)
-    for attention, model in shapes.items():
-        for dtype in DTYPES:
-            shape = {"batch": 2, "seq": _seq(machine), **attention._asdict()}
-            for name, kernel in sorted(KERNELS.items(), key=lambda entry: not entry[1].is_plain):  # a stable sort
-                part, target = f"attention/{name}/{model}/{dtype}", f"{_HERE}.attention:measure"
-                arguments = {"name": name, "shape": {**shape, "dtype": dtype}}
-                yield Task(part, target, arguments, seconds=150, optional=not kernel.is_plain)
-
-
-def _gemm(machine: Machine, models: Sequence[str]) -> Iterable[Task]:
-    target, tokens = f"{_HERE}.products:gemm", {"tokens": _seq(machine)}
-    for model in models:
-        for dtype in DTYPES:
-            arguments = {"model": model, **tokens, "dtype": dtype, "peak": _peak(machine, dtype)}
-            yield Task(f"gemm/{model}/{dtype}", target, arguments)
-    one = {"model": models[0], **tokens, "dtype": DTYPES[0], "peak": _peak(machine, DTYPES[0]), "only": "down"}
-    for card in _other_cards(machine):
-        yield Task(f"gemm/device {card}", target, {**one, "card": card}, seconds=60)
-
-
-def _peak(machine: Machine, dtype: str) -> float | None:
-    """TFLOP/s of the data sheet; None: not known."""
-    gpu = find_gpu(machine.arch, machine.compute_units)
-    return gpu.tflops.get(dtype) if gpu else None
-
-
-def _other_cards(machine: Machine) -> range:
-    """The cards besides the first."""
-    return range(1, machine.cards if machine.memory else 1)
-
-
-def _between_cards(machine: Machine) -> Iterable[Task]:
-    for card in (0, *_other_cards(machine)):
-        yield Task(f"bandwidth/device {card}", f"{_HERE}.products:bandwidth", {"card": card}, seconds=60)
-    ranks = machine.cards
-    refused = "" if ranks > 1 else "needs two cards; this machine has one"
-    sizes = [1 << 20, 1 << 25, 1 << 28] if machine.memory else [1 << 16, 1 << 20, 1 << 24]
-    for operation in _OPERATIONS:
-        asked, target = {"operation": operation, "sizes": sizes}, f"{_HERE}.collectives:measure"
-        yield Task(f"collective/{operation}", target, asked, ranks, seconds=90, refused=refused)
-    target, rows = f"{_HERE}.training:same_losses", {"rows": 2 * ranks}
-    yield Task("parity/one rank", target, {**rows, "layouts": ["fsdp2"]}, seconds=90)
-    both = {**rows, "layouts": ["fsdp2", "ddp"]}
-    yield Task(f"parity/{ranks} ranks", target, both, ranks, seconds=90, refused=refused)
-
-
-def steps(machine: Machine, models: Sequence[str], backends: Mapping[str, str]) -> Iterable[Task]:
-    """Training steps of the models.
+def tasks(machine: Machine, models: Sequence[str], parts: Sequence[Part]) -> Iterator[Task]:
+    """All parts to measure, what matters most first.
 
     Args:
-        backends: dtype -> attention backend, the fastest correct one; other dtypes use "auto".
+        models: names in PRESETS; none: by the memory of the card.
+        parts: grows by the result of each task before the next one is asked for: later tasks depend on earlier ones.
     """
-    for model in models:
-        for layout, batch, ga, mode, dtype in _ROWS if machine.memory else _ROWS_ON_CPU:
-            if machine.cards == 1 and layout in _STEPS_ALONE:
-                continue
-            row: dict[str, Any] = {
-                "model": model, "layout": layout if machine.cards > 1 else "one card", "batch": batch, "ga": ga,
-                "seq": _seq(machine), "checkpointing": mode, "dtype": dtype, "attention": backends.get(dtype, "auto"),
-            }  # fmt: skip
-            name = f"steps/{model}/{row['layout']} m={batch} GA={ga} {mode} {dtype}"
-            arguments, refused = {"row": row, "peak": _peak(machine, dtype)}, _refusal(row, machine)
-            yield Task(name, f"{_HERE}.training:steps", arguments, machine.cards, seconds=180, refused=refused)
+    ranks, lengths = machine.cards, (1024, 4096, 16384) if machine.memory else (256, 1024)
+    ladder = models or (_LADDER if machine.memory else ("debug",))
+    shaped = models or ladder[:1]
+    yield from _attention(shaped, lengths, parts)
+    for name, dtype in product(shaped, DTYPES):
+        asked: dict[str, Any] = {"model": name, "tokens": lengths[0], "dtype": dtype}
+        yield Task(f"gemm/{name}/{dtype}", f"{_HERE}.products:gemm", asked)
+    for card in range(ranks if machine.memory else 1):
+        asked = {"model": shaped[0], "tokens": lengths[0], "dtype": DTYPES[0], "most_frequent": True}
+        if card:
+            yield Task(f"gemm/device {card}", f"{_HERE}.products:gemm", asked, card=card)
+        yield Task(f"bandwidth/device {card}", f"{_HERE}.products:bandwidth", card=card)
+    yield from _steps(machine, ladder, not models, lengths[0], parts)
+    refused = "" if ranks > 1 else "needs two cards; this machine has one"
+    sizes = [1 << 20, 1 << 25, 1 << 28] if machine.memory else [1 << 16, 1 << 20, 1 << 24]
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "send_recv"):
+        asked = {"operation": name, "sizes": sizes}
+        yield Task(f"collective/{name}", f"{_HERE}.collectives:measure", asked, ranks, refused=refused)
+    for name, size, why in (("one rank", 1, ""), (f"{ranks} ranks", ranks, refused)):
+        asked = {"rows": 2 * ranks, "layouts": _LAYOUTS}
+        yield Task(f"parity/{name}", f"{_HERE}.training:same_losses", asked, size, refused=why)
 
 
-def _refusal(row: dict[str, Any], machine: Machine) -> str:
-    """Why the trainer would refuse this row; "": it would not."""
-    config = config_of(row, machine.cards)
-    if problems := check(config, machine.cards, with_files=False):
-        return str(problems[0])
-    if machine.memory:
-        gpu = find_gpu(machine.arch, machine.compute_units)
-        plan = make_plan(config, machine.cards, machine.memory, gpu)
-        if not plan.fits:
-            return f"does not fit: {plan.most / GIB:.1f} GiB by plan, of {machine.memory / GIB:.1f}"
-    return ""
+def _attention(models: Sequence[str], lengths: Sequence[int], parts: Sequence[Part]) -> Iterator[Task]:
+    """Every length has the same number of tokens. A backend gets long rows if it computes short ones well."""
+    shapes = {PRESETS[model].attention: model for model in reversed(models)}  # of equal shapes the first model's
+    for dtype, seq in ((dtype, seq) for dtype in DTYPES for seq in lengths if seq == lengths[0] or dtype != "float32"):
+        for (attention, model), name in product(reversed(shapes.items()), KERNELS):
+            packages, prefix = KERNELS[name].packages, f"attention/{name}/{model}/{dtype}"
+            refused = (
+                "" if not packages or any(map(version_of, packages)) else f"not installed: {' or '.join(packages)}"
+            )
+            short = {part.name: part for part in parts}.get(f"{prefix}/{lengths[0]}")
+            if short and short.verdict == UNAVAILABLE:
+                continue  # said once
+            if short and not (short.verdict == PASS and short.found and not short.found["explicit"]):
+                refused = f"not tried in longer rows: {'S x S scores' if short.verdict == PASS else short.verdict}"
+            shape = {"batch": lengths[-1] // seq, "seq": seq, **attention._asdict(), "dtype": dtype}
+            yield Task(
+                f"{prefix}/{seq}", f"{_HERE}.attention:measure", {"name": name, "shape": shape},
+                seconds=240, refused=refused, optional=not KERNELS[name].is_plain,
+            )  # fmt: skip
+
+
+def _steps(machine: Machine, models: Sequence[str], some: bool, seq: int, parts: Sequence[Part]) -> Iterator[Task]:
+    """Training steps: each method; then variants of the first model's.
+
+    Args:
+        some: of each method, only the first and the last model that fit.
+    """
+    ranks, gpu = machine.cards, bool(machine.memory)
+    backends = {name: ranked[0]["backend"] for name, ranked in rankings(parts).items() if ranked}
+    training: dict[str, Any] = {"seq_len": seq, "local_batch_size": 4 if gpu else 1, "gradient_accumulation_steps": 2}
+    training["mixed_precision_param"] = "bfloat16" if gpu else "float32"
+
+    def step(model: str, method: str, layout: str, change: Change) -> Task:
+        parallelism = {**_LAYOUTS, "pp": {"pipeline_parallel_degree": ranks}}[layout] if ranks > 1 else {}
+        first: Change = {"training": training, "activation_checkpoint": {"mode": "full"}, "parallelism": parallelism}
+        changes = [{**first, "model": {"flavor": model}}, change]
+        config: Config = reduce(with_settings, changes, Config())
+        problems = [str(problem) for problem in check(config, ranks, with_files=False)]
+        if gpu and not problems and not (plan := make_plan(config, ranks, machine.memory)).fits:
+            problems = [f"does not fit: {plan.most / GIB:.1f} GiB by plan, of {machine.memory / GIB:.1f}"]
+        dtype = config.training.mixed_precision_param
+        changes.append({"model": {"attention_backend": backends.get(f"{models[0]}/{dtype}/{seq}", AUTO)}})
+        row = {
+            "model": model, "method": method, "layout": layout if ranks > 1 else "one card", "N": str(ranks),
+            "m": str(config.training.local_batch_size), "GA": str(config.training.gradient_accumulation_steps),
+            "ckpt": config.activation_checkpoint.mode, "bf16": "yes" if dtype == "bfloat16" else f"no ({dtype})",
+        }  # fmt: skip
+        return Task(
+            f"steps/{model}/{method}/{row['layout']} m={row['m']} GA={row['GA']} {row['ckpt']} {dtype}",
+            f"{_HERE}.training:steps", {"row": row, "changes": changes}, ranks, seconds=240,
+            refused="; ".join(problems), optional=config.compile.enable,  # that needs a compiler
+        )  # fmt: skip
+
+    rows = {(name, method): step(name, method, "fsdp2", _METHODS[method]) for name in models for method in _METHODS}
+    for (model, method), task in rows.items():
+        fitting = [name for name in models if not rows[name, method].refused]
+        if task.refused or not some or model in (fitting[0], fitting[-1]):
+            yield task
+    for method, layout, change in _VARIANTS if gpu else _VARIANTS[:3]:
+        if ranks > 1 or layout == "fsdp2":
+            yield step(models[0], method, layout, change)
