@@ -262,9 +262,11 @@ ENOUGH = {"_pp2": (6, 10), "4b_fsdp2": (9, 10), "_offload": (16, 17)}
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_a_shipped_configs_peak_is_what_it_says(name: str, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    cards = 1 if name.endswith("_1gpu") else 2
+    one_card = re.match(r"(\d+)gb_", name)  # of so many GB
+    cards = 1 if name.endswith("_1gpu") or one_card else 2
+    memory = int(one_card[1]) << 30 if one_card else GPU
     config = load_config(["--job.config_file", str(REPO / "train_configs" / f"{name}.toml")], cards, with_files=False)
-    worst = max(memory.peak for memory in estimate(config, cards, GPU)) / 2**30
+    worst = max(each.peak for each in estimate(config, cards, memory)) / 2**30
     assert -0.03 <= worst / COUNTED[name] - 1 <= 0.10
     if full:  # counted of a few layers, as more of them add equally
         spec = config.spec()
@@ -273,7 +275,7 @@ def test_a_shipped_configs_peak_is_what_it_says(name: str, full: bool, monkeypat
         for layers in (few, more):
             monkeypatch.setattr(Config, "spec", lambda _, n=layers: replace(spec, num_hidden_layers=n))
             peaks.append(
-                max(count(config, cards, rank, GPU).peak for rank in ranks_of_stages(config.layout(cards))) / 2**30
+                max(count(config, cards, rank, memory).peak for rank in ranks_of_stages(config.layout(cards))) / 2**30
             )
         added = (peaks[1] - peaks[0]) / (more - few)
         assert peaks[1] + added * (spec.num_hidden_layers - more) == pytest.approx(COUNTED[name], rel=0.02)
@@ -281,3 +283,12 @@ def test_a_shipped_configs_peak_is_what_it_says(name: str, full: bool, monkeypat
 
 def test_the_goals_are_counted() -> None:
     assert {"qwen3_8b_fsdp2_8bit", "qwen3_8b_pp2_8bit", "qwen3_8b_lora", "qwen3_8b_qlora_1gpu"} <= COUNTED.keys()
+
+
+def test_of_inputs_on_the_host_two_blocks_are_on_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {**INPUTS_ON_HOST, **FULL}
+    found = []
+    for layers in (6, 12):
+        config = config_of(replace(WIDE, num_hidden_layers=layers), settings, monkeypatch)
+        found.append(estimate(config, 1, GPU)[0].categories["activations"])
+    assert found[0] == found[1]

@@ -294,6 +294,13 @@ def test_a_layout_that_cannot_work_is_refused_with_the_remedy(
     assert said in capsys.readouterr().err
 
 
+def test_a_lean_update_is_rehearsed_on_a_few_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of all rows it reads a value that fake tensors have not, where they are in the host's memory."""
+    lean = ["--optimizer.state", "8bit", "--optimizer.master", "bf16_sr", "--memory.offload", "optimizer"]
+    assert rehearse.main([*SMALL, *lean, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ranks"][0]["memory"]["host"] > 0
+
+
 def test_the_launcher_hands_over(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         launch.main([*SMALL, "--ranks", "16"])

@@ -24,6 +24,7 @@ def bash(script: str, cwd: Path, **environment: str) -> subprocess.CompletedProc
         ("config.load --help", ">/dev/full", 2, FULL),
         ("config.load --help", "| head -n 1", 0, ""),
         ("config.load --help", "<&- >&- 2>&-", 0, ""),
+        ("config.load --help", "1</dev/null", 0, ""),  # a shell can have its script under that number
         (f"config.load {GOOD} --job.run_folder run", ">/dev/full", 2, FULL),
         ("config.load --nope", "2>/dev/full", 2, ""),
         ("config.load --nope", "2>&-", 2, ""),

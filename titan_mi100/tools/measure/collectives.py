@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_mi100.attention.trial import wait
+from titan_mi100.device import accelerator
 from titan_mi100.parallel.distributed import all_gather_tensor, gather_values, init_distributed, reduce_scatter_tensor
 from titan_mi100.wording import bytes_in_words
 
@@ -66,10 +66,10 @@ def _times(transfer: _Transfer, device: torch.device) -> tuple[int, list[float]]
     for number in range(_ROUNDS + 1):
         transfer.result.copy_(transfer.before)
         dist.barrier()
-        wait(device)
+        accelerator.synchronize(device)
         started = time.perf_counter()
         transfer.call()
-        wait(device)
+        accelerator.synchronize(device)
         found = [time.perf_counter() - started, int((transfer.result != transfer.expected).sum())]
         ranks = gather_values(torch.tensor(found, dtype=torch.float64), device)
         wrong += ranks[:, 1].sum().item()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_mi100.attention.trial import wait
+from titan_mi100.device import accelerator
 from titan_mi100.files.schema import if_finite
 from titan_mi100.parallel.distributed import device_name, init_distributed
 from titan_mi100.planning.hardware import find_gpu
@@ -19,7 +19,7 @@ from titan_mi100.shapes.families import PRESETS
 from titan_mi100.wording import bytes_in_words
 
 _ABOVE_PEAK = 1.05  # a rate above the data sheet's by this factor means that the time is wrong
-_ARRAY = {"cuda": 1 << 29, "cpu": 1 << 27}  # bytes: larger than the caches; five fit a card of 8 GiB
+_ARRAY = {True: 1 << 29, False: 1 << 27}  # bytes: larger than the caches; five fit a card of 8 GiB
 
 
 def gemm(model: str, tokens: int, dtype: str, most_frequent: bool = False) -> dict[str, Any]:
@@ -83,10 +83,10 @@ def _samples(call: Callable[[], Any], device: torch.device) -> list[float]:
     call()
     found: list[float] = []
     while len(found) < 3 or (sum(found) < 0.3 and len(found) < 20):
-        wait(device)
+        accelerator.synchronize(device)
         started = time.perf_counter()
         call()
-        wait(device)
+        accelerator.synchronize(device)
         found.append(time.perf_counter() - started)
     return found
 
@@ -94,7 +94,7 @@ def _samples(call: Callable[[], Any], device: torch.device) -> list[float]:
 def bandwidth() -> dict[str, Any]:
     """Measure copy and triad (a = b + 3 c) on fp32."""
     device = init_distributed().device
-    size = _ARRAY[device.type]
+    size = _ARRAY[accelerator.is_gpu(device)]
     b = torch.arange(size // 4, device=device, dtype=torch.int32).remainder_(1 << 20).float()
     a, c = torch.zeros_like(b), b.clone()
     copied = _samples(lambda: a.copy_(b), device)

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from titan_mi100.config.settings import Config
 from titan_mi100.data.made_up import made_up, random_rows
+from titan_mi100.device import accelerator
 from titan_mi100.files.schema import if_finite
 from titan_mi100.open_run.run import Run
 from titan_mi100.open_run.start import open_run
@@ -38,7 +39,7 @@ def steps(row: dict[str, str], changes: list[dict[str, Any]]) -> dict[str, Any]:
         "losses": [if_finite(result.loss) for result in results], "peak_memory_gib": results[-1].peak_memory_gib,
         "comm_ms": comm_ms, "plan": {"least": plan.least, "most": plan.most, "seconds": plan.step},
     }  # fmt: skip
-    return judged(found, world.device.type == "cuda")
+    return judged(found, accelerator.is_gpu(world.device))
 
 
 def judged(found: dict[str, Any], is_card: bool) -> dict[str, Any]:
