@@ -16,6 +16,14 @@ REPO = Path(__file__).parents[1]
 ASSETS = REPO / "tests" / "assets"
 SHARED_DATA = REPO.parent / "shared" / "data"  # real input; the tests that use it are skipped where it is not
 
+MINIMAL = f"""
+[model]
+flavor = "debug"
+tokenizer_path = "{ASSETS / "tokenizer"}"
+[data]
+path = "{ASSETS / "arithmetic.jsonl"}"
+[training]
+"""
 FULL = "TITAN_TESTS_FULL"  # set for the decorators of test modules, which see no options
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -382,7 +382,7 @@ def test_each_pair_of_ranks_sends_in_both_directions(monkeypatch: pytest.MonkeyP
 
 def test_a_product_of_another_card_is_not_the_models_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "init_distributed", lambda: SimpleNamespace(device=CPU))
-    monkeypatch.setattr(products, "_ARRAY", {"cpu": 1 << 12})
+    monkeypatch.setitem(products._ARRAY, False, 1 << 12)
     whole = products.gemm("debug", 8, "float32")
     other = products.gemm("debug", 8, "float32", most_frequent=True)
     assert len(other["products"]) == 3 and (whole["model"], other["model"]) == ("debug", "")

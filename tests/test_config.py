@@ -10,20 +10,14 @@ from pathlib import Path
 
 import pytest
 from conftest import ASSETS, REPO
+from conftest import MINIMAL as START
 
 from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.load import _items, load_config, make_run_folder
 from titan_mi100.config.settings import Config, SourceConfig
 from titan_mi100.errors import UserError
 
-MINIMAL = f"""
-[model]
-flavor = "debug"
-tokenizer_path = "{ASSETS / "tokenizer"}"
-[data]
-path = "{ASSETS / "arithmetic.jsonl"}"
-[training]
-seq_len = 256
+MINIMAL = f"""{START}seq_len = 256
 """
 
 
@@ -311,7 +305,15 @@ def test_the_shipped_configs_are_sound(tmp_path: Path) -> None:
     table = (REPO / "train_configs" / "README.md").read_text()
     for path in sorted((REPO / "train_configs").glob("*.toml")):
         nodes = re.search(r"_(\d+)nodes?$", path.stem)
-        cards = 8 * int(nodes[1]) if nodes else int(path.stem[-4]) if path.stem.endswith("gpu") else 2
+        cards = (
+            8 * int(nodes[1])
+            if nodes
+            else int(path.stem[-4])
+            if path.stem.endswith("gpu")
+            else 1
+            if "gb_" in path.stem
+            else 2
+        )
         model = ["--model.flavor", "0.6B"] if path.stem == "finetune" else []
         has_files = "[[data.source]]" not in path.read_text()
         arguments = ["--job.config_file", str(path), *(given if has_files else given[:2]), *model]

@@ -55,22 +55,21 @@ def checkout(tmp_path: Path) -> Checkout:
     return checkout
 
 
+def folder_with(checkout: Checkout, name: str, *files: str) -> Path:
+    (folder := checkout.elsewhere / name).mkdir()
+    for file in ("config.json", *files):
+        (folder / file).touch()
+    return folder
+
+
 @pytest.fixture
 def hf_folder(checkout: Checkout) -> Path:
-    folder = checkout.elsewhere / "a model"
-    folder.mkdir()
-    (folder / "config.json").touch()
-    (folder / "model.safetensors").touch()
-    return folder
+    return folder_with(checkout, "a model", "model.safetensors")
 
 
 @pytest.fixture
 def dcp_folder(checkout: Checkout) -> Path:
-    folder = checkout.elsewhere / "step-5"
-    folder.mkdir()
-    (folder / "config.json").touch()
-    (folder / ".metadata").touch()
-    return folder
+    return folder_with(checkout, "step-5", ".metadata")
 
 
 def evaluate(checkout: Checkout, *arguments: object, **variables: str):

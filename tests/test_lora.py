@@ -16,7 +16,7 @@ from conftest import ASSETS, REPO, torchrun
 from gloo.job_parity import open_split, run_split
 from safetensors.torch import load_file, save_file
 from test_model import SPECS, reference
-from test_parity import ROWS, SEQ_LEN, documents, is_pipeline, pipeline
+from test_parity import ROWS, SEQ_LEN, backward_of_all, documents, is_pipeline, pipeline
 from test_train import checkpoint_tensors, losses, metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -94,15 +94,9 @@ def make_case(name: str, spec: ModelSpec | None = None) -> dict:
 
 def peft_reference(spec: ModelSpec, lora: LoRAConfig = LORA, model: peft.PeftModel | None = None) -> dict:
     model = model or in_peft(spec, lora)
-    total, count = torch.zeros((), dtype=torch.float64), 0
-    for ids, supervised in documents():
-        logits = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0]
-        labels = torch.from_numpy(np.where(supervised[1:], ids[1:], -100).astype(np.int64))
-        total = total + torch.nn.functional.cross_entropy(logits[:-1], labels, reduction="sum")
-        count += int(supervised[1:].sum())
-    (total / count).backward()
+    mean, _ = backward_of_all(model)
     gradients = {ours_of(name): p.grad for name, p in model.named_parameters() if p.requires_grad}
-    return {"loss": (total / count).item(), "gradients": gradients}
+    return {"loss": mean, "gradients": gradients}
 
 
 def assert_equals_peft(result: dict, expected: dict, what: object) -> None:

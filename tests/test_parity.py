@@ -43,8 +43,8 @@ def make_case(name: str) -> dict:
     }
 
 
-def fp64_reference(spec: ModelSpec) -> dict:
-    model = reference(spec).double()
+def backward_of_all(model: torch.nn.Module) -> tuple[float, int]:
+    """The mean loss over all documents, after its backward, and the number of supervised tokens."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     for ids, supervised in documents():
         logits = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0]
@@ -52,9 +52,15 @@ def fp64_reference(spec: ModelSpec) -> dict:
         total = total + torch.nn.functional.cross_entropy(logits[:-1], labels, reduction="sum")
         count += int(supervised[1:].sum())
     (total / count).backward()
+    return (total / count).item(), count
+
+
+def fp64_reference(spec: ModelSpec) -> dict:
+    model = reference(spec).double()
+    loss, count = backward_of_all(model)
     gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
     norm = torch.sqrt(sum(g.square().sum() for g in gradients.values())).item()
-    return {"loss": (total / count).item(), "gradients": gradients, "grad_norm": norm, "supervised": count}
+    return {"loss": loss, "gradients": gradients, "grad_norm": norm, "supervised": count}
 
 
 def assert_equal_to_reference(result: dict, expected: dict, what: object) -> None:

@@ -83,7 +83,7 @@ def test_no_module_imports_itself_around_a_circle() -> None:
 
 def test_cuda_is_named_in_one_place() -> None:
     """Another accelerator must not need a change in more files. torch_build asks a build of torch for the doctor."""
-    words = re.compile(r"""torch\.cuda\b|["']cuda["':]|\.is_cuda\b(?!\()|cudart|version\.(hip|cuda)\b""")
+    words = re.compile(r"""torch\.cuda\.|["']cuda["':]|\.is_cuda\b(?!\()|cudart|version\.(hip|cuda)\b""")
     known = {"device/accelerator.py", "launch/torch_build.py"}
     naming = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if words.search(path.read_text())}
     assert naming == known

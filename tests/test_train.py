@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import ASSETS, REPO, torchrun
+from conftest import ASSETS, MINIMAL, REPO, torchrun
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -24,14 +24,7 @@ from titan_mi100.optim.optimizer import lr_factor
 from titan_mi100.shapes.base import parameter_shapes
 from titan_mi100.shapes.families import PRESETS, to_hf_config
 
-CONFIG = f"""
-[model]
-flavor = "debug"
-tokenizer_path = "{ASSETS / "tokenizer"}"
-[data]
-path = "{ASSETS / "arithmetic.jsonl"}"
-[training]
-seq_len = 128
+CONFIG = f"""{MINIMAL}seq_len = 128
 local_batch_size = 1
 steps = 20
 mixed_precision_param = "float32"

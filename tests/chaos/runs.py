@@ -25,20 +25,13 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from chaos.case import Case, Outcome
-from conftest import ASSETS, REPO, job_environment
+from conftest import ASSETS, MINIMAL, REPO, job_environment
 from parity import table as parity
 
 from titan_mi100.checkpoint import sealed
 
 WORKER = Path(__file__).with_name("worker.py")
-CONFIG = f"""
-[model]
-flavor = "debug"
-tokenizer_path = "{ASSETS / "tokenizer"}"
-[data]
-path = "{ASSETS / "arithmetic.jsonl"}"
-[training]
-seq_len = 128
+CONFIG = f"""{MINIMAL}seq_len = 128
 gradient_accumulation_steps = 2
 mixed_precision_param = "float32"
 [optimizer]

@@ -16,21 +16,14 @@ from functools import partial
 from pathlib import Path
 
 from chaos.case import Case, Outcome
-from conftest import ASSETS, REPO, job_environment
+from conftest import MINIMAL, REPO, job_environment
 
 from titan_mi100.launch.links import free_port
 
 TROUBLE = ("rank killed", "late", "agent killed", "refused", "rank killed", "port taken")  # of every second start
 AGAIN = re.compile(r"^run_train: .*; attempt \d of \d \.\.\.$", re.MULTILINE)  # a line about a further attempt
 PATIENCE = 300  # seconds for a job to end
-CONFIG = f"""
-[model]
-flavor = "debug"
-tokenizer_path = "{ASSETS / "tokenizer"}"
-[data]
-path = "{ASSETS / "arithmetic.jsonl"}"
-[training]
-seq_len = 128
+CONFIG = f"""{MINIMAL}seq_len = 128
 steps = 2
 mixed_precision_param = "float32"
 [metrics]

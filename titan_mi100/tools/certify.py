@@ -117,7 +117,7 @@ def _append(folder: Path, line: Header | Part) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = tool.Parser(
         prog="titan-mi100 certify",
-        usage="%(prog)s [--output FOLDER] [--minutes 25] [--model qwen3-0.6b ...] | --board certificates",
+        usage="%(prog)s [--output FOLDER] [--minutes 25] [--model NAME ...] | --board FOLDER",
         description=__doc__,
         epilog="Exit code: 0 all passed; 1 a part failed, or was not run because the time ended (the certificate names "
         "it); 2 a mistake in the command, or an unusable device; 130 or 143 interrupted: what was measured is kept.",
@@ -127,7 +127,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", type=Path, metavar="FOLDER", help="a new folder (default: certificate-DATE-TIME)")
     limits = f"default {_ON_GPU:g} on a GPU, {_ON_CPU:g} on a CPU"
     add("--minutes", type=positive_float, metavar="N", help=f"time limit ({limits}); parts that were not run are named")
-    add("--model", nargs="+", default=(), choices=tasks.MODELS, help="models (default: by the card's memory)")
+    which = f"{', '.join(tasks.MODELS)} (default: by the card's memory)"
+    add("--model", nargs="+", default=(), choices=tasks.MODELS, metavar="NAME", help=which)
     add("--board", type=Path, metavar="FOLDER", help="measure nothing: write FOLDER/README.md from its certificates")
     return parser
 
