@@ -33,7 +33,7 @@ def test_a_run_takes_a_card_then_what_is_registered_then_the_cpu(
     monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: name)
     if registered is not None:
         monkeypatch.setattr(torch, "pretend", device(registered), raising=False)
-        monkeypatch.setattr(accelerator, "_module", lambda kind: getattr(torch, kind))
+        monkeypatch.setattr(accelerator, "module", lambda kind: getattr(torch, kind))
         known = {**dist.Backend.default_device_backend_map, "pretend": "pretendccl"}
         monkeypatch.setattr(dist.Backend, "default_device_backend_map", known)
     assert (accelerator.kind(), accelerator.count(), accelerator.group_backend()) == (kind, count, backend)

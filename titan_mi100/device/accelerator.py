@@ -6,6 +6,7 @@ torch about it for the doctor.
 memory nor properties, and it takes devices without fp64.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,19 +15,19 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 _CUDA = "cuda"
-_module: Any = torch.get_device_module
+module: Any = torch.get_device_module  # of a device or its type: torch.cuda and the like
 
 
 def kind() -> str:
     """The type of the device: "cuda", the name of a registered one, or "cpu"."""
-    registered = torch._C._get_privateuse1_backend_name()
-    modules: dict[str, Any] = {name: getattr(torch, name, None) for name in (_CUDA, registered)}
-    return next((name for name, module in modules.items() if module is not None and module.is_available()), "cpu")
+    names = (_CUDA, torch._C._get_privateuse1_backend_name())
+    modules: dict[str, Any] = {name: getattr(torch, name, None) for name in names}
+    return next((name for name, its in modules.items() if its is not None and its.is_available()), "cpu")
 
 
 def count() -> int:
     """Devices that this process can use; 0: it computes on the CPU."""
-    return int(_module(kind()).device_count()) if kind() != "cpu" else 0
+    return int(module(kind()).device_count()) if kind() != "cpu" else 0
 
 
 def left_alone() -> str:
@@ -38,7 +39,7 @@ def left_alone() -> str:
 def select(index: int) -> torch.device:
     """Make this device the process's."""
     device = torch.device(kind(), index)
-    _module(device).set_device(device)
+    module(device).set_device(device)
     return device
 
 
@@ -70,33 +71,29 @@ def runtimes() -> dict[str, str | None]:
 
 def properties(device: torch.device) -> Any:
     """As torch gives them: name, total_memory, multi_processor_count ..."""
-    return _module(device).get_device_properties(device)
+    return module(device).get_device_properties(device)
 
 
 def memory(device: torch.device) -> tuple[int, int]:
     """Bytes that are free, and all; of a GPU."""
-    free, total = _module(device).mem_get_info(device)
+    free, total = module(device).mem_get_info(device)
     return free, total
 
 
 def peak_memory(device: torch.device) -> int:
     """The most bytes that torch's allocator has held of a GPU."""
-    return int(_module(device).max_memory_reserved(device))
-
-
-def limit_memory(share: float, device: torch.device) -> None:
-    _module(device).set_per_process_memory_fraction(share, device)
+    return int(module(device).max_memory_reserved(device))
 
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has finished all its work."""
     if is_gpu(device):
-        _module(device).synchronize(device)
+        module(device).synchronize(device)
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
     """Makes it the current device inside: Triton launches on that."""
-    return _module(device).device(device) if is_gpu(device) else nullcontext()
+    return module(device).device(device) if is_gpu(device) else nullcontext()
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -116,11 +113,7 @@ def activities(device: torch.device) -> list[ProfilerActivity]:
     return [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * is_cuda(device)
 
 
-def remember_allocations(most: int) -> None:
-    """Record the allocator's history, for `write_allocations`."""
+def remember_allocations(most: int) -> Callable[[str], None]:
+    """Record the allocator's history; a function that writes it, with what is allocated, to a file."""
     torch.cuda.memory._record_memory_history(max_entries=most, stacks="python")
-
-
-def write_allocations(path: str) -> None:
-    """Write current and recent allocations. Raises OSError."""
-    torch.cuda.memory._dump_snapshot(path)
+    return torch.cuda.memory._dump_snapshot

@@ -43,7 +43,7 @@ class Forecast:
         if config.memory.limit_gib:
             limit = round(config.memory.limit_gib * GIB)
             if is_gpu and limit < card:
-                accelerator.limit_memory(limit / card, world.device)
+                accelerator.module(world.device).set_per_process_memory_fraction(limit / card, world.device)
             card = min(card or limit, limit)
         gpu = data_sheet(world.device)
         self.plan = make_plan(config, world.size, card if is_gpu else 0, gpu, spec)

@@ -42,7 +42,7 @@ class Profiler:
         self._asks = folder / SNAPSHOT
         self._listens = config.enable_memory_snapshot and world.rank == 0
         if config.enable_memory_snapshot:
-            accelerator.remember_allocations(_MOST_ENTRIES)
+            self._write_allocations = accelerator.remember_allocations(_MOST_ENTRIES)
         if config.enable_profiling and not any(map(self.traces, range(1, last + 1))):
             log.warning(f"[profiling] none of the steps to trace is among the run's {last}: nothing will be traced")
 
@@ -94,7 +94,7 @@ class Profiler:
         path = self._folder / self._config.save_memory_snapshot_folder / name / f"rank-{self._world.rank}.pickle"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            accelerator.write_allocations(str(path))
+            self._write_allocations(str(path))
             log.info(f"memory snapshot: {path}")
         except OSError as error:
             log.warning(f"{path}: cannot be written to: {error.strerror}")
