@@ -186,10 +186,13 @@ class _Rank:
             first = max(before, of_head) + waiting + one
             last = at(gradients=first, activations=kept + inside, communication=gathered)
             yield "backward of the last block", last
-            yield "backward of the first block", at(
-                gradients=sums + waiting + one, activations=kept - sum(by_layer[1:]) + inside,
-                communication=gathered,
-            )  # fmt: skip
+            # From here on as many gradients wait as may, while each block frees what it has kept; else the last moment.
+            behind = int(sums / self._gradient_sums(self.block)) if self.offload == "optimizer" else len(by_layer)
+            for name, left in (("a block in the middle", max(1, len(by_layer) - behind)), ("the first block", 1)):
+                yield f"backward of {name}", at(
+                    gradients=sums + waiting + one, activations=kept - sum(by_layer[left:]) + inside,
+                    communication=gathered,
+                )  # fmt: skip
         if self.first and end:
             several_ends = 3 if waiting else 1  # head's, embedding's and their sum
             yield "backward of the embedding", at(
