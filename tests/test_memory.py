@@ -286,9 +286,6 @@ def test_the_goals_are_counted() -> None:
 
 
 def test_of_inputs_on_the_host_two_blocks_are_on_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {**INPUTS_ON_HOST, **FULL}
-    found = []
-    for layers in (6, 12):
-        config = config_of(replace(WIDE, num_hidden_layers=layers), settings, monkeypatch)
-        found.append(estimate(config, 1, GPU)[0].categories["activations"])
-    assert found[0] == found[1]
+    deep = (config_of(replace(WIDE, num_hidden_layers=n), {**INPUTS_ON_HOST, **FULL}, monkeypatch) for n in (6, 12))
+    few, many = (estimate(config, 1, GPU)[0].categories["activations"] for config in deep)
+    assert few == many

@@ -17,12 +17,6 @@ from titan_mi100.shapes.base import parameter_count
 from titan_mi100.shapes.families import PRESETS, read_hf_config, to_hf_config
 
 
-def test_presets_have_the_published_parameter_counts() -> None:
-    # the model cards' totals, a tied embedding once (they say 0.6B, 1.7B, 4.0B, 8.2B, 14.8B, 32.8B)
-    counts = {"0.6B": 0.596, "1.7B": 1.721, "4B": 4.022, "8B": 8.191, "14B": 14.768, "32B": 32.762}
-    assert {name: round(parameter_count(PRESETS[name]) / 1e9, 3) for name in counts} == counts
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_both_forms_of_the_rotary_fields_are_read(name: str, tmp_path: Path) -> None:
     spec = PRESETS[name]

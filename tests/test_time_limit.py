@@ -34,10 +34,7 @@ def test_a_stop_is_requested_while_two_steps_a_save_and_a_margin_still_fit(monke
     found = reasons([10] * 30, 200, monkeypatch)
     assert [bool(reason) for reason in found] == [False] * 12 + [True] * 18  # at 130 s: 70 s are left, 80 needed
     assert found[12:] == ["the job ends in 70 s, and a stop may need 80 s"] * 18
-
-
-def test_the_first_two_steps_which_compile_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not any(reasons([500, 300, 1, 1], 1000, monkeypatch))
+    assert not any(reasons([500, 300, 1, 1], 1000, monkeypatch))  # the first two steps compile
 
 
 def test_validation_between_two_steps_and_the_longest_save_count(monkeypatch: pytest.MonkeyPatch) -> None:
