@@ -295,9 +295,8 @@ def test_a_layout_that_cannot_work_is_refused_with_the_remedy(
 
 
 def test_a_lean_update_is_rehearsed_on_a_few_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of all rows it reads a value that fake tensors have not, where they are in the host's memory."""
     lean = ["--optimizer.state", "8bit", "--optimizer.master", "bf16_sr", "--memory.offload", "optimizer"]
-    assert rehearse.main([*SMALL, *lean, "--json"]) == 0
+    assert rehearse.main([*SMALL, *lean, "--json"]) == 0  # fake tensors have no values to read
     assert json.loads(capsys.readouterr().out)["ranks"][0]["memory"]["host"] > 0
 
 
