@@ -81,7 +81,8 @@ _titan_logged() {
 # gfx1036 has /dev/kfd, too, and no build of torch (planning/hardware.py). $1 is the root of the file system.
 _titan_torch() {
   local root=${1:-} version=2.13.0 build="" words="" extras="" file name value
-  if [ -e "$root/dev/nvidia0" ] || [ -e "$root/usr/lib/wsl/lib/libcuda.so.1" ]; then
+  # A container can have a card whose number is not 0.
+  if compgen -G "$root/dev/nvidia[0-9]*" >/dev/null || [ -e "$root/usr/lib/wsl/lib/libcuda.so.1" ]; then
     local known driver old="" new=""
     known=$(grep -oEm1 '[0-9]{3}\.[0-9.]+' "$root/proc/driver/nvidia/version" 2>/dev/null) || known=""
     driver=${known:-580}
@@ -99,7 +100,7 @@ _titan_torch() {
     fi
     words="NVIDIA's cards${words:+ ($words)}"
   else
-    local simds number arch cards="" inside="" rocm=""
+    local simds number arch cards="" inside="" rocm="" unknown=""
     for file in "$root"/sys/class/kfd/kfd/topology/nodes/*/properties; do
       simds=0 number=0
       while read -r name value; do
@@ -122,12 +123,17 @@ _titan_torch() {
           gfx000) continue ;; # an old kernel does not say
           gfx900 | gfx906 | gfx908 | gfx90a | gfx942 | gfx1030 | gfx110[012] | gfx120[01]) ;; # in both
           gfx950 | gfx1103 | gfx115[01]) [ "$build" = amd ] || build=rocm7.2 ;;
-          *) build=amd ;; # an index with an extra for each architecture
+          gfx101[012] | gfx103[124] | gfx115[23]) build=amd ;; # an index with an extra for each architecture
+          *)
+            unknown+=" $arch"
+            continue
+            ;;
         esac
         [[ ,$extras, = *,device-$arch,* ]] || extras+=${extras:+,}device-$arch
       done
       words=${extras//device-/}${rocm:+${extras:+, }ROCm ${rocm%%-*}}
       words="AMD's cards${words:+ ($words)}"
+      [ -z "$unknown" ] || [ -n "$extras" ] || build=cpu words="the CPU (no build has code for$unknown)"
       case $build in rocm6.4) version=2.8.0 extras="" ;; rocm7.2) extras="" ;; amd) version=2.12.0 ;; esac
     fi
   fi
@@ -155,7 +161,7 @@ _titan_install() (
   _titan_say "Setting up ${venv#"$repo"/} (once; a few minutes): $words ..."
   had=$(sed -n 2p "$venv/titan_setup.stamp" 2>/dev/null)
   [[ -z $had || ",$extras," = *",$had,"* ]] || extras=$had${extras:+,$extras} # keep the extras of earlier calls
-  rm -f "$venv/titan_setup.stamp" && : >"$log"
+: >"$log"
   if ! { "$venv/bin/python" -m pip --version && _titan_right_python "$venv"; } >/dev/null 2>&1; then
     base=$(_titan_base_python) || return 1
     find "$venv" -mindepth 1 -maxdepth 1 ! -name 'titan_setup.*' -exec rm -rf {} + || return 1
@@ -170,7 +176,15 @@ _titan_install() (
   local remedy="pip could not install this. If there was no network, call again later: installed packages are kept.
 setup: If there is no build for this Python, set TITAN_PYTHON to another one."
   # To pip another build of the same version is the same, so the wrong one must go first, with its Triton.
+  # It goes when the right one is here: without a network the environment stays as it is.
   had=$(cat "$venv/titan_setup.torch" 2>/dev/null) || had=$torch
+  if [ "$had" != "$torch" ] && [[ $torch != */whl/cpu ]]; then
+    # shellcheck disable=SC2086
+    _titan_logged "$log" "the torch in ${venv#"$repo"/} is another one (${had%% *}) and stays. $remedy" \
+      "${@:1:3}" download --quiet --no-deps -d "$venv/titan_setup.wheels" $torch || return 1
+    rm -rf "$venv/titan_setup.wheels" # pip has it in its cache
+  fi
+  rm -f "$venv/titan_setup.stamp"
   [ "$had" = "$torch" ] || "${@:1:3}" uninstall -qy torch triton pytorch-triton-rocm triton-rocm >>"$log" 2>&1
   had=$torch
   # The CPU's wheel is installed without its dependencies, which the next call takes from pip's index. If PyTorch's does
@@ -211,6 +225,8 @@ _titan_setup() {
   fi
   if [ -z "$chosen" ]; then
     { read -r torch && read -r words; } < <(_titan_torch) || return 1
+    # A login node, or a container without its cards: the torch that is there is that of the cards.
+    [[ $torch != */whl/cpu ]] || read -r torch 2>/dev/null <"$venv/titan_setup.torch" || :
     made=$({ printf '%s\n' "$repo" "${torch#torch==}" && cat "$repo/pyproject.toml" "$repo/constraints.txt"; } | cksum) || return 1
     _titan_is_complete "$venv" "$made" "$extras" ||
       _titan_install "$repo" "$venv" "$torch" "$made" "$extras" "$words" || return 1

@@ -224,5 +224,9 @@ KINDS = {
         CUDA_13, "NVIDIA's cards", ("sm_86",) * 2,
         amd=(MI100,), nvidia=("NVIDIA GeForce RTX 3090",) * 2, device="0x2204",
     ),
+    "RX 580": Kind(
+        CPU, "the CPU (no build has code for gfx803)", ("gfx803",), {"torch": "hide it by HIP_VISIBLE_DEVICES"},
+        amd=(80003,),
+    ),
     "old kernel": Kind(ROCM_6, "2.8.0 for AMD's cards from", ("",), amd=(OLD_KERNEL,)),
 }  # fmt: skip

@@ -89,6 +89,7 @@ def test_flops_are_six_per_parameter_and_token_plus_attention() -> None:
         ("sm90", 132, 79.1, "H100 SXM"),
         ("sm90", 132, 93.1, "H100 NVL"),
         ("sm90", 132, 139.8, "H200"),
+        ("sm90", 132, 95.6, "GH200"),
         ("sm90", 66, 79.1, None),  # only RDNA is counted in two ways
         ("sm89", 128, 23.5, "RTX 4090"),
     ],
@@ -113,6 +114,11 @@ def test_a_dtype_that_the_hardware_lacks_is_advised_against(tmp_path: Path) -> N
     assert "2.0 times" in dtype_advice("bfloat16", find_gpu("gfx908", 120), False)
     assert not dtype_advice("float16", find_gpu("gfx908", 120), False)
     assert not dtype_advice("bfloat16", find_gpu("sm90", 132), False)
+    for card in CARDS:  # each is asked for every dtype
+        said = [dtype_advice(dtype, card.gpu, False) for dtype in ("float16", "bfloat16", "float32")]
+        assert (
+            said == ["", "MI50 has no bfloat16 instructions; take float16", ""] if card.key == "mi50" else not said[0]
+        )
     half_more = Gpu("mine", {"float16": 3.0, "bfloat16": 2.0}, 32, 32)
     assert not dtype_advice("bfloat16", half_more, False)
     assert "1.6 times" in dtype_advice("bfloat16", replace(half_more, tflops={"float16": 3.2, "bfloat16": 2.0}), False)
@@ -142,6 +148,7 @@ def test_peak_rates_are_units_times_clock() -> None:
         "3090": (1.695, 512, 512, 256), "l4": (2.04, 1024, 1024, 256), "4090": (2.52, 512, 512, 256),
         "l40s": (2.49, 1024, 1024, 256 * 2.52 / 2.49), "h100": (1.83, 4096, 4096, 256 * 1.98 / 1.83),
         "h200": (1.83, 4096, 4096, 256 * 1.98 / 1.83), "h100-nvl": (1.545, 4096, 4096, 256 * 1.785 / 1.545),
+        "gh200": (1.83, 4096, 4096, 256 * 1.98 / 1.83),
         "h100-pcie": (1.62, 4096, 4096, 256 * 1.755 / 1.62), "b200": (1.856, 8192, 8192, 256 * 1.98 / 1.856),
         "5090": (2.407, 512, 512, 256), "rtx-pro-6000": (2.617, 1024, 1024, 256),
     }  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_mi100.attention import choice, repeatable
+from titan_mi100.attention import choice
 from titan_mi100.attention.base import Documents, Shape
 from titan_mi100.attention.library import Flex, key_blocks
 from titan_mi100.attention.plain import Chunked, Sdpa
@@ -33,7 +33,7 @@ class Settings(TorchDispatchMode):
 def test_deterministic_algorithms_are_on_in_attention_alone(
     warn_only: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(repeatable, "_may_differ", lambda _: True)  # as a CUDA device
+    monkeypatch.setattr("titan_mi100.attention.plain.differs", lambda _: True)  # as a CUDA device
     q, k, v = (torch.randn(1, 8, heads, 16, requires_grad=True) for heads in (4, 2, 2))
     documents = Documents(1, 8, (3, 5))
     before = warn_only is not None
@@ -53,6 +53,16 @@ def test_deterministic_algorithms_are_on_in_attention_alone(
         assert is_on or "attention" not in name, name
         if not before and "attention" not in name:
             assert not is_on or name in _AROUND, name
+
+
+def test_explicit_scores_are_not_asked_to_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS, which computes them on CUDA, refuses; their sums have one order anyway."""
+    monkeypatch.setattr("titan_mi100.attention.plain.differs", lambda _: True)
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **mask: 0)  # SDPBackend.MATH
+    with Settings() as seen:
+        q = torch.randn(1, 8, 2, 16, requires_grad=True)
+        Sdpa()(q, q, q, Documents(1, 8, (8,))).sum().backward()
+    assert not any(is_on for name, is_on in seen.found if "attention" in name) and len(seen.found) > 5
 
 
 _AROUND = {

@@ -105,7 +105,7 @@ elif argv[1] == "venv":
     folder = os.path.join(argv[-1], "bin")
     os.makedirs(folder, exist_ok=True)
     os.symlink(sys.argv[0], os.path.join(folder, "python"))
-elif argv[1] == "pip" and ("install" in argv or "uninstall" in argv):
+elif argv[1] == "pip" and any(word in argv for word in ("install", "uninstall", "download")):
     log("pip", argv[2:])
     refused = os.environ.get("STUB_NO_INDEX", "none") in argv
     sys.exit(1 if refused else int(os.environ.get("STUB_PIP_CODE", "0")))
@@ -308,11 +308,17 @@ def test_an_index_without_an_answer_is_given_up_soon_and_pips_own_takes_its_plac
 
 def test_another_build_of_torch_takes_the_place_of_the_one_that_is_there(checkout: Checkout) -> None:
     """pip holds 2.13.0+cpu for 2.13.0 and would leave it, after a card was put in."""
-    for index, removed in ((CPU_INDEX, False), (CPU_INDEX, False), ("", True), ("", False)):
+    other = "https://a.b/c"
+    for index, code, called in (
+        (CPU_INDEX, 0, {"install"}), (CPU_INDEX, 0, set()),
+        ("", 0, {"download", "uninstall", "install"}), ("", 0, set()),
+        (CPU_INDEX, 0, set()),  # a login node: the torch that is there is that of the cards
+        (other, 1, {"download"}), ("", 0, set()),  # what cannot be had takes the place of nothing
+    ):  # fmt: skip
         before = len(checkout.calls("pip"))
-        assert checkout.set_up(STUB_VERDICT="no torch", TITAN_TORCH_INDEX=index).returncode == 0
-        calls = [arguments for arguments, _ in checkout.calls("pip")[before:]]
-        assert any(arguments[:2] == ["uninstall", "-qy"] for arguments in calls) == removed, calls
+        done = checkout.set_up(STUB_VERDICT="no torch", TITAN_TORCH_INDEX=index, STUB_NO_INDEX=other)
+        assert done.returncode == code and ("is another one (torch==2.13.0) and stays" in done.stderr) == bool(code)
+        assert {arguments[0] for arguments, _ in checkout.calls("pip")[before:]} == called
 
 
 def test_what_the_script_did_not_make_is_left_alone_and_a_python_that_is_missing_is_named(checkout: Checkout) -> None:

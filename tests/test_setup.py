@@ -38,6 +38,15 @@ def test_the_torch_that_is_set_up_has_code_for_the_cards(kind: Kind, tmp_path: P
     assert chosen(tmp_path, TITAN_TORCH_INDEX="")[0] == requirement  # the index that pip is configured for
 
 
+@pytest.mark.parametrize("number", [0, 1, 7])
+def test_a_container_may_have_a_card_of_any_number(kind: Kind, number: int, tmp_path: Path) -> None:
+    if kind is not KINDS["laptop"]:
+        return
+    (tmp_path / "dev").mkdir()
+    (tmp_path / f"dev/nvidia{number}").touch()
+    assert "NVIDIA's cards" in chosen(tmp_path)[1] and count_gpus(tmp_path, {}) == 1
+
+
 def test_a_process_starts_for_each_card_that_a_run_computes_on(kind: Kind, tmp_path: Path) -> None:
     kind.build(tmp_path)
     assert count_gpus(tmp_path, {}) == len(kind.archs)
@@ -62,7 +71,7 @@ def test_the_doctor_advises_what_the_machine_lacks_and_nothing_else(kind: Kind, 
         assert kind.torch.partition("--index-url ")[2].startswith((PYTORCH_WHEELS, AMD_WHEELS))
 
 
-WITHOUT_KERNELS = {"sm70", "gfx1031", ""}  # no matrix instructions for bf16; "": an old kernel does not say
+WITHOUT_KERNELS = {"sm70", "gfx803", "gfx1031", ""}  # no matrix instructions for bf16; "": an old kernel does not say
 
 
 def test_our_kernels_have_launches_for_the_cards(kind: Kind) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from titan_mi100.attention.base import Backend, Documents, boundaries
-from titan_mi100.attention.repeatable import repeatable, with_repeatable_backward
+from titan_mi100.attention.repeatable import differs, repeatable, with_repeatable_backward
 from titan_mi100.device.accelerator import to_device
 from titan_mi100.errors import UserError
 
@@ -35,9 +35,9 @@ class _Varlen(Backend):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Cumulative) -> Tensor:
         ends, longest = prepared
-        with repeatable(q.device):
+        with repeatable(differs(q.device)):
             out: Tensor = self._call(*(x.flatten(0, 1) for x in (q, k, v)), ends, ends, longest, longest)
-        return with_repeatable_backward(out).view(q.shape)
+        return with_repeatable_backward(out, differs(q.device)).view(q.shape)
 
 
 class TorchVarlen(_Varlen):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titan_mi100.attention.base import Backend, Documents, boundaries
-from titan_mi100.attention.repeatable import repeatable, with_repeatable_backward
+from titan_mi100.attention.repeatable import differs, has_kernel, repeatable, with_repeatable_backward
 from titan_mi100.device.accelerator import to_device
 
 
@@ -81,8 +81,10 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **mask: Any) -> Tensor:
     _, seq, kv_heads, dim = k.shape
     q = q[0].view(seq, kv_heads, -1, dim).permute(2, 1, 0, 3)  # (groups, kv_heads, seq, head_dim)
     k, v = (x.transpose(1, 2).expand(len(q), -1, -1, -1) for x in (k, v))
-    with repeatable(q.device):
-        out = with_repeatable_backward(F.scaled_dot_product_attention(q, k, v, **mask))
+    with repeatable(differs(q.device)):
+        wanted = differs(q.device) and has_kernel(q, k, v, **mask)
+    with repeatable(wanted):
+        out = with_repeatable_backward(F.scaled_dot_product_attention(q, k, v, **mask), wanted)
     return out.permute(2, 1, 0, 3).reshape(1, seq, -1, dim)
 
 

@@ -48,7 +48,8 @@ def command_parser(name: str, description: str, epilog: str = "") -> ArgumentPar
     add("--max_new_tokens", type=int, default=512, metavar="N", help="default 512")
     add("--batch_size", type=int, default=8, metavar="N", help="prompts at a time; default 8")
     add("--device", default="", help="cpu, cuda, cuda:1; default: the GPU if there is one")
-    add("--dtype", choices=("float32", "bfloat16", "float64"), help="default: bfloat16 on a GPU, else float32")
+    dtypes = ("float32", "bfloat16", "float16", "float64")
+    add("--dtype", choices=dtypes, help="default: bfloat16 on a GPU, else float32")
     return parser
 
 

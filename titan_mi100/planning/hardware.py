@@ -29,6 +29,8 @@ _INSTRUCTIONS = {  # by which a CPU multiplies in a dtype: the names that Linux 
 
 def dtype_advice(dtype: str, gpu: Gpu | None, is_cpu: bool, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """What speaks against computing in a dtype on this hardware; "": nothing that is known."""
+    if gpu and dtype not in gpu.tflops:
+        return f"{gpu.name} has no {dtype} instructions; take float16"
     if gpu and dtype == "bfloat16" and (ratio := gpu.tflops["float16"] / gpu.tflops[dtype]) > 1.5:
         return f"float16's peak on {gpu.name} is {ratio:.1f} times {dtype}'s; titan-mi100 certify shows what is reached"
     if is_cpu and dtype in _INSTRUCTIONS:

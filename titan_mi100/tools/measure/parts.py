@@ -120,7 +120,9 @@ def conclusions(parts: Sequence[Part], interrupted: bool = False) -> list[Part]:
     found = []
     for name, ranked in rankings(parts).items():
         times = ", ".join(f"{one['backend']} {one['ms']:.3g} ms" for one in ranked)
+        missing = sum(part.verdict == NOT_RUN and part.name.endswith(f"/{name}") for part in parts)
         said = f"the fastest that is right: {times}" if ranked else "no backend is right"
+        said += f" ({missing} not run)" if missing else ""
         found.append(Part(f"conclusion/attention/{name}", PASS if ranked else FAIL, said))
     dtype, rates = best_dtype(parts)
     if dtype:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from titan_mi100.device import accelerator
 from titan_mi100.files.schema import if_finite
-from titan_mi100.parallel.distributed import device_name, init_distributed
-from titan_mi100.planning.hardware import find_gpu
+from titan_mi100.parallel.distributed import data_sheet, init_distributed
 from titan_mi100.shapes.families import PRESETS
 from titan_mi100.wording import bytes_in_words
 
@@ -29,7 +28,7 @@ def gemm(model: str, tokens: int, dtype: str, most_frequent: bool = False) -> di
         most_frequent: only those of the shape that most weights have.
     """
     spec, device, found = PRESETS[model], init_distributed().device, []
-    gpu = find_gpu(*device_name(device)[1:])
+    gpu = data_sheet(device)
     weights = [p.shape for layer in spec.layers for p in layer.parameters.values() if p.role == "matrix"]
     shapes = Counter([*weights, (spec.vocab_size, spec.hidden_size)]).most_common(1 if most_frequent else None)
     generator = torch.Generator(device).manual_seed(0)

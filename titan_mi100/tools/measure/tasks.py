@@ -13,7 +13,7 @@ from titan_mi100.planning.plan import GIB, make_plan, with_settings
 from titan_mi100.run.machine import Machine
 from titan_mi100.shapes.families import PRESETS
 from titan_mi100.tools.measure.children import Task
-from titan_mi100.tools.measure.parts import DTYPES, PASS, UNAVAILABLE, Part, rankings
+from titan_mi100.tools.measure.parts import DTYPES, NOT_RUN, PASS, UNAVAILABLE, Part, rankings
 from titan_mi100.tools.new_config import METHODS, Change
 
 MODELS: Mapping[str, str] = {name if name == "debug" else f"qwen3-{name.lower()}": name for name in PRESETS}
@@ -82,7 +82,8 @@ def _attention(models: Sequence[str], lengths: Sequence[int], parts: Sequence[Pa
             short = {part.name: part for part in parts}.get(f"{prefix}/{lengths[0]}")
             if short and short.verdict == UNAVAILABLE:
                 continue  # said once
-            if short and not (short.verdict == PASS and short.found and not short.found["explicit"]):
+            is_good = short and short.verdict == PASS and short.found and not short.found["explicit"]
+            if short and short.verdict != NOT_RUN and not is_good:
                 refused = f"not tried in longer rows: {'S x S scores' if short.verdict == PASS else short.verdict}"
             shape = {"batch": lengths[-1] // seq, "seq": seq, **attention._asdict(), "dtype": dtype}
             yield Task(
