@@ -1,5 +1,6 @@
-"""Compiles launches, and executes them as the package would: attention against fp64, the optimizer's kernel."""
+"""Compiles launches as the package asks for them, and stands in for Triton's launcher: kernel[grid](arguments)."""
 
+import functools
 import json
 import os
 import random
@@ -20,10 +21,8 @@ from compile_report import GROUP, Tile, compiled_kernel, compiled_update, set_li
 from machine_code.assembly import Program, parse
 from machine_code.instructions import build
 from machine_code.machine import Memory, Wave, Workgroup
-from titan_mi100.attention.base import Documents, boundaries
+from machine_code.wait_states import add_rules
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-_BITS = {torch.bfloat16: torch.int16}
 _random = random.Random(1)
 ORDERS: dict[str, Callable[[list[Wave]], list[Wave]]] = {
     "in turn": list,
@@ -36,25 +35,19 @@ class Attention(NamedTuple):
     """A launch of one of the three kernels."""
 
     arch: str
-    kernel: str  # forward, queries_gradient, keys_gradient
+    kernel: str  # as kernels.py names it
     dtype: str
     head_dim: int
-    tile: str
+    tile: Tile
     kpack: int = 0  # 0: as the package asks for
-
-    def __str__(self) -> str:
-        return " ".join(map(str, self[:5])) + (f" kpack {self.kpack}" if self.kpack else "")
 
 
 class Update(NamedTuple):
-    """A launch of the optimizer's kernel."""
+    """A launch of the optimizer's kernel, with blocks of 256."""
 
     arch: str
     state: str
     master: str
-
-    def __str__(self) -> str:
-        return " ".join(("update", *self))
 
 
 @dataclass(frozen=True)
@@ -62,117 +55,105 @@ class Compiled:
     text: str
     shared: int  # bytes of LDS
     waves: int
+    constants: dict[str, Any]  # arguments that the code was compiled for
 
 
 def compile_all(launches: Sequence[Attention | Update]) -> list[Compiled]:
     """In a process of its own, as this one has imported Triton for its interpreter."""
     command = [sys.executable, "-m", "machine_code.launches"]
-    done = subprocess.run(command, input=json.dumps(launches), capture_output=True, text=True, check=False)
+    paths = os.pathsep.join([path for path in sys.path if path])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(command, input=json.dumps(launches), capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return [Compiled(*fields) for fields in json.loads(done.stdout)]
 
 
 def _compile(fields: list[Any]) -> list[Any]:
-    from titan_mi100.attention import kernels
-
     if len(fields) == len(Update._fields):
-        compiled = compiled_update(*fields)
+        arch, state, master = fields
+        compiled = compiled_update(arch, state, master)
+        constants: dict[str, Any] = {"MASTER": master, "CODED": state == "8bit", "BLOCK": 256}
     else:
+        from titan_mi100.attention import kernels
+
         arch, name, dtype, head_dim, tile, kpack = fields
-        part = {"KEYS": True, "VALUES": True} if name == "keys_gradient" else {}
-        kernel, changed = getattr(kernels, f"{name}_kernel"), {"kpack": kpack} if kpack else {}
-        compiled = compiled_kernel(kernel, arch, dtype, head_dim, Tile(*map(int, tile.split("."))), part, **changed)
-    return [compiled.asm["amdgcn"], compiled.metadata.shared, compiled.metadata.num_warps]
+        tile = Tile(*tile)
+        part = {"KEYS": True, "VALUES": True} if name == "keys_gradient_kernel" else {}
+        changed = {"kpack": kpack} if kpack else {}
+        compiled = compiled_kernel(getattr(kernels, name), arch, dtype, head_dim, tile, part, **changed)
+        constants = {"GROUP": GROUP, "HEAD_DIM": head_dim, "BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, **part}
+    return [compiled.asm["amdgcn"], compiled.metadata.shared, compiled.metadata.num_warps, constants]
+
+
+class Call(NamedTuple):
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
 
 
 @dataclass
-class Run:
-    """Executes one launch; `place` its tensors first."""
+class Emulated:
+    """In place of a kernel of kernels.py: its compiled code is executed."""
 
     compiled: Compiled
     order: str = "in turn"
     steps: int = 0  # instructions that were executed
     lines: set[int] = field(default_factory=set)  # those that were
-    memory: Memory = field(default_factory=lambda: Memory(1 << 23, 0x7F3A_5000_0000, 4))
+    call: Call | None = None  # the last, as it was before
 
-    def place(self, tensor: torch.Tensor) -> int:
-        return self.memory.place(tensor.view(_BITS.get(tensor.dtype, tensor.dtype)).numpy())
+    @functools.cached_property
+    def _program(self) -> Program:
+        return add_rules(build(parse(self.compiled.text)))
 
-    def read(self, address: int, like: torch.Tensor) -> torch.Tensor:
-        bits = self.memory.read(address, like.view(_BITS.get(like.dtype, like.dtype)).numpy())
-        return torch.from_numpy(bits.copy()).view(like.dtype)
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return functools.partial(self._launch, grid)
 
-    def launch(self, values: Sequence[int | float], grid: tuple[int, int]) -> None:
-        """Args: values: of the arguments; integers are addresses or i32, floats fp32."""
-        program = build(parse(self.compiled.text))
-        arguments = self.memory.place(_arguments(program, values, grid))
+    def _launch(self, grid: tuple[int, ...], *arguments: Any, **settings: Any) -> None:
+        for name, value in self.compiled.constants.items():
+            assert settings[name] == value, f"launched with {name} {settings[name]}, compiled for {value}"
+        self.call = Call(grid, tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in arguments))
+        self.run(Call(grid, arguments))
+
+    def run(self, call: Call) -> None:
+        """Execute; the tensors of the arguments are changed."""
+        memory = Memory(1 << 23, 0x7F3A_5000_0000, 4)
+        addresses: dict[int, tuple[int, np.ndarray]] = {}  # by that of torch
+        values = []
+        for value in call.arguments:
+            if isinstance(value, torch.Tensor):
+                if value.data_ptr() not in addresses:
+                    array = _as_array(value)
+                    addresses[value.data_ptr()] = memory.place(array), array
+                value = addresses[value.data_ptr()][0]
+            values.append(value)
+        grid = (*call.grid, 1)[:2]
+        start = memory.place(_arguments(self._program, values, grid))
         for number in range(grid[0] * grid[1]):
-            group = Workgroup(program, self.memory, number, self.compiled.waves, self.compiled.shared, self.lines)
-            self.steps += group.run(arguments, (number % grid[0], number // grid[0]), ORDERS[self.order])
+            group = Workgroup(self._program, memory, number, self.compiled.waves, self.compiled.shared, self.lines)
+            self.steps += group.run(start, (number % grid[0], number // grid[0]), ORDERS[self.order])
+        for address, array in addresses.values():
+            if memory.is_written(address, array):
+                array[...] = memory.read(address, array)
 
 
-def _arguments(program: Program, values: Sequence[int | float], grid: tuple[int, int]) -> np.ndarray:
+def _as_array(tensor: torch.Tensor) -> np.ndarray:
+    """The memory of a tensor, in bytes."""
+    assert tensor.is_contiguous()
+    return tensor.detach().view(-1).view(torch.uint8).numpy()
+
+
+def _arguments(program: Program, values: list[int | float], grid: tuple[int, int]) -> np.ndarray:
     """Bytes as the runtime lays them out. The hidden arguments say how large the grid is."""
     raw = bytearray(program.header["kernarg_size"])
-    left = list(values)
     hidden = {f"hidden_block_count_{axis}": count for axis, count in zip("xyz", (*grid, 1), strict=True)}
+    left = list(values)
     for offset, size, kind in program.arguments:
         value = hidden.get(kind, 0) if kind.startswith("hidden") else left.pop(0) if left else 0
-        letter = "f" if isinstance(value, float) else {2: "H", 4: "i", 8: "Q"}[size]
-        struct.pack_into(f"<{letter}", raw, offset, value)
-    assert not left
+        if isinstance(value, float):
+            struct.pack_into("<f", raw, offset, value)
+        else:
+            raw[offset : offset + size] = (value % (1 << 8 * size)).to_bytes(size, "little")
+    assert not left, "more arguments than the kernel has"
     return np.frombuffer(bytes(raw), np.uint8)
-
-
-class Case:
-    """Two query heads on one key head, and what all kernels must find, in fp64 from the rounded inputs."""
-
-    def __init__(self, dtype: str, head_dim: int, lengths: tuple[int, ...]) -> None:
-        generator = torch.Generator().manual_seed(3)
-        self.tokens, self.dim, self.dtype = sum(lengths), head_dim, DTYPES[dtype]
-        heads = {"q": GROUP, "k": 1, "v": 1, "grad": GROUP}
-        shapes = {name: (self.tokens, count, head_dim) for name, count in heads.items()}
-        self.given = {n: torch.randn(s, generator=generator).to(self.dtype) for n, s in shapes.items()}
-        self.boundaries = torch.from_numpy(boundaries(Documents(1, self.tokens, lengths)).reshape(2, self.tokens))
-        q, k, v, grad = (x.double().requires_grad_() for x in self.given.values())
-        places = torch.arange(self.tokens)
-        seen = (places <= places[:, None]) & (places >= self.boundaries[0][:, None])
-        scores = torch.einsum("qhd,kd->hqk", q, k[:, 0]).mul(head_dim**-0.5).masked_fill(~seen, -torch.inf)
-        out = torch.einsum("hqk,kd->qhd", scores.softmax(2), v[:, 0])
-        found = torch.autograd.grad(out, (q, k, v), grad)
-        self.expected = dict(zip(("out", "grad_q", "grad_k", "grad_v"), (out.detach(), *found), strict=True))
-        self.expected["lse"] = scores.detach().logsumexp(2) / np.log(2)
-        self.expected["delta"] = (out * grad).sum(2).T.detach()
-
-    def errors(self, launch: Attention, run: Run) -> dict[str, float]:
-        """The largest error of each result, relative to its largest element."""
-        tile = Tile(*map(int, launch.tile.split(".")))
-        known = {name: self.expected[name].to(self.dtype) for name in ("out", "grad_q", "grad_k", "grad_v")}
-        known |= {name: self.expected[name].float() for name in ("lse", "delta")}
-        names = {
-            "forward": "q k v out* lse* boundaries",
-            "queries_gradient": "q k v out grad grad_q* lse delta* boundaries",
-            "keys_gradient": "q k v grad grad_k* grad_v* lse delta boundaries",
-        }[launch.kernel].split()
-        results: dict[str, int] = {}
-        values: list[int | float] = []
-        for name in names:
-            bare = name.removesuffix("*")
-            tensor = self.boundaries if name == "boundaries" else (self.given | known)[bare]
-            values.append(run.place(torch.full_like(tensor, torch.nan) if name != bare else tensor.contiguous()))
-            results |= {bare: int(values[-1])} if name != bare else {}
-        strides = {"q": GROUP, "k": 1, "v": 1, "out": GROUP, "grad": GROUP, "grad_k": 1}
-        counts = [strides[name.removesuffix("*")] for name in names if name.removesuffix("*") in strides]
-        values += [self.dim**-0.5, self.tokens, *(count * self.dim for count in counts)]
-        by_keys = launch.kernel == "keys_gradient"
-        programs = -(-self.tokens // (tile.block_k if by_keys else tile.block_q))
-        run.launch(values, (programs, 1 if by_keys else GROUP))
-        errors = {}
-        for name, address in results.items():
-            exact = self.expected[name]
-            difference = (run.read(address, known[name]).double() - exact).abs().max() / exact.abs().max()
-            errors[name] = torch.nan_to_num(difference, nan=torch.inf).item()
-        return errors
 
 
 if __name__ == "__main__":

@@ -73,6 +73,13 @@ class Memory:
         if (self.bytes[index] != values).any():
             raise Fault("two lanes write different values to one address")
 
+    def is_written(self, address: int, array: np.ndarray) -> bool:
+        """All of an array, or nothing."""
+        written = self._writer[address - self._base : address - self._base + array.nbytes] != 0
+        if written.any() and not written.all():
+            raise Fault("the launch writes only a part of a tensor")
+        return bool(written.any())
+
     def forget_waves(self) -> None:
         self._writer[:] = self._reader[:] = 0
 

@@ -1,0 +1,65 @@
+"""The machine code that Triton makes of our kernels for AMD's cards, executed without one (machine_code/)."""
+
+import itertools
+import os
+import shutil
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from conftest import wants_full
+from interpreted import triton_backend
+from test_attention_kernel import BARS, inputs, results
+from test_compile_report import LINKERS, REQUIRED
+from test_lean_optimizer import optimizer_of, train
+from torch import nn
+
+from machine_code import faults
+from machine_code.assembly import Unknown, parse
+from machine_code.instructions import build
+from machine_code.launches import ORDERS, Attention, Compiled, Emulated, Update, compile_all
+from machine_code.machine import Fault
+from titan_mi100.attention import kernels
+from titan_mi100.attention.backends import make_backend
+from titan_mi100.attention.base import Documents
+from titan_mi100.attention.launches import Launch, Tile, candidates
+from titan_mi100.attention.plain import Eager
+from titan_mi100.optim import fused
+from titan_mi100.optim import kernels as optimizer_kernels
+
+if "lld" not in REQUIRED and not (any(map(shutil.which, LINKERS)) and find_spec("triton.backends.amd")):
+    pytest.skip("no ld.lld (apt-get install lld-16), or a triton without AMD's compiler", allow_module_level=True)
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+KERNELS = ("forward_kernel", "queries_gradient_kernel", "keys_gradient_kernel")
+DOCUMENTS = Documents(1, 133, (70, 5, 58))  # a boundary inside each tile, and five tokens beyond one of 128
+HEADS = (2, 1)
+
+
+def launches(arch: str, dtype: str, head_dim: int, launch: Launch, kpack: int = 0) -> list[Attention]:
+    return [Attention(arch, kernel, dtype, head_dim, tile, kpack) for kernel, tile in zip(KERNELS, launch, strict=True)]
+
+
+def errors(
+    compiled: list[Compiled], launch: Launch, dtype: str, head_dim: int, order: str, patch: pytest.MonkeyPatch
+) -> tuple[dict[str, float], list[Emulated]]:
+    """The largest errors against fp64, relative to the largest element."""
+    emulated = [Emulated(code, order) for code in compiled]
+    for name, kernel in zip(KERNELS, emulated, strict=True):
+        patch.setattr(kernels, name, kernel)
+    tensors = [x.contiguous() for x in inputs(DOCUMENTS, HEADS, head_dim, DTYPES[dtype])]
+    expected = results(Eager(), DOCUMENTS, [x.double() for x in tensors])
+    found = results(make_backend("triton", "", "cpu", str(launch)), DOCUMENTS, tensors)
+    differences = [(a.double() - b).abs().max() / b.abs().max() for a, b in zip(found, expected, strict=True)]
+    names = ("out", "q", "k", "v")
+    return {n: x.nan_to_num(nan=torch.inf).item() for n, x in zip(names, differences, strict=True)}, emulated
+
+
+SMALL = Launch(Tile(64, 32, 2, 1), Tile(64, 32, 8, 1), Tile(16, 64, 2, 1))
+
+
+def test_a_launch_of_each_kernel_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = compile_all(launches("gfx908", "bf16", 64, SMALL))
+    found, _ = errors(compiled, SMALL, "bf16", 64, "reversed", monkeypatch)
+    assert max(found.values()) <= BARS[torch.bfloat16], found
