@@ -422,7 +422,7 @@ def _scalar_load(instruction: Instruction, _: Any) -> Run:
     instruction.writes.update(registers)
 
     def run(wave: Wave) -> None:
-        values = wave.memory.load(np.array([address(wave) + distance]), 4 * size, wave.identity)[0].view(u32)
+        values = wave.memory.load(np.array([address(wave) + distance]), 4 * size, wave.who)[0].view(u32)
         wave.issue("lgkmcnt", "scalar", registers, lambda: wave.s.__setitem__(slice(registers[0], registers[-1] + 1), values))
 
     return run
@@ -444,11 +444,11 @@ def _global(instruction: Instruction, _: Any) -> Run:
         return fetch(wave)[wave.active].astype(i64) + (start(wave) + offset)
 
     if is_load:
-        return _load(instruction, data, size, "vmcnt", lambda wave: wave.memory.load(addresses(wave), size, wave.identity))
+        return _load(instruction, data, size, "vmcnt", lambda wave: wave.memory.load(addresses(wave), size, wave.who))
     instruction.reads.update(data.registers)
 
     def store(wave: Wave) -> None:
-        wave.memory.store(addresses(wave), _lane_bytes(wave, data, size), wave.identity)
+        wave.memory.store(addresses(wave), _lane_bytes(wave, data, size), wave.who)
         wave.issue("vmcnt", "store", (), None)
 
     return store
@@ -494,7 +494,7 @@ def _shared(instruction: Instruction, _: Any) -> Run:
 
         def load(wave: Wave) -> Any:
             base = at(wave)[wave.active].astype(i64)
-            parts = [wave.shared.load(base + offset, size, wave.identity) for offset in offsets]
+            parts = [wave.shared.load(base + offset, size, wave.who) for offset in offsets]
             return np.ascontiguousarray(np.concatenate(parts, 1))
 
         return _load(instruction, target, size * len(offsets), "lgkmcnt", load)
@@ -507,7 +507,7 @@ def _shared(instruction: Instruction, _: Any) -> Run:
         base = at(wave)[wave.active].astype(i64)
         for operand, offset in zip(data, offsets, strict=True):
             values = _lane_bytes(wave, operand, size, 16 if upper else 0)
-            wave.shared.store(base + offset, values, wave.identity)
+            wave.shared.store(base + offset, values, wave.who)
         wave.issue("lgkmcnt", "shared", (), None)
 
     return write

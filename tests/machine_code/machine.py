@@ -19,24 +19,33 @@ from machine_code.wait_states import WaitStates
 LANES = 64
 ALL = np.ones(LANES, bool)
 NAN = 0x7FC0DEAD  # in what nobody wrote
-_SEVERAL = -1
+_SEVERAL_WAVES = 0xFFFF << 32
+_SEVERAL_GROUPS = 0x7FFF << 48
 
 
 class Fault(Exception):
     """The program does what it must not."""
 
 
-class Memory:
-    """Bytes with gaps between the arrays, and the wave that last wrote and read each: 0 is none.
+def _conflicts(before: np.ndarray, who: int) -> np.ndarray:
+    """Is that another workgroup, or another wave of this one that has not met it at a barrier since?"""
+    difference = before ^ who
+    is_unordered = (difference & 0xFFFF_FFFF == 0) & (difference != 0)
+    return (before != 0) & ((difference >= 1 << 48) | is_unordered)
 
-    Waves must not touch the same byte unless all of them only read it, or write the same value.
+
+class Memory:
+    """Bytes with gaps between the arrays, and who last wrote and read each.
+
+    Two waves must not touch the same byte unless both only read it, or write the same value, or a barrier of their
+    workgroup lies between. Who is 0, or a number whose bits are: workgroup, wave (16 bits), barriers so far (32 bits).
     """
 
     def __init__(self, size: int, base: int, alignment: int) -> None:
         self.bytes = np.full(size, 0xA5, np.uint8)
         self._base, self._alignment = base, alignment
         self._exists = np.zeros(size, bool)
-        self._writer, self._reader = np.zeros(size, np.int32), np.zeros(size, np.int32)
+        self._writer, self._reader = np.zeros(size, i64), np.zeros(size, i64)
         self._next = 0
 
     def place(self, array: np.ndarray, gap: int = 4096) -> int:
@@ -52,23 +61,23 @@ class Memory:
         start = address - self._base
         return self.bytes[start : start + like.nbytes].view(like.dtype).reshape(like.shape)
 
-    def load(self, addresses: np.ndarray, size: int, wave: int) -> np.ndarray:
+    def load(self, addresses: np.ndarray, size: int, who: int) -> np.ndarray:
         """-> (addresses, size) bytes"""
         index = self._index(addresses, size)
-        writer, reader = self._writer[index], self._reader[index]
-        if ((writer != 0) & (writer != wave)).any():
-            raise Fault("a race: it reads what another wave has written since the last barrier")
-        self._reader[index] = np.where((reader == 0) | (reader == wave), wave, _SEVERAL)
+        if _conflicts(self._writer[index], who).any():
+            raise Fault("a race: it reads what another wave has written, without a barrier between")
+        reader = self._reader[index]
+        self._reader[index] = np.where(_conflicts(reader, who), who | _SEVERAL_WAVES, who)
+        self._reader[index[(reader != 0) & (reader ^ who >= 1 << 48)]] = _SEVERAL_GROUPS
         return self.bytes[index]
 
-    def store(self, addresses: np.ndarray, values: np.ndarray, wave: int) -> None:
+    def store(self, addresses: np.ndarray, values: np.ndarray, who: int) -> None:
         index = self._index(addresses, values.shape[1])
-        writer, reader = self._writer[index], self._reader[index]
-        if ((reader != 0) & (reader != wave)).any():
-            raise Fault("a race: it writes what another wave has read since the last barrier")
-        if ((writer != 0) & (writer != wave) & (self.bytes[index] != values)).any():
-            raise Fault("a race: it writes another value than another wave since the last barrier")
-        self._writer[index] = wave
+        if _conflicts(self._reader[index], who).any():
+            raise Fault("a race: it writes what another wave has read, without a barrier between")
+        if (_conflicts(self._writer[index], who) & (self.bytes[index] != values)).any():
+            raise Fault("a race: it writes another value than another wave, without a barrier between")
+        self._writer[index] = who
         self.bytes[index] = values
         if (self.bytes[index] != values).any():
             raise Fault("two lanes write different values to one address")
@@ -79,9 +88,6 @@ class Memory:
         if written.any() and not written.all():
             raise Fault("the launch writes only a part of a tensor")
         return bool(written.any())
-
-    def forget_waves(self) -> None:
-        self._writer[:] = self._reader[:] = 0
 
     def _index(self, addresses: np.ndarray, size: int) -> np.ndarray:
         start = addresses.astype(i64) - self._base
@@ -94,8 +100,9 @@ class Memory:
 
 
 class Wave:
-    def __init__(self, number: int, identity: int, memory: Memory, shared: Memory) -> None:
-        self.number, self.identity, self.memory, self.shared = number, identity, memory, shared
+    def __init__(self, number: int, group: int, memory: Memory, shared: Memory) -> None:
+        self.number, self.memory, self.shared = number, memory, shared
+        self.who = (group + 1) << 48 | number << 32  # see Memory
         self.s = np.full(SCC + 1, NAN, u32)
         self.v = np.full((768, LANES), NAN, u32)  # rows by the numbers of assembly.py; 256 are not used
         self.s[SCC] = 0
@@ -157,7 +164,7 @@ class Workgroup:
         self._program, self._memory, self._lines = program, memory, lines
         self._shared = Memory(65_536, 0, 8)
         self._shared.place(np.full(shared, 0xA5, np.uint8))
-        self._waves = [Wave(n, 1 + number * waves + n, memory, self._shared) for n in range(waves)]
+        self._waves = [Wave(n, number, memory, self._shared) for n in range(waves)]
         self._wait_states = [WaitStates() for _ in range(waves)]
         self._steps = 0
 
@@ -176,7 +183,8 @@ class Workgroup:
             while running:
                 for wave in order(running):
                     self._run_to_barrier(wave)
-                self._shared.forget_waves()
+                for wave in running:
+                    wave.who += 1
                 left = [wave for wave in running if not wave.is_done]
                 if left and len(left) < len(running):
                     raise Fault("some waves have ended, others wait at a barrier")
@@ -197,7 +205,7 @@ class Workgroup:
         wave.set_pair(first, arguments)
         preloaded = header.get("user_sgpr_kernarg_preload_length", 0)
         if preloaded:
-            values = self._memory.load(np.array([arguments]), 4 * preloaded, wave.identity)[0].view(u32)
+            values = self._memory.load(np.array([arguments]), 4 * preloaded, wave.who)[0].view(u32)
             wave.s[first + 2 : first + 2 + preloaded] = values
         register = header["user_sgpr_count"]
         for axis, position in zip("xyz", (*place, 0), strict=True):

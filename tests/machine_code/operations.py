@@ -214,7 +214,6 @@ VECTOR: dict[str, tuple[str, Callable]] = {
     # conversions
     "v_cvt_f32_u32": ("u>f", lambda a: np.asarray(a).astype(f32)),
     "v_cvt_f32_i32": ("i>f", lambda a: np.asarray(a).astype(f32)),
-    "v_cvt_f32_ubyte1": ("u>f", lambda a: np.asarray((a >> u32(8)) & u32(255)).astype(f32)),
     "v_cvt_u32_f32": ("f>u", _to_unsigned),
     "v_cvt_f16_f32": ("f>u", from_half),
     "v_cvt_f32_f16": ("h>f", lambda a: a),
@@ -235,6 +234,8 @@ for _test, _function in _COMPARISONS.items():
     for _type, _kind in _TYPES.items():
         VECTOR[f"v_cmp_{_test}_{_type}"] = (f"{_kind}{_kind}>B", _function)
 VECTOR["v_cmp_ne_u16"] = ("uu>B", lambda a, b: (a ^ b) & u32(0xFFFF) != 0)
+for _byte in range(4):
+    VECTOR[f"v_cvt_f32_ubyte{_byte}"] = ("u>f", lambda a, n=8 * _byte: np.asarray(a >> u32(n) & u32(255)).astype(f32))
 # two results, of the two registers of a pair
 PACKED = {"v_pk_mul_f32": lambda a, b: a * b, "v_pk_add_f32": lambda a, b: a + b, "v_pk_fma_f32": fma}
 
