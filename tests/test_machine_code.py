@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from machine_code import faults
+from machine_code.assembly import Unknown, parse
+from machine_code.instructions import build
+from machine_code.launches import ORDERS, Attention, Compiled, Emulated, Update, compile_all
 from test_attention_kernel import BARS, inputs, results
 from test_compile_report import LINKERS, REQUIRED
 from test_lean_optimizer import KINDS, dtype_of, optimizer_of
 from torch import nn
 
-from machine_code import faults
-from machine_code.assembly import Unknown, parse
-from machine_code.instructions import build
-from machine_code.launches import ORDERS, Attention, Compiled, Emulated, Update, compile_all
 from titan_mi100.attention import kernels
 from titan_mi100.attention.backends import make_backend
 from titan_mi100.attention.base import Documents
@@ -129,7 +129,8 @@ def test_every_launch_is_right(arch: str, dtype: str, head_dim: int, monkeypatch
 
 
 # Planted faults that nothing notices: each was looked at, see docs/TESTING.md.
-LEAST_NOTICED = {"s_waitcnt removed": 0.9, "s_waitcnt for one operation less": 0.9, "s_nop removed": 0.0}
+LEAST_NOTICED = {"s_waitcnt removed": 0.9, "s_waitcnt for one operation less": 0.9, "s_nop removed": 0.8}
+LEAST_NOTICED |= {"s_barrier removed": 0.95, "MFMA: another accumulator": 0.95}
 
 
 @pytest.mark.full

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-
 from machine_code.assembly import Unknown
 from machine_code.launches import Call, Emulated
 from machine_code.machine import Fault

@@ -5,9 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-
 from machine_code import operations
-from machine_code.assembly import EXEC, SCC, VCC, A, Instruction, Operand, Program, Unknown, V
+from machine_code.assembly import EXEC, SCC, VCC, Instruction, Operand, Program, Unknown, V
 from machine_code.machine import ALL, LANES, Fault, Wave
 from machine_code.operations import LOGIC, LOW32, LOW64, PACKED, SCALAR, VECTOR, f16, f32, f64, fma, i32, i64, u32, u64
 
@@ -243,8 +242,8 @@ def _packed(instruction: Instruction, _: Any) -> Run:
 
 
 def _matrix(instruction: Instruction, _: Any) -> Run:
-    """D = A B + C. Lane l has row l % M of A and column l % N of B; lanes l // M have successive values of k. Of D, each
-    four registers have four rows, those of the next group of lanes the next four."""
+    """D = A B + C. Lane l has row l % M of A and column l % N of B; lanes l // M have successive values of k. Of D,
+    each four registers have four rows, those of the next group of lanes the next four."""
     shape = operations.matrix_shape(instruction.name)
     if shape is None:
         raise Unknown("no such matrix instruction here")
@@ -329,9 +328,7 @@ def _scalar(instruction: Instruction, _: Any) -> Run:
     sources = instruction.operands[len(results.removesuffix("s")) :]
     if "s" in kinds:
         sources = [*sources, Operand("scc", SCC)]
-    fetch = [
-        _integer(instruction, o, kind.replace("s", "u")) for o, kind in zip(sources, kinds, strict=True)
-    ]
+    fetch = [_integer(instruction, o, kind.replace("s", "u")) for o, kind in zip(sources, kinds, strict=True)]
     if "s" in results:
         instruction.writes.add(SCC)
     if results == "s":
@@ -423,7 +420,9 @@ def _scalar_load(instruction: Instruction, _: Any) -> Run:
 
     def run(wave: Wave) -> None:
         values = wave.memory.load(np.array([address(wave) + distance]), 4 * size, wave.who)[0].view(u32)
-        wave.issue("lgkmcnt", "scalar", registers, lambda: wave.s.__setitem__(slice(registers[0], registers[-1] + 1), values))
+        wave.issue(
+            "lgkmcnt", "scalar", registers, lambda: wave.s.__setitem__(slice(registers[0], registers[-1] + 1), values)
+        )
 
     return run
 

@@ -17,7 +17,6 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 from compile_report import GROUP, Tile, compiled_kernel, compiled_update, set_linker
-
 from machine_code.assembly import Program, parse
 from machine_code.instructions import build
 from machine_code.machine import Memory, Wave, Workgroup

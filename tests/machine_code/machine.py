@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-
-from machine_code.assembly import EXEC, SCC, VCC, Instruction, Program, Unknown
+from machine_code.assembly import EXEC, SCC, Instruction, Program, Unknown
 from machine_code.operations import LOW32, LOW64, i64, u32
 from machine_code.wait_states import WaitStates
 
@@ -235,9 +234,7 @@ class Workgroup:
                 return
 
     def _check(self, wave: Wave, instruction: Instruction) -> None:
-        if wave.pending:
-            used = instruction.reads | instruction.writes
-            if not wave.pending.keys().isdisjoint(used):
-                raise Fault("it uses a register before the load of it was waited for")
-            if instruction.name == "s_barrier" and any(kind == "shared" for kind, *_ in wave.queues["lgkmcnt"]):
-                raise Fault("an access to LDS may still be under way at this barrier")
+        if wave.pending and not wave.pending.keys().isdisjoint(instruction.reads | instruction.writes):
+            raise Fault("it uses a register before the load of it was waited for")
+        if instruction.name == "s_barrier" and any(kind == "shared" for kind, *_ in wave.queues["lgkmcnt"]):
+            raise Fault("an access to LDS may still be under way at this barrier")

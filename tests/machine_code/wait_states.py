@@ -1,7 +1,7 @@
 """Instructions that the hardware does not hold back until a result is there: the compiler must put others, or s_nop,
 between. The rules are those of "Manually Inserted Wait States" in AMD's ISA documents (CDNA1 4.5, CDNA2 and CDNA3) and,
-where these are silent, of the hazard recognizer of LLVM's AMDGPU target. Those for what no kernel here has are left out:
-f64 and 32 x 32 matrix instructions, v_cmpx, buffer and scratch memory, s_setreg.
+where these are silent, of the hazard recognizer of LLVM's AMDGPU target. Rules for what no kernel here has are left
+out: f64 and 32 x 32 matrix instructions, v_cmpx, buffer and scratch memory, s_setreg.
 """
 
 from collections.abc import Iterable
