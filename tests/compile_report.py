@@ -78,15 +78,16 @@ def compile_kernel(name: str, arch: str, dtype: str, head_dim: int, tile: Tile) 
     parts = [{"KEYS": True, "VALUES": True}] if tile.parts == 1 else [{"KEYS": True, "VALUES": False}]
     parts += [{"KEYS": False, "VALUES": True}] if tile.parts == 2 else []
     parts = parts if name == "keys_gradient_kernel" else [{}]
-    found = [_compile_kernel(getattr(kernels, name), arch, dtype, head_dim, tile, part) for part in parts]
+    found = [_read(compiled_kernel(getattr(kernels, name), arch, dtype, head_dim, tile, part), arch) for part in parts]
     registers, spilled, shared, products = zip(*found, strict=True)
     worst = (max(registers, key=lambda text: int(text.split()[0])), max(spilled), max(shared), min(products))
     return Report(arch, name.removesuffix("_kernel"), dtype, head_dim, tile, *worst)
 
 
-def _compile_kernel(
-    kernel: Any, arch: str, dtype: str, head_dim: int, tile: Tile, part: dict[str, bool]
-) -> tuple[str, int, int, int]:
+def compiled_kernel(
+    kernel: Any, arch: str, dtype: str, head_dim: int, tile: Tile, part: dict[str, bool], **changed: int
+) -> Any:
+    """Args: part: which gradients a launch for keys and values makes. changed: options of the compiler."""
     fixed = {"GROUP": GROUP, "HEAD_DIM": head_dim, "BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, **part}
     kinds = {"lse": "*fp32", "delta": "*fp32", "boundaries": "*i32", "scale": "fp32", "tokens": "i32"}
     signature, constants, divisible = {}, {}, {}
@@ -97,7 +98,7 @@ def _compile_kernel(
             constants[(place,)] = fixed[name]
         elif name not in ("scale", "tokens"):  # as at run time, where all of these are multiples of 16
             divisible[(place,)] = [["tt.divisibility", 16]]
-    return _read(_compile(kernel, arch, signature, constants, divisible, options(tile, arch)), arch)
+    return _compile(kernel, arch, signature, constants, divisible, options(tile, arch) | changed)
 
 
 def wave(arch: str) -> int:
@@ -136,6 +137,16 @@ class UpdateReport:
 
 
 def compile_update(arch: str, state: str, master: str) -> UpdateReport:
+    from titan_mi100.optim import fused
+
+    compiled = compiled_update(arch, state, master)
+    registers, spilled, shared, _ = _read(compiled, arch)
+    threads = fused.LAUNCH["num_warps"] * wave(arch)
+    alone = _SUMS[master == "24bit"] * 4 * 256 // threads - _count_sums(compiled.asm)
+    return UpdateReport(arch, state, master, registers, spilled, shared, alone)
+
+
+def compiled_update(arch: str, state: str, master: str) -> Any:
     from titan_mi100.optim import fused, kernels
 
     kernel, moment = kernels.update_kernel, {"fp32": "*fp32", "bf16": "*i16", "8bit": "*u8"}[state]
@@ -148,11 +159,7 @@ def compile_update(arch: str, state: str, master: str) -> UpdateReport:
     constants = {(place,): fixed[name] for place, name in enumerate(kernel.arg_names) if name in fixed}
     aligned = [place for place, (name, kind) in enumerate(signature.items()) if kind[0] == "*" or name == "columns"]
     divisible = {(place,): [["tt.divisibility", 16]] for place in aligned}
-    compiled = _compile(kernel, arch, signature, constants, divisible, dict(fused.LAUNCH))
-    registers, spilled, shared, _ = _read(compiled, arch)
-    threads = fused.LAUNCH["num_warps"] * wave(arch)
-    alone = _SUMS[master == "24bit"] * 4 * 256 // threads - _count_sums(compiled.asm)
-    return UpdateReport(arch, state, master, registers, spilled, shared, alone)
+    return _compile(kernel, arch, signature, constants, divisible, dict(fused.LAUNCH))
 
 
 # Of an element: both moments, the divisor, the weight. 24-bit weights have three more: decay, noise, both together.

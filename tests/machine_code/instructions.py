@@ -1,0 +1,549 @@
+"""Makes of each instruction a function of a wave. What is left of its options then is unknown, and an error."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from machine_code import operations
+from machine_code.assembly import EXEC, SCC, VCC, Instruction, Operand, Program, Unknown, V
+from machine_code.machine import ALL, LANES, Fault, Wave
+from machine_code.operations import LOGIC, LOW32, LOW64, PACKED, SCALAR, VECTOR, f16, f32, f64, fma, i32, i64, u32, u64
+
+Fetch = Callable[[Wave], Any]
+Run = Callable[[Wave], None]
+_LANE = np.arange(LANES)
+
+
+def build(program: Program) -> Program:
+    """Give each instruction its function, and the registers that it reads and writes."""
+    for instruction in program.instructions:
+        name = instruction.name
+        make = _SPECIAL.get(name) or next((make for start, make in _BY_START if name.startswith(start)), None)
+        try:
+            if make is None:
+                raise Unknown("no such instruction here")
+            instruction.run = make(instruction, program.labels)
+            if instruction.options:
+                raise Unknown(f"unknown options {instruction.options}")
+        except (Unknown, ValueError, KeyError) as error:  # too many operands, a text that is no number, no such key
+            raise Unknown(f"{instruction}: {error!r}") from None
+    return program
+
+
+# --- operands
+
+
+def _constant(text: str, kind: str) -> Any:
+    if re.fullmatch(r"-?\d+\.\d+(e-?\d+)?", text):
+        if kind not in "fu":
+            raise Unknown(f"a constant {text} as {kind}")
+        bits = f32(float(text)).view(u32)
+    else:
+        value = int(text, 0)
+        if kind in "UI":
+            return u64(value & LOW64).view(i64 if kind == "I" else u64)
+        bits = u32(value & LOW32)
+    return _as(bits, kind)
+
+
+def _as(bits: Any, kind: str) -> Any:
+    if kind == "h":
+        return operations.half(bits)
+    return bits if kind == "u" else bits.view({"i": i32, "f": f32}[kind])
+
+
+def _bits_of(register: int) -> Fetch:
+    return (lambda wave: wave.v[register]) if register >= V else (lambda wave: wave.s[register])
+
+
+def _source(instruction: Instruction, operand: Operand, kind: str, part: str = "DWORD") -> Fetch:
+    """-> function that fetches an operand of a vector instruction. part: of the 32 bits, as SDWA names it."""
+    register = operand.register
+    instruction.reads.update(operand.registers)
+    signed = operand.negative or operand.absolute
+    fits = operand.count == (2 if kind in "UIB" else 1) or (register is None and kind != "B")
+    if not fits or (signed and kind not in "fh"):
+        raise Unknown(f"{operand.text} as {kind}")
+    if register is None:
+        value = _constant(operand.text, kind)
+        return lambda wave: value
+    if kind == "B":
+        return lambda wave: wave.flags(register)
+    if kind in "UI":
+        low, high = _bits_of(register), _bits_of(register + 1)
+        both = lambda wave: operations.wide(low(wave)) | operations.wide(high(wave)) << u64(32)  # noqa: E731
+        return both if kind == "U" else lambda wave: both(wave).view(i64)
+    fetch = _bits_of(register)
+    if part != "DWORD":
+        shift, mask = _place(part)
+        fetch = lambda wave, whole=fetch: (whole(wave) >> shift) & mask  # noqa: E731
+    if kind == "u":
+        return fetch
+    if not signed:
+        return lambda wave: _as(fetch(wave), kind)
+    size = np.abs if operand.absolute else np.positive
+    sign = np.negative if operand.negative else np.positive
+    return lambda wave: sign(size(_as(fetch(wave), kind)))
+
+
+def _place(part: str) -> tuple[Any, Any]:
+    unit, number = part.split("_")
+    bits = {"BYTE": 8, "WORD": 16}[unit]
+    return u32(bits * int(number)), u32((1 << bits) - 1)
+
+
+def _integers(options: dict[str, str], key: str, default: list[int]) -> list[int]:
+    return [int(x) for x in options.pop(key).strip("[]").split(",")] if key in options else default
+
+
+# --- vector instructions
+
+
+def _vector(instruction: Instruction, _: Any) -> Run:
+    signature, compute = VECTOR[instruction.name]
+    kinds, results = signature.split(">")
+    options = instruction.options
+    targets, sources = instruction.operands[: len(results)], instruction.operands[len(results) :]
+    if "D" in kinds:
+        sources, kinds = [*sources, targets[0]], kinds.replace("D", "f")
+    if instruction.name == "v_div_fmas_f32":
+        sources = [*sources, Operand("vcc", VCC, 2)]
+    parts = [options.pop(f"src{n}_sel", "DWORD") for n in range(2)] + ["DWORD"] * 2
+    fetch = [
+        _source(instruction, operand, kind, part)
+        for (operand, kind), part in zip(zip(sources, kinds, strict=True), parts, strict=False)
+    ]
+    for target in targets:
+        instruction.writes.update(target.registers)
+    first = targets[0].register
+    if "row_mask" in options:
+        return _across_lanes(instruction, fetch, compute, first)
+    if results == "B":
+        return lambda wave: wave.set_flags(first, compute(*[f(wave) for f in fetch]))
+    if len(results) == 2:
+        second = targets[1].register
+        put = _put_pair if results[0] == "U" else Wave.put
+
+        def run_two(wave: Wave) -> None:
+            value, flags = compute(*[f(wave) for f in fetch])
+            put(wave, first, value)
+            wave.set_flags(second, np.broadcast_to(flags, LANES))
+
+        return run_two
+    if results == "U":
+        return lambda wave: _put_pair(wave, first, compute(*[f(wave) for f in fetch]))
+    if options.pop("dst_unused", "UNUSED_PAD") != "UNUSED_PAD":
+        raise Unknown("bits around the result that are kept")
+    part = options.pop("dst_sel", "DWORD")
+    if part != "DWORD":
+        shift, mask = _place(part)
+        return lambda wave: wave.put(first, (compute(*[f(wave) for f in fetch]).view(u32) & mask) << shift)
+    return lambda wave: wave.put(first, compute(*[f(wave) for f in fetch]))
+
+
+def _put_pair(wave: Wave, register: int, value: Any) -> None:
+    wave.put(register, (value & u64(LOW32)).astype(u32))
+    wave.put(register + 1, (value >> u64(32)).astype(u32))
+
+
+def _across_lanes(instruction: Instruction, fetch: list[Fetch], compute: Callable, target: int) -> Run:
+    """DPP: the first source comes from another lane, and only some lanes are written."""
+    options = instruction.options
+    rows, banks = int(options.pop("row_mask"), 0), int(options.pop("bank_mask"), 0)
+    zero = options.pop("bound_ctrl", "") == "1"  # in place of a lane that does not exist; else nothing is written
+    (kind,) = options
+    how = options.pop(kind)
+    row, place = _LANE // 16, _LANE % 16
+    if kind == "quad_perm":
+        other, exists = _LANE // 4 * 4 + np.array([int(x) for x in how[1:-1].split(",")])[_LANE % 4], ALL
+    elif kind == "row_shl":
+        other, exists = _LANE + int(how), place + int(how) < 16
+    elif kind == "row_shr":
+        other, exists = _LANE - int(how), place >= int(how)
+    elif kind == "row_bcast":
+        other, exists = {"15": (row * 16 - 1, row > 0), "31": (_LANE * 0 + 31, _LANE >= 32)}[how]
+    else:
+        raise Unknown(kind)
+    other = np.where(exists, other, 0)
+    allowed = (rows >> row & 1 == 1) & (banks >> place // 4 & 1 == 1)
+    instruction.reads.add(target)
+
+    def run(wave: Wave) -> None:
+        first = np.broadcast_to(fetch[0](wave), LANES)
+        there = exists & wave.active[other]
+        value = compute(np.where(there, first[other], first.dtype.type(0)), *[f(wave) for f in fetch[1:]])
+        active = wave.active
+        wave.active = active & allowed & (ALL if zero else there)
+        wave.put(target, value)
+        wave.active = active
+
+    return run
+
+
+def _mixed(instruction: Instruction, _: Any) -> Run:
+    """Fused multiply-add in which each source is fp32, or (op_sel_hi) half of a register (op_sel says which)."""
+    target, *sources = instruction.operands
+    options = instruction.options
+    upper, is_half = (_integers(options, key, [0, 0, 0]) for key in ("op_sel", "op_sel_hi"))
+    fetch = []
+    for operand, place, halved in zip(sources, upper, is_half, strict=True):
+        fetch.append(_source(instruction, operand, "h" if halved else "f", f"WORD_{place}" if halved else "DWORD"))
+    register = target.register
+    instruction.writes.add(register)
+    if instruction.name == "v_fma_mix_f32":
+        return lambda wave: wave.put(register, fma(*[f(wave) for f in fetch]))
+    instruction.reads.add(register)
+    shift, kept = (u32(0), u32(0xFFFF0000)) if instruction.name == "v_fma_mixlo_f16" else (u32(16), u32(0xFFFF))
+
+    def run(wave: Wave) -> None:
+        bits = operations.from_half(fma(*[f(wave) for f in fetch])) << shift
+        wave.put(register, (wave.v[register] & kept) | bits)
+
+    return run
+
+
+def _packed(instruction: Instruction, _: Any) -> Run:
+    """Two operations on pairs of registers; op_sel and op_sel_hi say which of a pair is the source of each."""
+    target, *sources = instruction.operands
+    options, count = instruction.options, len(instruction.operands) - 1
+
+    def halves(which: str, sign: str, default: int, kind: str) -> list[Fetch]:
+        chosen, negative = _integers(options, which, [default] * count), _integers(options, sign, [0] * count)
+        found = []
+        for operand, part, minus in zip(sources, chosen, negative, strict=True):
+            if operand.register is None and part:
+                raise Unknown("the upper half of a constant")
+            register = None if operand.register is None else operand.register + part
+            found.append(_source(instruction, Operand(operand.text, register, 1, bool(minus)), kind))
+        return found
+
+    register = target.register
+    instruction.writes.update(target.registers)
+    if instruction.name == "v_pk_mov_b32":  # op_sel has one part of each source, and op_sel_hi says nothing
+        low, high = halves("op_sel", "none", 0, "u")
+        options.pop("op_sel_hi", None)
+
+        def move(wave: Wave) -> None:
+            values = np.array(low(wave)), np.array(high(wave))
+            wave.put(register, values[0])
+            wave.put(register + 1, values[1])
+
+        return move
+    compute = PACKED[instruction.name]
+    lower, upper = halves("op_sel", "neg_lo", 0, "f"), halves("op_sel_hi", "neg_hi", 1, "f")
+
+    def run(wave: Wave) -> None:
+        first, second = compute(*[f(wave) for f in lower]), compute(*[f(wave) for f in upper])
+        wave.put(register, first)
+        wave.put(register + 1, second)
+
+    return run
+
+
+def _matrix(instruction: Instruction, _: Any) -> Run:
+    """D = A B + C. Lane l has row l % M of A and column l % N of B; lanes l // M have successive values of k. Of D,
+    each four registers have four rows, those of the next group of lanes the next four."""
+    shape = operations.matrix_shape(instruction.name)
+    if shape is None:
+        raise Unknown("no such matrix instruction here")
+    m, n, k, kind = shape
+    target, a, b, c = instruction.operands
+    groups, registers = LANES // m, m * n // LANES
+    if m != n or target.count != registers or a.count != max(1, k // groups * (4 if kind == "f32" else 2) // 4):
+        raise Unknown("registers that do not fit the shape")
+    for operand in (a, b, c):
+        instruction.reads.update(operand.registers)
+    instruction.writes.update(target.registers)
+
+    def factor(operand: Operand) -> Fetch:  # -> (rows or columns, k)
+        first, count = operand.register, operand.count
+
+        def fetch(wave: Wave) -> Any:
+            raw = wave.v[first : first + count]
+            if kind == "f32":
+                return raw.view(f32).reshape(groups, m).T.astype(f64)
+            parts = raw.view(np.uint16).reshape(count, groups, m, 2).transpose(2, 1, 0, 3).reshape(m, k)
+            if kind == "f16":
+                return parts.view(f16).astype(f64)
+            return (parts.astype(u32) << u32(16)).view(f32).astype(f64)
+
+        return fetch
+
+    rows_of, columns_of, first = factor(a), factor(b), target.register
+    if c.register is None:
+        start = _constant(c.text, "f")
+        added: Fetch = lambda wave: start  # noqa: E731
+    else:
+        added = lambda wave: wave.v[c.register : c.register + registers].view(f32)  # noqa: E731
+
+    def run(wave: Wave) -> None:
+        if wave.active is not ALL:
+            raise Fault("a matrix instruction while some lanes are off, which the documents leave open")
+        product = (rows_of(wave) @ columns_of(wave).T).reshape(registers // 4, groups, 4, n)
+        product = product.transpose(0, 2, 1, 3).reshape(registers, LANES)
+        wave.v[first : first + registers] = (product + added(wave)).astype(f32).view(u32)
+
+    return run
+
+
+def _read_lane(instruction: Instruction, _: Any) -> Run:
+    target, source, *lanes = instruction.operands
+    fetch = _source(instruction, source, "u")
+    lane = _integer(instruction, lanes[0], "u") if lanes else lambda wave: int(np.argmax(wave.active))
+    instruction.writes.update(target.registers)
+    return lambda wave: wave.s.__setitem__(target.register, fetch(wave)[lane(wave) & 63])
+
+
+def _write_lane(instruction: Instruction, _: Any) -> Run:
+    target, source, lane_operand = instruction.operands
+    value, lane = _integer(instruction, source, "u"), _integer(instruction, lane_operand, "u")
+    instruction.writes.update(target.registers)
+    instruction.reads.update(target.registers)
+    return lambda wave: wave.v[target.register].__setitem__(lane(wave) & 63, value(wave))
+
+
+# --- scalar instructions
+
+
+def _integer(instruction: Instruction, operand: Operand, kind: str) -> Fetch:
+    """-> function that fetches an operand of a scalar instruction, as an integer of Python."""
+    register = operand.register
+    instruction.reads.update(operand.registers)
+    if register is None:
+        value = int(_constant(operand.text, kind))
+        return lambda wave: value
+    if operand.count != (2 if kind in "UI" else 1) or operand.negative or operand.absolute or register >= V:
+        raise Unknown(f"{operand.text} as {kind}")
+    if kind == "U":
+        return lambda wave: wave.pair(register)
+    if kind == "u":
+        return lambda wave: int(wave.s[register])
+    return lambda wave: int(wave.s[register].view(i32))
+
+
+def _scalar(instruction: Instruction, _: Any) -> Run:
+    signature, compute = SCALAR[instruction.name]
+    kinds, results = signature.split(">")
+    sources = instruction.operands[len(results.removesuffix("s")) :]
+    if "s" in kinds:
+        sources = [*sources, Operand("scc", SCC)]
+    fetch = [_integer(instruction, o, kind.replace("s", "u")) for o, kind in zip(sources, kinds, strict=True)]
+    if "s" in results:
+        instruction.writes.add(SCC)
+    if results == "s":
+        return lambda wave: wave.s.__setitem__(SCC, bool(compute(*[f(wave) for f in fetch])))
+    target = instruction.operands[0]
+    register = target.register
+    instruction.writes.update(target.registers)
+    if target.count != (2 if results[0] == "U" else 1) or (EXEC in target.registers and target.count == 1):
+        raise Unknown(target.text)
+
+    def run(wave: Wave) -> None:
+        value = compute(*[f(wave) for f in fetch])
+        if results[-1] == "s":
+            value, wave.s[SCC] = value
+        if results[0] == "U":
+            wave.set_pair(register, value)
+        else:
+            wave.s[register] = value & LOW32
+
+    return run
+
+
+def _save_exec(instruction: Instruction, _: Any) -> Run:
+    target, source = instruction.operands
+    compute = LOGIC[instruction.name.split("_")[1]]
+    fetch = _integer(instruction, source, "U")
+    instruction.reads.update((EXEC, EXEC + 1))
+    instruction.writes.update((EXEC, EXEC + 1, SCC, *target.registers))
+
+    def run(wave: Wave) -> None:
+        old = wave.pair(EXEC)
+        new = compute(fetch(wave), old)
+        wave.set_pair(target.register, old)
+        wave.set_pair(EXEC, new)
+        wave.s[SCC] = new != 0
+
+    return run
+
+
+_CONDITIONS: dict[str, Callable[[Wave], bool]] = {
+    "s_branch": lambda wave: True,
+    "s_cbranch_scc0": lambda wave: not wave.s[SCC],
+    "s_cbranch_scc1": lambda wave: bool(wave.s[SCC]),
+    "s_cbranch_vccz": lambda wave: wave.pair(VCC) == 0,
+    "s_cbranch_vccnz": lambda wave: wave.pair(VCC) != 0,
+    "s_cbranch_execz": lambda wave: wave.pair(EXEC) == 0,
+    "s_cbranch_execnz": lambda wave: wave.pair(EXEC) != 0,
+}
+
+
+def _branch(instruction: Instruction, labels: dict[str, int]) -> Run:
+    (label,) = instruction.operands
+    target, is_taken = labels[label.text], _CONDITIONS[instruction.name]
+
+    def run(wave: Wave) -> None:
+        if is_taken(wave):
+            wave.next = target
+
+    return run
+
+
+def _wait(instruction: Instruction, _: Any) -> Run:
+    counts = [(key, int(instruction.options.pop(key))) for key in ("vmcnt", "lgkmcnt") if key in instruction.options]
+    if not counts:
+        raise Unknown("a wait for nothing")
+
+    def run(wave: Wave) -> None:
+        for counter, count in counts:
+            wave.wait(counter, count)
+
+    return run
+
+
+def _nothing(instruction: Instruction, _: Any) -> Run:
+    return lambda wave: None
+
+
+# --- memory
+
+
+def _scalar_load(instruction: Instruction, _: Any) -> Run:
+    target, base, offset = instruction.operands
+    size = {"": 1, "x2": 2, "x4": 4, "x8": 8, "x16": 16}[instruction.name.removeprefix("s_load_dword")]
+    address, distance = _integer(instruction, base, "U"), int(offset.text, 0)
+    if target.count != size:
+        raise Unknown(target.text)
+    registers = target.registers
+    instruction.writes.update(registers)
+
+    def run(wave: Wave) -> None:
+        values = wave.memory.load(np.array([address(wave) + distance]), 4 * size, wave.who)[0].view(u32)
+        wave.issue(
+            "lgkmcnt", "scalar", registers, lambda: wave.s.__setitem__(slice(registers[0], registers[-1] + 1), values)
+        )
+
+    return run
+
+
+_SIZES = {"ubyte": 1, "byte": 1, "ushort": 2, "short": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}
+
+
+def _global(instruction: Instruction, _: Any) -> Run:
+    _, direction, kind = instruction.name.split("_")
+    size, offset = _SIZES[kind], int(instruction.options.pop("offset", "0"))
+    is_load = direction == "load"
+    first, second, base = instruction.operands
+    data, address = (first, second) if is_load else (second, first)
+    fetch = _source(instruction, address, "U" if base.text == "off" else "u")
+    start = (lambda wave: 0) if base.text == "off" else _integer(instruction, base, "U")
+
+    def addresses(wave: Wave) -> Any:
+        return fetch(wave)[wave.active].astype(i64) + (start(wave) + offset)
+
+    if is_load:
+        return _load(instruction, data, size, "vmcnt", lambda wave: wave.memory.load(addresses(wave), size, wave.who))
+    instruction.reads.update(data.registers)
+
+    def store(wave: Wave) -> None:
+        wave.memory.store(addresses(wave), _lane_bytes(wave, data, size), wave.who)
+        wave.issue("vmcnt", "store", (), None)
+
+    return store
+
+
+def _load(instruction: Instruction, target: Operand, size: int, counter: str, load: Fetch) -> Run:
+    """Lanes x bytes become registers x lanes."""
+    if target.count != max(1, size // 4):
+        raise Unknown(target.text)
+    instruction.writes.update(target.registers)
+    dtype = {1: np.uint8, 2: np.uint16}.get(size, u32)
+    kind = "shared" if counter == "lgkmcnt" else "load"
+
+    def run(wave: Wave) -> None:
+        values, lanes = load(wave).view(dtype).T, np.flatnonzero(wave.active)
+        write = lambda: wave.v.__setitem__((slice(target.registers[0], target.registers[-1] + 1), lanes), values)  # noqa: E731
+        wave.issue(counter, kind, target.registers, write)
+
+    return run
+
+
+def _lane_bytes(wave: Wave, data: Operand, size: int, shift: int = 0) -> np.ndarray:
+    """-> (active lanes, size) of registers x lanes"""
+    if data.count != max(1, size // 4):
+        raise Unknown(data.text)
+    values = wave.v[data.register : data.register + data.count, wave.active].T
+    return np.ascontiguousarray(values >> u32(shift)).view(np.uint8)[:, :size]
+
+
+def _shared(instruction: Instruction, _: Any) -> Run:
+    found = re.fullmatch(r"ds_(read|write)(2)?(st64)?_[bu](8|16|32|64|128)(_d16_hi)?", instruction.name)
+    if found is None:
+        raise Unknown("no such access to LDS here")
+    direction, two, far, bits, upper = found.groups()
+    size = int(bits) // 8
+    unit = size * (64 if far else 1) if two else 1
+    options = instruction.options
+    keys = ("offset0", "offset1") if two else ("offset",)
+    offsets = [int(options.pop(key, "0")) * unit for key in keys]
+    if direction == "read":
+        target, address = instruction.operands
+        at = _source(instruction, address, "u")
+
+        def load(wave: Wave) -> Any:
+            base = at(wave)[wave.active].astype(i64)
+            parts = [wave.shared.load(base + offset, size, wave.who) for offset in offsets]
+            return np.ascontiguousarray(np.concatenate(parts, 1))
+
+        return _load(instruction, target, size * len(offsets), "lgkmcnt", load)
+    address, *data = instruction.operands
+    at = _source(instruction, address, "u")
+    for operand in data:
+        instruction.reads.update(operand.registers)
+
+    def write(wave: Wave) -> None:
+        base = at(wave)[wave.active].astype(i64)
+        for operand, offset in zip(data, offsets, strict=True):
+            values = _lane_bytes(wave, operand, size, 16 if upper else 0)
+            wave.shared.store(base + offset, values, wave.who)
+        wave.issue("lgkmcnt", "shared", (), None)
+
+    return write
+
+
+def _exchange(instruction: Instruction, _: Any) -> Run:
+    """Values of other lanes by way of LDS's crossbar, without its memory."""
+    target = instruction.operands[0].register
+    if instruction.name == "ds_swizzle_b32":
+        (distance,) = re.fullmatch(r"swizzle\(SWAP,(1|2|4|8|16)\)", instruction.options.pop("offset")).groups()  # type: ignore[union-attr]
+        (data,), lane = instruction.operands[1:], lambda wave: _LANE ^ int(distance)
+    else:
+        address, data = instruction.operands[1:]
+        at = _source(instruction, address, "u")
+        lane = lambda wave: (at(wave) >> u32(2)) & u32(63)  # noqa: E731
+    fetch = _source(instruction, data, "u")
+    instruction.writes.add(target)
+
+    def run(wave: Wave) -> None:
+        lanes, active = lane(wave), np.flatnonzero(wave.active)
+        values = np.where(wave.active[lanes], fetch(wave)[lanes], u32(0))[active]
+        wave.issue("lgkmcnt", "exchange", (target,), lambda: wave.v.__setitem__((target, active), values))
+
+    return run
+
+
+_SPECIAL: dict[str, Callable[[Instruction, Any], Run]] = {
+    **dict.fromkeys(VECTOR, _vector),
+    **dict.fromkeys(SCALAR, _scalar),
+    **dict.fromkeys(_CONDITIONS, _branch),
+    **dict.fromkeys([*PACKED, "v_pk_mov_b32"], _packed),
+    **dict.fromkeys(["v_fma_mix_f32", "v_fma_mixlo_f16", "v_fma_mixhi_f16"], _mixed),
+    **dict.fromkeys([f"s_{name}_saveexec_b64" for name in LOGIC], _save_exec),
+    **dict.fromkeys(["v_readlane_b32", "v_readfirstlane_b32"], _read_lane),
+    **dict.fromkeys(["s_nop", "s_barrier", "s_endpgm"], _nothing),
+    **dict.fromkeys(["ds_swizzle_b32", "ds_bpermute_b32"], _exchange),
+    "v_writelane_b32": _write_lane,
+    "s_waitcnt": _wait,
+}
+_BY_START = (("v_mfma_", _matrix), ("s_load_dword", _scalar_load), ("global_", _global), ("ds_", _shared))

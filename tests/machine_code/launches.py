@@ -1,0 +1,160 @@
+"""Compiles launches as the package asks for them, and stands in for Triton's launcher: kernel[grid](arguments)."""
+
+import functools
+import json
+import os
+import random
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)  # before triton is imported: the interpreter compiles nothing
+
+import numpy as np
+import torch
+from compile_report import GROUP, Tile, compiled_kernel, compiled_update, set_linker
+from machine_code.assembly import Program, parse
+from machine_code.instructions import build
+from machine_code.machine import Memory, Wave, Workgroup
+from machine_code.wait_states import add_rules
+
+_random = random.Random(1)
+ORDERS: dict[str, Callable[[list[Wave]], list[Wave]]] = {
+    "in turn": list,
+    "reversed": lambda waves: waves[::-1],
+    "at random": lambda waves: _random.sample(waves, len(waves)),
+}
+
+
+class Attention(NamedTuple):
+    """A launch of one of the three kernels."""
+
+    arch: str
+    kernel: str  # as kernels.py names it
+    dtype: str
+    head_dim: int
+    tile: Tile
+    kpack: int = 0  # 0: as the package asks for
+
+
+class Update(NamedTuple):
+    """A launch of the optimizer's kernel, with blocks of 256."""
+
+    arch: str
+    state: str
+    master: str
+
+
+@dataclass(frozen=True)
+class Compiled:
+    text: str
+    shared: int  # bytes of LDS
+    waves: int
+    constants: dict[str, Any]  # arguments that the code was compiled for
+
+
+def compile_all(launches: Sequence[Attention | Update]) -> list[Compiled]:
+    """In a process of its own, as this one has imported Triton for its interpreter."""
+    command = [sys.executable, "-m", "machine_code.launches"]
+    paths = os.pathsep.join([path for path in sys.path if path])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(command, input=json.dumps(launches), capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return [Compiled(*fields) for fields in json.loads(done.stdout)]
+
+
+def _compile(fields: list[Any]) -> list[Any]:
+    if len(fields) == len(Update._fields):
+        arch, state, master = fields
+        compiled = compiled_update(arch, state, master)
+        constants: dict[str, Any] = {"MASTER": master, "CODED": state == "8bit", "BLOCK": 256}
+    else:
+        from titan_mi100.attention import kernels
+
+        arch, name, dtype, head_dim, tile, kpack = fields
+        tile = Tile(*tile)
+        part = {"KEYS": True, "VALUES": True} if name == "keys_gradient_kernel" else {}
+        changed = {"kpack": kpack} if kpack else {}
+        compiled = compiled_kernel(getattr(kernels, name), arch, dtype, head_dim, tile, part, **changed)
+        constants = {"GROUP": GROUP, "HEAD_DIM": head_dim, "BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, **part}
+    return [compiled.asm["amdgcn"], compiled.metadata.shared, compiled.metadata.num_warps, constants]
+
+
+class Call(NamedTuple):
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+
+
+@dataclass
+class Emulated:
+    """In place of a kernel of kernels.py: its compiled code is executed."""
+
+    compiled: Compiled
+    order: str = "in turn"
+    steps: int = 0  # instructions that were executed
+    lines: set[int] = field(default_factory=set)  # those that were
+    call: Call | None = None  # the last, as it was before
+
+    @functools.cached_property
+    def _program(self) -> Program:
+        return add_rules(build(parse(self.compiled.text)))
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return functools.partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *arguments: Any, **settings: Any) -> None:
+        for name, value in self.compiled.constants.items():
+            assert settings[name] == value, f"launched with {name} {settings[name]}, compiled for {value}"
+        self.call = Call(grid, tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in arguments))
+        self.run(Call(grid, arguments))
+
+    def run(self, call: Call) -> None:
+        """Execute; the tensors of the arguments are changed."""
+        memory = Memory(1 << 23, 0x7F3A_5000_0000, 4)
+        addresses: dict[int, tuple[int, np.ndarray]] = {}  # by that of torch
+        values = []
+        for value in call.arguments:
+            if isinstance(value, torch.Tensor):
+                if value.data_ptr() not in addresses:
+                    array = _as_array(value)
+                    addresses[value.data_ptr()] = memory.place(array), array
+                value = addresses[value.data_ptr()][0]
+            values.append(value)
+        grid = (*call.grid, 1)[:2]
+        start = memory.place(_arguments(self._program, values, grid))
+        for number in range(grid[0] * grid[1]):
+            group = Workgroup(self._program, memory, number, self.compiled.waves, self.compiled.shared, self.lines)
+            self.steps += group.run(start, (number % grid[0], number // grid[0]), ORDERS[self.order])
+        for address, array in addresses.values():
+            if memory.is_written(address, array):
+                array[...] = memory.read(address, array)
+
+
+def _as_array(tensor: torch.Tensor) -> np.ndarray:
+    """The memory of a tensor, in bytes."""
+    assert tensor.is_contiguous()
+    return tensor.detach().view(-1).view(torch.uint8).numpy()
+
+
+def _arguments(program: Program, values: list[int | float], grid: tuple[int, int]) -> np.ndarray:
+    """Bytes as the runtime lays them out. The hidden arguments say how large the grid is."""
+    raw = bytearray(program.header["kernarg_size"])
+    hidden = {f"hidden_block_count_{axis}": count for axis, count in zip("xyz", (*grid, 1), strict=True)}
+    left = list(values)
+    for offset, size, kind in program.arguments:
+        value = hidden.get(kind, 0) if kind.startswith("hidden") else left.pop(0) if left else 0
+        if isinstance(value, float):
+            struct.pack_into("<f", raw, offset, value)
+        else:
+            raw[offset : offset + size] = (value % (1 << 8 * size)).to_bytes(size, "little")
+    assert not left, "more arguments than the kernel has"
+    return np.frombuffer(bytes(raw), np.uint8)
+
+
+if __name__ == "__main__":
+    set_linker()
+    print(json.dumps([_compile(fields) for fields in json.load(sys.stdin)]))
