@@ -73,13 +73,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 the corpus (or this part of it) is complete; 1 crash; 2 bad options or input.",
     )  # fmt: skip
     add = parser.add_argument
-    add(
-        "--input",
-        nargs="+",
-        default=[],
-        metavar="PATH",
-        help="files, globs, or folders with the files below them, but not hidden ones",
-    )
+    where = "files, globs, or folders with the files below them, but not hidden ones"
+    add("--input", nargs="+", default=[], metavar="PATH", help=where)
     add("--include", default="*", metavar="GLOB", help="names of files in folders, such as '*.py'; default: all")
     add("--output_dir", required=True, metavar="DIR", help="the corpus: a new folder, or an unfinished one to continue")
     add("--tokenizer", metavar="PATH", help="HF folder, .tiktoken or sentencepiece .model file")

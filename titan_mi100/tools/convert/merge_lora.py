@@ -10,15 +10,12 @@ from titan_mi100.weights.source import open_source
 
 def main() -> None:
     parser = cli.Parser(description=__doc__)
-    parser.add_argument("--base", type=Path, required=True, help="the model that the adapter was trained on")
-    parser.add_argument(
-        "--adapter", type=Path, required=True, help="PEFT folder, or a LoRA run's RUN/checkpoint/step-500"
-    )
-    parser.add_argument("--output_dir", type=Path, required=True, help="HF folder to create; must not exist yet")
-    parser.add_argument(
-        "--dtype", choices=convert.DTYPES, default="keep", help="dtype of the written weights (default: the base's)"
-    )
-    parser.add_argument("--verify", choices=convert.VERIFY, default="auto", help=convert.VERIFY_HELP)
+    add = parser.add_argument
+    add("--base", type=Path, required=True, help="the model that the adapter was trained on")
+    add("--adapter", type=Path, required=True, help="PEFT folder, or a LoRA run's RUN/checkpoint/step-500")
+    add("--output_dir", type=Path, required=True, help="HF folder to create; must not exist yet")
+    add("--dtype", choices=convert.DTYPES, default="keep", help="dtype of the written weights (default: the base's)")
+    add("--verify", choices=convert.VERIFY, default="auto", help=convert.VERIFY_HELP)
     options = parser.parse_args()
 
     def merge() -> None:
