@@ -259,8 +259,8 @@ def test_a_run_that_does_not_fit_is_refused_before_its_start(tmp_path: Path) -> 
     assert refused.returncode == 2 and "what helps most: " in refused.stderr
     assert "step 1/" not in refused.stdout
     first = (
-        "from titan_mi100.planning import hardware\n"
-        "hardware.find_gpu = lambda *_: hardware.Gpu('made up', {'float32': 0.5}, 1, 1)"
+        "from titan_mi100.parallel import distributed\nfrom titan_mi100.planning.cards import Gpu\n"
+        "distributed.data_sheet = lambda _: Gpu('made up', {'float32': 0.5}, 1, 1)"
     )
     warned = run(tmp_path / "b", "--memory.limit_gib", "0.01", "--memory.on_overflow", "warn", first=first)
     assert warned.returncode == 0 and "what helps most: " in warned.stderr and "step 4/4" in warned.stdout
