@@ -75,6 +75,7 @@ class Kind:
         driver: what the NVIDIA driver says of itself.
         rocm: content of /opt/rocm/.info/version.
         closed: device files that the user may not open.
+        modes: CUDA's compute mode of each card, as torch's driver says.
     """
 
     torch: str
@@ -88,6 +89,7 @@ class Kind:
     rocm: str = ""
     files: tuple[str, ...] = ()
     closed: tuple[str, ...] = ()
+    modes: tuple[int, ...] | None = None
 
     def build(self, root: Path) -> System:
         """Make its files below `root`."""
@@ -136,7 +138,7 @@ class Kind:
         else:
             torch = Torch(version)
         facts = replace(facts, torch=torch)
-        return replace(facts, torch=replace(torch, usable=len(facts.numbered())))
+        return replace(facts, torch=replace(torch, usable=len(facts.numbered()), modes=self.modes))
 
 
 # PyTorch's CUDA builds and their architectures: the matrix in its RELEASE.md
@@ -199,9 +201,9 @@ KINDS = {
         ROCM_6, "AMD's cards (gfx908)", ("gfx908",) * 2, {"device files": "/dev/kfd: no permission; group render"},
         amd=(MI100,) * 2, closed=("dev/kfd",),
     ),
-    # the mode is in no file, and torch does not tell it
     "two A100 in EXCLUSIVE_PROCESS": Kind(
         CUDA_13, "2.13.0 for NVIDIA's cards from pip's index", ("sm_80",) * 2,
+        {"compute mode": "2 of 2 cards admit one process or none"}, modes=(3, 3),
         nvidia=("NVIDIA A100-PCIE-40GB",) * 2, device="0x20f1", driver=f"{OPEN}  580.95.05",
     ),
     "two V100": Kind(

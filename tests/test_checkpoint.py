@@ -110,12 +110,15 @@ def test_one_save_is_in_flight_and_the_copy_is_of_its_step(
         assert same(job.tensors(), expected[step - 1])
 
 
-def test_a_save_in_the_background_writes_a_copy_and_not_the_weight_itself(world: World) -> None:
-    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+def test_a_save_in_the_background_writes_a_copy_and_not_the_weight_itself(world: World, tmp_path: Path) -> None:
+    mesh, checkpointer = torch.distributed.init_device_mesh("cpu", (1,)), Job(world, tmp_path).checkpointer
     for weight in (torch.ones(4, 3), DTensor.from_local(torch.ones(4, 3), mesh, [Shard(0)])):
-        copy = checkpoint._host_copy(weight)
+        copy = checkpointer._host_copies({"a": weight})["a"]
         weight.mul_(2)  # the next step
         assert type(copy) is type(weight) and torch.equal(local_part(copy)[0], torch.ones(4, 3))
+        other = checkpointer._host_copies({"a": weight, "b": torch.ones(2)})  # the memory of the first copy
+        assert local_part(other["a"])[0].data_ptr() == local_part(copy)[0].data_ptr()
+        assert torch.equal(local_part(other["a"])[0], torch.full((4, 3), 2.0)) and other["b"].shape == (2,)
 
 
 @pytest.mark.parametrize("in_background", [False, True])

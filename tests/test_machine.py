@@ -169,6 +169,12 @@ def of_geforce(**torch: object) -> Callable[[Facts], Facts]:
     return lambda facts: replace(cards(facts), driver="570.86", torch=Torch("2.13.0", **{"cuda": "12.6", **torch}))  # type: ignore[arg-type]
 
 
+def a100s_that_map(size: int) -> Callable[[Facts], Facts]:
+    cards = with_cards(vendor="nvidia", name="NVIDIA A100-PCIE-40GB", arch=None, mapped=size, memory=None)
+    torch = Torch("2.13.0", cuda="13.0", memory=((39 << 30, 40 << 30),) * 2)
+    return lambda facts: replace(cards(facts), torch=torch)
+
+
 def changed(**changes: object) -> Callable[[Facts], Facts]:
     return lambda facts: replace(facts, **changes)
 
@@ -262,6 +268,11 @@ CASES: list[tuple[checks.Check, Callable[[Facts], Facts], str | None, str]] = [
     (checks.iommu, with_cards(iommu=""), PASS, "off"),
     (checks.iommu, with_card(iommu="DMA"), WARN, "addresses of 1 x MI100 (gfx908), type DMA;"),
     (checks.iommu, lambda facts: replace(with_cards(iommu="DMA")(facts), processes=1), None, ""),
+    (checks.acs, with_cards(acs=()), PASS, "no bridge sends"),
+    (checks.acs, with_card(acs=("0000:20:01.1",)), WARN, "0000:20:01.1 send transfers between cards through the CPU"),
+    (checks.acs, lambda facts: replace(with_cards(acs=("0000:20:01.1",))(facts), processes=1), None, ""),
+    (checks.compute_mode, with_torch(modes=(0, 0)), PASS, "several processes"),
+    (checks.compute_mode, with_torch(modes=(0, 2)), WARN, "1 of 2 cards admit one process or none"),
     (checks.shared_memory, changed(shm_free=64 << 20), WARN, "67.1 MB free; collectives need 512.0 MB"),
     (checks.shared_memory, changed(shm_free=None), WARN, "missing"),
     (checks.shared_memory, changed(shm_free=64 << 20, processes=1), None, ""),
@@ -278,6 +289,9 @@ CASES: list[tuple[checks.Check, Callable[[Facts], Facts], str | None, str]] = [
     (checks.pcie_atomics, with_card(atomics=False), WARN, "not between the CPU and 1 x MI100 (gfx908)"),
     (checks.pcie_atomics, with_cards(atomics=None), None, ""),
     (checks.large_bar, with_cards(mapped=1 << 28), WARN, "2 x MI100 (gfx908): 268.4 MB of 34.3 GB"),
+    (checks.large_bar, a100s_that_map(1 << 28), WARN, "2 x NVIDIA A100-PCIE-40GB: 268.4 MB of 42.9 GB can"),
+    (checks.large_bar, a100s_that_map(1 << 36), PASS, "all of the cards' memory"),
+    (checks.large_bar, lambda facts: replace(a100s_that_map(1 << 28)(facts), processes=1), None, ""),
     (checks.numa, changed(numa_balancing=1), WARN, "2 nodes, automatic balancing is on"),
     (checks.numa, changed(numa_balancing=1, numa_nodes=1), None, ""),
     (checks.power_cap, with_cards(watts=178.0), WARN, "2 x MI100 (gfx908): 178 of 290 W"),
@@ -395,6 +409,50 @@ def test_a_link_without_atomics_is_marked_in_the_topology_and_iommu_off_is_known
     machine["files"][f"{NODE}/io_links/1/properties"] = "type 11\nnode_to 2\nflags 13"  # xGMI, not PCIe
     cards = facts_of(machine, tmp_path).cards
     assert [(card.atomics, card.iommu) for card in cards] == [(False, ""), (True, "")]
+
+
+def test_what_bridges_do_and_what_a_card_maps_is_read_from_their_configuration(tmp_path: Path) -> None:
+    machine, port = load("mi100"), "sys/devices/pci0000:20/0000:20:01.1"
+    machine["files"][f"{CARD}/mem_info_vis_vram_total"] = None
+    range_256_mib = "0x00000ff800000000 0x00000ff80fffffff 0x000000000014220c"
+    empty = "0x0000000000000000 0x0000000000000000 0x0000000000000000"
+    machine["files"][f"{CARD}/resource"] = f"{range_256_mib}\n{empty}\n0x00000000fe000000 0x00000000fe07ffff 0x0"
+    system = build(machine, tmp_path)
+    assert [card.mapped for card in read(system).cards] == [1 << 28, 34342961152]
+    first = ("0000:20:01.1", "0000:21:00.0", "0000:22:00.0", "0000:23:00.0")
+
+    def acs(words: int, control: int, next_one: int = 0) -> tuple[str, ...] | None:
+        """What is read if the port's list has another capability and, at 0x148, this one."""
+        space = bytearray(4096)
+        space[0x100:0x104] = (1 | 1 << 16 | 0x148 << 20).to_bytes(4, "little")
+        space[0x148:0x150] = (words | 1 << 16 | next_one << 20).to_bytes(4, "little") + bytes([0xFF, 0, control, 0])
+        (tmp_path / port / "config").write_bytes(space)
+        return read(system).cards[0].acs
+
+    for folder in (part for name in first for part in tmp_path.rglob(name) if not part.is_symlink()):
+        (folder / "config").write_bytes(bytes(4096))
+    assert acs(13, 0b1101) == ("0000:20:01.1",)
+    assert acs(13, 0b0011) == acs(14, 0b1111) == ()  # neither requests nor completions; another capability
+    assert acs(14, 0, next_one=0x100) == ()  # a list that leads back
+    (tmp_path / port / "config").write_bytes(bytes(64))  # what others than root may read
+    assert read(system).cards[0].acs is None
+
+
+def test_the_driver_of_nvidia_is_asked_for_the_compute_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(card: Any, number: int) -> int:
+        card._obj.value = number + 40
+        return 0 if number < 2 else 101  # CUDA_ERROR_INVALID_DEVICE
+
+    def attribute(mode: Any, which: int, card: Any) -> int:
+        mode._obj.value = {40: 0, 41: 3}[card.value]
+        return 0 if which == 20 else 1
+
+    driver = SimpleNamespace(cuInit=lambda flags: flags, cuDeviceGet=get, cuDeviceGetAttribute=attribute)
+    monkeypatch.setattr(torch_build.ctypes, "CDLL", {"libcuda.so.1": driver}.__getitem__)
+    assert torch_build._compute_modes(2) == (0, 3)
+    assert torch_build._compute_modes(3) is None
+    monkeypatch.undo()
+    assert torch_build._compute_modes(1) is None  # no driver here
 
 
 def test_a_card_that_the_driver_leaves_out_is_found_on_the_bus_unless_it_is_another_containers(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from parity.table import LAYOUTS, Cell, launch
 from torch import nn
 
 from titan_mi100.config.load import load_config
+from titan_mi100.device import host
 from titan_mi100.errors import UserError
 from titan_mi100.model.qwen3 import Qwen3
-from titan_mi100.optim import host
 from titan_mi100.parallel import offload
 from titan_mi100.parallel.distributed import measure_gradients, sum_of_squares
 from titan_mi100.parallel.offload import HostGradients, inputs_on_host

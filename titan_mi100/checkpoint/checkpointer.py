@@ -37,6 +37,7 @@ from titan_mi100.checkpoint.hashed_files import HashedFiles
 from titan_mi100.checkpoint.keys import OPTIMIZER, parameter_of, rank_of, rank_prefix
 from titan_mi100.checkpoint.resume import TRAINER, open_checkpoint
 from titan_mi100.config.layout import Layout
+from titan_mi100.device import accelerator, host
 from titan_mi100.errors import NumericalError, SaveError, UserError
 from titan_mi100.files.durable import sync
 from titan_mi100.files.stored import open_dcp
@@ -99,6 +100,7 @@ class Checkpointer:
             self._group = dist.new_group(writers, backend="gloo", timeout=_PATIENCE)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self._staged: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}  # host memory for copies
         self._bytes, self.longest_save = 0, 0.0  # a checkpoint over all ranks; longest save, seconds
 
     def save(
@@ -135,7 +137,7 @@ class Checkpointer:
         staged: dict[str, Tensor] = {}
         with raise_together():
             if self._in_background:  # inside raise_together, because host memory may not suffice on one rank
-                staged = {name: _host_copy(tensor) for name, tensor in tensors.items()}
+                staged = self._host_copies(tensors)
             elif self._writes:
                 self._write(aside, tensors, state, record, best)
         if not (self._in_background and self._writes):
@@ -358,6 +360,20 @@ class Checkpointer:
 
         return {name: t for name, t in self._tensors() if parameter_of(name) in owned and is_first(t)}
 
+    def _host_copies(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Copies in host memory, page-locked for a GPU's tensors. The memory is kept for the next save: a copy into new
+        memory takes longer."""
+        copies = {}
+        for name, tensor in tensors.items():
+            local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+            key = (name, local.shape, local.dtype)
+            if key not in self._staged:
+                self._staged[key] = host.page_locked_zeros(local.shape, local.dtype, local.device)
+            copy = self._staged[key].copy_(local, non_blocking=True)
+            copies[name] = DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy
+        accelerator.synchronize(self.world.device)
+        return copies
+
     def _extra_state(self) -> dict[str, Tensor]:
         prefix = rank_prefix(self._model.extra_state_name, self.world.rank)
         return {prefix + name: tensor for name, tensor in self._model.extra_state().items()}
@@ -398,13 +414,6 @@ def _not_finite(tensors: dict[str, Tensor], unused: Collection[str]) -> str:
         return ""
     # A sum of finite values can overflow, so look at the tensors themselves.
     return next((name for name, tensor in local.items() if not tensor.isfinite().all()), "")
-
-
-def _host_copy(tensor: Tensor) -> Tensor:
-    """A copy in host memory."""
-    if isinstance(tensor, DTensor):
-        return DTensor(tensor.to_local().detach().to("cpu", copy=True), tensor._spec, requires_grad=False)
-    return tensor.detach().to("cpu", copy=True)
 
 
 _OTHER = "use another job.run_folder, or --checkpoint.fresh"

@@ -277,6 +277,31 @@ def iommu(facts: Facts) -> Result | None:
     return Result("IOMMU", PASS, "passes addresses through" if any(card.iommu for card in cards) else "off")
 
 
+def acs(facts: Facts) -> Result | None:
+    """PCIe bridges with ACS send what one card writes to another through the CPU: slow, or a hang."""
+    known = [card.acs for card in facts.visible() if card.acs is not None]
+    if facts.used() < 2 or not known:
+        return None
+    bridges = sorted({bridge for bridges in known for bridge in bridges})
+    if bridges:
+        remedy = "switch ACS off in the BIOS; until the next start of the machine, for each bridge:\n"
+        remedy += f"sudo setpci -s {bridges[0]} ECAP_ACS+0x6.w=0000"
+        return Result("ACS", WARN, f"{some(bridges)} send transfers between cards through the CPU", remedy)
+    return Result("ACS", PASS, "no bridge sends transfers between cards through the CPU")
+
+
+def compute_mode(facts: Facts) -> Result | None:
+    """Attention backends are tried in a process of their own, while the run holds the card."""
+    modes, name = facts.torch.modes, "compute mode"
+    if not modes:
+        return None
+    if any(modes):
+        few = sum(map(bool, modes))
+        fact = f"{few} of {len(modes)} cards admit one process or none (EXCLUSIVE_PROCESS or PROHIBITED)"
+        return Result(name, WARN, fact, "sudo nvidia-smi -c DEFAULT, or ask who runs the machine")
+    return Result(name, PASS, "several processes may use a card")
+
+
 def shared_memory(facts: Facts) -> Result | None:
     """NCCL and RCCL exchange data between processes in /dev/shm, and fail if it is full."""
     if facts.used() < 2:
@@ -347,10 +372,13 @@ def pcie_atomics(facts: Facts) -> Result | None:
 
 def large_bar(facts: Facts) -> Result | None:
     """Another card can address only the part of a card's memory that its BAR maps."""
-    cards = [card for card in facts.visible() if card.mapped and card.memory]
-    small = [card for card in cards if _less(card.mapped, card.memory)]
+    least = min((whole for _, whole in facts.torch.memory or ()), default=None)  # no file has that of NVIDIA's cards
+    cards = [card for card in facts.visible() if card.mapped and (card.memory or least)]
+    small = [card for card in cards if _less(card.mapped, card.memory or least)]
+    if facts.vendor() == "nvidia" and facts.used() < 2:
+        return None
     if small:
-        sizes = f"{bytes_in_words(small[0].mapped or 0)} of {bytes_in_words(small[0].memory or 0)}"
+        sizes = f"{bytes_in_words(small[0].mapped or 0)} of {bytes_in_words(small[0].memory or least or 0)}"
         remedy = "in the BIOS enable Above 4G Decoding and Resizable BAR, and disable CSM"
         return Result("ReBAR", WARN, f"{_named(small)}: {sizes} can be addressed from outside", remedy)
     return Result("ReBAR", PASS, "all of the cards' memory can be addressed") if cards else None
@@ -406,7 +434,7 @@ FAST: tuple[Check, ...] = (
     shared_memory, open_files, compiler, power_cap, own_graphics, peer_access,
 )  # fmt: skip
 CHECKS: tuple[Check, ...] = (
-    *FAST, clock, memlock, pcie_link, pcie_atomics, large_bar, free_memory, numa, tunable_op,
+    *FAST, clock, memlock, pcie_link, pcie_atomics, large_bar, acs, compute_mode, free_memory, numa, tunable_op,
 )  # fmt: skip
 
 

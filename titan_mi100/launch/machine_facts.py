@@ -56,13 +56,18 @@ class System:
     free_bytes: Callable[[Path], int] = free_bytes
     cannot_compile: Callable[[Mapping[str, str]], tuple[str, str]] = cannot_compile
 
-    def text(self, path: str | Path) -> str | None:
-        """A file's content, stripped; None: it does not exist or cannot be read."""
+    def content(self, path: str | Path) -> bytes | None:
+        """A file's first 64 KiB; None: it does not exist or cannot be read."""
         try:
             with open(self.root / path, "rb") as file:
-                return file.read(1 << 16).decode(errors="replace").strip()
+                return file.read(1 << 16)
         except OSError:
             return None
+
+    def text(self, path: str | Path) -> str | None:
+        """The same as text, stripped."""
+        found = self.content(path)
+        return None if found is None else found.decode(errors="replace").strip()
 
     def number(self, path: str | Path) -> int | None:
         """A file's content as a non-negative integer; None: it is something else."""
@@ -101,6 +106,7 @@ class Card:
     watts: float | None  # power cap
     full_watts: float | None  # default power cap
     level: str | None  # power_dpm_force_performance_level
+    acs: tuple[str, ...] | None  # PCIe bridges that send what cards send each other through the CPU; root may read it
     use: str = "always"  # a processor's own graphics: "alone", where there is no card; "never": no torch has its code
 
 
@@ -284,13 +290,39 @@ def _card(
         speed=min(speeds, default=None),
         full_speed=_speed(system.text(f"{device}/max_link_speed")),
         atomics=atomics,
-        mapped=system.number(f"{device}/mem_info_vis_vram_total"),
+        mapped=system.number(f"{device}/mem_info_vis_vram_total") or _largest_bar(system, device),
         memory=system.number(f"{device}/mem_info_vram_total"),
         iommu=_iommu(system, device) if way else None,
         watts=cap / 1e6 if cap else None,  # the files have microwatts
         full_watts=most / 1e6 if most else None,
         level=system.text(f"{device}/power_dpm_force_performance_level"),
+        acs=_redirecting(system, way) if way else None,
     )
+
+
+def _largest_bar(system: System, device: str) -> int | None:
+    """Bytes of the largest part of a card that its BARs map; a line of the file is "start end flags"."""
+    parts = re.findall(r"^0x([\da-f]{1,16}) 0x([\da-f]{1,16}) ", system.text(f"{device}/resource") or "", re.MULTILINE)
+    sizes = [int(end, 16) - int(start, 16) + 1 for start, end in parts if end > start]
+    return max(sizes, default=None)
+
+
+def _redirecting(system: System, way: list[Path]) -> tuple[str, ...] | None:
+    """See Card.acs. Source: PCI Express Base Specification, section of ACS: extended capability 13; bits 2 and 3 of
+    its control register redirect requests and completions."""
+    found = []
+    for part in way:
+        space = system.content(part / "config")
+        if space is None or len(space) < 256:
+            return None  # without root's rights the kernel shows 64 bytes
+        at, seen = 256, set[int]()  # extended capabilities begin there, each with the place of the next
+        while at not in seen and len(space) >= at + 8:
+            seen.add(at)
+            header = int.from_bytes(space[at : at + 4], "little")
+            if header & 0xFFFF == 13 and space[at + 6] & 0b1100:
+                found.append(part.name)
+            at = header >> 20
+    return tuple(found)
 
 
 def _pci_path(system: System, device: str) -> list[Path]:

@@ -25,10 +25,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_mi100.config.settings import OptimizerConfig
-from titan_mi100.device import accelerator
+from titan_mi100.device import accelerator, host
 from titan_mi100.device.compiler import cannot_compile
 from titan_mi100.log import log
-from titan_mi100.optim import host
 from titan_mi100.optim.formats import block_size, split_24_bits
 from titan_mi100.optim.plain import Numbers, Scratch, update_with_fused, update_with_torch
 from titan_mi100.optim.state import NamedState, Read

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from titan_mi100.device import host
 from titan_mi100.model.decoder import CausalLM
-from titan_mi100.optim import host
 from titan_mi100.parallel.distributed import Gradients, local_part, sum_of_squares
 
 _ON_THE_WAY = 1 << 30  # bytes of gradients that may wait on the device for their copy to the host
