@@ -1,0 +1,337 @@
+"""The delta rule of Gated DeltaNet, and the short convolution before it, inside the documents of packed rows.
+
+Source: Gated Delta Networks (Yang, Kautz, Hatamizadeh, 2024), with the norms of Qwen3.5 (its config.json, and its layer
+in transformers). Per token and head, with the state S, (dk, dv):
+
+    S <- e^g S;   S <- S + k (beta (v - S^T k))^T;   o = S^T q
+
+`recurrence` does just that. `delta_rule` computes a chunk of tokens at once. c sums g inside the chunk up to a token of
+the same document, L_ij = e^(c_i - c_j) for j <= i in one document (else 0), a_i = e^(c_i) where the state belongs to
+the document of token i (else 0), r is L's last row. With S at the chunk's start:
+
+    A = strictly lower part of beta_i L_ij (k_i.k_j);   V' = (I + A)^-1 beta (V - a K S)
+    O = a Q S + (L * Q K^T) V';   S <- a_last S + K^T (r V')
+
+Documents are isolated by these masks, so a chunk has a fixed place in its row, and documents cost nothing.
+
+Legend: N chunks of C tokens, B rows; Hk key heads, each with G value heads; dk and dv are the sizes of a key and a
+value. States and values are transposed, (dv, dk) and (dv, C): the value heads of a key head are then rows of one
+product, and its keys and queries are never repeated.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from titan_mi100.attention.base import Documents, boundaries
+from titan_mi100.device.accelerator import to_device
+from titan_mi100.model.layers import at_least_fp32
+from titan_mi100.shapes.delta_rule import CHUNK
+
+_EPS = 1e-6  # of the norms of queries and keys
+_SUBSTITUTED = 16  # rows of a block that is inverted without splitting it
+
+
+def document_ids(documents: Documents, device: torch.device) -> Tensor:
+    """A number per token, equal inside a document and unique in the batch: (batch, seq) int32 on the device."""
+    starts = torch.from_numpy(boundaries(documents)[0]).view(documents.batch, documents.seq)
+    return to_device(starts, device)
+
+
+def causal_convolution(
+    x: Tensor, weight: Tensor, ids: Tensor | None = None, last: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Convolve each channel with the tokens before it. A tap that reaches over the start of a document is 0.
+
+    Args:
+        x: (batch, seq, channels).
+        weight: (channels, width); the last column is the tap of the token itself.
+        ids: (batch, seq), see `document_ids`; None: each row is one document.
+        last: (batch, width - 1, channels), the inputs before column 0, of its document; None: zeros.
+
+    Returns:
+        The result, like x, computed in fp32 (fp64 stays), without an activation. And the inputs that the token behind
+        the row needs as `last`; zeros where they are of another document than the row's last token.
+    """
+    batch, seq, channels = x.shape
+    before = weight.shape[1] - 1
+    ids = ids if ids is not None else x.new_zeros(batch, seq, dtype=torch.int32)
+    ids = torch.cat((ids[:, :1].expand(-1, before), ids), 1)
+    x = torch.cat((x.new_zeros(batch, before, channels) if last is None else last.to(x.dtype), x), 1)
+    own = ids[:, seq:] == ids[:, -1:]
+    return _Convolution.apply(x, weight, ids), x[:, seq:] * own[..., None]
+
+
+class _Convolution(torch.autograd.Function):
+    """Arguments: x and ids with the tokens before column 0. Saves its arguments, not the taps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, ids)
+        taps = at_least_fp32(weight).unbind(1)
+        out = sum(tap * same * past for tap, (same, past) in zip(taps, _taps(x, ids, len(taps)), strict=True))
+        return out.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        x, weight, ids = ctx.saved_tensors
+        taps = at_least_fp32(weight).unbind(1)
+        wide, (batch, seq, channels) = at_least_fp32(grad), grad.shape
+        grad_x = wide.new_zeros(x.shape)
+        columns = []
+        for number, (same, past) in enumerate(_taps(x, ids, len(taps))):
+            slope = wide * same
+            columns.append((slope * past).sum((0, 1)))
+            grad_x[:, number : number + seq] += slope * taps[number]
+        return grad_x.to(x.dtype), torch.stack(columns, 1).to(weight.dtype), None
+
+
+def _taps(x: Tensor, ids: Tensor, width: int) -> list[tuple[Tensor, Tensor]]:
+    """For each tap, the earliest first: whether it is of the token's document, (batch, seq, 1), and its inputs."""
+    seq = x.shape[1] - width + 1
+    places = [slice(number, number + seq) for number in range(width)]
+    wide = at_least_fp32(x)
+    return [((ids[:, place] == ids[:, width - 1 :])[..., None], wide[:, place]) for place in places]
+
+
+def recurrence(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ids: Tensor | None = None, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The delta rule token by token: the definition, and the way to decode. As `delta_rule`."""
+    queries, keys = _normalised(q, q.shape[-1] ** -0.5), _normalised(k)
+    group = v.shape[2] // k.shape[2]
+    queries, keys = (x.repeat_interleave(group, 2) for x in (queries, keys))
+    values, strength, decay = at_least_fp32(v), at_least_fp32(beta), at_least_fp32(g).exp()
+    state = _zeros(v, k) if state is None else state
+    outs = []
+    for t in range(v.shape[1]):
+        if ids is not None and t:
+            state = torch.where((ids[:, t] == ids[:, t - 1])[:, None, None, None], state, 0.0)
+        state = state * decay[:, t, :, None, None]
+        read = (state * keys[:, t, :, None]).sum(-1)  # (B, heads, dv)
+        change = strength[:, t, :, None] * (values[:, t] - read)
+        state = state + change[..., None] * keys[:, t, :, None]
+        outs.append((state * queries[:, t, :, None]).sum(-1))
+    return torch.stack(outs, 1).to(v.dtype), state
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    ids: Tensor | None = None,
+    state: Tensor | None = None,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """The delta rule, in chunks.
+
+    Args:
+        q, k: (batch, seq, k_heads, dk), not normalised: that is done here, x / sqrt(sum x^2 + 1e-6), q / sqrt(dk).
+        v: (batch, seq, v_heads, dv). Value head h reads key head h // (v_heads / k_heads).
+        g: (batch, seq, v_heads), the logarithm of the decay, at most 0; in fp32 even if the others are not.
+        beta: (batch, seq, v_heads), from 0 to 1.
+        ids: (batch, seq), see `document_ids`; None: each row is one document.
+        state: (batch, v_heads, dv, dk), of the tokens before column 0, of its document; None: zeros.
+        chunk: C, a power of two.
+
+    Returns:
+        The outputs, like v, and the state behind each row's last token, in fp32 (fp64 for fp64 inputs). All is computed
+        in fp32 or fp64. Backward keeps the arguments and the state at each chunk, and computes the rest again.
+    """
+    assert chunk & (chunk - 1) == 0, "the inverse halves its blocks"
+    state = _zeros(v, k) if state is None else state
+    ids = ids if ids is not None else torch.zeros(v.shape[:2], dtype=torch.int32, device=v.device)
+    out, state = _DeltaRule.apply(chunk, ids, state, q, k, v, g, beta)
+    return out, state
+
+
+def _zeros(v: Tensor, k: Tensor) -> Tensor:
+    """The state before the first token."""
+    batch, _, heads, size = v.shape
+    return v.new_zeros((batch, heads, size, k.shape[-1]), dtype=torch.promote_types(v.dtype, torch.float32))
+
+
+class _DeltaRule(torch.autograd.Function):
+    """Saves its arguments and the state at each chunk, (N, B, Hk, G, dv, dk)."""
+
+    @staticmethod
+    def forward(ctx: Any, chunk: int, ids: Tensor, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        x = _Chunks.of(chunk, ids, *inputs)
+        state = state.unflatten(1, x.v.shape[2:4])
+        states, changes = [], []
+        for n, inverse in enumerate(x.inverse):
+            states.append(state)
+            read = (_rows(state) @ x.k[n].mT).view(x.v[n].shape)
+            changes.append((x.beta[n] * (x.v[n] - x.entry[n] * read)) @ inverse.mT)
+            written = _rows(changes[n] * x.last[n]) @ x.k[n]
+            state = x.entry[n, ..., -1:] * state + written.view(state.shape)
+        kept = torch.stack(states)
+        read = (_rows(kept) @ x.q.mT).view(x.v.shape)
+        out = x.entry * read + torch.stack(changes) @ (x.decay * x.qk).mT
+        ctx.save_for_backward(ids, *inputs, kept)
+        ctx.chunk = chunk
+        return _tokens(out, inputs[2]), state.flatten(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        ids, *inputs, states = ctx.saved_tensors
+        x = _Chunks.of(ctx.chunk, ids, *inputs)
+        slope = _values(grad, ctx.chunk, x.k.shape[2])
+        read = (_rows(states) @ x.k.mT).view(slope.shape)
+        rest = x.v - x.entry * read
+        changes = (x.beta * rest) @ x.inverse.mT
+        entering = x.entry * slope
+        inside = slope @ (x.decay * x.qk)  # the gradient of the changes from the outputs of their chunk
+        grad_state = grad_state.unflatten(1, x.v.shape[2:4])
+        ends, rests, lasts = [], [], []  # gradients: of the state behind each chunk, of beta * rest, and of L's last row
+        for n in reversed(range(len(states))):
+            ends.append(grad_state)
+            behind = (_rows(grad_state) @ x.k[n].mT).view(slope[n].shape)
+            lasts.append((changes[n] * behind).sum(-2))
+            rests.append((inside[n] + x.last[n] * behind) @ x.inverse[n])
+            before = _rows(entering[n]) @ x.q[n] - _rows(x.entry[n] * x.beta[n] * rests[-1]) @ x.k[n]
+            grad_state = x.entry[n, ..., -1:] * grad_state + before.view(grad_state.shape)
+        end, scaled, last = (torch.stack(parts[::-1]) for parts in (ends, rests, lasts))
+        grad_v = x.beta * scaled
+        grad_attention, grad_overlap = slope.mT @ changes, (scaled.mT @ changes).tril(-1).neg_()
+        beta = x.beta.mT
+        grad_qk = (x.decay * grad_attention).sum(3)
+        grad_kk = (x.decay * beta * grad_overlap).sum(3)
+        grad_q = _rows(entering).mT @ _rows(states) + grad_qk @ x.k
+        grad_k = _rows(changes * x.last).mT @ _rows(end) - _rows(x.entry * grad_v).mT @ _rows(states)
+        grad_k += grad_qk.mT @ x.q + (grad_kk + grad_kk.mT) @ x.k
+        pairs = grad_overlap * x.decay * x.kk
+        grad_beta = (scaled * rest).sum(-2) + pairs.sum(-1)
+        # The gradients of the logarithms of L and a. Their sums over pairs cancel, hence fp64.
+        logs = pairs * beta + x.decay * grad_attention * x.qk
+        logs[..., -1, :] += (x.last * last[..., None, :]).squeeze(-2)
+        read_q = (_rows(states) @ x.q.mT).view(slope.shape)
+        grad_entry = (slope * read_q - grad_v * read).sum(-2)
+        grad_entry[..., -1] += (end * states).sum((-2, -1))
+        summed = logs.sum(-1, dtype=torch.float64) - logs.sum(-2, dtype=torch.float64)
+        summed += x.entry.squeeze(-2) * grad_entry
+        grad_g = (x.same.mT.to(summed.dtype) @ summed.flatten(2, 3).mT).mT
+        q, k, v, g, b = inputs
+        return (
+            None,
+            None,
+            grad_state.flatten(1, 2),
+            _normalised_backward(q, _tokens(grad_q.mT[:, :, :, None], at_least_fp32(q)), q.shape[-1] ** -0.5),
+            _normalised_backward(k, _tokens(grad_k.mT[:, :, :, None], at_least_fp32(k))),
+            _tokens(grad_v, v),
+            _tokens(grad_g.unflatten(2, x.v.shape[2:4])[..., None, :], g[..., None]).squeeze(-1),
+            _tokens(grad_beta[..., None, :], b[..., None]).squeeze(-1),
+        )
+
+
+class _Chunks(NamedTuple):
+    """What the chunks need, except states.
+
+    Attributes:
+        q, k: normalised, (N, B, Hk, C, dk).
+        v: (N, B, Hk, G, dv, C).
+        beta, entry, last: beta, a and r, (N, B, Hk, G, 1, C).
+        decay: L, (N, B, Hk, G, C, C).
+        qk, kk: Q K^T and K K^T, (N, B, Hk, 1, C, C).
+        inverse: of I + A, (N, B, Hk, G, C, C).
+        same: (N, B, C, C), token i does not lie before token j, and in its document.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    entry: Tensor
+    last: Tensor
+    decay: Tensor
+    qk: Tensor
+    kk: Tensor
+    inverse: Tensor
+    same: Tensor
+
+    @classmethod
+    def of(cls, chunk: int, ids: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> "_Chunks":
+        heads = k.shape[2]
+        q = _split(_normalised(q, q.shape[-1] ** -0.5), chunk).transpose(2, 3)
+        k = _split(_normalised(k), chunk).transpose(2, 3)
+        strength, logs = (_values(x[..., None], chunk, heads) for x in (beta, g))  # (N, B, Hk, G, 1, C)
+        # Padding behind the row belongs to the row's last document, whose state it hands on: its beta and g are 0.
+        tail = ids[:, -1:].expand(-1, -ids.shape[1] % chunk)
+        number = torch.cat((ids, tail), 1).unflatten(1, (-1, chunk)).transpose(0, 1)  # (N, B, C)
+        same = (number[..., None] == number[..., None, :]).tril()
+        before = torch.cat((number[:1, :, 0], number[:-1, :, -1]))  # the document of the state, (N, B)
+        enters = number == before[..., None]
+        # Sums over documents, so that no other document has a say in their rounding. In fp32 their differences cancel.
+        sums = logs.flatten(2, 4).double() @ same.double().mT  # (N, B, Hv, C)
+        high = sums.to(k.dtype)
+        low = (sums - high).to(k.dtype)
+        decay = (high[..., None] - high[..., None, :]) + (low[..., None] - low[..., None, :])
+        decay = decay.masked_fill_(~same[:, :, None], -torch.inf).exp_().unflatten(2, (heads, -1))
+        entry = (high.exp() * enters[:, :, None]).unflatten(2, (heads, -1))[..., None, :]
+        qk, kk = ((x @ k.mT)[:, :, :, None] for x in (q, k))
+        inverse = _inverse((decay * kk * strength.mT).tril_(-1))
+        v = _values(v, chunk, heads)
+        return cls(q, k, v, strength, entry, decay[..., -1:, :], decay, qk, kk, inverse, same)
+
+
+def _inverse(a: Tensor) -> Tensor:
+    """(I + A)^-1 of strictly lower triangular A, (..., C, C).
+
+    The halves are inverted, then merged. A power series over all of A would lose every digit if keys resemble each
+    other.
+    """
+    size = a.shape[-1]
+    if size <= _SUBSTITUTED:
+        rows = torch.arange(size, device=a.device)
+        inverse = torch.eye(size, dtype=a.dtype, device=a.device) - a * _sibling(rows, 1)
+        for half in (2, 4, 8):
+            if half < size:
+                inverse = inverse - inverse @ (a * _sibling(rows, half)) @ inverse
+        return inverse
+    half = size // 2
+    first, second = _inverse(torch.stack((a[..., :half, :half], a[..., half:, half:])))
+    lower = -(second @ a[..., half:, :half] @ first)
+    return torch.cat((torch.cat((first, torch.zeros_like(first)), -1), torch.cat((lower, second), -1)), -2)
+
+
+def _sibling(rows: Tensor, half: int) -> Tensor:
+    """(C, C): whether i lies in the second and j in the first half of the same block of 2 x half rows."""
+    block, second = rows // (2 * half), rows // half % 2 == 1
+    return (block[:, None] == block) & second[:, None] & ~second
+
+
+def _normalised(x: Tensor, scale: float = 1.0) -> Tensor:
+    """scale x / |x|, in fp32 or fp64."""
+    x = at_least_fp32(x)
+    return x * (x.square().sum(-1, keepdim=True) + _EPS).rsqrt() * scale
+
+
+def _normalised_backward(x: Tensor, grad: Tensor, scale: float = 1.0) -> Tensor:
+    wide = at_least_fp32(x)
+    factor = (wide.square().sum(-1, keepdim=True) + _EPS).rsqrt()
+    unit = wide * factor
+    return (scale * factor * (grad - unit * (unit * grad).sum(-1, keepdim=True))).to(x.dtype)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The value heads of a key head as rows of one matrix: (..., G, dv, n) -> (..., G x dv, n)."""
+    return x.flatten(-3, -2)
+
+
+def _split(x: Tensor, chunk: int) -> Tensor:
+    """(B, seq, ...) -> (N, B, C, ...), with zeros behind the row."""
+    padding = x.new_zeros(len(x), -x.shape[1] % chunk, *x.shape[2:])
+    return torch.cat((x, padding), 1).unflatten(1, (-1, chunk)).transpose(0, 1)
+
+
+def _values(x: Tensor, chunk: int, heads: int) -> Tensor:
+    """(B, seq, Hk x G, d) -> (N, B, Hk, G, d, C)."""
+    return _split(at_least_fp32(x), chunk).unflatten(3, (heads, -1)).permute(0, 1, 3, 4, 5, 2)
+
+
+def _tokens(x: Tensor, like: Tensor) -> Tensor:
+    """The inverse of _values. Args: like: (B, seq, Hk x G, d), of the wanted size and dtype."""
+    return x.permute(1, 0, 5, 2, 3, 4).reshape(len(like), -1, *like.shape[2:])[:, : like.shape[1]].to(like.dtype)

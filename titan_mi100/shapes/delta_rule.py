@@ -1,0 +1,3 @@
+"""placeholder"""
+
+CHUNK = 64
