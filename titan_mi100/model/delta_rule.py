@@ -155,23 +155,22 @@ def _zeros(v: Tensor, k: Tensor) -> Tensor:
 
 
 class _DeltaRule(torch.autograd.Function):
-    """Saves its arguments and the state at each chunk, (N, B, Hk, G, dv, dk)."""
+    """Saves its arguments and the state at each chunk, (N, B, Hk, G, dv, dk); backward computes the rest again."""
 
     @staticmethod
     def forward(ctx: Any, chunk: int, ids: Tensor, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         x = _Chunks.of(chunk, ids, *inputs)
         state = state.unflatten(1, x.v.shape[2:4])
-        states, changes = [], []
+        starts, changes = [], []
         for n, inverse in enumerate(x.inverse):
-            states.append(state)
-            read = (_rows(state) @ x.k[n].mT).view(x.v[n].shape)
-            changes.append((x.beta[n] * (x.v[n] - x.entry[n] * read)) @ inverse.mT)
-            written = _rows(changes[n] * x.last[n]) @ x.k[n]
-            state = x.entry[n, ..., -1:] * state + written.view(state.shape)
-        kept = torch.stack(states)
-        read = (_rows(kept) @ x.q.mT).view(x.v.shape)
-        out = x.entry * read + torch.stack(changes) @ (x.decay * x.qk).mT
-        ctx.save_for_backward(ids, *inputs, kept)
+            starts.append(state)
+            rest = torch.addcmul(x.v[n], x.entry[n], x.from_state(state, x.k[n]), value=-1)
+            changes.append((rest * x.beta[n]) @ inverse.mT)
+            state = torch.addcmul(x.to_state(changes[n] * x.last[n], x.k[n]), x.entry[n, ..., -1:], state)
+        states = torch.stack(starts)
+        out = torch.stack(changes) @ (x.decay * x.qk).mT
+        out.addcmul_(x.entry, x.from_state(states, x.q))
+        ctx.save_for_backward(ids, *inputs, states)
         ctx.chunk = chunk
         return _tokens(out, inputs[2]), state.flatten(1, 2)
 
@@ -179,51 +178,58 @@ class _DeltaRule(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         ids, *inputs, states = ctx.saved_tensors
         x = _Chunks.of(ctx.chunk, ids, *inputs)
-        slope = _values(grad, ctx.chunk, x.k.shape[2])
-        read = (_rows(states) @ x.k.mT).view(slope.shape)
-        rest = x.v - x.entry * read
-        changes = (x.beta * rest) @ x.inverse.mT
-        entering = x.entry * slope
-        inside = slope @ (x.decay * x.qk)  # the gradient of the changes from the outputs of their chunk
+        grad_out = _values(grad, ctx.chunk, x.k.shape[2])
+        grad_entry = (grad_out * x.from_state(states, x.q)).sum(-2)
+        read = x.from_state(states, x.k)
+        rest = torch.addcmul(x.v, x.entry, read, value=-1)
+        changes = (rest * x.beta) @ x.inverse.mT
+        entering = x.entry * grad_out  # gradient of what the outputs read of the state
+        inside = grad_out @ (x.decay * x.qk)  # gradient of the changes by the outputs of their chunk
+        # Gradients, last chunk first: of the state behind a chunk, of beta * rest, of L's last row.
+        after, scaled, last = [], [], []
         grad_state = grad_state.unflatten(1, x.v.shape[2:4])
-        ends, rests, lasts = [], [], []  # gradients: of the state behind each chunk, of beta * rest, and of L's last row
         for n in reversed(range(len(states))):
-            ends.append(grad_state)
-            behind = (_rows(grad_state) @ x.k[n].mT).view(slope[n].shape)
-            lasts.append((changes[n] * behind).sum(-2))
-            rests.append((inside[n] + x.last[n] * behind) @ x.inverse[n])
-            before = _rows(entering[n]) @ x.q[n] - _rows(x.entry[n] * x.beta[n] * rests[-1]) @ x.k[n]
-            grad_state = x.entry[n, ..., -1:] * grad_state + before.view(grad_state.shape)
-        end, scaled, last = (torch.stack(parts[::-1]) for parts in (ends, rests, lasts))
-        grad_v = x.beta * scaled
-        grad_attention, grad_overlap = slope.mT @ changes, (scaled.mT @ changes).tril(-1).neg_()
-        beta = x.beta.mT
-        grad_qk = (x.decay * grad_attention).sum(3)
-        grad_kk = (x.decay * beta * grad_overlap).sum(3)
-        grad_q = _rows(entering).mT @ _rows(states) + grad_qk @ x.k
-        grad_k = _rows(changes * x.last).mT @ _rows(end) - _rows(x.entry * grad_v).mT @ _rows(states)
+            after.append(grad_state)
+            behind = x.from_state(grad_state, x.k[n])
+            last.append((changes[n] * behind).sum(-2))
+            scaled.append(torch.addcmul(inside[n], x.last[n], behind) @ x.inverse[n])
+            before = x.to_state(entering[n], x.q[n]) - x.to_state(scaled[-1] * (x.entry[n] * x.beta[n]), x.k[n])
+            grad_state = before.addcmul_(x.entry[n, ..., -1:], grad_state)
+        del inside
+        grad_after, grad_scaled, grad_last = (torch.stack(parts[::-1]) for parts in (after, scaled, last))
+        del after, scaled
+        grad_beta = (grad_scaled * rest).sum(-2)
+        del rest
+        grad_attention, grad_overlap = grad_out.mT @ changes, (grad_scaled.mT @ changes).tril_(-1).neg_()
+        grad_v = grad_scaled.mul_(x.beta)
+        grad_q = x.to_key(entering, states)
+        grad_k = x.to_key(changes.mul_(x.last), grad_after) - x.to_key(x.entry * grad_v, states)
+        grad_entry -= (grad_v * read).sum(-2)
+        grad_entry[..., -1] += (grad_after * states).sum((-2, -1))
+        del read, grad_after, entering
+        # Now through the pairs of tokens: Q K^T and K K^T, and the logarithms of L and a.
+        grad_attention *= x.decay
+        grad_overlap *= x.decay
+        grad_qk, grad_kk = grad_attention.sum(3), (grad_overlap * x.beta.mT).sum(3)
+        grad_q += grad_qk @ x.k
         grad_k += grad_qk.mT @ x.q + (grad_kk + grad_kk.mT) @ x.k
-        pairs = grad_overlap * x.decay * x.kk
-        grad_beta = (scaled * rest).sum(-2) + pairs.sum(-1)
-        # The gradients of the logarithms of L and a. Their sums over pairs cancel, hence fp64.
-        logs = pairs * beta + x.decay * grad_attention * x.qk
-        logs[..., -1, :] += (x.last * last[..., None, :]).squeeze(-2)
-        read_q = (_rows(states) @ x.q.mT).view(slope.shape)
-        grad_entry = (slope * read_q - grad_v * read).sum(-2)
-        grad_entry[..., -1] += (end * states).sum((-2, -1))
-        summed = logs.sum(-1, dtype=torch.float64) - logs.sum(-2, dtype=torch.float64)
-        summed += x.entry.squeeze(-2) * grad_entry
-        grad_g = (x.same.mT.to(summed.dtype) @ summed.flatten(2, 3).mT).mT
-        q, k, v, g, b = inputs
+        grad_overlap *= x.kk
+        grad_beta += grad_overlap.sum(-1)
+        logs = grad_overlap.mul_(x.beta.mT).addcmul_(grad_attention, x.qk)
+        logs[..., -1, :] += x.last.squeeze(-2) * grad_last
+        # The sums of a token over its pairs cancel, hence fp64.
+        sums = logs.sum(-1, dtype=torch.float64) - logs.sum(-2, dtype=torch.float64) + x.entry.squeeze(-2) * grad_entry
+        grad_g = (sums.flatten(2, 3) @ x.same.to(sums.dtype)).unflatten(2, x.v.shape[2:4])
+        q, k, v, g, beta = inputs
         return (
             None,
             None,
             grad_state.flatten(1, 2),
-            _normalised_backward(q, _tokens(grad_q.mT[:, :, :, None], at_least_fp32(q)), q.shape[-1] ** -0.5),
-            _normalised_backward(k, _tokens(grad_k.mT[:, :, :, None], at_least_fp32(k))),
+            _normalised_backward(q, grad_q, q.shape[-1] ** -0.5),
+            _normalised_backward(k, grad_k),
             _tokens(grad_v, v),
-            _tokens(grad_g.unflatten(2, x.v.shape[2:4])[..., None, :], g[..., None]).squeeze(-1),
-            _tokens(grad_beta[..., None, :], b[..., None]).squeeze(-1),
+            _tokens(grad_g[..., None, :], g[..., None]).squeeze(-1),
+            _tokens(grad_beta[..., None, :], beta[..., None]).squeeze(-1),
         )
 
 
@@ -255,8 +261,8 @@ class _Chunks(NamedTuple):
     @classmethod
     def of(cls, chunk: int, ids: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> "_Chunks":
         heads = k.shape[2]
-        q = _split(_normalised(q, q.shape[-1] ** -0.5), chunk).transpose(2, 3)
-        k = _split(_normalised(k), chunk).transpose(2, 3)
+        q = _split(_normalised(q, q.shape[-1] ** -0.5), chunk).transpose(2, 3).contiguous()
+        k = _split(_normalised(k), chunk).transpose(2, 3).contiguous()
         strength, logs = (_values(x[..., None], chunk, heads) for x in (beta, g))  # (N, B, Hk, G, 1, C)
         # Padding behind the row belongs to the row's last document, whose state it hands on: its beta and g are 0.
         tail = ids[:, -1:].expand(-1, -ids.shape[1] % chunk)
@@ -275,6 +281,24 @@ class _Chunks(NamedTuple):
         inverse = _inverse((decay * kk * strength.mT).tril_(-1))
         v = _values(v, chunk, heads)
         return cls(q, k, v, strength, entry, decay[..., -1:, :], decay, qk, kk, inverse, same)
+
+
+    # The three products of states, keys (..., Hk, C, dk) and values (..., Hk, G, dv, C).
+
+    @staticmethod
+    def from_state(state: Tensor, keys: Tensor) -> Tensor:
+        """What keys or queries read of states: values."""
+        return (state.flatten(-3, -2) @ keys.mT).unflatten(-2, state.shape[-3:-1])
+
+    @staticmethod
+    def to_state(values: Tensor, keys: Tensor) -> Tensor:
+        """The sum over tokens of value times key: states."""
+        return (values.flatten(-3, -2) @ keys).unflatten(-2, values.shape[-3:-1])
+
+    @staticmethod
+    def to_key(values: Tensor, state: Tensor) -> Tensor:
+        """States read by values: keys, summed over the value heads of each."""
+        return values.flatten(-3, -2).mT @ state.flatten(-3, -2)
 
 
 def _inverse(a: Tensor) -> Tensor:
@@ -310,26 +334,23 @@ def _normalised(x: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def _normalised_backward(x: Tensor, grad: Tensor, scale: float = 1.0) -> Tensor:
+    """The gradient of x. Args: grad: of _normalised(x, scale), (N, B, Hk, C, dk)."""
     wide = at_least_fp32(x)
     factor = (wide.square().sum(-1, keepdim=True) + _EPS).rsqrt()
-    unit = wide * factor
+    unit, grad = wide * factor, _tokens(grad.mT[:, :, :, None], wide)
     return (scale * factor * (grad - unit * (unit * grad).sum(-1, keepdim=True))).to(x.dtype)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """The value heads of a key head as rows of one matrix: (..., G, dv, n) -> (..., G x dv, n)."""
-    return x.flatten(-3, -2)
 
 
 def _split(x: Tensor, chunk: int) -> Tensor:
     """(B, seq, ...) -> (N, B, C, ...), with zeros behind the row."""
-    padding = x.new_zeros(len(x), -x.shape[1] % chunk, *x.shape[2:])
-    return torch.cat((x, padding), 1).unflatten(1, (-1, chunk)).transpose(0, 1)
+    if missing := -x.shape[1] % chunk:
+        x = torch.cat((x, x.new_zeros(len(x), missing, *x.shape[2:])), 1)
+    return x.unflatten(1, (-1, chunk)).transpose(0, 1)
 
 
 def _values(x: Tensor, chunk: int, heads: int) -> Tensor:
     """(B, seq, Hk x G, d) -> (N, B, Hk, G, d, C)."""
-    return _split(at_least_fp32(x), chunk).unflatten(3, (heads, -1)).permute(0, 1, 3, 4, 5, 2)
+    return _split(at_least_fp32(x), chunk).unflatten(3, (heads, -1)).permute(0, 1, 3, 4, 5, 2).contiguous()
 
 
 def _tokens(x: Tensor, like: Tensor) -> Tensor:
