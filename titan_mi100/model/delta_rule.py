@@ -160,16 +160,10 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, chunk: int, ids: Tensor, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         x = _Chunks.of(chunk, ids, *inputs)
-        state = state.unflatten(1, x.v.shape[2:4])
-        starts, changes = [], []
-        for n, inverse in enumerate(x.inverse):
-            starts.append(state)
-            rest = torch.addcmul(x.v[n], x.entry[n], x.from_state(state, x.k[n]), value=-1)
-            changes.append((rest * x.beta[n]) @ inverse.mT)
-            state = torch.addcmul(x.to_state(changes[n] * x.last[n], x.k[n]), x.entry[n, ..., -1:], state)
-        states = torch.stack(starts)
-        out = torch.stack(changes) @ (x.decay * x.qk).mT
-        out.addcmul_(x.entry, x.from_state(states, x.q))
+        parts = x.k, x.beta, x.entry, x.last, x.inverse
+        states, changes, state = forward_states(state.unflatten(1, x.v.shape[2:4]), x.v, *parts)
+        out = changes @ (x.decay * x.qk).mT
+        out.addcmul_(x.entry, _read(states, x.q))
         ctx.save_for_backward(ids, *inputs, states)
         ctx.chunk = chunk
         return _tokens(out, inputs[2]), state.flatten(1, 2)
@@ -179,31 +173,24 @@ class _DeltaRule(torch.autograd.Function):
         ids, *inputs, states = ctx.saved_tensors
         x = _Chunks.of(ctx.chunk, ids, *inputs)
         grad_out = _values(grad, ctx.chunk, x.k.shape[2])
-        grad_entry = (grad_out * x.from_state(states, x.q)).sum(-2)
-        read = x.from_state(states, x.k)
+        grad_entry = (grad_out * _read(states, x.q)).sum(-2)
+        read = _read(states, x.k)
         rest = torch.addcmul(x.v, x.entry, read, value=-1)
         changes = (rest * x.beta) @ x.inverse.mT
         entering = x.entry * grad_out  # gradient of what the outputs read of the state
         inside = grad_out @ (x.decay * x.qk)  # gradient of the changes by the outputs of their chunk
-        # Gradients, last chunk first: of the state behind a chunk, of beta * rest, of L's last row.
-        after, scaled, last = [], [], []
         grad_state = grad_state.unflatten(1, x.v.shape[2:4])
-        for n in reversed(range(len(states))):
-            after.append(grad_state)
-            behind = x.from_state(grad_state, x.k[n])
-            last.append((changes[n] * behind).sum(-2))
-            scaled.append(torch.addcmul(inside[n], x.last[n], behind) @ x.inverse[n])
-            before = x.to_state(entering[n], x.q[n]) - x.to_state(scaled[-1] * (x.entry[n] * x.beta[n]), x.k[n])
-            grad_state = before.addcmul_(x.entry[n, ..., -1:], grad_state)
+        parts = x.k, x.beta, x.entry, x.last, x.inverse
+        grad_after, grad_scaled, grad_last, grad_state = backward_states(
+            grad_state, x.q, entering, inside, changes, *parts
+        )
         del inside
-        grad_after, grad_scaled, grad_last = (torch.stack(parts[::-1]) for parts in (after, scaled, last))
-        del after, scaled
         grad_beta = (grad_scaled * rest).sum(-2)
         del rest
         grad_attention, grad_overlap = grad_out.mT @ changes, (grad_scaled.mT @ changes).tril_(-1).neg_()
         grad_v = grad_scaled.mul_(x.beta)
-        grad_q = x.to_key(entering, states)
-        grad_k = x.to_key(changes.mul_(x.last), grad_after) - x.to_key(x.entry * grad_v, states)
+        grad_q = _of_keys(entering, states)
+        grad_k = _of_keys(changes.mul_(x.last), grad_after) - _of_keys(x.entry * grad_v, states)
         grad_entry -= (grad_v * read).sum(-2)
         grad_entry[..., -1] += (grad_after * states).sum((-2, -1))
         del read, grad_after, entering
@@ -283,22 +270,78 @@ class _Chunks(NamedTuple):
         return cls(q, k, v, strength, entry, decay[..., -1:, :], decay, qk, kk, inverse, same)
 
 
-    # The three products of states, keys (..., Hk, C, dk) and values (..., Hk, G, dv, C).
+# The two loops over chunks. They are operators, or torch.compile would unroll them: minutes for a long row.
 
-    @staticmethod
-    def from_state(state: Tensor, keys: Tensor) -> Tensor:
-        """What keys or queries read of states: values."""
-        return (state.flatten(-3, -2) @ keys.mT).unflatten(-2, state.shape[-3:-1])
 
-    @staticmethod
-    def to_state(values: Tensor, keys: Tensor) -> Tensor:
-        """The sum over tokens of value times key: states."""
-        return (values.flatten(-3, -2) @ keys).unflatten(-2, values.shape[-3:-1])
+@torch.library.custom_op("titan_mi100::delta_rule_states", mutates_args=())
+def forward_states(
+    state: Tensor, v: Tensor, k: Tensor, beta: Tensor, entry: Tensor, last: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The state at each chunk, V' of each chunk, and the state behind the last one. Args: as in _Chunks."""
+    states, changes = [], []
+    for n in range(len(v)):
+        states.append(state)
+        rest = torch.addcmul(v[n], entry[n], _read(state, k[n]), value=-1)
+        changes.append((rest * beta[n]) @ inverse[n].mT)
+        state = torch.addcmul(_written(changes[n] * last[n], k[n]), entry[n, ..., -1:], state)
+    return torch.stack(states), torch.stack(changes), state
 
-    @staticmethod
-    def to_key(values: Tensor, state: Tensor) -> Tensor:
-        """States read by values: keys, summed over the value heads of each."""
-        return values.flatten(-3, -2).mT @ state.flatten(-3, -2)
+
+@torch.library.custom_op("titan_mi100::delta_rule_states_backward", mutates_args=())
+def backward_states(
+    grad_state: Tensor,
+    q: Tensor,
+    entering: Tensor,
+    inside: Tensor,
+    changes: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    entry: Tensor,
+    last: Tensor,
+    inverse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of the state behind each chunk, of (I + A) V', of r, and of the state before the first chunk.
+
+    Args:
+        grad_state: of the state behind the last chunk.
+        entering, inside: gradients of Q S and of V', both by the outputs of their chunk alone; shaped like V'.
+        changes: V'. The others as in _Chunks.
+    """
+    after, scaled, lasts = [], [], []
+    for n in reversed(range(len(k))):
+        after.append(grad_state)
+        behind = _read(grad_state, k[n])
+        lasts.append((changes[n] * behind).sum(-2))
+        scaled.append(torch.addcmul(inside[n], last[n], behind) @ inverse[n])
+        before = _written(entering[n], q[n]) - _written(scaled[-1] * (entry[n] * beta[n]), k[n])
+        grad_state = before.addcmul_(entry[n, ..., -1:], grad_state)
+    return torch.stack(after[::-1]), torch.stack(scaled[::-1]), torch.stack(lasts[::-1]), grad_state
+
+
+@forward_states.register_fake
+def _(state: Tensor, v: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+    return state.new_empty(len(v), *state.shape), v.new_empty(v.shape), state.new_empty(state.shape)
+
+
+@backward_states.register_fake
+def _(grad_state: Tensor, q: Tensor, entering: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+    after, scaled = grad_state.new_empty(len(q), *grad_state.shape), entering.new_empty(entering.shape)
+    return after, scaled, entering.new_empty(*entering.shape[:4], entering.shape[5]), torch.empty_like(grad_state)
+
+
+def _read(state: Tensor, keys: Tensor) -> Tensor:
+    """What keys or queries, (..., Hk, C, dk), read of states, (..., Hk, G, dv, dk): (..., Hk, G, dv, C)."""
+    return (state.flatten(-3, -2) @ keys.mT).unflatten(-2, state.shape[-3:-1])
+
+
+def _written(values: Tensor, keys: Tensor) -> Tensor:
+    """The sum over tokens of value and key, shaped like states."""
+    return (values.flatten(-3, -2) @ keys).unflatten(-2, values.shape[-3:-1])
+
+
+def _of_keys(values: Tensor, state: Tensor) -> Tensor:
+    """The sum over value heads of states times values, shaped like keys."""
+    return values.flatten(-3, -2).mT @ state.flatten(-3, -2)
 
 
 def _inverse(a: Tensor) -> Tensor:
