@@ -19,15 +19,17 @@ value. States and values are transposed, (dv, dk) and (dv, C): the value heads o
 product, and its keys and queries are never repeated.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from titan_mi100.attention.base import Documents, boundaries
 from titan_mi100.device.accelerator import to_device
 from titan_mi100.model.layers import at_least_fp32
-from titan_mi100.shapes.delta_rule import CHUNK
+from titan_mi100.shapes.delta_rule import AT_ONCE, CHUNK
 
 _EPS = 1e-6  # of the norms of queries and keys
 _SUBSTITUTED = 16  # rows of a block that is inverted without splitting it
@@ -69,21 +71,21 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, ids)
-        taps = at_least_fp32(weight).unbind(1)
-        out = sum(tap * same * past for tap, (same, past) in zip(taps, _taps(x, ids, len(taps)), strict=True))
+        out = at_least_fp32(x.new_zeros(()))
+        for tap, (same, past) in zip(at_least_fp32(weight).unbind(1), _taps(x, ids, weight.shape[1]), strict=True):
+            out = torch.addcmul(out, past * same, tap)
         return out.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
         x, weight, ids = ctx.saved_tensors
         taps = at_least_fp32(weight).unbind(1)
-        wide, (batch, seq, channels) = at_least_fp32(grad), grad.shape
-        grad_x = wide.new_zeros(x.shape)
-        columns = []
+        wide, seq = at_least_fp32(grad), grad.shape[1]
+        grad_x, columns = wide.new_zeros(x.shape), []
         for number, (same, past) in enumerate(_taps(x, ids, len(taps))):
             slope = wide * same
             columns.append((slope * past).sum((0, 1)))
-            grad_x[:, number : number + seq] += slope * taps[number]
+            grad_x[:, number : number + seq].addcmul_(slope, taps[number])
         return grad_x.to(x.dtype), torch.stack(columns, 1).to(weight.dtype), None
 
 
@@ -144,8 +146,13 @@ def delta_rule(
     assert chunk & (chunk - 1) == 0, "the inverse halves its blocks"
     state = _zeros(v, k) if state is None else state
     ids = ids if ids is not None else torch.zeros(v.shape[:2], dtype=torch.int32, device=v.device)
-    out, state = _DeltaRule.apply(chunk, ids, state, q, k, v, g, beta)
-    return out, state
+    tokens = max(AT_ONCE // (len(v) * v.shape[2]) // chunk, 1) * chunk
+    outs, before = [], ids[:, :1]
+    for part in zip(*(x.split(tokens, 1) for x in (ids, q, k, v, g, beta)), strict=True):
+        out, state = _DeltaRule.apply(chunk, before, state, *part)
+        outs.append(out)
+        before = part[0][:, -1:]
+    return torch.cat(outs, 1), state
 
 
 def _zeros(v: Tensor, k: Tensor) -> Tensor:
@@ -158,20 +165,23 @@ class _DeltaRule(torch.autograd.Function):
     """Saves its arguments and the state at each chunk, (N, B, Hk, G, dv, dk); backward computes the rest again."""
 
     @staticmethod
-    def forward(ctx: Any, chunk: int, ids: Tensor, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        x = _Chunks.of(chunk, ids, *inputs)
-        parts = x.k, x.beta, x.entry, x.last, x.inverse
-        states, changes, state = forward_states(state.unflatten(1, x.v.shape[2:4]), x.v, *parts)
+    def forward(
+        ctx: Any, chunk: int, before: Tensor, state: Tensor, ids: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        x = _Chunks.of(chunk, before, ids, *inputs)
+        state = state.unflatten(1, x.v.shape[2:4])
+        states, changes = forward_states(state, x.k, x.v, x.beta, x.entry, x.last, x.inverse)
+        states, state = states[:-1], states[-1].clone()
         out = changes @ (x.decay * x.qk).mT
         out.addcmul_(x.entry, _read(states, x.q))
-        ctx.save_for_backward(ids, *inputs, states)
+        ctx.save_for_backward(before, ids, *inputs, states)
         ctx.chunk = chunk
         return _tokens(out, inputs[2]), state.flatten(1, 2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        ids, *inputs, states = ctx.saved_tensors
-        x = _Chunks.of(ctx.chunk, ids, *inputs)
+        before, ids, *inputs, states = ctx.saved_tensors
+        x = _Chunks.of(ctx.chunk, before, ids, *inputs)
         grad_out = _values(grad, ctx.chunk, x.k.shape[2])
         grad_entry = (grad_out * _read(states, x.q)).sum(-2)
         read = _read(states, x.k)
@@ -180,20 +190,18 @@ class _DeltaRule(torch.autograd.Function):
         entering = x.entry * grad_out  # gradient of what the outputs read of the state
         inside = grad_out @ (x.decay * x.qk)  # gradient of the changes by the outputs of their chunk
         grad_state = grad_state.unflatten(1, x.v.shape[2:4])
-        parts = x.k, x.beta, x.entry, x.last, x.inverse
-        grad_after, grad_scaled, grad_last, grad_state = backward_states(
-            grad_state, x.q, entering, inside, changes, *parts
-        )
+        parts = entering, inside, changes, x.beta, x.entry, x.last, x.inverse
+        grad_states, grad_scaled, grad_last = backward_states(grad_state, x.k, x.q, *parts)
         del inside
         grad_beta = (grad_scaled * rest).sum(-2)
         del rest
         grad_attention, grad_overlap = grad_out.mT @ changes, (grad_scaled.mT @ changes).tril_(-1).neg_()
         grad_v = grad_scaled.mul_(x.beta)
         grad_q = _of_keys(entering, states)
-        grad_k = _of_keys(changes.mul_(x.last), grad_after) - _of_keys(x.entry * grad_v, states)
+        grad_k = _of_keys(changes.mul_(x.last), grad_states[1:]) - _of_keys(x.entry * grad_v, states)
         grad_entry -= (grad_v * read).sum(-2)
-        grad_entry[..., -1] += (grad_after * states).sum((-2, -1))
-        del read, grad_after, entering
+        grad_entry[..., -1] += (grad_states[1:] * states).sum((-2, -1))
+        del read, entering
         # Now through the pairs of tokens: Q K^T and K K^T, and the logarithms of L and a.
         grad_attention *= x.decay
         grad_overlap *= x.decay
@@ -203,7 +211,7 @@ class _DeltaRule(torch.autograd.Function):
         grad_overlap *= x.kk
         grad_beta += grad_overlap.sum(-1)
         logs = grad_overlap.mul_(x.beta.mT).addcmul_(grad_attention, x.qk)
-        logs[..., -1, :] += x.last.squeeze(-2) * grad_last
+        logs[..., -1:, :] += x.last * grad_last
         # The sums of a token over its pairs cancel, hence fp64.
         sums = logs.sum(-1, dtype=torch.float64) - logs.sum(-2, dtype=torch.float64) + x.entry.squeeze(-2) * grad_entry
         grad_g = (sums.flatten(2, 3) @ x.same.to(sums.dtype)).unflatten(2, x.v.shape[2:4])
@@ -211,7 +219,8 @@ class _DeltaRule(torch.autograd.Function):
         return (
             None,
             None,
-            grad_state.flatten(1, 2),
+            grad_states[0].flatten(1, 2),
+            None,
             _normalised_backward(q, grad_q, q.shape[-1] ** -0.5),
             _normalised_backward(k, grad_k),
             _tokens(grad_v, v),
@@ -246,7 +255,9 @@ class _Chunks(NamedTuple):
     same: Tensor
 
     @classmethod
-    def of(cls, chunk: int, ids: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> "_Chunks":
+    def of(
+        cls, chunk: int, before: Tensor, ids: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+    ) -> "_Chunks":
         heads = k.shape[2]
         q = _split(_normalised(q, q.shape[-1] ** -0.5), chunk).transpose(2, 3).contiguous()
         k = _split(_normalised(k), chunk).transpose(2, 3).contiguous()
@@ -255,8 +266,7 @@ class _Chunks(NamedTuple):
         tail = ids[:, -1:].expand(-1, -ids.shape[1] % chunk)
         number = torch.cat((ids, tail), 1).unflatten(1, (-1, chunk)).transpose(0, 1)  # (N, B, C)
         same = (number[..., None] == number[..., None, :]).tril()
-        before = torch.cat((number[:1, :, 0], number[:-1, :, -1]))  # the document of the state, (N, B)
-        enters = number == before[..., None]
+        enters = number == torch.cat((before[None], number[:-1, :, -1:]))  # the document of the state, (N, B, 1)
         # Sums over documents, so that no other document has a say in their rounding. In fp32 their differences cancel.
         sums = logs.flatten(2, 4).double() @ same.double().mT  # (N, B, Hv, C)
         high = sums.to(k.dtype)
@@ -270,63 +280,73 @@ class _Chunks(NamedTuple):
         return cls(q, k, v, strength, entry, decay[..., -1:, :], decay, qk, kk, inverse, same)
 
 
-# The two loops over chunks. They are operators, or torch.compile would unroll them: minutes for a long row.
+# The two loops over chunks. They are operators: torch.compile would unroll them, which takes minutes for a long row.
 
 
 @torch.library.custom_op("titan_mi100::delta_rule_states", mutates_args=())
 def forward_states(
-    state: Tensor, v: Tensor, k: Tensor, beta: Tensor, entry: Tensor, last: Tensor, inverse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The state at each chunk, V' of each chunk, and the state behind the last one. Args: as in _Chunks."""
-    states, changes = [], []
-    for n in range(len(v)):
-        states.append(state)
-        rest = torch.addcmul(v[n], entry[n], _read(state, k[n]), value=-1)
-        changes.append((rest * beta[n]) @ inverse[n].mT)
-        state = torch.addcmul(_written(changes[n] * last[n], k[n]), entry[n, ..., -1:], state)
-    return torch.stack(states), torch.stack(changes), state
+    state: Tensor, k: Tensor, v: Tensor, beta: Tensor, entry: Tensor, last: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The state at each chunk and behind the last one, and V' of each chunk. Args: as in _Chunks."""
+    states, changes = state.new_empty(len(v) + 1, *state.shape), torch.empty_like(v)
+    states[0] = state
+    for n, change in enumerate(changes):
+        rest = torch.addcmul(v[n], entry[n], _read(states[n], k[n]), value=-1)
+        torch.matmul(rest.mul_(beta[n]), inverse[n].mT, out=change)
+        torch.addcmul(_written(change * last[n], k[n]), entry[n, ..., -1:], states[n], out=states[n + 1])
+    return states, changes
 
 
 @torch.library.custom_op("titan_mi100::delta_rule_states_backward", mutates_args=())
 def backward_states(
     grad_state: Tensor,
+    k: Tensor,
     q: Tensor,
     entering: Tensor,
     inside: Tensor,
     changes: Tensor,
-    k: Tensor,
     beta: Tensor,
     entry: Tensor,
     last: Tensor,
     inverse: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of the state behind each chunk, of (I + A) V', of r, and of the state before the first chunk.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of all states, of (I + A) V' of each chunk, and of its r.
 
     Args:
         grad_state: of the state behind the last chunk.
         entering, inside: gradients of Q S and of V', both by the outputs of their chunk alone; shaped like V'.
         changes: V'. The others as in _Chunks.
     """
-    after, scaled, lasts = [], [], []
+    states, scaled = grad_state.new_empty(len(k) + 1, *grad_state.shape), torch.empty_like(inside)
+    lasts = torch.empty_like(last)
+    states[-1] = grad_state
     for n in reversed(range(len(k))):
-        after.append(grad_state)
-        behind = _read(grad_state, k[n])
-        lasts.append((changes[n] * behind).sum(-2))
-        scaled.append(torch.addcmul(inside[n], last[n], behind) @ inverse[n])
-        before = _written(entering[n], q[n]) - _written(scaled[-1] * (entry[n] * beta[n]), k[n])
-        grad_state = before.addcmul_(entry[n, ..., -1:], grad_state)
-    return torch.stack(after[::-1]), torch.stack(scaled[::-1]), torch.stack(lasts[::-1]), grad_state
+        behind = _read(states[n + 1], k[n])
+        torch.sum(changes[n] * behind, -2, keepdim=True, out=lasts[n])
+        torch.matmul(torch.addcmul(inside[n], last[n], behind), inverse[n], out=scaled[n])
+        before = _written(entering[n], q[n]) - _written(scaled[n] * (entry[n] * beta[n]), k[n])
+        torch.addcmul(before, entry[n, ..., -1:], states[n + 1], out=states[n])
+    return states, scaled, lasts
 
 
 @forward_states.register_fake
-def _(state: Tensor, v: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
-    return state.new_empty(len(v), *state.shape), v.new_empty(v.shape), state.new_empty(state.shape)
+def _(state: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+    return state.new_empty(len(v) + 1, *state.shape), torch.empty_like(v)
 
 
 @backward_states.register_fake
-def _(grad_state: Tensor, q: Tensor, entering: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
-    after, scaled = grad_state.new_empty(len(q), *grad_state.shape), entering.new_empty(entering.shape)
-    return after, scaled, entering.new_empty(*entering.shape[:4], entering.shape[5]), torch.empty_like(grad_state)
+def _(grad_state: Tensor, k: Tensor, q: Tensor, entering: Tensor, inside: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+    return grad_state.new_empty(len(k) + 1, *grad_state.shape), torch.empty_like(inside), torch.empty_like(more[3])
+
+
+@register_flop_formula(torch.ops.titan_mi100.delta_rule_states)
+def _(state: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(v) * (2 * k[-1] + k[-2])
+
+
+@register_flop_formula(torch.ops.titan_mi100.delta_rule_states_backward)
+def _(state: Any, k: Any, q: Any, entering: Any, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(entering) * (3 * k[-1] + k[-2])
 
 
 def _read(state: Tensor, keys: Tensor) -> Tensor:
