@@ -1,0 +1,421 @@
+"""The delta rule of Gated DeltaNet, and the short convolution before it, inside the documents of packed rows.
+
+Source: Gated Delta Networks (Yang, Kautz, Hatamizadeh, 2024), with the norms of Qwen3.5 (its config.json, and its layer
+in transformers). Per token and head, with the state S, (dk, dv):
+
+    S <- e^g S;   S <- S + k (beta (v - S^T k))^T;   o = S^T q
+
+`recurrence` does just that. `delta_rule` computes a chunk of tokens at once. c sums g inside the chunk up to a token of
+the same document, L_ij = e^(c_i - c_j) for j <= i in one document (else 0), a_i = e^(c_i) where the state belongs to
+the document of token i (else 0), r is L's last row. With S at the chunk's start:
+
+    A = strictly lower part of beta_i L_ij (k_i.k_j);   V' = (I + A)^-1 beta (V - a K S)
+    O = a Q S + (L * Q K^T) V';   S <- a_last S + K^T (r V')
+
+Documents are isolated by these masks, so a chunk has a fixed place in its row, and documents cost nothing.
+
+Legend: N chunks of C tokens, B rows; Hk key heads, each with G value heads; dk and dv are the sizes of a key and a
+value. States and values are transposed, (dv, dk) and (dv, C): the value heads of a key head are then rows of one
+product, and its keys and queries are never repeated.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from titan_mi100.attention.base import Documents, boundaries
+from titan_mi100.device.accelerator import to_device
+from titan_mi100.model.layers import at_least_fp32
+from titan_mi100.shapes.delta_rule import AT_ONCE, CHUNK
+
+_EPS = 1e-6  # of the norms of queries and keys
+_SUBSTITUTED = 16  # rows of a block that is inverted without splitting it
+
+
+def document_ids(documents: Documents, device: torch.device) -> Tensor:
+    """A number per token, equal inside a document and unique in the batch: (batch, seq) int32 on the device."""
+    starts = torch.from_numpy(boundaries(documents)[0]).view(documents.batch, documents.seq)
+    return to_device(starts, device)
+
+
+def causal_convolution(
+    x: Tensor, weight: Tensor, ids: Tensor | None = None, last: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Convolve each channel with the tokens before it. A tap that reaches over the start of a document is 0.
+
+    Args:
+        x: (batch, seq, channels).
+        weight: (channels, width); the last column is the tap of the token itself.
+        ids: (batch, seq), see `document_ids`; None: each row is one document.
+        last: (batch, width - 1, channels), the inputs before column 0, of its document; None: zeros.
+
+    Returns:
+        The result, like x, computed in fp32 (fp64 stays), without an activation. And the inputs that the token behind
+        the row needs as `last`; zeros where they are of another document than the row's last token.
+    """
+    batch, seq, channels = x.shape
+    before = weight.shape[1] - 1
+    ids = ids if ids is not None else x.new_zeros(batch, seq, dtype=torch.int32)
+    ids = torch.cat((ids[:, :1].expand(-1, before), ids), 1)
+    x = torch.cat((x.new_zeros(batch, before, channels) if last is None else last.to(x.dtype), x), 1)
+    own = ids[:, seq:] == ids[:, -1:]
+    return _Convolution.apply(x, weight, ids), x[:, seq:] * own[..., None]
+
+
+class _Convolution(torch.autograd.Function):
+    """Arguments: x and ids with the tokens before column 0. Saves its arguments, not the taps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, ids)
+        out = at_least_fp32(x.new_zeros(()))
+        for tap, (same, past) in zip(at_least_fp32(weight).unbind(1), _taps(x, ids, weight.shape[1]), strict=True):
+            out = torch.addcmul(out, past * same, tap)
+        return out.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        x, weight, ids = ctx.saved_tensors
+        taps = at_least_fp32(weight).unbind(1)
+        wide, seq = at_least_fp32(grad), grad.shape[1]
+        grad_x, columns = wide.new_zeros(x.shape), []
+        for number, (same, past) in enumerate(_taps(x, ids, len(taps))):
+            slope = wide * same
+            columns.append((slope * past).sum((0, 1)))
+            grad_x[:, number : number + seq].addcmul_(slope, taps[number])
+        return grad_x.to(x.dtype), torch.stack(columns, 1).to(weight.dtype), None
+
+
+def _taps(x: Tensor, ids: Tensor, width: int) -> list[tuple[Tensor, Tensor]]:
+    """For each tap, the earliest first: whether it is of the token's document, (batch, seq, 1), and its inputs."""
+    seq = x.shape[1] - width + 1
+    places = [slice(number, number + seq) for number in range(width)]
+    wide = at_least_fp32(x)
+    return [((ids[:, place] == ids[:, width - 1 :])[..., None], wide[:, place]) for place in places]
+
+
+def recurrence(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ids: Tensor | None = None, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The delta rule token by token: the definition, and the way to decode. As `delta_rule`."""
+    queries, keys = _normalised(q, q.shape[-1] ** -0.5), _normalised(k)
+    group = v.shape[2] // k.shape[2]
+    queries, keys = (x.repeat_interleave(group, 2) for x in (queries, keys))
+    values, strength, decay = at_least_fp32(v), at_least_fp32(beta), at_least_fp32(g).exp()
+    state = _zeros(v, k) if state is None else state
+    outs = []
+    for t in range(v.shape[1]):
+        if ids is not None and t:
+            state = torch.where((ids[:, t] == ids[:, t - 1])[:, None, None, None], state, 0.0)
+        state = state * decay[:, t, :, None, None]
+        read = (state * keys[:, t, :, None]).sum(-1)  # (B, heads, dv)
+        change = strength[:, t, :, None] * (values[:, t] - read)
+        state = state + change[..., None] * keys[:, t, :, None]
+        outs.append((state * queries[:, t, :, None]).sum(-1))
+    return torch.stack(outs, 1).to(v.dtype), state
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    ids: Tensor | None = None,
+    state: Tensor | None = None,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """The delta rule, in chunks.
+
+    Args:
+        q, k: (batch, seq, k_heads, dk), not normalised: that is done here, x / sqrt(sum x^2 + 1e-6), q / sqrt(dk).
+        v: (batch, seq, v_heads, dv). Value head h reads key head h // (v_heads / k_heads).
+        g: (batch, seq, v_heads), the logarithm of the decay, at most 0; in fp32 even if the others are not.
+        beta: (batch, seq, v_heads), from 0 to 1.
+        ids: (batch, seq), see `document_ids`; None: each row is one document.
+        state: (batch, v_heads, dv, dk), of the tokens before column 0, of its document; None: zeros.
+        chunk: C, a power of two.
+
+    Returns:
+        The outputs, like v, and the state behind each row's last token, in fp32 (fp64 for fp64 inputs). All is computed
+        in fp32 or fp64. Backward keeps the arguments and the state at each chunk, and computes the rest again.
+    """
+    assert chunk & (chunk - 1) == 0, "the inverse halves its blocks"
+    state = _zeros(v, k) if state is None else state
+    ids = ids if ids is not None else torch.zeros(v.shape[:2], dtype=torch.int32, device=v.device)
+    tokens = max(AT_ONCE // (len(v) * v.shape[2]) // chunk, 1) * chunk
+    outs, before = [], ids[:, :1]
+    for part in zip(*(x.split(tokens, 1) for x in (ids, q, k, v, g, beta)), strict=True):
+        out, state = _DeltaRule.apply(chunk, before, state, *part)
+        outs.append(out)
+        before = part[0][:, -1:]
+    return torch.cat(outs, 1), state
+
+
+def _zeros(v: Tensor, k: Tensor) -> Tensor:
+    """The state before the first token."""
+    batch, _, heads, size = v.shape
+    return v.new_zeros((batch, heads, size, k.shape[-1]), dtype=torch.promote_types(v.dtype, torch.float32))
+
+
+class _DeltaRule(torch.autograd.Function):
+    """Saves its arguments and the state at each chunk, (N, B, Hk, G, dv, dk); backward computes the rest again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, chunk: int, before: Tensor, state: Tensor, ids: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        x = _Chunks.of(chunk, before, ids, *inputs)
+        state = state.unflatten(1, x.v.shape[2:4])
+        states, changes = forward_states(state, x.k, x.v, x.beta, x.entry, x.last, x.inverse)
+        states, state = states[:-1], states[-1].clone()
+        out = changes @ (x.decay * x.qk).mT
+        out.addcmul_(x.entry, _read(states, x.q))
+        ctx.save_for_backward(before, ids, *inputs, states)
+        ctx.chunk = chunk
+        return _tokens(out, inputs[2]), state.flatten(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        before, ids, *inputs, states = ctx.saved_tensors
+        x = _Chunks.of(ctx.chunk, before, ids, *inputs)
+        grad_out = _values(grad, ctx.chunk, x.k.shape[2])
+        grad_entry = (grad_out * _read(states, x.q)).sum(-2)
+        read = _read(states, x.k)
+        rest = torch.addcmul(x.v, x.entry, read, value=-1)
+        changes = (rest * x.beta) @ x.inverse.mT
+        entering = x.entry * grad_out  # gradient of what the outputs read of the state
+        inside = grad_out @ (x.decay * x.qk)  # gradient of the changes by the outputs of their chunk
+        grad_state = grad_state.unflatten(1, x.v.shape[2:4])
+        parts = entering, inside, changes, x.beta, x.entry, x.last, x.inverse
+        grad_states, grad_scaled, grad_last = backward_states(grad_state, x.k, x.q, *parts)
+        del inside
+        grad_beta = (grad_scaled * rest).sum(-2)
+        del rest
+        grad_attention, grad_overlap = grad_out.mT @ changes, (grad_scaled.mT @ changes).tril_(-1).neg_()
+        grad_v = grad_scaled.mul_(x.beta)
+        grad_q = _of_keys(entering, states)
+        grad_k = _of_keys(changes.mul_(x.last), grad_states[1:]) - _of_keys(x.entry * grad_v, states)
+        grad_entry -= (grad_v * read).sum(-2)
+        grad_entry[..., -1] += (grad_states[1:] * states).sum((-2, -1))
+        del read, entering
+        # Now through the pairs of tokens: Q K^T and K K^T, and the logarithms of L and a.
+        grad_attention *= x.decay
+        grad_overlap *= x.decay
+        grad_qk, grad_kk = grad_attention.sum(3), (grad_overlap * x.beta.mT).sum(3)
+        grad_q += grad_qk @ x.k
+        grad_k += grad_qk.mT @ x.q + (grad_kk + grad_kk.mT) @ x.k
+        grad_overlap *= x.kk
+        grad_beta += grad_overlap.sum(-1)
+        logs = grad_overlap.mul_(x.beta.mT).addcmul_(grad_attention, x.qk)
+        logs[..., -1:, :] += x.last * grad_last
+        # The sums of a token over its pairs cancel, hence fp64.
+        sums = logs.sum(-1, dtype=torch.float64) - logs.sum(-2, dtype=torch.float64) + x.entry.squeeze(-2) * grad_entry
+        grad_g = (sums.flatten(2, 3) @ x.same.to(sums.dtype)).unflatten(2, x.v.shape[2:4])
+        q, k, v, g, beta = inputs
+        return (
+            None,
+            None,
+            grad_states[0].flatten(1, 2),
+            None,
+            _normalised_backward(q, grad_q, q.shape[-1] ** -0.5),
+            _normalised_backward(k, grad_k),
+            _tokens(grad_v, v),
+            _tokens(grad_g[..., None, :], g[..., None]).squeeze(-1),
+            _tokens(grad_beta[..., None, :], beta[..., None]).squeeze(-1),
+        )
+
+
+class _Chunks(NamedTuple):
+    """What the chunks need, except states.
+
+    Attributes:
+        q, k: normalised, (N, B, Hk, C, dk).
+        v: (N, B, Hk, G, dv, C).
+        beta, entry, last: beta, a and r, (N, B, Hk, G, 1, C).
+        decay: L, (N, B, Hk, G, C, C).
+        qk, kk: Q K^T and K K^T, (N, B, Hk, 1, C, C).
+        inverse: of I + A, (N, B, Hk, G, C, C).
+        same: (N, B, C, C), token i does not lie before token j, and in its document.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    entry: Tensor
+    last: Tensor
+    decay: Tensor
+    qk: Tensor
+    kk: Tensor
+    inverse: Tensor
+    same: Tensor
+
+    @classmethod
+    def of(
+        cls, chunk: int, before: Tensor, ids: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+    ) -> "_Chunks":
+        heads = k.shape[2]
+        q = _split(_normalised(q, q.shape[-1] ** -0.5), chunk).transpose(2, 3).contiguous()
+        k = _split(_normalised(k), chunk).transpose(2, 3).contiguous()
+        strength, logs = (_values(x[..., None], chunk, heads) for x in (beta, g))  # (N, B, Hk, G, 1, C)
+        # Padding behind the row belongs to the row's last document, whose state it hands on: its beta and g are 0.
+        tail = ids[:, -1:].expand(-1, -ids.shape[1] % chunk)
+        number = torch.cat((ids, tail), 1).unflatten(1, (-1, chunk)).transpose(0, 1)  # (N, B, C)
+        same = (number[..., None] == number[..., None, :]).tril()
+        enters = number == torch.cat((before[None], number[:-1, :, -1:]))  # the document of the state, (N, B, 1)
+        # Sums over documents, so that no other document has a say in their rounding. In fp32 their differences cancel.
+        sums = logs.flatten(2, 4).double() @ same.double().mT  # (N, B, Hv, C)
+        high = sums.to(k.dtype)
+        low = (sums - high).to(k.dtype)
+        decay = (high[..., None] - high[..., None, :]) + (low[..., None] - low[..., None, :])
+        decay = decay.masked_fill_(~same[:, :, None], -torch.inf).exp_().unflatten(2, (heads, -1))
+        entry = (high.exp() * enters[:, :, None]).unflatten(2, (heads, -1))[..., None, :]
+        qk, kk = ((x @ k.mT)[:, :, :, None] for x in (q, k))
+        inverse = _inverse((decay * kk * strength.mT).tril_(-1))
+        v = _values(v, chunk, heads)
+        return cls(q, k, v, strength, entry, decay[..., -1:, :], decay, qk, kk, inverse, same)
+
+
+# The two loops over chunks. They are operators: torch.compile would unroll them, which takes minutes for a long row.
+
+
+@torch.library.custom_op("titan_mi100::delta_rule_states", mutates_args=())
+def forward_states(
+    state: Tensor, k: Tensor, v: Tensor, beta: Tensor, entry: Tensor, last: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The state at each chunk and behind the last one, and V' of each chunk. Args: as in _Chunks."""
+    states, changes = state.new_empty(len(v) + 1, *state.shape), torch.empty_like(v)
+    states[0] = state
+    for n, change in enumerate(changes):
+        rest = torch.addcmul(v[n], entry[n], _read(states[n], k[n]), value=-1)
+        torch.matmul(rest.mul_(beta[n]), inverse[n].mT, out=change)
+        torch.addcmul(_written(change * last[n], k[n]), entry[n, ..., -1:], states[n], out=states[n + 1])
+    return states, changes
+
+
+@torch.library.custom_op("titan_mi100::delta_rule_states_backward", mutates_args=())
+def backward_states(
+    grad_state: Tensor,
+    k: Tensor,
+    q: Tensor,
+    entering: Tensor,
+    inside: Tensor,
+    changes: Tensor,
+    beta: Tensor,
+    entry: Tensor,
+    last: Tensor,
+    inverse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of all states, of (I + A) V' of each chunk, and of its r.
+
+    Args:
+        grad_state: of the state behind the last chunk.
+        entering, inside: gradients of Q S and of V', both by the outputs of their chunk alone; shaped like V'.
+        changes: V'. The others as in _Chunks.
+    """
+    states, scaled = grad_state.new_empty(len(k) + 1, *grad_state.shape), torch.empty_like(inside)
+    lasts = torch.empty_like(last)
+    states[-1] = grad_state
+    for n in reversed(range(len(k))):
+        behind = _read(states[n + 1], k[n])
+        torch.sum(changes[n] * behind, -2, keepdim=True, out=lasts[n])
+        torch.matmul(torch.addcmul(inside[n], last[n], behind), inverse[n], out=scaled[n])
+        before = _written(entering[n], q[n]) - _written(scaled[n] * (entry[n] * beta[n]), k[n])
+        torch.addcmul(before, entry[n, ..., -1:], states[n + 1], out=states[n])
+    return states, scaled, lasts
+
+
+@forward_states.register_fake
+def _(state: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+    return state.new_empty(len(v) + 1, *state.shape), torch.empty_like(v)
+
+
+@backward_states.register_fake
+def _(grad_state: Tensor, k: Tensor, q: Tensor, entering: Tensor, inside: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+    return grad_state.new_empty(len(k) + 1, *grad_state.shape), torch.empty_like(inside), torch.empty_like(more[3])
+
+
+@register_flop_formula(torch.ops.titan_mi100.delta_rule_states)
+def _(state: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(v) * (2 * k[-1] + k[-2])
+
+
+@register_flop_formula(torch.ops.titan_mi100.delta_rule_states_backward)
+def _(state: Any, k: Any, q: Any, entering: Any, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(entering) * (3 * k[-1] + k[-2])
+
+
+def _read(state: Tensor, keys: Tensor) -> Tensor:
+    """What keys or queries, (..., Hk, C, dk), read of states, (..., Hk, G, dv, dk): (..., Hk, G, dv, C)."""
+    return (state.flatten(-3, -2) @ keys.mT).unflatten(-2, state.shape[-3:-1])
+
+
+def _written(values: Tensor, keys: Tensor) -> Tensor:
+    """The sum over tokens of value and key, shaped like states."""
+    return (values.flatten(-3, -2) @ keys).unflatten(-2, values.shape[-3:-1])
+
+
+def _of_keys(values: Tensor, state: Tensor) -> Tensor:
+    """The sum over value heads of states times values, shaped like keys."""
+    return values.flatten(-3, -2).mT @ state.flatten(-3, -2)
+
+
+def _inverse(a: Tensor) -> Tensor:
+    """(I + A)^-1 of strictly lower triangular A, (..., C, C).
+
+    The halves are inverted, then merged. A power series over all of A would lose every digit if keys resemble each
+    other.
+    """
+    size = a.shape[-1]
+    if size <= _SUBSTITUTED:
+        rows = torch.arange(size, device=a.device)
+        inverse = torch.eye(size, dtype=a.dtype, device=a.device) - a * _sibling(rows, 1)
+        for half in (2, 4, 8):
+            if half < size:
+                inverse = inverse - inverse @ (a * _sibling(rows, half)) @ inverse
+        return inverse
+    half = size // 2
+    first, second = _inverse(torch.stack((a[..., :half, :half], a[..., half:, half:])))
+    lower = -(second @ a[..., half:, :half] @ first)
+    return torch.cat((torch.cat((first, torch.zeros_like(first)), -1), torch.cat((lower, second), -1)), -2)
+
+
+def _sibling(rows: Tensor, half: int) -> Tensor:
+    """(C, C): whether i lies in the second and j in the first half of the same block of 2 x half rows."""
+    block, second = rows // (2 * half), rows // half % 2 == 1
+    return (block[:, None] == block) & second[:, None] & ~second
+
+
+def _normalised(x: Tensor, scale: float = 1.0) -> Tensor:
+    """scale x / |x|, in fp32 or fp64."""
+    x = at_least_fp32(x)
+    return x * (x.square().sum(-1, keepdim=True) + _EPS).rsqrt() * scale
+
+
+def _normalised_backward(x: Tensor, grad: Tensor, scale: float = 1.0) -> Tensor:
+    """The gradient of x. Args: grad: of _normalised(x, scale), (N, B, Hk, C, dk)."""
+    wide = at_least_fp32(x)
+    factor = (wide.square().sum(-1, keepdim=True) + _EPS).rsqrt()
+    unit, grad = wide * factor, _tokens(grad.mT[:, :, :, None], wide)
+    return (scale * factor * (grad - unit * (unit * grad).sum(-1, keepdim=True))).to(x.dtype)
+
+
+def _split(x: Tensor, chunk: int) -> Tensor:
+    """(B, seq, ...) -> (N, B, C, ...), with zeros behind the row."""
+    if missing := -x.shape[1] % chunk:
+        x = torch.cat((x, x.new_zeros(len(x), missing, *x.shape[2:])), 1)
+    return x.unflatten(1, (-1, chunk)).transpose(0, 1)
+
+
+def _values(x: Tensor, chunk: int, heads: int) -> Tensor:
+    """(B, seq, Hk x G, d) -> (N, B, Hk, G, d, C)."""
+    return _split(at_least_fp32(x), chunk).unflatten(3, (heads, -1)).permute(0, 1, 3, 4, 5, 2).contiguous()
+
+
+def _tokens(x: Tensor, like: Tensor) -> Tensor:
+    """The inverse of _values. Args: like: (B, seq, Hk x G, d), of the wanted size and dtype."""
+    return x.permute(1, 0, 5, 2, 3, 4).reshape(len(like), -1, *like.shape[2:])[:, : like.shape[1]].to(like.dtype)

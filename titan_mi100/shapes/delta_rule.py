@@ -1,0 +1,4 @@
+"""placeholder"""
+
+CHUNK = 64
+AT_ONCE = 1 << 15
