@@ -54,10 +54,13 @@ def test_a_failed_attempt_leaves_nothing_and_those_who_waited_fail_alike(tmp_pat
         with (tmp_path / "attempts").open("a") as file:
             file.write("x")
         (aside / "part").write_text("half")
-        time.sleep(0.5)
+        while len(list(tmp_path.glob("here*"))) < 4:
+            time.sleep(0.01)
+        time.sleep(0.5)  # now they wait for this attempt
         raise UserError("line 7 is bad")
 
     def attempt(number: int) -> None:
+        (tmp_path / f"here{number}").touch()
         try:
             cache.open_or_build_folder(folder, opened, fail, patience=0)
         except UserError as error:

@@ -21,7 +21,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.shapes.base import parameter_shapes
 from titan_mi100.shapes.families import read_hf_config, to_hf_config
-from titan_mi100.shapes.qwen3 import _ONLY, _ROPES, _WITHOUT_EFFECT
+from titan_mi100.shapes.hf_config import ONLY, ROPES, WITHOUT_EFFECT
 from titan_mi100.weights.hf import HFWeights
 
 BASE = to_hf_config(SPECS["tied"])
@@ -176,12 +176,14 @@ VALUES = (None, False, True, 0, 1, -1, 2, 0.5, 1e9, "", "silu", "default", [], [
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("key", [*BASE, *_ONLY, *_ROPES, "layer_types", *sorted(_WITHOUT_EFFECT), "unheard_of"])
+@pytest.mark.parametrize(
+    "key", [*BASE, *ONLY, "partial_rotary_factor", *ROPES, "layer_types", *sorted(WITHOUT_EFFECT), "unheard_of"]
+)
 def test_no_value_of_any_key_makes_a_difference_in_silence(
     key: str, weights: Path, tmp_path: Path, fp64_norms: None
 ) -> None:
-    values = VALUES if key not in _WITHOUT_EFFECT else (None, "silu", [])
-    if key in _ROPES:
+    values = VALUES if key not in WITHOUT_EFFECT else (None, "silu", [])
+    if key in ROPES:
         values += tuple({name: value} for name in ("rope_type", "type", "rope_theta", "factor") for value in VALUES)
     for number, value in enumerate(values):
         (tmp_path / str(number)).mkdir()

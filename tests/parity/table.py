@@ -45,14 +45,17 @@ from titan_mi100.config.settings import (
 from titan_mi100.data.made_up import made_up, packed
 from titan_mi100.data.prepared import PackedDataset
 from titan_mi100.data.prompts import held_out_prompts
+from titan_mi100.model.qwen3_5 import DeltaBlock
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.samples import answer_greedily
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.qwen3 import Qwen3Spec
+from titan_mi100.shapes.qwen3_5 import Qwen3_5Spec, every_fourth
 
 STEPS, ROWS, SEQ_LEN = 8, 16, 32  # ROWS per step
+CHUNK = 8  # tokens that the delta rule computes at once: a row has several
 PROMPTS, ANSWER = 5, 6  # held-out prompts, and tokens of an answer
 KINDS = ("gradients", "loss", "norm", "weights", "answers")
 BARS = {"float64": {"gradients": 1e-9, "loss": 1e-9, "norm": 1e-9, "weights": 1e-8, "answers": 0.0}}
@@ -82,6 +85,7 @@ class Cell:
     master: str = "fp32"
     offload: str = "nothing"  # to the host's memory
     load_from: str = ""  # a checkpoint to go on from, for the second half
+    family: str = "qwen3"
 
     @property
     def is_lean(self) -> bool:
@@ -119,7 +123,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def cells(
-    precision: str, max_norm: float, layouts: Sequence[str], accumulations: tuple[int, ...] = (1, 2, 4)
+    precision: str,
+    max_norm: float,
+    layouts: Sequence[str],
+    accumulations: tuple[int, ...] = (1, 2, 4),
+    family: str = "qwen3",
 ) -> list[Cell]:
     """Every cell of the table that is asked for: a pipeline's from as many microbatches as ranks, GPipe's from one."""
     found = []
@@ -127,7 +135,7 @@ def cells(
         processes, parallelism = LAYOUTS[name]
         for tied in (True, False):
             for accumulation in accumulations:
-                cell = Cell(name, processes, parallelism, tied, accumulation, precision, max_norm)
+                cell = Cell(name, processes, parallelism, tied, accumulation, precision, max_norm, family=family)
                 if cell.schedule == "GPipe" or accumulation >= parallelism.get("pipeline_parallel_degree", 1):
                     found.append(cell)
     return found
@@ -137,6 +145,12 @@ def spec_of(cell: Cell) -> ModelSpec:
     """Grouped heads; initial weights large enough that attention is not uniform; documents hold the padding token."""
     rest = {"rope_theta": 10_000.0, "initializer_range": 0.1, "pad_token_id": 208}
     size = 2 if cell.is_lean else 1  # wide enough for blocks of the optimizer's state
+    if cell.family == "qwen3.5":
+        kinds, heads = every_fourth(cell.layers, 2), (4, 2, 2, 4)
+        sizes = {"head_dim": 16, "linear_key_head_dim": 8 * size, "linear_value_head_dim": 16}
+        return Qwen3_5Spec(
+            320, 64 * size, 128 * size if cell.is_lean else 96, cell.layers, *heads, cell.tied, kinds, **sizes, **rest
+        )
     return Qwen3Spec(320, 64 * size, 128 * size if cell.is_lean else 96, cell.layers, 4, 2, 16, cell.tied, **rest)
 
 
@@ -244,6 +258,7 @@ def launch(jobs: list[Cell], folder: Path) -> list[list[dict[str, Any]]]:
 
 def worker(folder: Path) -> None:
     world = distributed.init_distributed()
+    DeltaBlock.chunk = CHUNK
     records = [run_cell(Cell(**cell), world) for cell in torch.load(folder / "cells.pt", weights_only=False)]
     torch.save(records, folder / f"rank-{world.rank}.pt")
     distributed.leave(0)
@@ -280,7 +295,7 @@ def resume(
     *,
     pairs: Sequence[tuple[str, str]] = EVERY_PAIR,
     models: Sequence[bool] = (True, False),
-    **changes: int,
+    **changes: Any,
 ) -> list[Result]:
     """The second layout of each pair goes on from the first one's checkpoint; compared with one process that never
     stopped. `changes` are fields of the cells."""
@@ -334,6 +349,7 @@ def main() -> int:
     parser.add_argument("--clip", type=float, default=0.0, help="max_norm; 0: off")
     parser.add_argument("--resume", action="store_true", help="every layout's checkpoint into every other")
     parser.add_argument("--output", type=Path, help="folder for parity.md and parity.json")
+    parser.add_argument("--family", default="qwen3", choices=("qwen3", "qwen3.5"))
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -341,9 +357,16 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder:
         if arguments.resume:
-            results = [result for name in arguments.precision for result in resume(name, Path(folder) / name)]
+            results = [
+                result
+                for name in arguments.precision
+                for result in resume(name, Path(folder) / name, family=arguments.family)
+            ]
         else:
-            jobs = [cell for name in arguments.precision for cell in cells(name, arguments.clip, arguments.layout)]
+            found = [
+                (name, arguments.clip, arguments.layout, (1, 2, 4), arguments.family) for name in arguments.precision
+            ]
+            jobs = [cell for each in found for cell in cells(*each)]
             chosen = {"backend": arguments.backend, "state": arguments.state, "master": arguments.master}
             chosen["offload"] = arguments.offload
             results = measure([replace(cell, **chosen) for cell in jobs], Path(folder))

@@ -18,9 +18,9 @@ from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.files.model import check_weights
 from titan_mi100.files.patterns import matching_files, nearby
 from titan_mi100.shapes.base import ALL_LINEAR, ModelSpec, adapter_shapes, parameter_shapes
-from titan_mi100.shapes.families import LINEARS, known_fields
+from titan_mi100.shapes.families import FAMILIES, LINEARS, known_fields
 from titan_mi100.text import assets
-from titan_mi100.wording import bytes_in_words, has_control_characters
+from titan_mi100.wording import bytes_in_words, has_control_characters, some
 
 # Pairs of keys that exclude each other. One on the command line replaces the other in the file.
 ALTERNATIVES = (
@@ -102,7 +102,7 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
         what = f"= {validation.patience} needs freq, the steps between validations"
         yield Problem("validation.patience", what, ("validation.freq",))
     known = [*FINGERPRINTS, *(f"model.{name}" for name in known_fields())]
-    known += [f"lora.{name}" for name in settings.lora_identity(config.lora)]
+    known += [f"lora.{name}" for name in settings.lora_identity(config.lora, ())]
     for name in config.checkpoint.allow_changed:
         if name not in known:
             listed = f"{', '.join(FINGERPRINTS)}{did_you_mean(name, known)}"
@@ -133,7 +133,7 @@ def check_start(config: Config) -> None:
         return
     if load:
         try:
-            check_weights(Path(load), parameter_shapes(spec), spec.carried)
+            check_weights(Path(load), parameter_shapes(spec), spec.own_name, spec.carries)
         except UserError as error:
             raise UserError(f"{error}{hub_hint(load)}") from None
         assets.check_generation(assets.folder_of(load))
@@ -195,6 +195,10 @@ def _check_model(config: Config, spec: ModelSpec) -> Iterator[Problem]:
     if seq_len > (most := spec.max_position_embeddings):
         what = f"= {seq_len} is more than the model's max_position_embeddings = {most}; use at most {most}"
         yield Problem("training.seq_len", what, _MODEL)
+    targets, family = lora.target_modules, FAMILIES[spec.model_type]
+    if lora.rank and targets != LINEARS and (absent := [name for name in targets if name not in family.adapted]):
+        what = f"names {some(absent)}, which this model does not have; it has {', '.join(family.adapted)}"
+        yield Problem("lora.target_modules", what, _MODEL)
     named = spec.tensor_parallel_sizes()
     if wrong := [f"{name} = {n}" for name, n in {**named, "seq_len": seq_len}.items() if n % tp]:
         divisors = range(1, min(tp, *named.values()) + 1)
@@ -380,6 +384,13 @@ def _check_profiling(profiling: ProfilingConfig, world_size: int | None) -> Iter
         yield Problem(ranks, f"names {beyond[0]}, but the ranks are 0 to {world_size - 1}")
 
 
+# names of Qwen3.5's layers that people name as targets
+_NOT_ADAPTED = (
+    (("in_proj_a", "in_proj_b"), "some servers silently drop its adapter, and it is small; leave it out"),
+    (("conv1d", "conv"), "a convolution of single channels has no adapter; leave it out"),
+)
+
+
 def _check_lora(lora: LoRAConfig) -> Iterator[Problem]:
     known = (*LINEARS, ALL_LINEAR)
     if ALL_LINEAR in lora.target_modules:
@@ -387,6 +398,7 @@ def _check_lora(lora: LoRAConfig) -> Iterator[Problem]:
     elif wrong := [name for name in lora.target_modules if name not in LINEARS]:
         for name in wrong:
             what = f"names {name!r}, which is none of {', '.join(known)}{did_you_mean(name, known)}"
+            what = next((f"names {name!r}: {why}" for names, why in _NOT_ADAPTED if name in names), what)
             yield Problem("lora.target_modules", what)
     if lora.rank and not lora.target_modules:
         what = f"is empty, but rank = {lora.rank}; name some, or set rank to 0"

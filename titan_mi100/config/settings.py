@@ -1,6 +1,7 @@
 """The settings of a run: one dataclass per TOML section. Imports no torch."""
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -433,7 +434,11 @@ class Config:
         return resolve_batch(t.local_batch_size, accumulation, target, t.seq_len, ranks)
 
 
-def lora_identity(lora: LoRAConfig) -> dict[str, Any]:
-    """The LoRA settings that must not change on resume, as JSON values."""
-    targets = [name for name in families.LINEARS if name in lora.target_modules]
+def lora_identity(lora: LoRAConfig, modules: Collection[str]) -> dict[str, Any]:
+    """The LoRA settings that must not change on resume, as JSON values.
+
+    Args:
+        modules: linear layers that the model has; other targets name none.
+    """
+    targets = [name for name in families.LINEARS if name in lora.target_modules and name in modules]
     return {"rank": lora.rank, "alpha": lora.alpha, "target_modules": targets, "dropout": lora.dropout}

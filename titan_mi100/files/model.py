@@ -3,7 +3,7 @@
 weights/ opens the same files later, to read values.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os.path import lexists
 from pathlib import Path
 
@@ -84,11 +84,14 @@ def tensor_problems(tensors: Mapping[str, tuple[Sequence[int], str]], shapes: Ma
     return problems
 
 
-def check_weights(path: Path, shapes: Mapping[str, Sequence[int]], optional: Mapping[str, Sequence[int]]) -> None:
+def check_weights(
+    path: Path, shapes: Mapping[str, Sequence[int]], own_name: Callable[[str], str], carries: Callable[[str], bool]
+) -> None:
     """Check that weights are complete and, for an HF folder, those of the model.
 
     Args:
-        optional: tensors that may be there, too.
+        shapes: the model's tensors by our names.
+        own_name, carries: see ModelSpec.
 
     Raises:
         UserError: they are not; one line per problem.
@@ -97,7 +100,6 @@ def check_weights(path: Path, shapes: Mapping[str, Sequence[int]], optional: Map
     file, more = (path / ".metadata", [None]) if kind == DCP else (path, [])
     table = call_in_child(f"files.tables:{_READERS[kind]}", file, *more)
     if kind == HF:  # else what is in there, and under which names, is known when it is opened
-        tensors = {name: (shape, dtype) for name, (dtype, shape, _) in table.items()}
-        known = {**shapes, **{name: shape for name, shape in optional.items() if name in tensors}}
-        if problems := tensor_problems(tensors, known):
+        tensors = {own_name(name): (shape, dtype) for name, (dtype, shape, _) in table.items() if not carries(name)}
+        if problems := tensor_problems(tensors, shapes):
             raise UserError("\n".join(f"{path}: {problem}" for problem in problems))

@@ -33,8 +33,10 @@ class Layer(nn.Module):
         gathers: modules behind which tensor parallel gathers the sequence: what follows reads all of it.
         scatters: modules whose outputs are partial sums under tensor parallel: they are summed over the ranks, and each
             keeps a part of the sequence.
+        in_fp32: modules whose weights are fp32 in every computation; each is called as a module.
     """
 
+    in_fp32: ClassVar[Collection[str]] = ()
     gathers: ClassVar[Collection[str]]
     scatters: ClassVar[Collection[str]]
 
@@ -59,11 +61,11 @@ class Layer(nn.Module):
         """What is mixed, each (batch, seq, ...)."""
         raise NotImplementedError
 
-    def mix(self, parts: tuple[Tensor, ...], prepared: Any) -> Tensor:
-        """Let the positions of each document read each other."""
+    def mix(self, parts: tuple[Tensor, ...], prepared: Any) -> Any:
+        """Let the positions of each document read each other. What it returns is what `after` reads."""
         raise NotImplementedError
 
-    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
+    def after(self, x: Tensor, mixed: Any) -> Tensor:
         """(batch, seq, hidden), of the layer's input and the mixing's output."""
         raise NotImplementedError
 
@@ -71,7 +73,7 @@ class Layer(nn.Module):
         """What decoding keeps of earlier tokens. Args: length: the most tokens of a row."""
         raise NotImplementedError
 
-    def mix_next(self, parts: tuple[Tensor, ...], prepared: Any, state: Any, used: int, visible: Tensor) -> Tensor:
+    def mix_next(self, parts: tuple[Tensor, ...], prepared: Any, state: Any, used: int, visible: Tensor) -> Any:
         """`mix` for the next tokens of each row, while decoding; it keeps them in the state.
 
         Args:
@@ -84,6 +86,10 @@ class Layer(nn.Module):
     def merge(self) -> None:
         """See CausalLM.merge."""
 
+    def fp32_parameters(self) -> list[nn.Parameter]:
+        """Those of `in_fp32`."""
+        return [parameter for name in self.in_fp32 for parameter in self.get_submodule(name).parameters()]
+
 
 class AttentionLayer(Layer):
     """A layer whose positions mix by attention: its parts are queries, keys and values, (batch, seq, heads, size)."""
@@ -92,7 +98,7 @@ class AttentionLayer(Layer):
     def prepare(backend: Backend, documents: Documents, device: torch.device) -> Any:
         return backend.prepare(documents, device)
 
-    def mix(self, parts: tuple[Tensor, ...], prepared: Any) -> Tensor:
+    def mix(self, parts: tuple[Tensor, ...], prepared: Any) -> Any:
         q, k, v = parts
         return self.backend(q, k, v, prepared)
 
@@ -101,11 +107,11 @@ class AttentionLayer(Layer):
         shape = spec.attention
         return torch.empty(2, batch, shape.kv_heads, length, shape.head_dim, dtype=dtype, device=device)
 
-    def mix_next(self, parts: tuple[Tensor, ...], prepared: Any, state: Any, used: int, visible: Tensor) -> Tensor:
+    def mix_next(self, parts: tuple[Tensor, ...], prepared: Any, state: Any, used: int, visible: Tensor) -> Any:
         q, k, v = parts
         stored = state[:, :, :, : visible.shape[1]]
         stored[:, :, :, used:] = torch.stack((k, v)).transpose(2, 3)
-        return cached(q, stored[0], stored[1], visible) if used else self.mix(parts, prepared)
+        return cached(q, stored[0], stored[1], visible) if used else self.backend(q, k, v, prepared)
 
 
 class Decoder(nn.Module):

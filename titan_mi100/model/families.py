@@ -2,5 +2,6 @@
 
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.model.qwen3 import Qwen3
+from titan_mi100.model.qwen3_5 import Qwen3_5
 
-MODELS: dict[str, type[CausalLM]] = {"qwen3": Qwen3}
+MODELS: dict[str, type[CausalLM]] = {"qwen3": Qwen3, "qwen3_5": Qwen3_5}

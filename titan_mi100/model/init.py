@@ -32,7 +32,13 @@ def initial_values(
 
     Every 1024 rows have their own seed, so a rank draws little more than its shard.
     """
-    if (start := spec.parameters[name].start) != "normal":
+    if (start := spec.parameters[name].start) == "decay":
+
+        def fill(x: Tensor, by: torch.Generator) -> Tensor:
+            return x.uniform_(0.01, 16, generator=by).log_()
+
+        return draw(seed, name, torch.Size((*shape, 1)), (*offset, 0), (*size, 1), fill).flatten()
+    if start != "normal":
         return {"ones": torch.ones, "zeros": torch.zeros}[start](size)
     std, each = spec.initializer_range, math.prod(shape[1:-1])  # rows of the matrix for each index of the first
     matrix, here, rows = (each * shape[0], shape[-1]), (each * offset[0], offset[-1]), (each * size[0], size[-1])

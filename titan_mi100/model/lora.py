@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.model.decoder import CausalLM
@@ -49,19 +49,22 @@ def apply_lora(model: CausalLM, config: LoRAConfig, dtype: torch.dtype) -> None:
     """
     model.requires_grad_(False)
     for layer in model.model.blocks():
-        for parent in list(layer.modules()):
+        for path, parent in list(layer.named_modules()):
             for name, child in list(parent.named_children()):
                 if not isinstance(child, Linear):
                     continue
                 in_4_bits = config.base == "nf4"
+                of_parts = isinstance(parent, nn.ModuleList)  # a part of a weight, see shapes.base.Parameter
                 with torch.device("meta"):
-                    if name in config.target_modules:
+                    if (path.rpartition(".")[2] if of_parts else name) in config.target_modules:
                         child = (NF4LoRALinear if in_4_bits else LoRALinear)(child, config)
                     elif in_4_bits:  # layers without an adapter are quantised too
                         child = NF4Linear(child.in_features, child.out_features)
                 if isinstance(child, NF4Linear):
                     child.shrink(dtype)
                 setattr(parent, name, child)
+                if of_parts and isinstance(child, LoRALinear):  # one A for all parts, as for one weight
+                    child.lora_A = parent[0].lora_A  # type: ignore[assignment, index]
 
 
 def is_adapter(name: str) -> bool:

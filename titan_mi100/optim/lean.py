@@ -16,6 +16,7 @@ has the same bits with its state on the device.
 import itertools
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class LeanAdamW(NamedState):
         on_host: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> None:
         """Args:
-        groups: parameter groups, see build_optimizer. Parameters are fp32 if `config.master` is fp32, else bf16.
+        groups: parameter groups, see build_optimizer. A parameter is in the dtype of `config.master`, or in fp32.
         seed: seeds stochastic rounding.
         device: the device of the computation.
         on_host: gradients in host memory, by parameter. The state of these parameters is in host memory too. It is
@@ -68,7 +69,7 @@ class LeanAdamW(NamedState):
         """
         defaults = {"betas": (config.beta1, config.beta2), "eps": config.eps}
         super().__init__(groups, defaults)
-        self._config, self._seed = config, seed
+        self._config, self._in_fp32, self._seed = config, replace(config, master="fp32"), seed
         self._on_host = on_host or {}
         self._device = torch.get_device_module(device)
         # The first lane runs on the current stream, for state on the device; the two others alternate, see update.
@@ -91,7 +92,7 @@ class LeanAdamW(NamedState):
                 wide = torch.promote_types(parameter.dtype, torch.float32)
                 dtype = torch.bfloat16 if self._config.state == "bf16" else wide
                 state[name] = _like(parameter, dtype, stays)
-        if self._config.master == "24bit":
+        if self._config.master == "24bit" and parameter.dtype == torch.bfloat16:
             state["residual"] = _like(parameter, torch.int8, stays)
 
     def keep_residuals(self, read: Read) -> Read:
@@ -169,12 +170,13 @@ class LeanAdamW(NamedState):
                     part[name].copy_(here[name], non_blocking=True)
 
     def _update_rows(self, part: dict[str, Tensor], number: int, whole: int, numbers: Numbers, lane: "_Lane") -> None:
+        config = self._config if part["weight"].dtype == torch.bfloat16 else self._in_fp32
         if not self._config.is_lean:
             update_with_fused(part, numbers)
         elif self._kernel is not None:
-            self._kernel(part, number, whole, numbers, self._config.master)
+            self._kernel(part, number, whole, numbers, config.master)
         else:
-            update_with_torch(part, number, whole, numbers, self._config, lane.scratch(part["weight"]))
+            update_with_torch(part, number, whole, numbers, config, lane.scratch(part["weight"]))
 
 
 def rows_at_a_time(is_gpu: bool, columns: int, is_on_host: bool) -> int:

@@ -115,8 +115,11 @@ def parallelize(model: CausalLM, config: Config, layout: Layout, mesh: DeviceMes
     if lora.rank:
         apply_lora(model, lora, compute_dtype(training))
     # Trained weights get the master dtype, frozen ones the compute dtype. The DTensors made below keep these dtypes.
+    wide = {id(parameter) for layer in model.model.blocks() for parameter in layer.fp32_parameters()}
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(master if parameter.requires_grad else compute_dtype(training))
+        dtype = master if parameter.requires_grad else compute_dtype(training)
+        dtype = torch.promote_types(dtype, torch.float32) if id(parameter) in wide else dtype
+        parameter.data = parameter.data.to(dtype)
     if layout.tp > 1:
         apply_tensor_parallel(model, tensor_parallel_ranks(mesh))
     # Checkpointing wraps the compiled functions: these are then alike in all blocks, and torch compiles them once.

@@ -72,6 +72,15 @@ def apply_fsdp(
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     reshard = layout.zero_stage == 3
     blocks = model.model.blocks()
+    wide = MixedPrecisionPolicy(
+        param_dtype=torch.promote_types(getattr(torch, training.mixed_precision_param), torch.float32),
+        reduce_dtype=torch.promote_types(reduce_dtype(training), torch.float32),
+        cast_forward_inputs=False,
+    )
+    for layer in blocks:
+        if layer.in_fp32:  # small weights: they stay gathered until backward is done
+            small = [layer.get_submodule(name) for name in layer.in_fp32]
+            fully_shard(small, reshard_after_forward=False, **{**options, "mp_policy": wide})
     for layer in blocks:  # the last block stays gathered after forward: backward needs it first
         fully_shard(layer, reshard_after_forward=reshard and layer is not blocks[-1], **options)
     if model.lm_head is not None:

@@ -5,7 +5,7 @@ LoRA, tensor parallel, pipeline stages, conversion and decoding read these data;
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import Field, asdict, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -37,22 +37,27 @@ class Parameter(NamedTuple):
     has two dimensions or less and one split. Files have HF's tensor.
 
     Attributes:
-        role: "matrix", "norm", "embedding", "head" or "other". Only matrices have adapters.
-        start: its initial values: "normal" (mean 0, deviation `initializer_range`), "ones" or "zeros".
+        role: "matrix", "norm", "embedding", "head" or "other". Only matrices have adapters, and 4 bits.
+        start: its initial values: "normal" (mean 0, deviation `initializer_range`), "ones", "zeros", or "decay" (the
+            logarithm of a value between 0.01 and 16).
+        held_as: the last parts of its name in the model; "": as in files. It has no parts then.
     """
 
     shape: tuple[int, ...]
     split: Split
     role: str = "matrix"
     start: str = "normal"
+    held_as: str = ""
 
     @property
     def size(self) -> int:
         return math.prod(self.shape)
 
-    def held(self, name: str) -> dict[str, tuple[int, int]]:
-        """The parameters that the model holds of it: name -> rows and columns."""
+    def held(self, name: str) -> dict[str, tuple[int, ...]]:
+        """The parameters that the model holds of it: name -> its shape, of two dimensions or less."""
         columns = self.shape[-1]
+        if self.held_as:
+            return {f"{name.rpartition('.')[0]}.{self.held_as}": self.shape}
         if not self.split.parts:
             return {name: (self.size // columns, columns)}
         module = name.removesuffix(".weight")
@@ -65,12 +70,14 @@ class Piece(NamedTuple):
     Attributes:
         whole: the tensor's HF name.
         start: first row in the tensor, seen as a matrix of its last dimension.
-        shape: rows and columns.
+        shape: rows and columns; of a tensor of one dimension, its own.
+        whole_shape: of the tensor in files.
     """
 
     whole: str
     start: int
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
+    whole_shape: tuple[int, ...]
 
 
 class Values(NamedTuple):
@@ -171,7 +178,19 @@ class ModelSpec:
 
     def problems(self) -> list[str]:
         """What is wrong with this shape, one clause each; empty: nothing."""
-        raise NotImplementedError
+        found = [
+            f"{name} = {value} must be positive"
+            for name, value in asdict(self).items()  # type: ignore[call-overload]
+            if name != "pad_token_id" and type(value) in (int, float) and value <= 0
+        ]
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            found.append(f"pad_token_id = {self.pad_token_id} is not in the vocabulary; set it to null")
+        return found
+
+    def uneven(self, more: str, fewer: str) -> list[str]:
+        """A problem if a number of heads is not a multiple of another."""
+        many, few = getattr(self, more), getattr(self, fewer)
+        return [f"{more} = {many} is not a multiple of {fewer} = {few}"] if many % few else []
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
@@ -188,22 +207,30 @@ class ModelSpec:
             found["lm_head.weight"] = Parameter(whole, OUTPUTS, "head")
         return found
 
-    @property
-    def carried(self) -> Mapping[str, tuple[int, ...]]:
-        """Names and shapes of tensors that a folder may have and the model does not use, such as a vision tower. They
-        go along through checkpoints and exports byte for byte.
+    def carries(self, name: str) -> bool:
+        """Whether a tensor of a folder, by its name there, is not used, such as a vision tower's. It goes along through
+        checkpoints and exports byte for byte.
         """
-        return {}
+        return False
+
+    @staticmethod
+    def own_name(name: str) -> str:
+        """Our name of a tensor of an HF folder: a parameter's begins with `model.` or is the head's."""
+        return name
+
+    def stored_name(self, name: str) -> str:
+        """The name in an HF folder that is written, of our name."""
+        return name
 
     @cached_property
     def pieces(self) -> dict[str, Piece]:
         """The parameters that the model holds in another form than files do, by their names in the model."""
         found = {}
         for whole, parameter in self.parameters.items():
-            if parameter.split.parts or len(parameter.shape) > 2:
+            if parameter.split.parts or len(parameter.shape) > 2 or parameter.held_as:
                 start = 0
                 for name, shape in parameter.held(whole).items():
-                    found[name] = Piece(whole, start, shape)
+                    found[name] = Piece(whole, start, shape, parameter.shape)
                     start += shape[0]
         return found
 
@@ -213,9 +240,9 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return {name: parameter.shape for name, parameter in spec.parameters.items()}
 
 
-def stored_shapes(spec: ModelSpec, stored: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """As parameter_shapes, with those of the carried tensors that are stored. Args: stored: names in a folder."""
-    return parameter_shapes(spec) | {name: shape for name, shape in spec.carried.items() if name in stored}
+def stored_shapes(spec: ModelSpec, stored: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[int, ...]]:
+    """As parameter_shapes, with those of the carried tensors. Args: stored: what a folder has: name -> shape, ..."""
+    return parameter_shapes(spec) | {name: kind[0] for name, kind in stored.items() if spec.carries(name)}
 
 
 def parameter_count(spec: ModelSpec) -> int:
@@ -232,6 +259,25 @@ def adapter_shapes(spec: ModelSpec, rank: int, targets: Collection[str]) -> dict
             shapes[f"{module}.lora_A.weight"] = (rank, parameter.shape[1])
             shapes[f"{module}.lora_B.weight"] = (parameter.shape[0], rank)
     return shapes
+
+
+def adapter_pieces(spec: ModelSpec, rank: int) -> dict[str, Piece]:
+    """As ModelSpec.pieces, of the LoRA matrices of tensors that are held in parts. The parts share A; B has theirs."""
+    found = {}
+    for whole, parameter in spec.parameters.items():
+        if rank and parameter.role == "matrix" and parameter.split.parts and len(parameter.shape) == 2:
+            module, (rows, columns) = whole.removesuffix(".weight"), parameter.shape
+            a, b, start = f"{module}.lora_A.weight", f"{module}.lora_B.weight", 0
+            found[f"{module}.0.lora_A.weight"] = Piece(a, 0, (rank, columns), (rank, columns))
+            for number, size in enumerate(parameter.split.parts):
+                found[f"{module}.{number}.lora_B.weight"] = Piece(b, start, (size, rank), (rows, rank))
+                start += size
+    return found
+
+
+def modules_of(adapter: Iterable[str]) -> set[str]:
+    """The linear layers that LoRA matrices of these names are beside; the last part of their names."""
+    return {name.rpartition(".lora_")[0].rpartition(".")[2] for name in adapter}
 
 
 def differences(a: ModelSpec, b: ModelSpec) -> list[str]:

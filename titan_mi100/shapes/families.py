@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_object, refuse_code
 from titan_mi100.files.schema import validated
-from titan_mi100.shapes import qwen3
+from titan_mi100.shapes import qwen3, qwen3_5
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.wording import shown
 
@@ -32,7 +32,12 @@ class Family(NamedTuple):
 
 
 # by HF's model_type; the class of its layers is in model/families.py
-FAMILIES = {"qwen3": Family(qwen3.Qwen3Spec, qwen3.PRESETS, qwen3.LINEARS, qwen3.read, qwen3.to_hf)}
+_QWEN3_5 = Family(qwen3_5.Qwen3_5Spec, qwen3_5.PRESETS, qwen3_5.LINEARS, qwen3_5.read, qwen3_5.to_hf)
+FAMILIES = {
+    "qwen3": Family(qwen3.Qwen3Spec, qwen3.PRESETS, qwen3.LINEARS, qwen3.read, qwen3.to_hf),
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_text": _QWEN3_5,
+}
 PRESETS = {name: spec for family in FAMILIES.values() for name, spec in family.presets.items()}
 LINEARS = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.adapted))
 _FIRST = "qwen3"  # fingerprints of its models are without model_type, as there was no other family
@@ -54,6 +59,13 @@ def read_hf_config(folder: str | Path) -> ModelSpec:
     return family.read(path, raw)
 
 
+def own_name(name: str) -> str:
+    """ModelSpec.own_name, whatever the family."""
+    for family in FAMILIES.values():
+        name = family.spec.own_name(name)
+    return name
+
+
 def known_fields() -> list[str]:
     """The keys of all families' fingerprints."""
     names = (field.name for family in FAMILIES.values() for field in fields(family.spec))
@@ -67,7 +79,8 @@ def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
 
 def fingerprint(spec: ModelSpec) -> dict[str, Any]:
     """The shape as JSON, for a checkpoint's manifest."""
-    return ({} if spec.model_type == _FIRST else {"model_type": spec.model_type}) | asdict(spec)
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(spec).items()}
+    return ({} if spec.model_type == _FIRST else {"model_type": spec.model_type}) | values
 
 
 def of_fingerprint(saved: Mapping[str, Any]) -> ModelSpec:

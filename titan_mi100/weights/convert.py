@@ -27,7 +27,7 @@ from titan_mi100.files.durable import atomic_output_folder, sync
 from titan_mi100.files.library import try_library
 from titan_mi100.log import ByteProgress, log
 from titan_mi100.parallel.distributed import raise_together, wait_for_all
-from titan_mi100.shapes.base import ModelSpec, parameter_count
+from titan_mi100.shapes.base import ModelSpec, modules_of, parameter_count
 from titan_mi100.text.assets import CONFIG, GENERATION, Assets, config_dtype, export_assets, naming_dtype, read_assets
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights import peft as peft_io
@@ -35,6 +35,7 @@ from titan_mi100.weights.adapter import merged_source
 from titan_mi100.weights.base import Kind, Kinds, Weights, dtype_name, raw_bytes
 from titan_mi100.weights.dcp import MODEL_FILE, DCPWeights, read_torch_weights, write_dcp, write_torch
 from titan_mi100.weights.hf import HFWeights, is_hf_folder, write_hf
+from titan_mi100.weights.pieces import joined
 from titan_mi100.weights.source import ModelSource, open_source, verify_files
 from titan_mi100.wording import some
 
@@ -122,10 +123,12 @@ def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = 
     with _new_folder(source, output, kinds, verify) as aside:
         _write_assets(aside, _assets_of_export(source, source.spec, kinds))
         digests = Digests()
-        write_hf(aside, kinds, _tensors_to_write(source, kinds, digests), SHARD_BYTES)
+        stored = source.spec.stored_name
+        tensors = ((stored(name), tensor) for name, tensor in _tensors_to_write(source, kinds, digests))
+        write_hf(aside, {stored(name): kind for name, kind in kinds.items()}, tensors, SHARD_BYTES)
         for file in aside.glob("*.safetensors"):
             safe_open(file, framework="pt")  # the reader that other programs use accepts the file as well
-        written = HFWeights(aside)
+        written = joined(HFWeights(aside), source.spec)
         _compare(written, digests, verify)
         if verify == "logits":
             _compare_logits(aside, written, source.spec, texts=True)
@@ -164,9 +167,11 @@ def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, ve
         )
     with _new_folder(source, output, kinds, verify) as aside:
         digests = Digests()
-        peft_io.write_adapter(aside, dict(_tensors_to_write(source, kinds, digests)), lora, name or base)
+        tensors = {source.spec.stored_name(own): tensor for own, tensor in _tensors_to_write(source, kinds, digests)}
+        peft_io.write_adapter(aside, tensors, lora, name or base)
         again, written = peft_io.read_adapter(aside)
-        if verify != "off" and lora_identity(again) != lora_identity(lora):
+        modules = modules_of(kinds)
+        if verify != "off" and lora_identity(again, modules) != lora_identity(lora, modules):
             raise SaveError("the adapter's settings differ from those that were written")
         _compare(written, digests, verify)
         _write_assets(aside, {n: content for n, content in source.assets.items() if n not in (CONFIG, GENERATION)})
@@ -208,11 +213,11 @@ def is_exported(target: Path, dtype: str, is_adapter: bool, base_name: str = "")
 
 def _output_kinds(source: ModelSource, dtype: str) -> Kinds:
     """Shape and dtype of the tensors to write. Only floating-point tensors that the model uses are cast."""
-    kinds, carried = source.weights.kinds, source.spec.carried if source.spec else {}
+    kinds, spec = source.weights.kinds, source.spec
     if dtype == "keep":
         return kinds
     target: torch.dtype = getattr(torch, dtype)
-    cast = {name for name, kind in kinds.items() if kind.dtype.is_floating_point and name not in carried}
+    cast = {name for name, kind in kinds.items() if kind.dtype.is_floating_point and not (spec and spec.carries(name))}
     return {name: Kind(kind.shape, target) if name in cast else kind for name, kind in kinds.items()}
 
 

@@ -1,6 +1,7 @@
 """Fills a run's model with weights: from files, at random, or from a LoRA adapter."""
 
 import math
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -52,13 +53,11 @@ def load_weights(
                 # each rank hashes a share of a sealed checkpoint's files
                 verify_files(Path(source), dist.get_rank(), dist.get_world_size())
                 if dist.get_rank() == 0 and not config.lora.rank:
-                    model.carried = {name: base.tensor(name) for name in spec.carried if name in base.kinds}
+                    model.carried = {name: base.tensor(name) for name in base.kinds if spec.carries(name)}
         fill_base(model, optimizer.keep_residuals(read_pieces(spec, read)))
-    elif spec.carried and dist.get_rank() == 0:
-        saved = open_weights(checkpoint).kinds
-        model.carried = {
-            name: torch.empty(saved[name].shape, dtype=saved[name].dtype) for name in spec.carried if name in saved
-        }
+    elif dist.get_rank() == 0:
+        saved = {name: kind for name, kind in open_weights(checkpoint).kinds.items() if spec.carries(name)}
+        model.carried = {name: torch.empty(kind.shape, dtype=kind.dtype) for name, kind in saved.items()}
     name = config.model.flavor or Path(source).name
     log.info(f"model {name}: {parameter_count(spec):,} parameters, {origin}")
     if config.lora.rank:
@@ -110,12 +109,13 @@ def _load_adapter(
         if lora.initial_load_path:
             with raise_together():
                 read, origin = open_adapter(lora, shapes).read_exactly, f"from {lora.initial_load_path}"
-        distributed.fill_parameters(model.trained_parameters(), optimizer.keep_residuals(read))
-    trained = sum(map(math.prod, shapes.values()))
-    everything = parameter_count(spec) + trained
+        read = optimizer.keep_residuals(read_pieces(spec, read, lora.rank))
+        distributed.fill_parameters(model.trained_parameters(), read)
+    trained, kinds = sum(map(math.prod, shapes.values())), Counter(name.rsplit(".", 3)[1] for name in shapes)
+    everything, words = parameter_count(spec) + trained, ", ".join(f"{n // 2} {kind}" for kind, n in kinds.items())
     log.info(
         f"LoRA: {trained:,} of {everything:,} parameters are trained ({trained / everything:.2%}), with rank "
-        f"{lora.rank} and alpha {lora.alpha:g} on {', '.join(lora.target_modules)}; {origin}"
+        f"{lora.rank} and alpha {lora.alpha:g} on {words}; {origin}"
     )
 
 

@@ -18,15 +18,14 @@ from titan_mi100.config.settings import LoRAConfig, lora_identity
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_object, refuse_code
 from titan_mi100.files.stored import open_safetensors
-from titan_mi100.shapes.families import LINEARS
+from titan_mi100.shapes.base import modules_of
+from titan_mi100.shapes.families import LINEARS, own_name
 from titan_mi100.weights.base import StoredWeights, Weights
 from titan_mi100.wording import shortened, some
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # PEFT puts it before the model's own names
-_NAME = re.compile(
-    rf"{re.escape(_PREFIX)}model\.layers\.\d+\.(?:self_attn|mlp)\.({'|'.join(LINEARS)})\.lora_[AB]\.weight"
-)
+_NAME = re.compile(rf"{re.escape(_PREFIX)}(?:\w+\.)+layers\.\d+\.\w+\.({'|'.join(LINEARS)})\.lora_[AB]\.weight")
 # Keys of adapter_config.json that do not change the result of an adapter with given tensors. Any other key that is set
 # is refused: the adapter would compute something else here than in peft.
 _HARMLESS = {
@@ -43,8 +42,8 @@ def write_adapter(folder: str | Path, tensors: Mapping[str, Tensor], lora: LoRAC
 
     Args:
         folder: created if it does not exist; files in it are overwritten.
-        tensors: all matrices by our names, such as `model.layers.0.self_attn.q_proj.lora_A.weight`: A is (rank, in),
-            B is (out, rank).
+        tensors: all matrices by the names of the base's folder, such as
+            `model.layers.0.self_attn.q_proj.lora_A.weight`: A is (rank, in), B is (out, rank).
         lora: the settings that the adapter was trained with.
         base_model_name: path or hub name of the base, or empty. Of a path in the hub's cache the name is written.
     """
@@ -63,7 +62,7 @@ def write_adapter(folder: str | Path, tensors: Mapping[str, Tensor], lora: LoRAC
         # a whole number as an int, as peft itself writes it
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": lora_identity(lora)["target_modules"],
+        "target_modules": lora_identity(lora, modules_of(tensors))["target_modules"],
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
@@ -115,7 +114,7 @@ def read_adapter(folder: str | Path) -> tuple[LoRAConfig, StoredWeights]:
         dropout=float(raw["lora_dropout"]),
         target_modules=tuple(name for name in LINEARS if name in named),
     )
-    return lora, StoredWeights(path, stored, {name.removeprefix(_PREFIX): name for name in stored.kinds})
+    return lora, StoredWeights(path, stored, {own_name(name.removeprefix(_PREFIX)): name for name in stored.kinds})
 
 
 def open_adapter(lora: LoRAConfig, shapes: Mapping[str, tuple[int, ...]]) -> Weights:
@@ -129,7 +128,8 @@ def open_adapter(lora: LoRAConfig, shapes: Mapping[str, tuple[int, ...]]) -> Wei
     """
     folder = lora.initial_load_path
     found, weights = read_adapter(folder)
-    ours, theirs = lora_identity(lora), lora_identity(found)
+    modules = modules_of(shapes)
+    ours, theirs = lora_identity(lora, modules), lora_identity(found, {*LINEARS})
     if differing := [
         f"{key} = {theirs[key]}, not {ours[key]}" for key in ours if key != "dropout" and ours[key] != theirs[key]
     ]:

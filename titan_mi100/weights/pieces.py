@@ -1,22 +1,33 @@
 """Tensors that the model holds in pieces (see shapes.base.Parameter): a piece of one, and one from its pieces."""
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from titan_mi100.errors import UserError
 from titan_mi100.model.init import Read
-from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.shapes.base import ModelSpec, Piece, adapter_pieces
 from titan_mi100.weights.base import Kind, Weights, box
+from titan_mi100.wording import some
 
 
-def read_pieces(spec: ModelSpec, read: Read) -> Read:
-    """A function that reads parameters by their names in the model. Args: read: reads tensors by their HF names."""
+def read_pieces(spec: ModelSpec, read: Read, rank: int = 0) -> Read:
+    """A function that reads parameters by their names in the model.
+
+    Args:
+        read: reads tensors by their HF names.
+        rank: of the LoRA matrices that it reads; 0: it reads the model's own parameters.
+    """
+    pieces = adapter_pieces(spec, rank) if rank else spec.pieces
 
     def read_held(name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-        if (piece := spec.pieces.get(name)) is None:
+        if (piece := pieces.get(name)) is None:
             return read(name, shape, offset, size)
-        whole = torch.Size(spec.parameters[piece.whole].shape)
+        whole = torch.Size(piece.whole_shape)
+        if len(whole) == 1:
+            return read(piece.whole, whole, offset, size)
         inner, first, (rows, columns) = whole[1:-1], piece.start + offset[0], size
         each = math.prod(inner)  # rows of the matrix for each index of the first dimension
         begin, end = first // each, -(-(first + rows) // each)
@@ -27,19 +38,49 @@ def read_pieces(spec: ModelSpec, read: Read) -> Read:
 
 
 def joined(stored: Weights, spec: ModelSpec) -> Weights:
-    """The weights by their HF names, also if they are those of a run's checkpoint."""
-    return JoinedWeights(stored, spec) if not spec.pieces.keys().isdisjoint(stored.kinds) else stored
+    """The weights by our names, also if they are those of a run's checkpoint, or have a prefix in the folder.
+
+    Raises:
+        UserError: two tensors have the same name here.
+    """
+    names = {spec.own_name(name): name for name in stored.kinds}
+    if len(names) < len(stored.kinds):
+        twice = sorted(stored.kinds.keys() - {*names.values()})
+        what = f"{some(twice)} and {names[spec.own_name(twice[0])]} are the same tensor of the model"
+        raise UserError(f"{stored.source}: {what}; remove one of each")
+    if any(own != name for own, name in names.items()):
+        stored = RenamedWeights(stored, names)
+    ranks = (kind.shape[0] for name, kind in stored.kinds.items() if name.endswith(".lora_A.weight"))
+    pieces = spec.pieces | adapter_pieces(spec, next(ranks, 0))
+    return JoinedWeights(stored, pieces) if not pieces.keys().isdisjoint(stored.kinds) else stored
+
+
+class RenamedWeights(Weights):
+    """Weights by our names. Args: names: our name -> the name in the folder."""
+
+    def __init__(self, stored: Weights, names: Mapping[str, str]) -> None:
+        self.source, self._stored, self._names = stored.source, stored, names
+        self.kinds = {own: stored.kinds[name] for own, name in names.items()}
+
+    def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        return self._stored.read(self._names[name], shape, offset, size)
+
+    def read_exactly(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        return self._stored.read_exactly(self._names[name], shape, offset, size)
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        return self._stored.tensor(self._names[name], dtype)
 
 
 class JoinedWeights(Weights):
     """The weights of a checkpoint that a run has saved in pieces, by their HF names."""
 
-    def __init__(self, stored: Weights, spec: ModelSpec) -> None:
-        self.source, self._stored, self._spec = stored.source, stored, spec
-        self.kinds = {name: kind for name, kind in stored.kinds.items() if name not in spec.pieces}
-        for name, piece in spec.pieces.items():
+    def __init__(self, stored: Weights, pieces: Mapping[str, Piece]) -> None:
+        self.source, self._stored, self._pieces = stored.source, stored, pieces
+        self.kinds = {name: kind for name, kind in stored.kinds.items() if name not in pieces}
+        for name, piece in pieces.items():
             if name in stored.kinds:
-                self.kinds[piece.whole] = Kind(spec.parameters[piece.whole].shape, stored.kinds[name].dtype)
+                self.kinds[piece.whole] = Kind(piece.whole_shape, stored.kinds[name].dtype)
 
     def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         return self._joined(self._stored.read, name, shape, offset, size)
@@ -50,9 +91,11 @@ class JoinedWeights(Weights):
     def _joined(
         self, read: Read, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]
     ) -> Tensor:
-        pieces = {held: p for held, p in self._spec.pieces.items() if p.whole == name and held in self._stored.kinds}
+        pieces = {held: p for held, p in self._pieces.items() if p.whole == name and held in self._stored.kinds}
         if not pieces:
             return read(name, shape, offset, size)
+        if len(shape) == 1:
+            return read(next(iter(pieces)), shape, offset, size)
         each, column, columns = math.prod(shape[1:-1]), offset[-1], size[-1]
         begin, end, found = offset[0] * each, (offset[0] + size[0]) * each, []
         for held, piece in pieces.items():

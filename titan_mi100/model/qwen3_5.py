@@ -1,0 +1,236 @@
+"""The layers of the dense Qwen3.5 (3.6, 3.8): attention with a gate on its output, and Gated DeltaNet.
+
+Source: the published weights and their config.json; Yang et al., 2024 (Gated Delta Networks). tests/test_qwen3_5.py
+compares it with transformers' Qwen3.5.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan_mi100.attention.base import Backend, Documents
+from titan_mi100.model.decoder import AttentionLayer, CausalLM, Layer
+from titan_mi100.model.delta_rule import causal_convolution, delta_rule, document_ids, recurrence
+from titan_mi100.model.layers import Linear, at_least_fp32, local_weight, merge_weights, multiply, outputs_of
+from titan_mi100.model.qwen3 import MLP, rotary_tables, rotate
+from titan_mi100.shapes.base import LayerShape, ModelSpec
+from titan_mi100.shapes.delta_rule import CHUNK
+from titan_mi100.shapes.qwen3_5 import FULL, LINEAR, Qwen3_5Spec
+
+
+class ZeroCentredNorm(nn.Module):
+    """RMSNorm whose gain is 1 + weight, so that weight decay pulls the gain to 1."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.zeros(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = at_least_fp32(x)  # in 16 bits, 1 + weight would lose most bits of the weight
+        return F.rms_norm(wide, self.weight.shape, 1 + local_weight(self.weight, wide.dtype), self.eps).to(x.dtype)
+
+
+class GatedNorm(nn.Module):
+    """RMSNorm times silu(gate), of each head."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        wide = at_least_fp32(x)
+        normed = F.rms_norm(wide, self.weight.shape, local_weight(self.weight, wide.dtype), self.eps)
+        return (normed * F.silu(gate.to(wide.dtype))).to(x.dtype)
+
+
+class Weight(nn.Module):
+    """A matrix that is neither adapted nor kept in 4 bits: it is small, and errors in it add up over a document."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, columns))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return multiply(x, local_weight(self.weight, x.dtype))
+
+
+class Decay(nn.Module):
+    """The logarithm of each head's decay: -exp(A_log) softplus(a + dt_bias). fp32: it adds up over a document."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.A_log, self.dt_bias = nn.Parameter(torch.zeros(heads)), nn.Parameter(torch.ones(heads))
+
+    def forward(self, a: Tensor) -> Tensor:
+        wide = at_least_fp32(a)
+        rate, bias = (local_weight(weight, wide.dtype) for weight in (self.A_log, self.dt_bias))
+        return -rate.exp() * F.softplus(wide + bias)
+
+
+class GatedAttention(nn.Module):
+    """The projections before and after attention."""
+
+    def __init__(self, spec: Qwen3_5Spec) -> None:
+        super().__init__()
+        self.head_dim, self.rotated = spec.head_dim, spec.rotated
+        heads, kv_heads = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+        self.q_proj = Linear(spec.hidden_size, 2 * heads)  # of each head its query and its gate
+        self.k_proj = Linear(spec.hidden_size, kv_heads)
+        self.v_proj = Linear(spec.hidden_size, kv_heads)
+        self.o_proj = Linear(heads, spec.hidden_size)
+        self.q_norm = ZeroCentredNorm(spec.head_dim, spec.rms_norm_eps)
+        self.k_norm = ZeroCentredNorm(spec.head_dim, spec.rms_norm_eps)
+        self.merged: Tensor | None = None  # weights of q, k and v
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        both, k, v = outputs_of((self.q_proj, self.k_proj, self.v_proj), x, self.merged)
+        q, gate = both.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+        k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (k, v))
+        # Norm and rotation run in fp32, so that q and k are rounded to 16 bits once and not twice.
+        turned = []
+        for y, norm in ((q, self.q_norm), (k, self.k_norm)):
+            first, rest = norm(at_least_fp32(y)).split([self.rotated, self.head_dim - self.rotated], dim=-1)
+            turned.append(torch.cat((rotate(first, cos, sin), rest), dim=-1).to(x.dtype))
+        return *turned, v, gate
+
+
+class DeltaNet(nn.Module):
+    """The projections, the convolutions and the rule of Gated DeltaNet."""
+
+    def __init__(self, spec: Qwen3_5Spec, parts: tuple[int, ...]) -> None:
+        """Args: parts: values of a token's queries, keys and values."""
+        super().__init__()
+        hidden, self.dims = spec.hidden_size, (*(spec.linear_key_head_dim,) * 2, spec.linear_value_head_dim)
+        self.in_proj_qkv = nn.ModuleList(Linear(hidden, rows) for rows in parts)
+        self.in_proj_z = Linear(hidden, spec.values)
+        self.in_proj_b, self.in_proj_a = (Weight(spec.linear_num_value_heads, hidden) for _ in range(2))
+        self.conv1d = nn.ModuleList(Weight(rows, spec.linear_conv_kernel_dim) for rows in parts)
+        self.decay = Decay(spec.linear_num_value_heads)
+        self.norm = GatedNorm(spec.linear_value_head_dim, spec.rms_norm_eps)
+        self.out_proj = Linear(spec.values, hidden)
+        self.merged: Tensor | None = None  # weights of in_proj_qkv and in_proj_z
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        wide = outputs_of((*self.in_proj_qkv, self.in_proj_z), x, self.merged)  # type: ignore[arg-type]
+        return *wide, self.in_proj_b(x), self.in_proj_a(x)
+
+    def convolved(
+        self, parts: tuple[Tensor, ...], ids: Tensor | None, last: list[Tensor] | None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Queries, keys and values, (batch, seq, heads, size), and the inputs that the next token's need."""
+        found, after = [], []
+        for number, (x, conv, size) in enumerate(zip(parts[:3], self.conv1d, self.dims, strict=True)):
+            weight = local_weight(conv.weight, x.dtype)  # type: ignore[arg-type]
+            y, newest = causal_convolution(x, weight, ids, None if last is None else last[number])
+            found.append(F.silu(y).unflatten(-1, (-1, size)))
+            after.append(newest)
+        return found, after
+
+
+class GatedBlock(Layer):
+    """What both kinds of layers share: the norms, and SwiGLU behind the mixing."""
+
+    def __init__(self, spec: Qwen3_5Spec, shape: LayerShape, backend: Backend) -> None:
+        super().__init__(spec, shape, backend)
+        self.input_layernorm = ZeroCentredNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.post_attention_layernorm = ZeroCentredNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.mlp = MLP(spec)
+
+    gathers = ("input_layernorm", "post_attention_layernorm")
+
+    def add(self, x: Tensor, mixed: Tensor) -> Tensor:
+        x = x + mixed
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class AttentionBlock(GatedBlock, AttentionLayer):
+    """Attention whose output is multiplied by a gate."""
+
+    scatters = ("self_attn.o_proj", "mlp.down_proj")
+
+    def __init__(self, spec: Qwen3_5Spec, shape: LayerShape, backend: Backend) -> None:
+        super().__init__(spec, shape, backend)
+        self.self_attn = GatedAttention(spec)
+
+    @staticmethod
+    def where(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, ...]:
+        assert isinstance(spec, Qwen3_5Spec)
+        return rotary_tables(positions, spec.rotated, spec.rope_theta)
+
+    def before(self, x: Tensor, where: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self.self_attn.project(self.input_layernorm(x), *where)
+
+    def mix(self, parts: tuple[Tensor, ...], prepared: Any) -> Any:
+        return super().mix(parts[:3], prepared), parts[3]
+
+    def mix_next(self, parts: tuple[Tensor, ...], prepared: Any, state: Any, used: int, visible: Tensor) -> Any:
+        return super().mix_next(parts[:3], prepared, state, used, visible), parts[3]
+
+    def after(self, x: Tensor, mixed: Any) -> Tensor:
+        found, gate = mixed
+        return self.add(x, self.self_attn.o_proj((found * gate.sigmoid()).flatten(2)))
+
+    def merge(self) -> None:
+        attention, mlp = self.self_attn, self.mlp
+        attention.merged = merge_weights((attention.q_proj, attention.k_proj, attention.v_proj))
+        mlp.merged = merge_weights((mlp.gate_proj, mlp.up_proj))
+
+
+class DeltaBlock(GatedBlock):
+    """A layer whose positions mix by the gated delta rule."""
+
+    scatters = ("linear_attn.out_proj", "mlp.down_proj")
+    in_fp32 = ("linear_attn.decay", "linear_attn.norm")
+    chunk: ClassVar[int] = CHUNK
+
+    def __init__(self, spec: Qwen3_5Spec, shape: LayerShape, backend: Backend) -> None:
+        super().__init__(spec, shape, backend)
+        self.linear_attn = DeltaNet(spec, shape.parameters["linear_attn.in_proj_qkv.weight"].split.parts)
+
+    @staticmethod
+    def where(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, ...]:
+        return ()
+
+    @staticmethod
+    def prepare(backend: Backend, documents: Documents, device: torch.device) -> Tensor:
+        return document_ids(documents, device)
+
+    def before(self, x: Tensor, where: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self.linear_attn.project(self.input_layernorm(x))
+
+    def mix(self, parts: tuple[Tensor, ...], prepared: Any) -> Any:
+        net, (z, b, a) = self.linear_attn, parts[3:]
+        (q, k, v), _ = net.convolved(parts, prepared, None)
+        return delta_rule(q, k, v, net.decay(a), b.sigmoid(), prepared, chunk=self.chunk)[0], z
+
+    def state(self, spec: ModelSpec, batch: int, length: int, dtype: torch.dtype, device: torch.device) -> Any:
+        """The convolutions' last inputs, and the rule's state; empty before the first token."""
+        return {}
+
+    def mix_next(self, parts: tuple[Tensor, ...], prepared: Any, state: Any, used: int, visible: Tensor) -> Any:
+        net, (z, b, a), ids = self.linear_attn, parts[3:], None if used else prepared
+        (q, k, v), last = net.convolved(parts, ids, state.get("inputs"))
+        rule = recurrence if q.shape[1] == 1 else delta_rule
+        mixed, after = rule(q, k, v, net.decay(a), b.sigmoid(), ids, state.get("rule"))
+        state |= {"inputs": last, "rule": after}
+        return mixed, z
+
+    def after(self, x: Tensor, mixed: Any) -> Tensor:
+        found, z = mixed
+        net = self.linear_attn
+        return self.add(x, net.out_proj(net.norm(found, z.view_as(found)).flatten(2)))
+
+    def merge(self) -> None:
+        net, mlp = self.linear_attn, self.mlp
+        net.merged = merge_weights((*net.in_proj_qkv, net.in_proj_z))  # type: ignore[arg-type]
+        mlp.merged = merge_weights((mlp.gate_proj, mlp.up_proj))
+
+
+class Qwen3_5(CausalLM):
+    """The text part of a dense Qwen3.5."""
+
+    kinds: ClassVar[Mapping[str, type[Layer]]] = {FULL: AttentionBlock, LINEAR: DeltaBlock}
+    norm = ZeroCentredNorm

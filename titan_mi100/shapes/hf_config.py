@@ -1,0 +1,120 @@
+"""Reading the `config.json` of an HF folder: what all families share. Imports no torch."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from titan_mi100.errors import UserError
+from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.wording import as_key, first_of, shortened, shown
+
+Spec = TypeVar("Spec", bound=ModelSpec)
+COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+LARGEST_COUNT, LARGEST_SIZE = 10_000, 10**8
+
+# type of a field -> the types of JSON values that it accepts, and their name in messages
+_TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false"), int: ((int,), "an int"), float: ((int, float), "a finite float"),
+    int | None: ((int, type(None)), "an int or null"),
+}  # fmt: skip
+
+# Other keys of config.json. transformers computes the same as our models only with these values:
+ONLY: Mapping[str, Any] = {
+    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "is_causal": True,
+    "attention_dropout": 0.0, "is_decoder": False, "is_encoder_decoder": False, "tie_encoder_decoder": False,
+    "add_cross_attention": False, "chunk_size_feed_forward": 0, "pretraining_tp": 1, "pruned_heads": {},
+}  # fmt: skip
+# These keys change neither forward nor backward: bookkeeping, return values, classification, generation.
+WITHOUT_EFFECT = frozenset(
+    """
+    model_type architectures dtype torch_dtype transformers_version name_or_path _name_or_path _commit_hash
+    tokenizer_class unsloth_version unsloth_fixed attn_implementation _attn_implementation _attn_implementation_autoset
+    use_cache torchscript return_dict output_hidden_states output_attentions sliding_window max_window_layers
+    bos_token_id eos_token_id sep_token_id decoder_start_token_id prefix finetuning_task task_specific_params
+    problem_type num_labels id2label label2id
+    max_length max_new_tokens min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
+    temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate
+    forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
+    begin_suppress_tokens epsilon_cutoff eta_cutoff
+    """.split()  # noqa: SIM905 (a list of that many strings hides the names)
+)
+ROPES = ("rope_scaling", "rope_parameters")  # the rotary embedding's dict, as transformers 4 and 5 write it
+
+
+def build(path: Path, kind: type[Spec], values: Mapping[str, Any], found: list[str]) -> Spec:
+    """Make a shape of a file's values.
+
+    Args:
+        path: of the file, for messages.
+        values: by the names of the shape's fields, and other keys; defaults included.
+        found: what is wrong with the file already.
+
+    Raises:
+        UserError: all problems of the file.
+    """
+    for field in fields(kind):
+        value = values.get(field.name, field.default)
+        types, words = _TYPES.get(field.type, ((), ""))
+        if value is MISSING:
+            found.append(f"{field.name} is missing")
+        elif types and (type(value) not in types or (field.type is float and not abs(value) < 1e300)):
+            found.append(f"{field.name} = {shown(value)} is not {words}")
+    if not found:
+        spec = kind(**{field.name: values[field.name] for field in fields(kind) if field.name in values})
+        # larger counts would make loops over layers endless, larger sizes would overflow
+        for field in fields(kind):
+            most = LARGEST_COUNT if field.name in COUNTS else LARGEST_SIZE
+            if field.type is int and (value := getattr(spec, field.name)) > most:
+                found.append(f"{field.name} = {shortened(str(value))} is more than any model has")
+        found = spec.problems() + found
+    if found:
+        raise UserError(first_of([f"{path}: {problem}" for problem in found], str(path)))
+    return spec
+
+
+def unsupported(raw: Mapping[str, Any], known: Collection[str], only: Mapping[str, Any]) -> list[str]:
+    """Keys that are unknown, or have values that our model does not compute. Args: only: key -> its only value."""
+    found = unknown(raw, {*known, *only, *WITHOUT_EFFECT, *ROPES, "layer_types", "quantization_config"})
+    if raw.get("quantization_config") is not None:
+        found.append("quantization_config: quantized weights are not supported; use the model's unquantized folder")
+    for key, value in only.items():
+        if raw.get(key, value) != value:
+            found.append(f"{key} = {shortened(repr(raw[key]))} is not supported; only {value!r}")
+    return found
+
+
+def rope_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary embedding's dict; {} if there is none, or something else."""
+    return next((raw[key] for key in ROPES if raw.get(key) and isinstance(raw[key], dict)), {})
+
+
+def rope_problems(raw: Mapping[str, Any], values: Collection[str], harmless: Collection[str] = ()) -> list[str]:
+    """What is wrong with the rotary embedding's dict.
+
+    Args:
+        values: keys that may also stand outside of it, where they must not contradict. harmless: others.
+    """
+    found, ropes = [], {key: raw[key] for key in ROPES if raw.get(key) not in (None, {})}
+    if len(ropes) > 1:
+        found.append(f"{' and '.join(ROPES)} are both set, and programs read either; remove one")
+    for key, rope in ropes.items():
+        if not isinstance(rope, dict):
+            found.append(f"{key} = {shortened(repr(rope))} is not a JSON object")
+        elif kinds := [rope[name] for name in ("rope_type", "type") if rope.get(name, "default") != "default"]:
+            found.append(f"{key}: rope type {shown(kinds[0])} is not supported; only 'default'")
+        else:
+            found += [f"{key}: {problem}" for problem in unknown(rope, {"rope_type", "type", *values, *harmless})]
+            for name in values:
+                if name in rope and rope[name] != raw.get(name, rope[name]):
+                    found.append(f"{name} is {raw[name]!r}, and {rope[name]!r} in {key}; remove one")
+    return found
+
+
+def unknown(given: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    return [
+        f"{as_key(key)} = {shown(given[key])} is not known here; remove it if the model is the same without it"
+        for key in sorted(given.keys() - known)
+        if given[key] is not None
+    ]

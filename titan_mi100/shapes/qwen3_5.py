@@ -1,0 +1,306 @@
+"""The text part of the dense Qwen3.5 (3.6, 3.8) as data: presets, HF `config.json`, layers. Imports no torch.
+
+Three of four layers mix positions by the gated delta rule, the fourth by attention with a gate on its output.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from titan_mi100.shapes import hf_config
+from titan_mi100.shapes.base import (
+    INPUTS,
+    OUTPUTS,
+    WHOLE,
+    AttentionShape,
+    LayerShape,
+    ModelSpec,
+    Parameter,
+    Split,
+    Values,
+)
+from titan_mi100.shapes.delta_rule import CHUNK
+from titan_mi100.wording import shortened, shown
+
+LINEARS = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj", "gate_proj", "up_proj", "down_proj",
+)  # fmt: skip
+FULL, LINEAR = "full_attention", "linear_attention"  # kinds of layers, as config.json names them
+_WRAPPED = "model.language_model."  # begins the names in folders with a vision tower
+
+
+@dataclass(frozen=True)
+class Qwen3_5Spec(ModelSpec):
+    """The shape of a dense Qwen3.5.
+
+    Attributes:
+        layer_types: FULL or LINEAR, for each layer.
+        partial_rotary_factor: the share of a head's dimensions that is rotated.
+        is_wrapped: config.json has the text part under `text_config`, as in folders with a vision tower; files then
+            name its tensors `model.language_model.X` instead of `model.X`.
+    """
+
+    model_type: ClassVar[str] = "qwen3_5"
+    norm_start: ClassVar[str] = "zeros"  # its gain is 1 + weight
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    tie_word_embeddings: bool
+    layer_types: tuple[str, ...]
+    head_dim: int = 256
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_conv_kernel_dim: int = 4
+    partial_rotary_factor: float = 0.25
+    rope_theta: float = 10_000_000.0
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 262_144
+    initializer_range: float = 0.02
+    pad_token_id: int | None = None
+    is_wrapped: bool = False
+
+    @property
+    def keys(self) -> int:
+        """Values of all keys of the delta rule, of a token; as many as of its queries."""
+        return self.linear_num_key_heads * self.linear_key_head_dim
+
+    @property
+    def values(self) -> int:
+        """The same of its values."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def rotated(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @cached_property
+    def layers(self) -> tuple[LayerShape, ...]:
+        hidden, mlp = self.hidden_size, self.intermediate_size
+        norm = Parameter((hidden,), WHOLE, "norm", "zeros")
+        common = {
+            "mlp.gate_proj.weight": Parameter((mlp, hidden), OUTPUTS),
+            "mlp.up_proj.weight": Parameter((mlp, hidden), OUTPUTS),
+            "mlp.down_proj.weight": Parameter((hidden, mlp), INPUTS),
+            "input_layernorm.weight": norm,
+            "post_attention_layernorm.weight": norm,
+        }
+        kinds = {FULL: self._attention(common), LINEAR: self._delta(common)}
+        return tuple(kinds[kind] for kind in self.layer_types)
+
+    def _attention(self, common: Mapping[str, Parameter]) -> LayerShape:
+        hidden, mlp = self.hidden_size, self.intermediate_size
+        q, k = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        norm_of_head = Parameter((self.head_dim,), WHOLE, "norm", "zeros")
+        parameters = {
+            "self_attn.q_proj.weight": Parameter((2 * q, hidden), OUTPUTS),  # of each head its query and its gate
+            "self_attn.k_proj.weight": Parameter((k, hidden), OUTPUTS),
+            "self_attn.v_proj.weight": Parameter((k, hidden), OUTPUTS),
+            "self_attn.o_proj.weight": Parameter((hidden, q), INPUTS),
+            "self_attn.q_norm.weight": norm_of_head,
+            "self_attn.k_norm.weight": norm_of_head,
+        }
+        kept = Values(4 * hidden + 5 * q + 2 * k + 4 * mlp, 2 * (hidden + q + k))  # norms are in fp32
+        selective = Values(hidden + 3 * q + 2 * k)
+        adapted = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+        return self._layer(FULL, {**parameters, **common}, adapted, 0, 4 * q, kept, selective, Values(q))
+
+    def _delta(self, common: Mapping[str, Parameter]) -> LayerShape:
+        hidden, mlp, heads = self.hidden_size, self.intermediate_size, self.linear_num_value_heads
+        keys, values, dims = self.keys, self.values, (self.linear_key_head_dim, self.linear_value_head_dim)
+        parts = Split(0, (keys, keys, values))  # queries, keys, values
+        channels, each_head = 2 * keys + values, Parameter((heads,), OUTPUTS, "other", "ones")
+        parameters = {
+            "linear_attn.in_proj_qkv.weight": Parameter((channels, hidden), parts),
+            "linear_attn.in_proj_z.weight": Parameter((values, hidden), OUTPUTS),
+            "linear_attn.in_proj_b.weight": Parameter((heads, hidden), OUTPUTS, "other"),
+            "linear_attn.in_proj_a.weight": Parameter((heads, hidden), OUTPUTS, "other"),
+            "linear_attn.conv1d.weight": Parameter((channels, 1, self.linear_conv_kernel_dim), parts, "other"),
+            "linear_attn.A_log": each_head._replace(start="decay", held_as="decay.A_log"),
+            "linear_attn.dt_bias": each_head._replace(held_as="decay.dt_bias"),
+            "linear_attn.norm.weight": Parameter((dims[1],), WHOLE, "norm", "ones"),
+            "linear_attn.out_proj.weight": Parameter((hidden, values), INPUTS),
+        }
+        # the rule's products of a token: with the state, and with the tokens of its chunk
+        rule = heads * (3 * dims[0] * dims[1] + CHUNK * (3 * dims[0] + 2 * dims[1]))
+        states = heads * dims[0] * dims[1] // CHUNK
+        kept = Values(4 * hidden + 3 * channels + 4 * values + 4 * mlp, 2 * hidden + 2 * values + states + 4 * heads)
+        selective = Values(hidden + 3 * channels + 2 * values, states + 4 * heads)
+        adapted = ("in_proj_qkv", "in_proj_z", "out_proj", "gate_proj", "up_proj", "down_proj")
+        inside = Values(0, 3 * channels + 2 * states)
+        return self._layer(LINEAR, {**parameters, **common}, adapted, rule, 0, kept, selective, inside)
+
+    def _layer(
+        self, kind: str, parameters: Mapping[str, Parameter], adapted: tuple[str, ...], rule: int, pair_flops: int,
+        kept: Values, selective: Values, inside: Values,
+    ) -> LayerShape:  # fmt: skip
+        hidden, mlp = self.hidden_size, self.intermediate_size
+        moving = Values(2 * mlp + 2 * hidden) + inside
+        return LayerShape(
+            kind=kind,
+            parameters=parameters,
+            adapted=adapted,
+            products=rule + sum(p.size for p in parameters.values() if len(p.shape) == 2),
+            last_product=hidden * mlp,
+            pair_flops=pair_flops,
+            kept={"none": kept, "selective": selective, "full": Values(hidden)},
+            inside={"none": moving, "selective": Values(3 * hidden + 4 * mlp, hidden) + moving, "full": kept + moving},
+            for_norms=Values(0, 2 * hidden),
+        )
+
+    @property
+    def attention(self) -> AttentionShape:
+        return AttentionShape(self.num_attention_heads, self.num_key_value_heads, self.head_dim)
+
+    @property
+    def per_forward(self) -> Values:
+        return Values(0, 2 * self.rotated)  # cos and sin
+
+    def carries(self, name: str) -> bool:
+        return name.startswith(("model.visual.", "mtp."))
+
+    @staticmethod
+    def own_name(name: str) -> str:  # some folders of text alone have the prefix, too
+        return name.replace(_WRAPPED, "model.", 1) if name.startswith(_WRAPPED) else name
+
+    def stored_name(self, name: str) -> str:
+        is_inside = self.is_wrapped and name.startswith("model.") and not self.carries(name)
+        return name.replace("model.", _WRAPPED, 1) if is_inside else name
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        split = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "intermediate_size")
+        return {name: getattr(self, name) for name in split} | super().tensor_parallel_sizes()
+
+    def input_sizes(self) -> dict[str, tuple[int, bool]]:
+        return super().input_sizes() | {
+            "num_attention_heads x head_dim": (self.num_attention_heads * self.head_dim, True),
+            "linear_num_value_heads x linear_value_head_dim": (self.values, True),
+            "intermediate_size": (self.intermediate_size, True),
+        }
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if not found:
+            found += self.uneven("num_attention_heads", "num_key_value_heads")
+            found += self.uneven("linear_num_value_heads", "linear_num_key_heads")
+        kinds = {*self.layer_types}
+        if len(self.layer_types) != self.num_hidden_layers or not kinds <= {FULL, LINEAR}:
+            what = f"layer_types names {len(self.layer_types)} layers of {', '.join(map(shown, sorted(kinds)[:4]))}"
+            found.append(f"{what}; it must have {FULL!r} or {LINEAR!r} for each of num_hidden_layers")
+        if self.linear_conv_kernel_dim != 4:
+            found.append(f"linear_conv_kernel_dim = {self.linear_conv_kernel_dim} is not supported; only 4")
+        if not found and (self.rotated % 2 or not 0 < self.rotated <= self.head_dim):
+            what = f"rotates {self.rotated} of head_dim = {self.head_dim} dimensions; they must be pairs"
+            found.append(f"partial_rotary_factor = {self.partial_rotary_factor} {what}")
+        return found
+
+
+def every_fourth(layers: int, interval: int = 4) -> tuple[str, ...]:
+    """The kinds of layers, of which each `interval`-th is attention."""
+    return tuple(LINEAR if number % interval else FULL for number in range(1, layers + 1))
+
+
+def _qwen3_5(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, values: int, tied: bool) -> Qwen3_5Spec:
+    return Qwen3_5Spec(248_320, hidden, mlp, layers, heads, kv_heads, 16, values, tied, every_fourth(layers))
+
+
+# Source: the config.json of each Qwen/Qwen3.5-* repository; 3.6-27B and 3.8-27B have the shape of 3.5-27B.
+PRESETS: Mapping[str, Qwen3_5Spec] = {
+    "qwen3.5-debug": Qwen3_5Spec(
+        768, 128, 384, 4, 4, 2, 2, 4, True, every_fourth(4), 32, 32, 32, rope_theta=10_000.0,
+        max_position_embeddings=4096,
+    ),
+    "qwen3.5-0.8B": _qwen3_5(1024, 3584, 24, 8, 2, 16, True),
+    "qwen3.5-2B": _qwen3_5(2048, 6144, 24, 8, 2, 16, True),
+    "qwen3.5-4B": _qwen3_5(2560, 9216, 32, 16, 4, 32, True),
+    "qwen3.5-9B": _qwen3_5(4096, 12288, 32, 16, 4, 32, False),
+    "qwen3.5-27B": _qwen3_5(5120, 17408, 64, 24, 4, 48, False),
+}  # fmt: skip
+
+# transformers' defaults for keys that config.json may leave out
+_DEFAULTS = {
+    "tie_word_embeddings": False, "head_dim": 256, "max_position_embeddings": 32768, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "rope_theta": 10_000.0, "partial_rotary_factor": 0.25,
+}  # fmt: skip
+_ONLY = {**hf_config.ONLY, "attn_output_gate": True, "output_gate_type": "swish", "mlp_only_layers": []}
+# The vision tower's and the draft head's, which are carried along; the delta rule's dtype, which is fp32 here anyway.
+_WITHOUT_EFFECT = (
+    "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "unsloth_fixed_mtp",
+)  # fmt: skip
+_OF_WRAPPER = (
+    "text_config", "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
+    "language_model_only", "tie_word_embeddings",
+)  # fmt: skip
+# For text all three rows of positions are equal, so these change nothing.
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+
+
+def read(path: Path, raw: Mapping[str, Any]) -> Qwen3_5Spec:
+    """The shape that a `config.json` describes, of a folder with or without a vision tower; see
+    families.read_hf_config.
+
+    Args:
+        path: of the file, for messages. raw: its content.
+
+    Raises:
+        UserError: a key that makes transformers compute something else than this model, or might.
+    """
+    text, found, is_wrapped = raw, [], "text_config" in raw
+    if is_wrapped:
+        inner = raw["text_config"]
+        text = inner if isinstance(inner, dict) else {}
+        if text is not inner:
+            found.append(f"text_config = {shown(inner)} is not a JSON object")
+        found += hf_config.unsupported(raw, _OF_WRAPPER, {})
+        outer, own = (part.get("tie_word_embeddings") for part in (raw, text))
+        if None not in (outer, own) and outer != own:
+            what = f"tie_word_embeddings is {outer!r}, and {own!r} in text_config"
+            found.append(f"{what}; keep the one that fits the weights: untied folders have lm_head.weight")
+        text = {**text, **({} if outer is None else {"tie_word_embeddings": outer})}
+        kind = text.get("model_type", "qwen3_5_text")
+        if kind != "qwen3_5_text":
+            found.append(f"text_config: model_type = {shown(kind)} is not supported; only 'qwen3_5_text'")
+    own_names = [field.name for field in fields(Qwen3_5Spec) if field.name != "is_wrapped"]
+    found += hf_config.unsupported(text, [*own_names, *_WITHOUT_EFFECT, "full_attention_interval", *_OF_IMAGES], _ONLY)
+    found += hf_config.rope_problems(text, ["rope_theta", "partial_rotary_factor"], _OF_IMAGES)
+    rope = {name: value for name, value in hf_config.rope_of(text).items() if name not in _OF_IMAGES}
+    values = {**_DEFAULTS, **rope, **text, "is_wrapped": is_wrapped}
+    values["layer_types"] = _layer_types(text, found)
+    return hf_config.build(path, Qwen3_5Spec, values, found)
+
+
+def _layer_types(text: Mapping[str, Any], found: list[str]) -> tuple[str, ...]:
+    """The kinds of layers, listed or by their interval. Args: found: receives problems."""
+    listed, count, every = (text.get(key) for key in ("layer_types", "num_hidden_layers", "full_attention_interval"))
+    if listed is not None:
+        if isinstance(listed, list) and all(isinstance(kind, str) for kind in listed):
+            return tuple(listed)
+        found.append(f"layer_types = {shortened(repr(listed))} is not a list of texts")
+    every = 4 if every is None else every
+    if type(every) is not int or every < 1:
+        found.append(f"full_attention_interval = {shown(every)} is not a number above 0")
+    elif type(count) is int and 0 < count <= hf_config.LARGEST_COUNT:
+        return every_fourth(count, every)
+    return ()
+
+
+def to_hf(spec: Qwen3_5Spec) -> dict[str, Any]:
+    """The `config.json` of a folder without a vision tower, which transformers reads back into the same model."""
+    rope = {"rope_type": "default", "rope_theta": spec.rope_theta, "partial_rotary_factor": spec.partial_rotary_factor}
+    values = {**asdict(spec), "layer_types": list(spec.layer_types)}
+    names = [name for name in values if name not in (*rope, "is_wrapped")]
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rope_parameters": rope,
+        **{name: values[name] for name in names},
+    }
