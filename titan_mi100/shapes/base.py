@@ -41,6 +41,7 @@ class Parameter(NamedTuple):
         start: its initial values: "normal" (mean 0, deviation `initializer_range`), "ones", "zeros", or "decay" (the
             logarithm of a value between 0.01 and 16).
         held_as: the last parts of its name in the model; "": as in files. It has no parts then.
+        in_fp32: files keep it in fp32, also beside weights of 16 bits.
     """
 
     shape: tuple[int, ...]
@@ -48,6 +49,7 @@ class Parameter(NamedTuple):
     role: str = "matrix"
     start: str = "normal"
     held_as: str = ""
+    in_fp32: bool = False
 
     @property
     def size(self) -> int:

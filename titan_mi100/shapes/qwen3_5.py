@@ -123,9 +123,9 @@ class Qwen3_5Spec(ModelSpec):
             "linear_attn.in_proj_b.weight": Parameter((heads, hidden), OUTPUTS, "other"),
             "linear_attn.in_proj_a.weight": Parameter((heads, hidden), OUTPUTS, "other"),
             "linear_attn.conv1d.weight": Parameter((channels, 1, self.linear_conv_kernel_dim), parts, "other"),
-            "linear_attn.A_log": each_head._replace(start="decay", held_as="decay.A_log"),
+            "linear_attn.A_log": each_head._replace(start="decay", held_as="decay.A_log", in_fp32=True),
             "linear_attn.dt_bias": each_head._replace(held_as="decay.dt_bias"),
-            "linear_attn.norm.weight": Parameter((dims[1],), WHOLE, "norm", "ones"),
+            "linear_attn.norm.weight": Parameter((dims[1],), WHOLE, "norm", "ones", in_fp32=True),
             "linear_attn.out_proj.weight": Parameter((hidden, values), INPUTS),
         }
         # the rule's products of a token: with the state, and with the tokens of its chunk
@@ -292,15 +292,13 @@ def _layer_types(text: Mapping[str, Any], found: list[str]) -> tuple[str, ...]:
 
 
 def to_hf(spec: Qwen3_5Spec) -> dict[str, Any]:
-    """The `config.json` of a folder without a vision tower, which transformers reads back into the same model."""
+    """The `config.json` that transformers reads back into the same model; without what it says of a vision tower."""
     rope = {"rope_type": "default", "rope_theta": spec.rope_theta, "partial_rotary_factor": spec.partial_rotary_factor}
     values = {**asdict(spec), "layer_types": list(spec.layer_types)}
     names = [name for name in values if name not in (*rope, "is_wrapped")]
-    return {
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "model_type": "qwen3_5_text",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "rope_parameters": rope,
-        **{name: values[name] for name in names},
-    }
+    text = {"model_type": "qwen3_5_text", "hidden_act": "silu", "attention_bias": False, "rope_parameters": rope}
+    text |= {name: values[name] for name in names}
+    if not spec.is_wrapped:
+        return {"architectures": ["Qwen3_5ForCausalLM"], **text}
+    outer = {"model_type": spec.model_type, "tie_word_embeddings": spec.tie_word_embeddings, "text_config": text}
+    return {"architectures": ["Qwen3_5ForConditionalGeneration"], **outer}

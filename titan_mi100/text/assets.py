@@ -167,9 +167,10 @@ def ending_turns(assets: Assets, token: str, token_id: int) -> Assets:
         made[_SPECIAL_TOKENS] = _json({**special, "eos_token": token} if "eos_token" in special else special)
     config = parse_object(assets.get(CONFIG, b"{}"), CONFIG, _REMEDY)
     generation = parse_object(assets.get(GENERATION, b"{}"), GENERATION, _REMEDY)
-    stops = stop_ids(assets) or stop_ids({GENERATION: assets.get(CONFIG, b"{}")}, CONFIG)
+    stops = stop_ids(assets) or stop_ids({GENERATION: _json(_text_part(config))}, CONFIG)
     generation["eos_token_id"] = [token_id, *(stop for stop in stops if stop != token_id)]
-    return made | {CONFIG: _json({**config, "eos_token_id": token_id}), GENERATION: _json(generation)}
+    _text_part(config)["eos_token_id"] = token_id
+    return made | {CONFIG: _json(config), GENERATION: _json(generation)}
 
 
 def eos_token(assets: Assets) -> str:
@@ -206,7 +207,14 @@ def prompt_settings(assets: Assets, folder: Path) -> PromptSettings:
 def config_dtype(assets: Assets) -> str | None:
     """The dtype that config.json names, such as `bfloat16`."""
     config = parse_object(assets.get(CONFIG, b"{}"), CONFIG, _REMEDY)
-    return next((str(config[key]).removeprefix("torch.") for key in _DTYPE_KEYS if config.get(key)), None)
+    named = (part[key] for part in (config, _text_part(config)) for key in _DTYPE_KEYS if part.get(key))
+    return next((str(dtype).removeprefix("torch.") for dtype in named), None)
+
+
+def _text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config.json that describes the text model; models that read images, too, have it inside."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
 
 
 def naming_dtype(assets: Assets, dtype: str) -> Assets:
@@ -214,8 +222,12 @@ def naming_dtype(assets: Assets, dtype: str) -> Assets:
     if CONFIG not in assets or dtype in ("keep", config_dtype(assets)):
         return assets
     config = parse_object(assets[CONFIG], CONFIG, _REMEDY)
-    known = [key for key in _DTYPE_KEYS if key in config] or ["torch_dtype"]
-    return assets | {CONFIG: _json(config | dict.fromkeys(known, dtype))}
+    parts = {id(part): part for part in (config, _text_part(config))}.values()
+    if not any(key in part for part in parts for key in _DTYPE_KEYS):
+        config["torch_dtype"] = dtype
+    for part in parts:
+        part |= dict.fromkeys([key for key in _DTYPE_KEYS if key in part], dtype)
+    return assets | {CONFIG: _json(config)}
 
 
 def stop_ids(assets: Assets, file: str | Path = GENERATION) -> list[int]:
@@ -235,7 +247,8 @@ def check_generation(folder: Path) -> None:
     """
     assets = _read_files(folder, (CONFIG, GENERATION))
     stop_ids(assets, folder / GENERATION)
-    stop_ids({GENERATION: assets.get(CONFIG, b"{}")}, folder / CONFIG)
+    config = parse_object(assets.get(CONFIG, b"{}"), folder / CONFIG, _REMEDY)
+    stop_ids({GENERATION: _json(_text_part(config))}, folder / CONFIG)
     others = parse_object(assets.get(GENERATION, b"{}"), folder / GENERATION, _REMEDY).keys() - _PLAIN_GENERATION
     if others and find_spec("transformers") and (problem := try_library(folder, GENERATION)):
         raise UserError(f"{problem}; {_REMEDY}")
@@ -254,8 +267,8 @@ def export_assets(folder: Path, assets: Assets, spec: ModelSpec, dtype: str | No
     generation = parse_object(assets.get(GENERATION, b"{}"), folder / GENERATION, _REMEDY)
     stops = stop_ids(assets, folder / GENERATION)
     if ends:
-        if config.get("eos_token_id") is None:
-            config["eos_token_id"] = ends[0]
+        if (part := _text_part(config)).get("eos_token_id") is None:
+            part["eos_token_id"] = ends[0]
         if ends[0] not in stops:
             generation["eos_token_id"] = [*ends, *(stop for stop in stops if stop not in ends)]
     kept = {name: content for name, content in assets.items() if name != GENERATION}

@@ -82,7 +82,7 @@ def to_dcp(source: ModelSource, output: Path, dtype: str = "keep", verify: str =
         SaveError: the written tensors differ from the source.
     """
     kinds = _output_kinds(source, dtype)
-    comparable = isinstance(source.weights, HFWeights) and source.spec is not None
+    comparable = is_hf_folder(source.path) and source.spec is not None
     # Checked before anything is written, so that a wrong option does not cost the time of a conversion.
     needed = "" if comparable else "an HF folder to compare with"
     verify = _resolve_verify(verify, _total(kinds), source.path, needed)
@@ -217,7 +217,9 @@ def _output_kinds(source: ModelSource, dtype: str) -> Kinds:
     if dtype == "keep":
         return kinds
     target: torch.dtype = getattr(torch, dtype)
+    wide = {name for name, parameter in spec.parameters.items() if parameter.in_fp32} if spec else set[str]()
     cast = {name for name, kind in kinds.items() if kind.dtype.is_floating_point and not (spec and spec.carries(name))}
+    cast = {name for name in cast if name not in wide or kinds[name].dtype != torch.float32}
     return {name: Kind(kind.shape, target) if name in cast else kind for name, kind in kinds.items()}
 
 
@@ -335,7 +337,8 @@ def _write_assets(folder: Path, assets: Assets) -> None:
 
 
 def _assets_of_export(source: ModelSource, spec: ModelSpec, kinds: Kinds) -> Assets:
-    dtypes = {kind.dtype for kind in kinds.values()}
+    few = {name for name, parameter in spec.parameters.items() if parameter.in_fp32}
+    dtypes = {kind.dtype for name, kind in kinds.items() if name not in few and not spec.carries(name)}
     dtype = dtype_name(dtypes.pop()) if len(dtypes) == 1 else None
     has_tokenizer = "tokenizer.json" in source.assets or "vocab.json" in source.assets
     # generation_config.json of the export must stop at all of these, or other programs generate on after an answer

@@ -65,7 +65,8 @@ def compare(
         )
     except Exception as error:  # the library raises all kinds of exceptions for a folder that it cannot read
         return [f"cannot load it: {error}"], math.nan
-    wanted = to_hf_config(spec)["architectures"]
+    # of a model that reads images, too, the class of its text part is loaded
+    wanted = [name.replace("ForConditionalGeneration", "ForCausalLM") for name in to_hf_config(spec)["architectures"]]
     problems = [] if type(theirs).__name__ in wanted else [f"it is a {type(theirs).__name__}"]
     tied = theirs.get_input_embeddings().weight is theirs.get_output_embeddings().weight
     if tied != spec.tie_word_embeddings:
