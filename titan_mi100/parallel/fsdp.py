@@ -78,11 +78,14 @@ def apply_fsdp(
         cast_forward_inputs=False,
     )
     for layer in blocks:
-        if layer.in_fp32:  # small weights: they stay gathered until backward is done
-            small = [layer.get_submodule(name) for name in layer.in_fp32]
-            fully_shard(small, reshard_after_forward=False, **{**options, "mp_policy": wide})
+        if layer.in_fp32:
+            layer.small = _Together(layer.get_submodule(name) for name in layer.in_fp32)
+            fully_shard(layer.small, reshard_after_forward=False, **{**options, "mp_policy": wide})
+            layer.register_forward_pre_hook(lambda layer, _: layer.small())
     for layer in blocks:  # the last block stays gathered after forward: backward needs it first
-        fully_shard(layer, reshard_after_forward=reshard and layer is not blocks[-1], **options)
+        ignored = {*layer.fp32_parameters()}  # those of the group above
+        is_resharded = reshard and layer is not blocks[-1]
+        fully_shard(layer, reshard_after_forward=is_resharded, ignored_params=ignored, **options)
     if model.lm_head is not None:
         fully_shard(model.lm_head, reshard_after_forward=False, **options)
     if model.model.embed_tokens is not None and model.lm_head is not None:
@@ -95,6 +98,15 @@ def apply_fsdp(
             # on later versions.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+class _Together(nn.ModuleList):
+    """Weights that FSDP2 gathers as one group when this is called; they stay gathered until backward is done. A group
+    of its own would gather in the hooks of its modules, which are inside the block's compiled graph.
+    """
+
+    def forward(self) -> None:
+        pass
 
 
 def free_gathered(parts: Sequence[nn.Module]) -> None:
