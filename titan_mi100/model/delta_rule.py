@@ -30,10 +30,9 @@ from torch.utils.flop_counter import register_flop_formula
 from titan_mi100.attention.base import Documents, boundaries
 from titan_mi100.device.accelerator import to_device
 from titan_mi100.model.layers import at_least_fp32
-from titan_mi100.shapes.delta_rule import AT_ONCE, CHUNK
+from titan_mi100.shapes.delta_rule import CHUNK, SUBSTITUTED, DeltaRuleCost
 
 _EPS = 1e-6  # of the norms of queries and keys
-_SUBSTITUTED = 16  # rows of a block that is inverted without splitting it
 
 
 def document_ids(documents: Documents, device: torch.device) -> Tensor:
@@ -147,7 +146,7 @@ def delta_rule(
     assert chunk & (chunk - 1) == 0, "the inverse halves its blocks"
     state = _zeros(v, k) if state is None else state
     ids = ids if ids is not None else torch.zeros(v.shape[:2], dtype=torch.int32, device=v.device)
-    tokens = max(AT_ONCE // (len(v) * v.shape[2]) // chunk, 1) * chunk
+    tokens = DeltaRuleCost(*v.shape[:2], k.shape[2], v.shape[2], k.shape[3], v.shape[3], chunk).at_once
     outs, before = [], ids[:, :1]
     for part in zip(*(x.split(tokens, 1) for x in (ids, q, k, v, g, beta)), strict=True):
         out, state = _DeltaRule.apply(chunk, before, state, *part)
@@ -171,7 +170,7 @@ class _DeltaRule(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         x = _Chunks.of(chunk, before, ids, *inputs)
         state = state.unflatten(1, x.v.shape[2:4])
-        states, changes = forward_states(state, [*x[:5], x.v])
+        states, changes = forward_states(state, [x.k, x.beta, x.entry, x.last, x.inverse, x.v])
         states, state = states[:-1], states[-1].clone()
         out = changes @ (x.decay * x.qk).mT
         out.addcmul_(x.entry, _read(states, x.q))
@@ -208,8 +207,9 @@ def _gradients(x: "_Chunks", states: Tensor, grad_out: Tensor, grad_state: Tenso
     changes = (rest * x.beta) @ x.inverse.mT
     entering = x.entry * grad_out  # gradient of what the outputs read of the state
     inside = grad_out @ (x.decay * x.qk)  # gradient of the changes by the outputs of their chunk
-    grad_states, scaled, grad_last = backward_states(grad_state, [*x[:5], x.q, entering, inside, changes])
-    del inside
+    parts = [x.k, x.beta, x.entry, x.last, x.inverse, x.q, entering, inside, changes]
+    grad_states, scaled, grad_last = backward_states(grad_state, parts)
+    del inside, parts
     grad_beta = (scaled * rest).sum(-2, keepdim=True)
     del rest
     grad_attention, grad_overlap = grad_out.mT @ changes, (scaled.mT @ changes).tril_(-1).neg_()
@@ -226,7 +226,8 @@ def _gradients(x: "_Chunks", states: Tensor, grad_out: Tensor, grad_state: Tenso
     grad_overlap *= x.decay
     grad_qk, grad_kk = grad_attention.sum(3), (grad_overlap * x.beta.mT).sum(3)
     grad_q += grad_qk @ x.k
-    grad_k += grad_qk.mT @ x.q + (grad_kk + grad_kk.mT) @ x.k
+    grad_k += grad_qk.mT @ x.q
+    grad_k += (grad_kk + grad_kk.mT) @ x.k
     grad_overlap *= x.kk
     grad_beta += grad_overlap.sum(-1)[..., None, :]
     logs = grad_overlap.mul_(x.beta.mT).addcmul_(grad_attention, x.qk)
@@ -238,7 +239,7 @@ def _gradients(x: "_Chunks", states: Tensor, grad_out: Tensor, grad_state: Tenso
 
 
 class _Chunks(NamedTuple):
-    """What the chunks need, except states. The loops over chunks read the first five.
+    """What the chunks need, except states.
 
     Attributes:
         k, q: normalised, (N, B, Hk, C, dk).
@@ -293,7 +294,7 @@ class _Chunks(NamedTuple):
 
 @torch.library.custom_op("titan_mi100::delta_rule_states", mutates_args=())
 def forward_states(state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The state at each chunk and behind the last one, and V' of each chunk. Args: parts: the first five of _Chunks, and v."""
+    """The state at each chunk and behind the last one, and V' of each chunk. Args: parts: of _Chunks."""
     k, beta, entry, last, inverse, v = parts
     states, changes = state.new_empty(len(v) + 1, *state.shape), torch.empty_like(v)
     states[0] = state
@@ -310,7 +311,8 @@ def backward_states(grad_state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor
 
     Args:
         grad_state: of the state behind the last chunk.
-        parts: the first five of _Chunks; queries; gradients of Q S and of V' by the outputs of the same chunk; V'.
+        parts: of _Chunks; besides, `entering` and `inside`, the gradients of a Q S and of V' by the outputs of their
+            own chunk, and `changes`, V'.
     """
     k, beta, entry, last, inverse, q, entering, inside, changes = parts
     states, scaled = grad_state.new_empty(len(k) + 1, *grad_state.shape), torch.empty_like(inside)
@@ -364,7 +366,7 @@ def _inverse(a: Tensor) -> Tensor:
     other.
     """
     size = a.shape[-1]
-    if size <= _SUBSTITUTED:
+    if size <= SUBSTITUTED:
         rows = torch.arange(size, device=a.device)
         inverse = torch.eye(size, dtype=a.dtype, device=a.device) - a * _sibling(rows, 1)
         for half in (2, 4, 8):
