@@ -146,7 +146,8 @@ def delta_rule(
     assert chunk & (chunk - 1) == 0, "the inverse halves its blocks"
     state = _zeros(v, k) if state is None else state
     ids = ids if ids is not None else torch.zeros(v.shape[:2], dtype=torch.int32, device=v.device)
-    tokens = DeltaRuleCost(*v.shape[:2], k.shape[2], v.shape[2], k.shape[3], v.shape[3], chunk).at_once
+    batch, seq, heads, size = v.shape
+    tokens = DeltaRuleCost(batch, seq, k.shape[2], heads, k.shape[3], size, chunk).at_once
     outs, before = [], ids[:, :1]
     for part in zip(*(x.split(tokens, 1) for x in (ids, q, k, v, g, beta)), strict=True):
         out, state = _DeltaRule.apply(chunk, before, state, *part)
