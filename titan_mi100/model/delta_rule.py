@@ -20,6 +20,7 @@ product, and its keys and queries are never repeated.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,10 +30,9 @@ from torch.utils.flop_counter import register_flop_formula
 from titan_mi100.attention.base import Documents, boundaries
 from titan_mi100.device.accelerator import to_device
 from titan_mi100.model.layers import at_least_fp32
-from titan_mi100.shapes.delta_rule import AT_ONCE, CHUNK
+from titan_mi100.shapes.delta_rule import CHUNK, SUBSTITUTED, DeltaRuleCost
 
 _EPS = 1e-6  # of the norms of queries and keys
-_SUBSTITUTED = 16  # rows of a block that is inverted without splitting it
 
 
 def document_ids(documents: Documents, device: torch.device) -> Tensor:
@@ -146,7 +146,8 @@ def delta_rule(
     assert chunk & (chunk - 1) == 0, "the inverse halves its blocks"
     state = _zeros(v, k) if state is None else state
     ids = ids if ids is not None else torch.zeros(v.shape[:2], dtype=torch.int32, device=v.device)
-    tokens = max(AT_ONCE // (len(v) * v.shape[2]) // chunk, 1) * chunk
+    batch, seq, heads, size = v.shape
+    tokens = DeltaRuleCost(batch, seq, k.shape[2], heads, k.shape[3], size, chunk).at_once
     outs, before = [], ids[:, :1]
     for part in zip(*(x.split(tokens, 1) for x in (ids, q, k, v, g, beta)), strict=True):
         out, state = _DeltaRule.apply(chunk, before, state, *part)
@@ -170,7 +171,7 @@ class _DeltaRule(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         x = _Chunks.of(chunk, before, ids, *inputs)
         state = state.unflatten(1, x.v.shape[2:4])
-        states, changes = forward_states(state, x.k, x.v, x.beta, x.entry, x.last, x.inverse)
+        states, changes = forward_states(state, [x.k, x.beta, x.entry, x.last, x.inverse, x.v])
         states, state = states[:-1], states[-1].clone()
         out = changes @ (x.decay * x.qk).mT
         out.addcmul_(x.entry, _read(states, x.q))
@@ -181,77 +182,86 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         before, ids, *inputs, states = ctx.saved_tensors
-        x = _Chunks.of(ctx.chunk, before, ids, *inputs)
-        grad_out = _values(grad, ctx.chunk, x.k.shape[2])
-        grad_entry = (grad_out * _read(states, x.q)).sum(-2)
-        read = _read(states, x.k)
-        rest = torch.addcmul(x.v, x.entry, read, value=-1)
-        changes = (rest * x.beta) @ x.inverse.mT
-        entering = x.entry * grad_out  # gradient of what the outputs read of the state
-        inside = grad_out @ (x.decay * x.qk)  # gradient of the changes by the outputs of their chunk
-        grad_state = grad_state.unflatten(1, x.v.shape[2:4])
-        parts = entering, inside, changes, x.beta, x.entry, x.last, x.inverse
-        grad_states, grad_scaled, grad_last = backward_states(grad_state, x.k, x.q, *parts)
-        del inside
-        grad_beta = (grad_scaled * rest).sum(-2)
-        del rest
-        grad_attention, grad_overlap = grad_out.mT @ changes, (grad_scaled.mT @ changes).tril_(-1).neg_()
-        grad_v = grad_scaled.mul_(x.beta)
-        grad_q = _of_keys(entering, states)
-        grad_k = _of_keys(changes.mul_(x.last), grad_states[1:]) - _of_keys(x.entry * grad_v, states)
-        grad_entry -= (grad_v * read).sum(-2)
-        grad_entry[..., -1] += (grad_states[1:] * states).sum((-2, -1))
-        del read, entering
-        # Now through the pairs of tokens: Q K^T and K K^T, and the logarithms of L and a.
-        grad_attention *= x.decay
-        grad_overlap *= x.decay
-        grad_qk, grad_kk = grad_attention.sum(3), (grad_overlap * x.beta.mT).sum(3)
-        grad_q += grad_qk @ x.k
-        grad_k += grad_qk.mT @ x.q + (grad_kk + grad_kk.mT) @ x.k
-        grad_overlap *= x.kk
-        grad_beta += grad_overlap.sum(-1)
-        logs = grad_overlap.mul_(x.beta.mT).addcmul_(grad_attention, x.qk)
-        logs[..., -1:, :] += x.last * grad_last
-        # The sums of a token over its pairs cancel, hence fp64.
-        sums = logs.sum(-1, dtype=torch.float64) - logs.sum(-2, dtype=torch.float64) + x.entry.squeeze(-2) * grad_entry
-        grad_g = (sums.flatten(2, 3) @ x.same.to(sums.dtype)).unflatten(2, x.v.shape[2:4])
         q, k, v, g, beta = inputs
+        grad_out = _values(grad, ctx.chunk, k.shape[2])
+        grad_state = grad_state.unflatten(1, grad_out.shape[2:4])
+        x = _Chunks.of(ctx.chunk, before, ids, *inputs)
+        grad_state, grad_q, grad_k, grad_v, grad_g, grad_beta = _gradients(x, states, grad_out, grad_state)
+        del x, grad_out
         return (
             None,
             None,
-            grad_states[0].flatten(1, 2),
+            grad_state.flatten(1, 2),
             None,
             _normalised_backward(q, grad_q, q.shape[-1] ** -0.5),
             _normalised_backward(k, grad_k),
             _tokens(grad_v, v),
-            _tokens(grad_g[..., None, :], g[..., None]).squeeze(-1),
-            _tokens(grad_beta[..., None, :], beta[..., None]).squeeze(-1),
+            _tokens(grad_g, g[..., None]).squeeze(-1),
+            _tokens(grad_beta, beta[..., None]).squeeze(-1),
         )
+
+
+def _gradients(x: "_Chunks", states: Tensor, grad_out: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of the first state and of q, k, v, g and beta, as they are in _Chunks."""
+    read = _read(states, x.k)
+    rest = torch.addcmul(x.v, x.entry, read, value=-1)
+    changes = (rest * x.beta) @ x.inverse.mT
+    entering = x.entry * grad_out  # gradient of what the outputs read of the state
+    inside = grad_out @ (x.decay * x.qk)  # gradient of the changes by the outputs of their chunk
+    parts = [x.k, x.beta, x.entry, x.last, x.inverse, x.q, entering, inside, changes]
+    grad_states, scaled, grad_last = backward_states(grad_state, parts)
+    del inside, parts
+    grad_beta = (scaled * rest).sum(-2, keepdim=True)
+    del rest
+    grad_attention, grad_overlap = grad_out.mT @ changes, (scaled.mT @ changes).tril_(-1).neg_()
+    grad_v = scaled.mul_(x.beta)
+    grad_entry = _read(states, x.q).mul_(grad_out).addcmul_(grad_v, read, value=-1).sum(-2)
+    del read
+    grad_entry[..., -1] += (grad_states[1:] * states).sum((-2, -1))
+    grad_q = _of_keys(entering, states)
+    grad_k = _of_keys(changes.mul_(x.last), grad_states[1:])
+    grad_k -= _of_keys(entering.copy_(grad_v).mul_(x.entry), states)
+    del changes, entering
+    # Now through the pairs of tokens: Q K^T and K K^T, and the logarithms of L and a.
+    grad_attention *= x.decay
+    grad_overlap *= x.decay
+    grad_qk, grad_kk = grad_attention.sum(3), (grad_overlap * x.beta.mT).sum(3)
+    grad_q += grad_qk @ x.k
+    grad_k += grad_qk.mT @ x.q
+    grad_k += (grad_kk + grad_kk.mT) @ x.k
+    grad_overlap *= x.kk
+    grad_beta += grad_overlap.sum(-1)[..., None, :]
+    logs = grad_overlap.mul_(x.beta.mT).addcmul_(grad_attention, x.qk)
+    logs[..., -1:, :] += x.last * grad_last
+    # The sums of a token over its pairs cancel, hence fp64.
+    sums = logs.sum(-1, dtype=torch.float64) - logs.sum(-2, dtype=torch.float64) + x.entry.squeeze(-2) * grad_entry
+    grad_g = (sums.flatten(2, 3) @ x.same.to(sums.dtype)).unflatten(2, x.v.shape[2:4])[..., None, :]
+    return grad_states[0].clone(), grad_q, grad_k, grad_v, grad_g, grad_beta
 
 
 class _Chunks(NamedTuple):
     """What the chunks need, except states.
 
     Attributes:
-        q, k: normalised, (N, B, Hk, C, dk).
-        v: (N, B, Hk, G, dv, C).
+        k, q: normalised, (N, B, Hk, C, dk).
         beta, entry, last: beta, a and r, (N, B, Hk, G, 1, C).
+        inverse: of I + A, (N, B, Hk, G, C, C).
+        v: (N, B, Hk, G, dv, C).
         decay: L, (N, B, Hk, G, C, C).
         qk, kk: Q K^T and K K^T, (N, B, Hk, 1, C, C).
-        inverse: of I + A, (N, B, Hk, G, C, C).
         same: (N, B, C, C), token i does not lie before token j, and in its document.
     """
 
-    q: Tensor
     k: Tensor
-    v: Tensor
     beta: Tensor
     entry: Tensor
     last: Tensor
+    inverse: Tensor
+    q: Tensor
+    v: Tensor
     decay: Tensor
     qk: Tensor
     kk: Tensor
-    inverse: Tensor
     same: Tensor
 
     @classmethod
@@ -277,17 +287,16 @@ class _Chunks(NamedTuple):
         qk, kk = ((x @ k.mT)[:, :, :, None] for x in (q, k))
         inverse = _inverse((decay * kk * strength.mT).tril_(-1))
         v = _values(v, chunk, heads)
-        return cls(q, k, v, strength, entry, decay[..., -1:, :], decay, qk, kk, inverse, same)
+        return cls(k, strength, entry, decay[..., -1:, :], inverse, q, v, decay, qk, kk, same)
 
 
 # The two loops over chunks. They are operators: torch.compile would unroll them, which takes minutes for a long row.
 
 
 @torch.library.custom_op("titan_mi100::delta_rule_states", mutates_args=())
-def forward_states(
-    state: Tensor, k: Tensor, v: Tensor, beta: Tensor, entry: Tensor, last: Tensor, inverse: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The state at each chunk and behind the last one, and V' of each chunk. Args: as in _Chunks."""
+def forward_states(state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The state at each chunk and behind the last one, and V' of each chunk. Args: parts: of _Chunks."""
+    k, beta, entry, last, inverse, v = parts
     states, changes = state.new_empty(len(v) + 1, *state.shape), torch.empty_like(v)
     states[0] = state
     for n, change in enumerate(changes):
@@ -298,25 +307,15 @@ def forward_states(
 
 
 @torch.library.custom_op("titan_mi100::delta_rule_states_backward", mutates_args=())
-def backward_states(
-    grad_state: Tensor,
-    k: Tensor,
-    q: Tensor,
-    entering: Tensor,
-    inside: Tensor,
-    changes: Tensor,
-    beta: Tensor,
-    entry: Tensor,
-    last: Tensor,
-    inverse: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward_states(grad_state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of all states, of (I + A) V' of each chunk, and of its r.
 
     Args:
         grad_state: of the state behind the last chunk.
-        entering, inside: gradients of Q S and of V', both by the outputs of their chunk alone; shaped like V'.
-        changes: V'. The others as in _Chunks.
+        parts: of _Chunks; besides, `entering` and `inside`, the gradients of a Q S and of V' by the outputs of their
+            own chunk, and `changes`, V'.
     """
+    k, beta, entry, last, inverse, q, entering, inside, changes = parts
     states, scaled = grad_state.new_empty(len(k) + 1, *grad_state.shape), torch.empty_like(inside)
     lasts = torch.empty_like(last)
     states[-1] = grad_state
@@ -330,23 +329,20 @@ def backward_states(
 
 
 @forward_states.register_fake
-def _(state: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
-    return state.new_empty(len(v) + 1, *state.shape), torch.empty_like(v)
+def _(state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    return state.new_empty(len(parts[0]) + 1, *state.shape), torch.empty_like(parts[-1])
 
 
 @backward_states.register_fake
-def _(grad_state: Tensor, k: Tensor, q: Tensor, entering: Tensor, inside: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
-    return grad_state.new_empty(len(k) + 1, *grad_state.shape), torch.empty_like(inside), torch.empty_like(more[3])
+def _(grad_state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    states = grad_state.new_empty(len(parts[0]) + 1, *grad_state.shape)
+    return states, torch.empty_like(parts[-2]), torch.empty_like(parts[3])
 
 
-@register_flop_formula(torch.ops.titan_mi100.delta_rule_states)
-def _(state: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    return 2 * math.prod(v) * (2 * k[-1] + k[-2])
-
-
-@register_flop_formula(torch.ops.titan_mi100.delta_rule_states_backward)
-def _(state: Any, k: Any, q: Any, entering: Any, *_: Any, **__: Any) -> int:
-    return 2 * math.prod(entering) * (3 * k[-1] + k[-2])
+@register_flop_formula([torch.ops.titan_mi100.delta_rule_states, torch.ops.titan_mi100.delta_rule_states_backward])
+def _(state: Any, parts: Any, **_: Any) -> int:
+    products = 2 if len(parts) == 6 else 3  # of state and keys; and one of the inverse
+    return 2 * math.prod(parts[-1]) * (products * state[-1] + parts[0][-2])
 
 
 def _read(state: Tensor, keys: Tensor) -> Tensor:
@@ -371,7 +367,7 @@ def _inverse(a: Tensor) -> Tensor:
     other.
     """
     size = a.shape[-1]
-    if size <= _SUBSTITUTED:
+    if size <= SUBSTITUTED:
         rows = torch.arange(size, device=a.device)
         inverse = torch.eye(size, dtype=a.dtype, device=a.device) - a * _sibling(rows, 1)
         for half in (2, 4, 8):
@@ -401,7 +397,8 @@ def _normalised_backward(x: Tensor, grad: Tensor, scale: float = 1.0) -> Tensor:
     wide = at_least_fp32(x)
     factor = (wide.square().sum(-1, keepdim=True) + _EPS).rsqrt()
     unit, grad = wide * factor, _tokens(grad.mT[:, :, :, None], wide)
-    return (scale * factor * (grad - unit * (unit * grad).sum(-1, keepdim=True))).to(x.dtype)
+    along = (unit * grad).sum(-1, keepdim=True)
+    return (torch.addcmul(grad, unit, along, value=-1) * (scale * factor)).to(x.dtype)
 
 
 def _split(x: Tensor, chunk: int) -> Tensor:
