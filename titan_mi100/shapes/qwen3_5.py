@@ -21,7 +21,7 @@ from titan_mi100.shapes.base import (
     Split,
     Values,
 )
-from titan_mi100.shapes.delta_rule import CHUNK
+from titan_mi100.shapes.delta_rule import CHUNK, DeltaRuleCost
 from titan_mi100.wording import shortened, shown
 
 LINEARS = (
@@ -128,9 +128,8 @@ class Qwen3_5Spec(ModelSpec):
             "linear_attn.norm.weight": Parameter((dims[1],), WHOLE, "norm", "ones", in_fp32=True),
             "linear_attn.out_proj.weight": Parameter((hidden, values), INPUTS),
         }
-        # the rule's products of a token: with the state, and with the tokens of its chunk
-        rule = heads * (3 * dims[0] * dims[1] + CHUNK * (3 * dims[0] + 2 * dims[1]))
-        states = heads * dims[0] * dims[1] // CHUNK
+        cost = DeltaRuleCost(1, CHUNK, self.linear_num_key_heads, heads, *dims)
+        rule, states = cost.forward_flops // 2 // CHUNK, cost.state_bytes // 4 // CHUNK // 2  # of a token
         kept = Values(4 * hidden + 3 * channels + 4 * values + 4 * mlp, 2 * hidden + 2 * values + states + 4 * heads)
         selective = Values(hidden + 3 * channels + 2 * values, states + 4 * heads)
         adapted = ("in_proj_qkv", "in_proj_z", "out_proj", "gate_proj", "up_proj", "down_proj")
