@@ -1,6 +1,6 @@
 """FSDP2 and HSDP, with or without tensor parallel: how weights are sharded, and forward and backward of a step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -100,10 +100,15 @@ def apply_fsdp(
             module.set_force_sum_reduction_for_comms(True)
 
 
-class _Together(nn.ModuleList):
-    """Weights that FSDP2 gathers as one group when this is called; they stay gathered until backward is done. A group
-    of its own would gather in the hooks of its modules, which are inside the block's compiled graph.
+class _Together(nn.Module):
+    """Weights that FSDP2 gathers as one group when this is called; they stay gathered until backward is done. If the
+    modules themselves were the group, their hooks would gather, inside of the block's compiled graph.
     """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        super().__init__()
+        for number, module in enumerate(modules):  # FSDP2 of torch 2.8 takes no ModuleList
+            self.add_module(str(number), module)
 
     def forward(self) -> None:
         pass
