@@ -211,6 +211,7 @@ def _qwen3_5(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, valu
 
 
 # Source: the config.json of each Qwen/Qwen3.5-* repository; 3.6-27B and 3.8-27B have the shape of 3.5-27B.
+_27B = _qwen3_5(5120, 17408, 64, 24, 4, 48, False)
 PRESETS: Mapping[str, Qwen3_5Spec] = {
     "qwen3.5-debug": Qwen3_5Spec(
         768, 128, 384, 4, 4, 2, 2, 4, True, every_fourth(4), 32, 32, 32, rope_theta=10_000.0,
@@ -220,7 +221,7 @@ PRESETS: Mapping[str, Qwen3_5Spec] = {
     "qwen3.5-2B": _qwen3_5(2048, 6144, 24, 8, 2, 16, True),
     "qwen3.5-4B": _qwen3_5(2560, 9216, 32, 16, 4, 32, True),
     "qwen3.5-9B": _qwen3_5(4096, 12288, 32, 16, 4, 32, False),
-    "qwen3.5-27B": _qwen3_5(5120, 17408, 64, 24, 4, 48, False),
+    **dict.fromkeys(("qwen3.5-27B", "qwen3.6-27B", "qwen3.8-27B"), _27B),
 }  # fmt: skip
 
 # transformers' defaults for keys that config.json may leave out
