@@ -75,7 +75,8 @@ class _Convolution(torch.autograd.Function):
         out = wide[:, len(taps) :] * own
         for number, tap in enumerate(taps):
             past = slice(number, number + out.shape[1])
-            out.addcmul_(wide[:, past] * (ids[:, past] == ids[:, len(taps) :])[..., None], tap)
+            same = (ids[:, past] == ids[:, len(taps) :]).to(wide.dtype)[..., None]
+            out.addcmul_(wide[:, past] * same, tap)
         return out.to(x.dtype)
 
     @staticmethod
@@ -85,7 +86,7 @@ class _Convolution(torch.autograd.Function):
         grad_x, columns = torch.zeros_like(wide), []
         for number, tap in enumerate(at_least_fp32(weight).unbind(1)):
             past = slice(number, number + seq)
-            slope = at_least_fp32(grad) * (ids[:, past] == ids[:, -seq:])[..., None]
+            slope = at_least_fp32(grad) * (ids[:, past] == ids[:, -seq:]).to(wide.dtype)[..., None]
             grad_x[:, past].addcmul_(slope, tap)
             columns.append(slope.mul_(wide[:, past]).sum((0, 1)))
         return grad_x.to(x.dtype), torch.stack(columns, 1).to(weight.dtype), None
