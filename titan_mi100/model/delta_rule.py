@@ -71,30 +71,25 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, ids)
-        out = at_least_fp32(x.new_zeros(()))
-        for tap, (same, past) in zip(at_least_fp32(weight).unbind(1), _taps(x, ids, weight.shape[1]), strict=True):
-            out = torch.addcmul(out, past * same, tap)
+        wide, (*taps, own) = at_least_fp32(x), at_least_fp32(weight).unbind(1)
+        out = wide[:, len(taps) :] * own
+        for number, tap in enumerate(taps):
+            past = slice(number, number + out.shape[1])
+            same = (ids[:, past] == ids[:, len(taps) :]).to(wide.dtype)[..., None]
+            out.addcmul_(wide[:, past] * same, tap)
         return out.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
         x, weight, ids = ctx.saved_tensors
-        taps = at_least_fp32(weight).unbind(1)
-        wide, seq = at_least_fp32(grad), grad.shape[1]
-        grad_x, columns = wide.new_zeros(x.shape), []
-        for number, (same, past) in enumerate(_taps(x, ids, len(taps))):
-            slope = wide * same
-            columns.append((slope * past).sum((0, 1)))
-            grad_x[:, number : number + seq].addcmul_(slope, taps[number])
+        wide, seq = at_least_fp32(x), grad.shape[1]
+        grad_x, columns = torch.zeros_like(wide), []
+        for number, tap in enumerate(at_least_fp32(weight).unbind(1)):
+            past = slice(number, number + seq)
+            slope = at_least_fp32(grad) * (ids[:, past] == ids[:, -seq:]).to(wide.dtype)[..., None]
+            grad_x[:, past].addcmul_(slope, tap)
+            columns.append(slope.mul_(wide[:, past]).sum((0, 1)))
         return grad_x.to(x.dtype), torch.stack(columns, 1).to(weight.dtype), None
-
-
-def _taps(x: Tensor, ids: Tensor, width: int) -> list[tuple[Tensor, Tensor]]:
-    """For each tap, the earliest first: whether it is of the token's document, (batch, seq, 1), and its inputs."""
-    seq = x.shape[1] - width + 1
-    places = [slice(number, number + seq) for number in range(width)]
-    wide = at_least_fp32(x)
-    return [((ids[:, place] == ids[:, width - 1 :])[..., None], wide[:, place]) for place in places]
 
 
 def recurrence(
@@ -149,10 +144,10 @@ def delta_rule(
     batch, seq, heads, size = v.shape
     tokens = DeltaRuleCost(batch, seq, k.shape[2], heads, k.shape[3], size, chunk).at_once
     outs, before = [], ids[:, :1]
-    for part in zip(*(x.split(tokens, 1) for x in (ids, q, k, v, g, beta)), strict=True):
-        out, state = _DeltaRule.apply(chunk, before, state, *part)
+    for own, *inputs in zip(*(x.split(tokens, 1) for x in (ids, q, k, v, g, beta)), strict=True):
+        out, state = _DeltaRule.apply(chunk, before, own, state, *inputs)
         outs.append(out)
-        before = part[0][:, -1:]
+        before = own[:, -1:]
     return torch.cat(outs, 1), state
 
 
@@ -167,7 +162,7 @@ class _DeltaRule(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, chunk: int, before: Tensor, state: Tensor, ids: Tensor, *inputs: Tensor
+        ctx: Any, chunk: int, before: Tensor, ids: Tensor, state: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, Tensor]:
         x = _Chunks.of(chunk, before, ids, *inputs)
         state = state.unflatten(1, x.v.shape[2:4])
@@ -188,17 +183,9 @@ class _DeltaRule(torch.autograd.Function):
         x = _Chunks.of(ctx.chunk, before, ids, *inputs)
         grad_state, grad_q, grad_k, grad_v, grad_g, grad_beta = _gradients(x, states, grad_out, grad_state)
         del x, grad_out
-        return (
-            None,
-            None,
-            grad_state.flatten(1, 2),
-            None,
-            _normalised_backward(q, grad_q, q.shape[-1] ** -0.5),
-            _normalised_backward(k, grad_k),
-            _tokens(grad_v, v),
-            _tokens(grad_g, g[..., None]).squeeze(-1),
-            _tokens(grad_beta, beta[..., None]).squeeze(-1),
-        )
+        gates = (_tokens(x, y[..., None]).squeeze(-1) for x, y in ((grad_g, g), (grad_beta, beta)))
+        grad_q, grad_k = _normalised_backward(q, grad_q, q.shape[-1] ** -0.5), _normalised_backward(k, grad_k)
+        return None, None, None, grad_state.flatten(1, 2), grad_q, grad_k, _tokens(grad_v, v), *gates
 
 
 def _gradients(x: "_Chunks", states: Tensor, grad_out: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
@@ -233,8 +220,7 @@ def _gradients(x: "_Chunks", states: Tensor, grad_out: Tensor, grad_state: Tenso
     grad_beta += grad_overlap.sum(-1)[..., None, :]
     logs = grad_overlap.mul_(x.beta.mT).addcmul_(grad_attention, x.qk)
     logs[..., -1:, :] += x.last * grad_last
-    # The sums of a token over its pairs cancel, hence fp64.
-    sums = logs.sum(-1, dtype=torch.float64) - logs.sum(-2, dtype=torch.float64) + x.entry.squeeze(-2) * grad_entry
+    sums = logs.sum(-1) - logs.sum(-2) + x.entry.squeeze(-2) * grad_entry
     grad_g = (sums.flatten(2, 3) @ x.same.to(sums.dtype)).unflatten(2, x.v.shape[2:4])[..., None, :]
     return grad_states[0].clone(), grad_q, grad_k, grad_v, grad_g, grad_beta
 
