@@ -13,7 +13,6 @@ from machine_code import faults
 from machine_code.assembly import Unknown, parse
 from machine_code.instructions import build
 from machine_code.launches import ORDERS, Attention, Compiled, Emulated, Update, compile_all
-from machine_code.machine import Fault
 from test_attention_kernel import BARS, inputs, results
 from test_compile_report import LINKERS, REQUIRED
 from test_lean_optimizer import KINDS, dtype_of, optimizer_of
@@ -34,24 +33,40 @@ if "lld" not in REQUIRED and not (any(map(shutil.which, LINKERS)) and find_spec(
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ARCHITECTURES = ("gfx908", "gfx90a", "gfx942")
 KERNELS = ("forward_kernel", "queries_gradient_kernel", "keys_gradient_kernel")
-DOCUMENTS = Documents(1, 133, (70, 5, 58))  # a boundary inside each tile, and five tokens beyond one of 128
 HEADS = (2, 1)
+VERSION = importlib.metadata.version("triton")
+FORGOTTEN = (
+    r"line \d+: v_mov_b32_e32 \S+ v\d+: \d+ wait states must be between it and: MFMA writes a register; there are [235]"
+)
 
 
 def launches(arch: str, dtype: str, head_dim: int, launch: Launch, kpack: int = 0) -> list[Attention]:
     return [Attention(arch, kernel, dtype, head_dim, tile, kpack) for kernel, tile in zip(KERNELS, launch, strict=True)]
 
 
+def documents_for(launch: Launch) -> Documents:
+    """A boundary inside each tile, and five tokens beyond the largest."""
+    half = max(max(tile.block_q, tile.block_k) for tile in launch) // 2
+    return Documents(1, 2 * half + 5, (half + 6, 5, half - 6))
+
+
 def errors(
-    compiled: list[Compiled], launch: Launch, dtype: str, head_dim: int, order: str, patch: pytest.MonkeyPatch
+    compiled: list[Compiled],
+    launch: Launch,
+    dtype: str,
+    head_dim: int,
+    order: str,
+    patch: pytest.MonkeyPatch,
+    known: str = "-",
 ) -> tuple[dict[str, float], list[Emulated]]:
     """The largest errors against fp64, relative to the largest element."""
-    emulated = [Emulated(code, order) for code in compiled]
+    emulated = [Emulated(code, order, known) for code in compiled]
     for name, kernel in zip(KERNELS, emulated, strict=True):
         patch.setattr(kernels, name, kernel)
-    tensors = [x.contiguous() for x in inputs(DOCUMENTS, HEADS, head_dim, DTYPES[dtype])]
-    expected = results(Eager(), DOCUMENTS, [x.double() for x in tensors])
-    found = results(make_backend("triton", "", "cpu", str(launch)), DOCUMENTS, tensors)
+    documents = documents_for(launch)
+    tensors = [x.contiguous() for x in inputs(documents, HEADS, head_dim, DTYPES[dtype])]
+    expected = results(Eager(), documents, [x.double() for x in tensors])
+    found = results(make_backend("triton", "", "cpu", str(launch)), documents, tensors)
     differences = [(a.double() - b).abs().max() / b.abs().max() for a, b in zip(found, expected, strict=True)]
     names = ("out", "q", "k", "v")
     return {n: x.nan_to_num(nan=torch.inf).item() for n, x in zip(names, differences, strict=True)}, emulated
@@ -72,7 +87,7 @@ def test_the_launch_that_triton_miscompiles_is_found(kpack: int, monkeypatch: py
     """launches.options asks for kpack = 1 where a block is below 32: the other halves the gradients of v."""
     compiled = compile_all(launches("gfx908", "fp16", 64, SMALL, kpack))
     found, _ = errors(compiled, SMALL, "fp16", 64, "in turn", monkeypatch)
-    is_wrong = kpack == 2 and importlib.metadata.version("triton") in ("3.4.0", "3.6.0")
+    is_wrong = kpack == 2 and VERSION in ("3.4.0", "3.6.0")
     assert (found.pop("v") > 0.5) == is_wrong and max(found.values()) <= BARS[torch.float16]
 
 
@@ -122,16 +137,19 @@ def table(arch: str, dtype: str, head_dim: int) -> list[Launch]:
 def test_every_launch_is_right(
     arch: str, dtype: str, head_dim: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    if arch != "gfx908" and dtype == "fp16":  # LLVM lets v_mov follow MFMA by fewer than our rule's wait states
-        open_question = "the wait states of this pair are from memory: read LLVM's rule"
-        request.applymarker(pytest.mark.xfail(strict=True, raises=Fault, reason=open_question))
+    """Every 16-bit launch of gfx908, the first ones of the others; with --full all."""
     rows = table(arch, dtype, head_dim)
-    compiled = compile_all([each for row in rows for each in launches(arch, dtype, head_dim, row)])
     assert rows
+    if not request.config.getoption("--full"):
+        rows = rows if arch == "gfx908" else rows[:1]
+    compiled = compile_all([each for row in rows for each in launches(arch, dtype, head_dim, row)])
     for number, row in enumerate(rows):
-        order = list(ORDERS)[number % len(ORDERS)]
-        found, _ = errors(compiled[3 * number : 3 * number + 3], row, dtype, head_dim, order, monkeypatch)
+        order, ours = list(ORDERS)[number % len(ORDERS)], compiled[3 * number : 3 * number + 3]
+        # A finding: after a loop Triton 3.4.0 forgets the wait states of three moves, see docs/TESTING.md.
+        is_forgotten = arch != "gfx908" and dtype == "fp16" and row.keys.num_warps == 8 and VERSION == "3.4.0"
+        found, emulated = errors(ours, row, dtype, head_dim, order, monkeypatch, FORGOTTEN if is_forgotten else "-")
         assert max(found.values()) <= BARS[DTYPES[dtype]], (str(row), order, found)
+        assert [len(kernel.passed_over) for kernel in emulated] == [0, 0, 3 * is_forgotten]
 
 
 # Planted faults that nothing notices: each was looked at, see docs/TESTING.md.
