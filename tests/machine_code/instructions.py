@@ -146,16 +146,9 @@ def _vector(instruction: Instruction, _: Any) -> Run:
 
 
 def _composed(compute: Callable, fetch: list[Fetch]) -> Fetch:
-    """compute(*[each(wave) for each in fetch]), faster"""
-    if len(fetch) == 1:
-        (a,) = fetch
-        return lambda wave: compute(a(wave))
-    if len(fetch) == 2:
+    if len(fetch) == 2:  # the usual case, faster
         a, b = fetch
         return lambda wave: compute(a(wave), b(wave))
-    if len(fetch) == 3:
-        a, b, c = fetch
-        return lambda wave: compute(a(wave), b(wave), c(wave))
     return lambda wave: compute(*[each(wave) for each in fetch])
 
 
@@ -247,38 +240,29 @@ def _packed(instruction: Instruction, _: Any) -> Run:
 
     register = target.register
     instruction.writes.update(target.registers)
+    compute: Callable
     if instruction.name == "v_pk_mov_b32":  # op_sel has one part of each source, and op_sel_hi says nothing
-        low, high = halves("op_sel", "none", 0, "u")
         options.pop("op_sel_hi", None)
-
-        def move(wave: Wave) -> None:
-            values = np.array(low(wave)), np.array(high(wave))
-            wave.put(register, values[0])
-            wave.put(register + 1, values[1])
-
-        return move
-    compute = PACKED[instruction.name]
-    lower, upper = halves("op_sel", "neg_lo", 0, "f"), halves("op_sel_hi", "neg_hi", 1, "f")
+        compute, put, (lower, upper) = np.array, Wave.put, ([each] for each in halves("op_sel", "none", 0, "u"))
+    else:
+        compute, put = PACKED[instruction.name], Wave.put_floats
+        lower, upper = halves("op_sel", "neg_lo", 0, "f"), halves("op_sel_hi", "neg_hi", 1, "f")
 
     def run(wave: Wave) -> None:
         first, second = compute(*[f(wave) for f in lower]), compute(*[f(wave) for f in upper])
-        wave.put_floats(register, first)
-        wave.put_floats(register + 1, second)
+        put(wave, register, first)
+        put(wave, register + 1, second)
 
     return run
 
 
 def _matrix(instruction: Instruction, _: Any) -> Run:
-    """D = A B + C, a sum in fp64. Lane l has row l % M of A and column l % N of B; lanes l // M have successive values
-    of k, whose order changes nothing here. Of D, each four registers have four rows, those of the next group of lanes
-    the next four. Source: AMD's matrix instruction calculator (ROCm/amd_matrix_instruction_calculator)."""
-    shape = operations.matrix_shape(instruction.name)
-    if shape is None:
-        raise Unknown("no such matrix instruction here")
-    m, n, k, kind = shape
+    """D = A B + C, 16 x 16, a sum in fp64. Lane l has row l % 16 of A and column l % 16 of B; lanes l // 16 have
+    successive values of k, whose order changes nothing here. The registers of D have rows l // 16 * 4, + 1, + 2, + 3.
+    Source: AMD's matrix instruction calculator (ROCm/amd_matrix_instruction_calculator)."""
+    k, kind = operations.matrix_shape(instruction.name)
     target, a, b, c = instruction.operands
-    groups, registers = LANES // m, m * n // LANES
-    if m != n or target.count != registers or a.count != max(1, k // groups * (4 if kind == "f32" else 2) // 4):
+    if target.count != 4 or a.count != b.count or a.count * 16 != k * (4 if kind == "f32" else 2):
         raise Unknown("registers that do not fit the shape")
     for operand in (a, b, c):
         instruction.reads.update(operand.registers)
@@ -290,21 +274,17 @@ def _matrix(instruction: Instruction, _: Any) -> Run:
         def fetch(wave: Wave) -> Any:
             raw = wave.v[first : first + count]
             if kind == "f32":
-                return raw.view(f32).reshape(k, m).astype(f64)
+                return raw.view(f32).reshape(k, 16).astype(f64)
             if kind == "f16":
-                return raw.view(f16).reshape(k // 2, m, 2).transpose(0, 2, 1).astype(f64, "C").reshape(k, m)
-            parts = np.empty((k // 2, 2, m), u32)
-            parts[:, 0] = raw.reshape(k // 2, m) << u32(16)
-            parts[:, 1] = raw.reshape(k // 2, m) & u32(0xFFFF0000)
-            return parts.view(f32).reshape(k, m).astype(f64)
+                return raw.view(f16).reshape(k // 2, 16, 2).transpose(0, 2, 1).astype(f64, "C").reshape(k, 16)
+            parts = np.array([raw << u32(16), raw & u32(0xFFFF0000)])
+            return parts.view(f32).reshape(k, 16).astype(f64)
 
         return fetch
 
-    def sums(operand: Operand) -> Fetch:  # -> (rows // 4 // groups, groups, 4, columns)
+    def sums(operand: Operand) -> Fetch:  # -> (groups of lanes, registers, columns)
         first = operand.register
-        return lambda wave: (
-            wave.v[first : first + registers].view(f32).reshape(registers // 4, 4, groups, n).transpose(0, 2, 1, 3)
-        )
+        return lambda wave: wave.v[first : first + 4].view(f32).reshape(4, 4, 16).transpose(1, 0, 2)
 
     rows_of, columns_of, result = factor(a), factor(b), sums(target)
     start = _constant(c.text, "f") if c.register is None else None
@@ -313,8 +293,7 @@ def _matrix(instruction: Instruction, _: Any) -> Run:
     def run(wave: Wave) -> None:
         if wave.active is not ALL:
             raise Fault("a matrix instruction while some lanes are off, which the documents leave open")
-        product = rows_of(wave).T @ columns_of(wave)
-        result(wave)[...] = product.reshape(registers // 4, groups, 4, n) + added(wave)
+        result(wave)[...] = (rows_of(wave).T @ columns_of(wave)).reshape(4, 4, 16) + added(wave)
 
     return run
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from machine_code.assembly import Unknown
 
 u8, u16, u32, i32, u64, i64 = np.uint8, np.uint16, np.uint32, np.int32, np.uint64, np.int64
 f16, f32, f64 = np.float16, np.float32, np.float64
@@ -303,7 +304,9 @@ for _shift in range(1, 5):
     )
 
 
-def matrix_shape(name: str) -> tuple[int, int, int, str] | None:
-    """-> M, N, K, type of A and B, of the MFMA instructions that are known."""
-    found = re.fullmatch(r"v_mfma_f32_(16|32)x(16|32)x(\d+)_?(bf16_1k|bf16|f16|f32)", name)
-    return (int(found[1]), int(found[2]), int(found[3]), found[4].removesuffix("_1k")) if found else None
+def matrix_shape(name: str) -> tuple[int, str]:
+    """-> K, type of A and B, of the MFMA instructions that are known: M and N are 16."""
+    found = re.fullmatch(r"v_mfma_f32_16x16x(4|8|16)_?(bf16_1k|bf16|f16|f32)", name)
+    if found is None:
+        raise Unknown("no such matrix instruction here")
+    return int(found[1]), found[2].removesuffix("_1k")

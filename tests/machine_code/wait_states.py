@@ -63,10 +63,9 @@ class WaitStates:
 
 
 def add_rules(program: Program) -> Program:
-    shapes = {shape for i in program.instructions if (shape := matrix_shape(i.name))}
-    types = {kind for *_, kind in shapes}
-    if any(m == 32 for m, *_ in shapes) or len(types) > 1:
-        raise Unknown(f"wait states of {shapes}")
+    types = {matrix_shape(i.name)[1] for i in program.instructions if i.name.startswith("v_mfma_")}
+    if len(types) > 1:
+        raise Unknown(f"wait states of {types}")
     found = [_rules(instruction, program.arch, "f32" not in types) for instruction in program.instructions]
     for (before, _), (instruction, rules) in pairwise(zip(program.instructions, found, strict=True)):
         if instruction.name in _ACCUMULATION and before.name.startswith("v_") and "accvgpr" not in before.name:
