@@ -41,7 +41,7 @@ KERNELS = ("forward_kernel", "queries_gradient_kernel", "keys_gradient_kernel")
 HEADS = (2, 1)
 VERSION = importlib.metadata.version("triton")
 FORGOTTEN = (
-    r"line \d+: v_mov_b32_e32 \S+ v\d+: \d+ wait states must be between it and: MFMA writes a register; there are [235]"
+    r"line \d+: v_mov_b32_e32 \S+ v\d+: \d+ wait states must be between it and: MFMA writes a register; there are [2356]"
 )
 
 
@@ -50,10 +50,10 @@ def launches(arch: str, dtype: str, head_dim: int, launch: Launch, kpack: int = 
 
 
 def documents_for(launch: Launch) -> Documents:
-    """Boundaries inside a tile, the first document with several blocks of keys for most rows, five tokens in the last
-    tile or half a tile: a row's sums are scaled only from its second block on."""
+    """Boundaries inside a tile; blocks of keys after the first, from which on sums are scaled, for most rows; and a last
+    tile in which some waves have no row."""
     largest = max(max(tile.block_q, tile.block_k) for tile in launch)
-    return Documents(1, 133, (120, 5, 8)) if largest == 128 else Documents(1, 101, (56, 5, 40))
+    return Documents(1, 133, (120, 5, 8)) if largest == 128 else Documents(1, 93, (56, 5, 32))
 
 
 def errors(
@@ -150,11 +150,11 @@ def test_every_launch_is_right(arch: str, dtype: str, head_dim: int, monkeypatch
     compiled = compile_all([each for row in rows for each in launches(arch, dtype, head_dim, row)])
     for number, row in enumerate(rows):
         order, ours = list(ORDERS)[number % len(ORDERS)], compiled[3 * number : 3 * number + 3]
-        # A finding: after a loop Triton 3.4.0 forgets the wait states of three moves, see docs/TESTING.md.
+        # A finding: after a loop Triton 3.4.0 forgets the wait states of some moves, see docs/TESTING.md.
         is_forgotten = arch != "gfx908" and dtype == "fp16" and row.keys.num_warps == 8 and VERSION == "3.4.0"
         found, emulated = errors(ours, row, dtype, head_dim, order, monkeypatch, FORGOTTEN if is_forgotten else "-")
         assert max(found.values()) <= BARS[DTYPES[dtype]], (str(row), order, found)
-        assert [len(kernel.passed_over) for kernel in emulated] == [0, 0, 3 * is_forgotten]
+        assert [len(kernel.passed_over) for kernel in emulated] == [0, 0, (4 if head_dim == 64 else 3) * is_forgotten]
 
 
 # Planted faults that nothing notices, since they change nothing: the barrier after the second stage of dQ's delta. Only

@@ -413,10 +413,6 @@ def _wait(instruction: Instruction, _: Any) -> Run:
     return run
 
 
-def _nothing(instruction: Instruction, _: Any) -> Run:
-    return lambda wave: None
-
-
 def _barrier(instruction: Instruction, _: Any) -> Run:
     def run(wave: Wave) -> bool:
         wave.is_done = instruction.name == "s_endpgm"
@@ -436,14 +432,12 @@ def _scalar_load(instruction: Instruction, _: Any) -> Run:
     address, distance = _integer(instruction, base, "U"), int(offset.text, 0)
     if target.count != size:
         raise Unknown(target.text)
-    registers = target.registers
-    instruction.writes.update(registers)
+    instruction.writes.update(target.registers)
+    rows = slice(target.registers[0], target.registers[-1] + 1)
 
     def run(wave: Wave) -> None:
         values = wave.memory.load(np.array([address(wave) + distance]), 4 * size, wave.who)[0].view(u32)
-        wave.issue(
-            "lgkmcnt", "scalar", registers, lambda: wave.s.__setitem__(slice(registers[0], registers[-1] + 1), values)
-        )
+        wave.issue("lgkmcnt", "scalar", target.registers, lambda: wave.s.__setitem__(rows, values))
 
     return run
 
@@ -571,6 +565,6 @@ _SPECIAL: dict[str, Callable[[Instruction, Any], Run]] = {
     **dict.fromkeys(["ds_swizzle_b32", "ds_bpermute_b32"], _exchange),
     "v_writelane_b32": _write_lane,
     "s_waitcnt": _wait,
-    "s_nop": _nothing,
+    "s_nop": lambda instruction, _: lambda wave: None,
 }
 _BY_START = (("v_mfma_", _matrix), ("s_load_dword", _scalar_load), ("global_", _global), ("ds_", _shared))

@@ -144,10 +144,8 @@ def _s24(x: Any) -> Any:
 
 _LOW24 = u32(0xFFFFFF)
 VECTOR: dict[str, tuple[str, Callable]] = {
-    "v_mov_b32": ("u>u", lambda a: a),
+    **dict.fromkeys(("v_mov_b32", "v_accvgpr_read_b32", "v_accvgpr_write_b32"), ("u>u", lambda a: a)),
     "v_mov_b64": ("U>U", lambda a: a),
-    "v_accvgpr_read_b32": ("u>u", lambda a: a),
-    "v_accvgpr_write_b32": ("u>u", lambda a: a),
     "v_cndmask_b32": ("uuB>u", lambda a, b, flag: np.where(flag, b, a)),
     # integers
     "v_add_u32": ("uu>u", lambda a, b: a + b),
@@ -203,8 +201,7 @@ VECTOR: dict[str, tuple[str, Callable]] = {
     "v_fmamk_f32": ("fff>f", fma),
     "v_madmk_f32": ("fff>f", lambda a, k, b: flush(flush(flush(a) * k) + flush(b))),
     "v_dot2c_f32_f16": ("uuD>f", lambda a, b, d: half(a) * half(b) + half(a, 1) * half(b, 1) + d),
-    "v_rcp_f32": ("f>f", lambda a: flush(1 / flush(a))),
-    "v_rcp_iflag_f32": ("f>f", lambda a: flush(1 / flush(a))),
+    **dict.fromkeys(("v_rcp_f32", "v_rcp_iflag_f32"), ("f>f", lambda a: flush(1 / flush(a)))),
     "v_rsq_f32": ("f>f", lambda a: flush(1 / np.sqrt(flush(a).astype(f64)))),
     "v_sqrt_f32": ("f>f", lambda a: np.sqrt(flush(a))),
     "v_exp_f32": ("f>f", lambda a: flush(np.exp2(flush(a).astype(f64)))),
@@ -217,7 +214,6 @@ VECTOR: dict[str, tuple[str, Callable]] = {
     "v_cmp_class_f32": ("fu>B", _is_of_class),
     # conversions
     "v_cvt_f32_u32": ("u>f", lambda a: np.asarray(a).astype(f32)),
-    "v_cvt_f32_i32": ("i>f", lambda a: np.asarray(a).astype(f32)),
     "v_cvt_u32_f32": ("f>u", _to_unsigned),
     "v_cvt_f16_f32": ("f>u", from_half),
     "v_cvt_f32_f16": ("h>f", lambda a: a),
@@ -271,7 +267,6 @@ SCALAR: dict[str, tuple[str, Callable]] = {
     "s_mul_i32": ("uu>u", lambda a, b: a * b),
     "s_mul_hi_u32": ("uu>u", lambda a, b: a * b >> 32),
     "s_min_i32": ("ii>us", lambda a, b: (min(a, b), a <= b)),
-    "s_max_i32": ("ii>us", lambda a, b: (max(a, b), a >= b)),
     "s_ashr_i32": ("iu>us", lambda a, b: (a >> (b & 31), a >> (b & 31) != 0)),
     "s_lshr_b32": ("uu>us", lambda a, b: (a >> (b & 31), a >> (b & 31) != 0)),
     "s_lshl_b32": ("uu>us", lambda a, b: (a << (b & 31), (a << (b & 31)) & LOW32 != 0)),
