@@ -41,7 +41,7 @@ KERNELS = ("forward_kernel", "queries_gradient_kernel", "keys_gradient_kernel")
 HEADS = (2, 1)
 VERSION = importlib.metadata.version("triton")
 FORGOTTEN = (
-    r"line \d+: v_mov_b32_e32 \S+ v\d+: \d+ wait states must be between it and: MFMA writes a register; there are [2356]"
+    r"line \d+: v_mov_b32_e32 .*: \d+ wait states must be between it and: MFMA writes a register; there are [2356]"
 )
 
 
@@ -50,8 +50,8 @@ def launches(arch: str, dtype: str, head_dim: int, launch: Launch, kpack: int = 
 
 
 def documents_for(launch: Launch) -> Documents:
-    """Boundaries inside a tile; blocks of keys after the first, from which on sums are scaled, for most rows; and a last
-    tile in which some waves have no row."""
+    """Boundaries inside a tile; for most rows a second block of keys, from which on sums are scaled; and a last tile in
+    which some waves have no row."""
     largest = max(max(tile.block_q, tile.block_k) for tile in launch)
     return Documents(1, 133, (120, 5, 8)) if largest == 128 else Documents(1, 93, (56, 5, 32))
 
@@ -157,8 +157,8 @@ def test_every_launch_is_right(arch: str, dtype: str, head_dim: int, monkeypatch
         assert [len(kernel.passed_over) for kernel in emulated] == [0, 0, (4 if head_dim == 64 else 3) * is_forgotten]
 
 
-# Planted faults that nothing notices, since they change nothing: the barrier after the second stage of dQ's delta. Only
-# the first wave reads these bytes, and only the same wave writes them again.
+# Planted faults that nothing notices, since they change nothing: the barrier between reading delta from LDS and writing
+# the queries there; the first wave alone does both.
 UNNOTICED = Counter({"s_barrier removed": 1})
 
 
