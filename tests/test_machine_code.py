@@ -93,7 +93,7 @@ def test_the_launch_that_triton_miscompiles_is_found(kpack: int, monkeypatch: py
     """launches.options asks for kpack = 1 where a block is below 32: the other halves the gradients of v."""
     compiled = compile_all(launches("gfx908", "fp16", 64, SMALL, kpack))
     found, _ = errors(compiled, SMALL, "fp16", 64, "in turn", monkeypatch)
-    is_wrong = kpack == 2 and VERSION in ("3.4.0", "3.6.0")
+    is_wrong = kpack == 2 and VERSION in ("3.4.0", "3.6.0", "3.7.1")
     assert (found.pop("v") > 0.5) == is_wrong and max(found.values()) <= BARS[torch.float16]
 
 
@@ -158,8 +158,11 @@ def test_every_launch_is_right(arch: str, dtype: str, head_dim: int, monkeypatch
 
 
 # Planted faults that nothing notices, since they change nothing: the barrier between reading delta from LDS and writing
-# the queries there; the first wave alone does both.
+# the queries there, as the first wave alone does both; and the wait after the output's first rows are stored, which only
+# a wave without such rows needs, where each tile has one of them.
 UNNOTICED = Counter({"s_barrier removed": 1})
+if VERSION == "3.7.1":
+    UNNOTICED.update(["s_waitcnt removed", "s_waitcnt for one operation less"])
 
 
 @only_full
