@@ -158,7 +158,7 @@ def test_every_launch_is_right(arch: str, dtype: str, head_dim: int, monkeypatch
 
 
 # Planted faults that nothing notices, since they change nothing: the barrier between reading delta from LDS and writing
-# the queries there, as the first wave alone does both; and the wait after the output's first rows are stored, which only
+# the queries there, which the first wave alone does; and the wait after the output's first rows are stored, which only
 # a wave without such rows needs, where each tile has one of them.
 UNNOTICED = Counter({"s_barrier removed": 1})
 if VERSION == "3.7.1":
