@@ -134,9 +134,9 @@ def candidates(arch: str, head_dim: int, itemsize: int) -> Candidates:
 def options(tile: Tile, arch: str) -> dict[str, int]:
     """Options for the compiler. On CDNA: matrix instructions of 16 x 16, and two of them per read of shared memory.
 
-    With a block below 32, Triton 3.4, 3.6 and 3.7 miscompile kpack = 2: they halve the whole accumulator in each iteration
-    (triton-lang/triton, pull request 10290). There, and where the compiler has no such option any more (gfx950), each
-    instruction has a read of its own.
+    With a block below 32, Triton 3.4, 3.6 and 3.7 miscompile kpack = 2: they halve the whole accumulator in each
+    iteration (triton-lang/triton, pull request 10290). There, and where the compiler has no such option any more
+    (gfx950), each instruction has a read of its own.
     """
     two_reads = arch in ("gfx908", "gfx90a", "gfx942") and min(tile.block_q, tile.block_k) >= 32
     cdna = {"matrix_instr_nonkdim": 16, "kpack": 2 if two_reads else 1} if arch.startswith("gfx9") else {}
