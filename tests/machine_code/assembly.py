@@ -36,10 +36,11 @@ class Instruction:
     text: str
     name: str  # without its encoding (_e32, _e64, _sdwa, _dpp)
     operands: list[Operand]
-    options: dict[str, str]  # each is taken out by what understands it; see operands.py
-    run: Callable[[Any], None] = lambda wave: None
+    options: dict[str, str]  # each is taken out by what understands it
+    run: Callable[[Any], bool | None] = lambda wave: None  # -> does it wait for other waves, or end?
     reads: set[int] = field(default_factory=set)
     writes: set[int] = field(default_factory=set)
+    touched: frozenset[int] = frozenset()  # both
     rules: Any = None  # see wait_states.py
 
     def __str__(self) -> str:
@@ -53,6 +54,8 @@ class Program:
     labels: dict[str, int]
     header: dict[str, int]
     arguments: list[tuple[int, int, str]]  # offset, bytes, kind
+    cell: int  # bytes of its smallest access to memory, 2 if that is larger
+    events: list[tuple[str, int]] = field(default_factory=list)  # that something must wait for; see wait_states.py
 
 
 def parse_operand(text: str) -> Operand:
@@ -101,4 +104,5 @@ def parse(text: str) -> Program:
     arch = re.search(r'amdgcn_target "amdgcn-amd-amdhsa--(\w+)', text)[1]  # type: ignore[index]
     found_arguments = re.findall(r"\.offset:\s+(\d+)\s+\.size:\s+(\d+)\s+\.value_kind:\s+(\w+)", text)
     arguments = [(int(offset), int(size), kind) for offset, size, kind in found_arguments]
-    return Program(arch, instructions, labels, header, arguments)
+    cell = 1 if any(re.search(r"byte|_[bu]8$", each.name) for each in instructions) else 2
+    return Program(arch, instructions, labels, header, arguments, cell)

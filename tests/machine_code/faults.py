@@ -18,7 +18,10 @@ def _swap_factors(line: str) -> str:
 
 
 def _other_accumulator(line: str) -> str:
-    return re.sub(r"([av])\[(\d+):(\d+)\]$", lambda m: f"{m[1]}[{int(m[2]) ^ 4}:{(int(m[2]) ^ 4) + 3}]", line)
+    """What it adds to, if that is its result, too; else the result: what it adds to then may be zeros, as the other."""
+    start, target, factors, added = re.findall(r"(v_mfma\S+ )(\S+), (.*), (\S+)", line)[0]
+    other = re.sub(r"\d+", lambda number: str(int(number[0]) ^ 4), target)
+    return f"{start}{target}, {factors}, {other}" if added == target else f"{start}{other}, {factors}, {added}"
 
 
 def _wait_for_less(line: str) -> str:
@@ -39,7 +42,7 @@ KINDS: dict[str, tuple[str, Callable[[str], str]]] = {  # the lines, and what be
     "s_barrier removed": (r"s_barrier", lambda line: ""),
     "s_nop removed": (r"s_nop", lambda line: ""),
     "MFMA: A and B exchanged": (r"v_mfma", _swap_factors),
-    "MFMA: another accumulator": (r"v_mfma.*[av]\[\d+:\d+\]$", _other_accumulator),
+    "MFMA: another accumulator": (r"v_mfma", _other_accumulator),
     "LDS: another offset": (r"ds_(read|write)_\w+ .*offset:\d+", _move_16_bytes),
     "LDS: another second offset": (r"ds_(read|write)2\w+ .*offset1:\d+", _other_pair),
 }

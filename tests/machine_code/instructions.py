@@ -11,7 +11,7 @@ from machine_code.machine import ALL, LANES, Fault, Wave
 from machine_code.operations import LOGIC, LOW32, LOW64, PACKED, SCALAR, VECTOR, f16, f32, f64, fma, i32, i64, u32, u64
 
 Fetch = Callable[[Wave], Any]
-Run = Callable[[Wave], None]
+Run = Callable[[Wave], bool | None]
 _LANE = np.arange(LANES)
 
 
@@ -24,6 +24,7 @@ def build(program: Program) -> Program:
             if make is None:
                 raise Unknown("no such instruction here")
             instruction.run = make(instruction, program.labels)
+            instruction.touched = frozenset(instruction.reads | instruction.writes)
             if instruction.options:
                 raise Unknown(f"unknown options {instruction.options}")
         except (Unknown, ValueError, KeyError) as error:  # too many operands, a text that is no number, no such key
@@ -53,8 +54,12 @@ def _as(bits: Any, kind: str) -> Any:
     return bits if kind == "u" else bits.view({"i": i32, "f": f32}[kind])
 
 
-def _bits_of(register: int) -> Fetch:
-    return (lambda wave: wave.v[register]) if register >= V else (lambda wave: wave.s[register])
+def _bits_of(register: int, kind: str = "u") -> Fetch:
+    if register < V:
+        return lambda wave: _as(wave.s[register], kind)
+    if kind == "u":
+        return lambda wave: wave.u[register]
+    return (lambda wave: wave.f[register]) if kind == "f" else lambda wave: wave.i[register]
 
 
 def _source(instruction: Instruction, operand: Operand, kind: str, part: str = "DWORD") -> Fetch:
@@ -74,23 +79,22 @@ def _source(instruction: Instruction, operand: Operand, kind: str, part: str = "
         low, high = _bits_of(register), _bits_of(register + 1)
         both = lambda wave: operations.wide(low(wave)) | operations.wide(high(wave)) << u64(32)  # noqa: E731
         return both if kind == "U" else lambda wave: both(wave).view(i64)
-    fetch = _bits_of(register)
-    if part != "DWORD":
-        shift, mask = _place(part)
-        fetch = lambda wave, whole=fetch: (whole(wave) >> shift) & mask  # noqa: E731
-    if kind == "u":
-        return fetch
+    if part == "DWORD" and kind != "h":
+        fetch = _bits_of(register, kind)
+    else:
+        whole, (shift, mask) = _bits_of(register), _place(part)
+        fetch = lambda wave: _as((whole(wave) >> shift) & mask, kind)  # noqa: E731
     if not signed:
-        return lambda wave: _as(fetch(wave), kind)
+        return fetch
     size = np.abs if operand.absolute else np.positive
     sign = np.negative if operand.negative else np.positive
-    return lambda wave: sign(size(_as(fetch(wave), kind)))
+    return lambda wave: sign(size(fetch(wave)))
 
 
 def _place(part: str) -> tuple[Any, Any]:
-    unit, number = part.split("_")
-    bits = {"BYTE": 8, "WORD": 16}[unit]
-    return u32(bits * int(number)), u32((1 << bits) - 1)
+    unit, _, number = part.partition("_")
+    bits = {"BYTE": 8, "WORD": 16, "DWORD": 32}[unit]
+    return u32(bits * int(number or 0)), u32((1 << bits) - 1)
 
 
 def _integers(options: dict[str, str], key: str, default: list[int]) -> list[int]:
@@ -118,28 +122,34 @@ def _vector(instruction: Instruction, _: Any) -> Run:
         instruction.writes.update(target.registers)
     first = targets[0].register
     if "row_mask" in options:
-        return _across_lanes(instruction, fetch, compute, first)
+        return _across_lanes(instruction, fetch, compute, first, _PUT[results])
+    result = _composed(compute, fetch)
     if results == "B":
-        return lambda wave: wave.set_flags(first, compute(*[f(wave) for f in fetch]))
+        return lambda wave: wave.set_flags(first, result(wave))
+    put = _PUT[results[0]]
     if len(results) == 2:
         second = targets[1].register
-        put = _put_pair if results[0] == "U" else Wave.put
 
         def run_two(wave: Wave) -> None:
-            value, flags = compute(*[f(wave) for f in fetch])
+            value, flags = result(wave)
             put(wave, first, value)
             wave.set_flags(second, np.broadcast_to(flags, LANES))
 
         return run_two
-    if results == "U":
-        return lambda wave: _put_pair(wave, first, compute(*[f(wave) for f in fetch]))
     if options.pop("dst_unused", "UNUSED_PAD") != "UNUSED_PAD":
         raise Unknown("bits around the result that are kept")
     part = options.pop("dst_sel", "DWORD")
     if part != "DWORD":
         shift, mask = _place(part)
-        return lambda wave: wave.put(first, (compute(*[f(wave) for f in fetch]).view(u32) & mask) << shift)
-    return lambda wave: wave.put(first, compute(*[f(wave) for f in fetch]))
+        return lambda wave: wave.put(first, (result(wave).view(u32) & mask) << shift)
+    return lambda wave: put(wave, first, result(wave))
+
+
+def _composed(compute: Callable, fetch: list[Fetch]) -> Fetch:
+    if len(fetch) == 2:  # the usual case, faster
+        a, b = fetch
+        return lambda wave: compute(a(wave), b(wave))
+    return lambda wave: compute(*[each(wave) for each in fetch])
 
 
 def _put_pair(wave: Wave, register: int, value: Any) -> None:
@@ -147,7 +157,17 @@ def _put_pair(wave: Wave, register: int, value: Any) -> None:
     wave.put(register + 1, (value >> u64(32)).astype(u32))
 
 
-def _across_lanes(instruction: Instruction, fetch: list[Fetch], compute: Callable, target: int) -> Run:
+_PUT: dict[str, Callable[[Wave, int, Any], None]] = {
+    "u": Wave.put,
+    "i": lambda wave, register, value: wave.put(register, value.view(u32)),
+    "f": Wave.put_floats,
+    "U": _put_pair,
+}
+
+
+def _across_lanes(
+    instruction: Instruction, fetch: list[Fetch], compute: Callable, target: int, put: Callable[[Wave, int, Any], None]
+) -> Run:
     """DPP: the first source comes from another lane, and only some lanes are written."""
     options = instruction.options
     rows, banks = int(options.pop("row_mask"), 0), int(options.pop("bank_mask"), 0)
@@ -175,7 +195,7 @@ def _across_lanes(instruction: Instruction, fetch: list[Fetch], compute: Callabl
         value = compute(np.where(there, first[other], first.dtype.type(0)), *[f(wave) for f in fetch[1:]])
         active = wave.active
         wave.active = active & allowed & (ALL if zero else there)
-        wave.put(target, value)
+        put(wave, target, value)
         wave.active = active
 
     return run
@@ -192,13 +212,13 @@ def _mixed(instruction: Instruction, _: Any) -> Run:
     register = target.register
     instruction.writes.add(register)
     if instruction.name == "v_fma_mix_f32":
-        return lambda wave: wave.put(register, fma(*[f(wave) for f in fetch]))
+        return lambda wave: wave.put_floats(register, fma(*[f(wave) for f in fetch]))
     instruction.reads.add(register)
     shift, kept = (u32(0), u32(0xFFFF0000)) if instruction.name == "v_fma_mixlo_f16" else (u32(16), u32(0xFFFF))
 
     def run(wave: Wave) -> None:
         bits = operations.from_half(fma(*[f(wave) for f in fetch])) << shift
-        wave.put(register, (wave.v[register] & kept) | bits)
+        wave.put(register, (wave.u[register] & kept) | bits)
 
     return run
 
@@ -220,69 +240,60 @@ def _packed(instruction: Instruction, _: Any) -> Run:
 
     register = target.register
     instruction.writes.update(target.registers)
+    compute: Callable
     if instruction.name == "v_pk_mov_b32":  # op_sel has one part of each source, and op_sel_hi says nothing
-        low, high = halves("op_sel", "none", 0, "u")
         options.pop("op_sel_hi", None)
-
-        def move(wave: Wave) -> None:
-            values = np.array(low(wave)), np.array(high(wave))
-            wave.put(register, values[0])
-            wave.put(register + 1, values[1])
-
-        return move
-    compute = PACKED[instruction.name]
-    lower, upper = halves("op_sel", "neg_lo", 0, "f"), halves("op_sel_hi", "neg_hi", 1, "f")
+        compute, put, (lower, upper) = np.array, Wave.put, ([each] for each in halves("op_sel", "none", 0, "u"))
+    else:
+        compute, put = PACKED[instruction.name], Wave.put_floats
+        lower, upper = halves("op_sel", "neg_lo", 0, "f"), halves("op_sel_hi", "neg_hi", 1, "f")
 
     def run(wave: Wave) -> None:
         first, second = compute(*[f(wave) for f in lower]), compute(*[f(wave) for f in upper])
-        wave.put(register, first)
-        wave.put(register + 1, second)
+        put(wave, register, first)
+        put(wave, register + 1, second)
 
     return run
 
 
 def _matrix(instruction: Instruction, _: Any) -> Run:
-    """D = A B + C. Lane l has row l % M of A and column l % N of B; lanes l // M have successive values of k. Of D,
-    each four registers have four rows, those of the next group of lanes the next four."""
-    shape = operations.matrix_shape(instruction.name)
-    if shape is None:
-        raise Unknown("no such matrix instruction here")
-    m, n, k, kind = shape
+    """D = A B + C, 16 x 16, a sum in fp64. Lane l has row l % 16 of A and column l % 16 of B; lanes l // 16 have
+    successive values of k, whose order changes nothing here. The registers of D have rows l // 16 * 4, + 1, + 2, + 3.
+    Source: AMD's matrix instruction calculator (ROCm/amd_matrix_instruction_calculator)."""
+    k, kind = operations.matrix_shape(instruction.name)
     target, a, b, c = instruction.operands
-    groups, registers = LANES // m, m * n // LANES
-    if m != n or target.count != registers or a.count != max(1, k // groups * (4 if kind == "f32" else 2) // 4):
+    if target.count != 4 or a.count != b.count or a.count * 16 != k * (4 if kind == "f32" else 2):
         raise Unknown("registers that do not fit the shape")
     for operand in (a, b, c):
         instruction.reads.update(operand.registers)
     instruction.writes.update(target.registers)
 
-    def factor(operand: Operand) -> Fetch:  # -> (rows or columns, k)
+    def factor(operand: Operand) -> Fetch:  # -> (k, rows or columns)
         first, count = operand.register, operand.count
 
         def fetch(wave: Wave) -> Any:
             raw = wave.v[first : first + count]
             if kind == "f32":
-                return raw.view(f32).reshape(groups, m).T.astype(f64)
-            parts = raw.view(np.uint16).reshape(count, groups, m, 2).transpose(2, 1, 0, 3).reshape(m, k)
+                return raw.view(f32).reshape(k, 16).astype(f64)
             if kind == "f16":
-                return parts.view(f16).astype(f64)
-            return (parts.astype(u32) << u32(16)).view(f32).astype(f64)
+                return raw.view(f16).reshape(k // 2, 16, 2).transpose(0, 2, 1).astype(f64, "C").reshape(k, 16)
+            parts = np.array([raw << u32(16), raw & u32(0xFFFF0000)])
+            return parts.view(f32).reshape(k, 16).astype(f64)
 
         return fetch
 
-    rows_of, columns_of, first = factor(a), factor(b), target.register
-    if c.register is None:
-        start = _constant(c.text, "f")
-        added: Fetch = lambda wave: start  # noqa: E731
-    else:
-        added = lambda wave: wave.v[c.register : c.register + registers].view(f32)  # noqa: E731
+    def sums(operand: Operand) -> Fetch:  # -> (groups of lanes, registers, columns)
+        first = operand.register
+        return lambda wave: wave.v[first : first + 4].view(f32).reshape(4, 4, 16).transpose(1, 0, 2)
+
+    rows_of, columns_of, result = factor(a), factor(b), sums(target)
+    start = _constant(c.text, "f") if c.register is None else None
+    added = (lambda wave: start) if c.register is None else sums(c)
 
     def run(wave: Wave) -> None:
         if wave.active is not ALL:
             raise Fault("a matrix instruction while some lanes are off, which the documents leave open")
-        product = (rows_of(wave) @ columns_of(wave).T).reshape(registers // 4, groups, 4, n)
-        product = product.transpose(0, 2, 1, 3).reshape(registers, LANES)
-        wave.v[first : first + registers] = (product + added(wave)).astype(f32).view(u32)
+        result(wave)[...] = (rows_of(wave).T @ columns_of(wave)).reshape(4, 4, 16) + added(wave)
 
     return run
 
@@ -402,8 +413,14 @@ def _wait(instruction: Instruction, _: Any) -> Run:
     return run
 
 
-def _nothing(instruction: Instruction, _: Any) -> Run:
-    return lambda wave: None
+def _barrier(instruction: Instruction, _: Any) -> Run:
+    def run(wave: Wave) -> bool:
+        wave.is_done = instruction.name == "s_endpgm"
+        if not wave.is_done and any(kind == "shared" for kind, *_ in wave.queues["lgkmcnt"]):
+            raise Fault("an access to LDS may still be under way at this barrier")
+        return True
+
+    return run
 
 
 # --- memory
@@ -415,14 +432,12 @@ def _scalar_load(instruction: Instruction, _: Any) -> Run:
     address, distance = _integer(instruction, base, "U"), int(offset.text, 0)
     if target.count != size:
         raise Unknown(target.text)
-    registers = target.registers
-    instruction.writes.update(registers)
+    instruction.writes.update(target.registers)
+    rows = slice(target.registers[0], target.registers[-1] + 1)
 
     def run(wave: Wave) -> None:
         values = wave.memory.load(np.array([address(wave) + distance]), 4 * size, wave.who)[0].view(u32)
-        wave.issue(
-            "lgkmcnt", "scalar", registers, lambda: wave.s.__setitem__(slice(registers[0], registers[-1] + 1), values)
-        )
+        wave.issue("lgkmcnt", "scalar", target.registers, lambda: wave.s.__setitem__(rows, values))
 
     return run
 
@@ -440,7 +455,7 @@ def _global(instruction: Instruction, _: Any) -> Run:
     start = (lambda wave: 0) if base.text == "off" else _integer(instruction, base, "U")
 
     def addresses(wave: Wave) -> Any:
-        return fetch(wave)[wave.active].astype(i64) + (start(wave) + offset)
+        return _active(wave, fetch(wave)).astype(i64) + (start(wave) + offset)
 
     if is_load:
         return _load(instruction, data, size, "vmcnt", lambda wave: wave.memory.load(addresses(wave), size, wave.who))
@@ -460,21 +475,26 @@ def _load(instruction: Instruction, target: Operand, size: int, counter: str, lo
     instruction.writes.update(target.registers)
     dtype = {1: np.uint8, 2: np.uint16}.get(size, u32)
     kind = "shared" if counter == "lgkmcnt" else "load"
+    rows = slice(target.registers[0], target.registers[-1] + 1)
 
     def run(wave: Wave) -> None:
-        values, lanes = load(wave).view(dtype).T, np.flatnonzero(wave.active)
-        write = lambda: wave.v.__setitem__((slice(target.registers[0], target.registers[-1] + 1), lanes), values)  # noqa: E731
-        wave.issue(counter, kind, target.registers, write)
+        values, lanes = load(wave).view(dtype).T, slice(None) if wave.active is ALL else wave.active
+        wave.issue(counter, kind, target.registers, lambda: wave.v.__setitem__((rows, lanes), values))
 
     return run
+
+
+def _active(wave: Wave, values: Any) -> Any:
+    """Of the last dimension, the lanes that are on."""
+    return values if wave.active is ALL else values[..., wave.active]
 
 
 def _lane_bytes(wave: Wave, data: Operand, size: int, shift: int = 0) -> np.ndarray:
     """-> (active lanes, size) of registers x lanes"""
     if data.count != max(1, size // 4):
         raise Unknown(data.text)
-    values = wave.v[data.register : data.register + data.count, wave.active].T
-    return np.ascontiguousarray(values >> u32(shift)).view(np.uint8)[:, :size]
+    values = _active(wave, wave.v[data.register : data.register + data.count]).T
+    return np.ascontiguousarray(values >> u32(shift) if shift else values).view(np.uint8)[:, :size]
 
 
 def _shared(instruction: Instruction, _: Any) -> Run:
@@ -492,9 +512,9 @@ def _shared(instruction: Instruction, _: Any) -> Run:
         at = _source(instruction, address, "u")
 
         def load(wave: Wave) -> Any:
-            base = at(wave)[wave.active].astype(i64)
+            base = _active(wave, at(wave)).astype(i64)
             parts = [wave.shared.load(base + offset, size, wave.who) for offset in offsets]
-            return np.ascontiguousarray(np.concatenate(parts, 1))
+            return np.concatenate(parts, 1) if len(parts) > 1 else parts[0]
 
         return _load(instruction, target, size * len(offsets), "lgkmcnt", load)
     address, *data = instruction.operands
@@ -503,7 +523,7 @@ def _shared(instruction: Instruction, _: Any) -> Run:
         instruction.reads.update(operand.registers)
 
     def write(wave: Wave) -> None:
-        base = at(wave)[wave.active].astype(i64)
+        base = _active(wave, at(wave)).astype(i64)
         for operand, offset in zip(data, offsets, strict=True):
             values = _lane_bytes(wave, operand, size, 16 if upper else 0)
             wave.shared.store(base + offset, values, wave.who)
@@ -541,9 +561,10 @@ _SPECIAL: dict[str, Callable[[Instruction, Any], Run]] = {
     **dict.fromkeys(["v_fma_mix_f32", "v_fma_mixlo_f16", "v_fma_mixhi_f16"], _mixed),
     **dict.fromkeys([f"s_{name}_saveexec_b64" for name in LOGIC], _save_exec),
     **dict.fromkeys(["v_readlane_b32", "v_readfirstlane_b32"], _read_lane),
-    **dict.fromkeys(["s_nop", "s_barrier", "s_endpgm"], _nothing),
+    **dict.fromkeys(["s_barrier", "s_endpgm"], _barrier),
     **dict.fromkeys(["ds_swizzle_b32", "ds_bpermute_b32"], _exchange),
     "v_writelane_b32": _write_lane,
     "s_waitcnt": _wait,
+    "s_nop": lambda instruction, _: lambda wave: None,
 }
 _BY_START = (("v_mfma_", _matrix), ("s_load_dword", _scalar_load), ("global_", _global), ("ds_", _shared))

@@ -6,109 +6,129 @@ one after the other from barrier to barrier, in an order that the caller gives. 
 every order, and Memory remembers who touched what.
 """
 
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-from machine_code.assembly import EXEC, SCC, Instruction, Program, Unknown
-from machine_code.operations import LOW32, LOW64, i64, u32
+from machine_code.assembly import EXEC, SCC, Program, Unknown
+from machine_code.operations import LOW32, LOW64, f32, i32, i64, u32
 from machine_code.wait_states import WaitStates
 
 LANES = 64
 ALL = np.ones(LANES, bool)
 NAN = 0x7FC0DEAD  # in what nobody wrote
-_SEVERAL_WAVES = 0xFFFF << 32
-_SEVERAL_GROUPS = 0x7FFF << 48
+_WAVES, _EPOCHS = 32, 8192  # more than a workgroup has; an epoch is the time between two barriers
+_NOTHING, _OTHER_GROUP = -1, 1  # less than the number of any wave: no cell of an array; read by another workgroup
 
 
 class Fault(Exception):
     """The program does what it must not."""
 
 
-def _conflicts(before: np.ndarray, who: int) -> np.ndarray:
-    """Is that another workgroup, or another wave of this one that has not met it at a barrier since?"""
-    difference = before ^ who
-    is_unordered = (difference & 0xFFFF_FFFF == 0) & (difference != 0)
-    return (before != 0) & ((difference >= 1 << 48) | is_unordered)
+class Who(NamedTuple):
+    """A wave between two barriers, as numbers that grow with time."""
+
+    wave: int
+    epoch: int  # the least of all waves of this workgroup in this epoch
+    group: int  # the least of this workgroup
+
+    @classmethod
+    def of(cls, group: int, epoch: int, wave: int) -> "Who":
+        start = (group + 1) * _EPOCHS * _WAVES
+        return cls(start + epoch * _WAVES + wave, start + epoch * _WAVES, start)
+
+    def conflicts(self, before: np.ndarray) -> np.ndarray:
+        """Is that another workgroup, or another wave of this one that has not met it at a barrier since?"""
+        return (before != self.wave) & (before != 0) & ((before >= self.epoch) | (before < self.group))
 
 
 class Memory:
-    """Bytes with gaps between the arrays, and who last wrote and read each.
+    """Cells with gaps between the arrays, and who last wrote and read each.
 
-    Two waves must not touch the same byte unless both only read it, or write the same value, or a barrier of their
-    workgroup lies between. Who is 0, or a number whose bits are: workgroup, wave (16 bits), barriers so far (32 bits).
+    Two waves must not touch the same cell unless both only read it, or write the same value, or a barrier of their
+    workgroup lies between.
+
+    Args: cell: bytes of the smallest access.
     """
 
-    def __init__(self, size: int, base: int, alignment: int) -> None:
-        self.bytes = np.full(size, 0xA5, np.uint8)
-        self._base, self._alignment = base, alignment
-        self._exists = np.zeros(size, bool)
-        self._writer, self._reader = np.zeros(size, i64), np.zeros(size, i64)
-        self._next = 0
+    def __init__(self, size: int, base: int, alignment: int, cell: int) -> None:
+        self._base, self._alignment, self._cell, self._next = base, alignment, cell, 0
+        self._cells = np.full(size // cell, 0xA5A5 >> 16 - 8 * cell, {1: np.uint8, 2: np.uint16}[cell])
+        self._users = np.full((size // cell, 2), _NOTHING, i32)  # who wrote a cell last, and who read it
 
     def place(self, array: np.ndarray, gap: int = 4096) -> int:
         """-> the address of a copy of an array."""
-        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        start, end = self._next, self._next + raw.size
-        self.bytes[start:end] = raw
-        self._exists[start:end] = True
-        self._next = (end + gap + 255) // 256 * 256
+        raw = np.ascontiguousarray(array).reshape(-1).view(self._cells.dtype)
+        start, self._next = self._next, (self._next + array.nbytes + gap + 255) // 256 * 256
+        cells = slice(start // self._cell, start // self._cell + raw.size)
+        self._cells[cells], self._users[cells] = raw, 0
         return self._base + start
 
-    def read(self, address: int, like: np.ndarray) -> np.ndarray:
-        start = address - self._base
-        return self.bytes[start : start + like.nbytes].view(like.dtype).reshape(like.shape)
-
-    def load(self, addresses: np.ndarray, size: int, who: int) -> np.ndarray:
-        """-> (addresses, size) bytes"""
-        index = self._index(addresses, size)
-        if _conflicts(self._writer[index], who).any():
-            raise Fault("a race: it reads what another wave has written, without a barrier between")
-        reader = self._reader[index]
-        self._reader[index] = np.where(_conflicts(reader, who), who | _SEVERAL_WAVES, who)
-        self._reader[index[(reader != 0) & (reader ^ who >= 1 << 48)]] = _SEVERAL_GROUPS
-        return self.bytes[index]
-
-    def store(self, addresses: np.ndarray, values: np.ndarray, who: int) -> None:
-        index = self._index(addresses, values.shape[1])
-        if _conflicts(self._reader[index], who).any():
-            raise Fault("a race: it writes what another wave has read, without a barrier between")
-        if (_conflicts(self._writer[index], who) & (self.bytes[index] != values)).any():
-            raise Fault("a race: it writes another value than another wave, without a barrier between")
-        self._writer[index] = who
-        self.bytes[index] = values
-        if (self.bytes[index] != values).any():
-            raise Fault("two lanes write different values to one address")
-
-    def is_written(self, address: int, array: np.ndarray) -> bool:
-        """All of an array, or nothing."""
-        written = self._writer[address - self._base : address - self._base + array.nbytes] != 0
+    def read(self, address: int, like: np.ndarray) -> np.ndarray | None:
+        """-> an array that was written, None if it was not."""
+        start = (address - self._base) // self._cell
+        cells = slice(start, start + like.nbytes // self._cell)
+        written = self._users[cells, 0] != 0
         if written.any() and not written.all():
             raise Fault("the launch writes only a part of a tensor")
-        return bool(written.any())
+        return self._cells[cells].view(like.dtype).reshape(like.shape) if written.any() else None
 
-    def _index(self, addresses: np.ndarray, size: int) -> np.ndarray:
+    def load(self, addresses: np.ndarray, size: int, who: Who) -> np.ndarray:
+        """-> (addresses, cells of an access)"""
+        index, users, conflicts = self._at(addresses, size, who)
+        readers: Any = who.wave
+        if conflicts.any():
+            if conflicts[..., 0].any():
+                raise Fault("a race: it reads what another wave has written, without a barrier between")
+            several = np.where(users[..., 1] < who.group, _OTHER_GROUP, who.epoch + _WAVES - 1)
+            readers = np.where(conflicts[..., 1], several, who.wave)
+        self._users[index, 1] = readers
+        return self._cells[index]
+
+    def store(self, addresses: np.ndarray, values: np.ndarray, who: Who) -> None:
+        """Args: values: (addresses, bytes)"""
+        index, _, conflicts = self._at(addresses, values.shape[1], who)
+        values = values.view(self._cells.dtype)
+        if conflicts.any():
+            if conflicts[..., 1].any():
+                raise Fault("a race: it writes what another wave has read, without a barrier between")
+            if (conflicts[..., 0] & (self._cells[index] != values)).any():
+                raise Fault("a race: it writes another value than another wave, without a barrier between")
+        self._users[index, 0] = who.wave
+        self._cells[index] = values
+        if (self._cells[index] != values).any():
+            raise Fault("two lanes write different values to one address")
+
+    def _at(self, addresses: np.ndarray, size: int, who: Who) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """-> the cells, who used them, and is that a conflict?"""
         start = addresses.astype(i64) - self._base
-        if (start % min(size, self._alignment)).any():
+        if (start & min(size, self._alignment) - 1).any():
             raise Fault("an address that is not aligned")
-        index = start[:, None] + np.arange(size)
-        if index.size and (index.min() < 0 or index.max() >= self.bytes.size or not self._exists[index].all()):
+        index = (start // self._cell)[:, None] + np.arange(size // self._cell)
+        try:  # a negative index means the end, where no array is
+            users = self._users[index]
+        except IndexError:
+            raise Fault("an address outside of every array") from None
+        conflicts = who.conflicts(users)
+        if conflicts.any() and (users == _NOTHING).any():
             raise Fault("an address outside of every array")
-        return index
+        return index, users, conflicts
 
 
 class Wave:
-    def __init__(self, number: int, group: int, memory: Memory, shared: Memory) -> None:
+    who: Who  # since the last barrier
+
+    def __init__(self, number: int, memory: Memory, shared: Memory) -> None:
         self.number, self.memory, self.shared = number, memory, shared
-        self.who = (group + 1) << 48 | number << 32  # see Memory
         self.s = np.full(SCC + 1, NAN, u32)
         self.v = np.full((768, LANES), NAN, u32)  # rows by the numbers of assembly.py; 256 are not used
+        self.u, self.i, self.f = list(self.v), list(self.v.view(i32)), list(self.v.view(f32))  # the same rows
         self.s[SCC] = 0
         self.next = 0
         self.is_done = False
         self.queues: dict[str, deque] = {"vmcnt": deque(), "lgkmcnt": deque()}
-        self.pending: Counter[int] = Counter()  # registers that a load will write
+        self.pending: set[int] = set()  # registers that a load will write
         self.active = ALL
         self.set_pair(EXEC, LOW64)
 
@@ -130,13 +150,12 @@ class Wave:
 
     def put(self, register: int, values: Any) -> None:
         """Write a vector register in the active lanes."""
-        bits = values if values.dtype == u32 else values.view(u32)
-        if self.active is ALL:
-            self.v[register] = bits
-        else:
-            np.copyto(self.v[register], bits, where=self.active)
+        np.copyto(self.u[register], values, "equiv", self.active)
 
-    def issue(self, counter: str, kind: str, registers: Sequence[int], write: Callable[[], None] | None) -> None:
+    def put_floats(self, register: int, values: Any) -> None:
+        np.copyto(self.f[register], values, "equiv", self.active)
+
+    def issue(self, counter: str, kind: str, registers: Iterable[int], write: Callable[[], None] | None) -> None:
         self.queues[counter].append((kind, registers, write))
         self.pending.update(registers)
 
@@ -145,11 +164,9 @@ class Wave:
         if count and any(kind == "scalar" for kind, _, _ in queue):
             return  # scalar loads end in any order: only a wait for all of them says something
         while len(queue) > count:
-            _, registers, write = queue.popleft()
-            if write:
+            if write := queue.popleft()[2]:
                 write()
-            self.pending.subtract(registers)
-        self.pending = +self.pending
+                self.pending = {number for left in self.queues.values() for _, numbers, _ in left for number in numbers}
 
 
 class Workgroup:
@@ -157,38 +174,41 @@ class Workgroup:
     number: of the workgroup in the launch; it tells its waves from those of others.
     shared: bytes of LDS that the launch asks for.
     lines: where the lines that were executed are noted.
+    is_known: is a problem with wait states one to pass over?
     """
 
-    def __init__(self, program: Program, memory: Memory, number: int, waves: int, shared: int, lines: set[int]) -> None:
-        self._program, self._memory, self._lines = program, memory, lines
-        self._shared = Memory(65_536, 0, 8)
+    def __init__(
+        self, program: Program, memory: Memory, number: int, waves: int, shared: int,
+        lines: set[int], is_known: Callable[[str], bool],
+    ) -> None:  # fmt: skip
+        self._program, self._memory, self._number, self._lines = program, memory, number, lines
+        self._is_known = is_known
+        self._shared = Memory(65_536 + 4096, 0, 8, program.cell)
         self._shared.place(np.full(shared, 0xA5, np.uint8))
-        self._waves = [Wave(n, number, memory, self._shared) for n in range(waves)]
-        self._wait_states = [WaitStates() for _ in range(waves)]
-        self._steps = 0
+        self._waves = [Wave(n, memory, self._shared) for n in range(waves)]
+        self._wait_states = [WaitStates(program) for _ in range(waves)]
 
-    def run(self, arguments: int, place: Sequence[int], order: Callable[[list[Wave]], list[Wave]]) -> int:
-        """-> instructions that were executed
-
-        Args:
-            arguments: their address.
-            place: of the workgroup in the grid.
-            order: of the waves that run to the next barrier.
+    def run(self, arguments: int, place: Sequence[int], order: Callable[[list[Wave]], list[Wave]]) -> None:
+        """Args:
+        arguments: their address.
+        place: of the workgroup in the grid.
+        order: of the waves that run to the next barrier.
         """
-        for wave in self._waves:
-            self._start(wave, arguments, place)
         running = self._waves
         with np.errstate(all="ignore"):
-            while running:
+            for epoch in range(_EPOCHS):
+                for wave in running:
+                    wave.who = Who.of(self._number, epoch, wave.number)
+                    if not epoch:
+                        self._start(wave, arguments, place)
                 for wave in order(running):
                     self._run_to_barrier(wave)
-                for wave in running:
-                    wave.who += 1
                 left = [wave for wave in running if not wave.is_done]
-                if left and len(left) < len(running):
+                if not left:
+                    return
+                if len(left) < len(running):
                     raise Fault("some waves have ended, others wait at a barrier")
-                running = left
-        return self._steps
+        raise Fault("too many barriers")
 
     def _start(self, wave: Wave, arguments: int, place: Sequence[int]) -> None:
         """The registers of a new wave, as "Initial Kernel Execution State" in LLVM's AMDGPU guide describes them."""
@@ -214,27 +234,18 @@ class Workgroup:
         wave.v[256] = np.arange(LANES) + LANES * wave.number
 
     def _run_to_barrier(self, wave: Wave) -> None:
-        instructions, wait_states = self._program.instructions, self._wait_states[wave.number]
-        while True:
+        instructions, lines, late = self._program.instructions, self._lines, self._wait_states[wave.number].late
+        for _ in range(1_000_000):
             instruction = instructions[wave.next]
             wave.next += 1
-            self._steps += 1
-            self._lines.add(instruction.line)
+            lines.add(instruction.line)
             try:
-                if self._steps > 1_000_000:
-                    raise Fault("too many instructions")
-                self._check(wave, instruction)
-                if late := wait_states.missing(instruction):
-                    raise Fault(late)
-                instruction.run(wave)
+                if wave.pending and not wave.pending.isdisjoint(instruction.touched):
+                    raise Fault("it uses a register before the load of it was waited for")
+                if (problem := late(instruction)) and not self._is_known(f"{instruction}: {problem}"):
+                    raise Fault(problem)
+                if instruction.run(wave):
+                    return
             except Fault as fault:
                 raise Fault(f"wave {wave.number}, {instruction}: {fault}") from None
-            if instruction.name in ("s_barrier", "s_endpgm"):
-                wave.is_done = instruction.name == "s_endpgm"
-                return
-
-    def _check(self, wave: Wave, instruction: Instruction) -> None:
-        if wave.pending and not wave.pending.keys().isdisjoint(instruction.reads | instruction.writes):
-            raise Fault("it uses a register before the load of it was waited for")
-        if instruction.name == "s_barrier" and any(kind == "shared" for kind, *_ in wave.queues["lgkmcnt"]):
-            raise Fault("an access to LDS may still be under way at this barrier")
+        raise Fault("too many instructions")

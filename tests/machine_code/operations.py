@@ -13,8 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from machine_code.assembly import Unknown
 
-u16, u32, i32, u64, i64 = np.uint16, np.uint32, np.int32, np.uint64, np.int64
+u8, u16, u32, i32, u64, i64 = np.uint8, np.uint16, np.uint32, np.int32, np.uint64, np.int64
 f16, f32, f64 = np.float16, np.float32, np.float64
 TINY = f32(2.0**-126)
 LOW32, LOW64 = 2**32 - 1, 2**64 - 1
@@ -29,13 +30,15 @@ def flush(x: Any) -> Any:
 
 
 def fma(a: Any, b: Any, c: Any) -> Any:
-    """a b + c, rounded once. The sum in fp64 is rounded to odd, so that the second rounding is the only one that counts
-    (Boldo and Melquiond, 2008)."""
+    """a b + c, rounded once. Where the sum in fp64 may be halfway between two results, or is tiny, it is rounded to odd
+    first, so that the second rounding is the only one that counts (Boldo and Melquiond, 2008)."""
     product, c = np.asarray(a).astype(f64) * b, np.asarray(c).astype(f64)
     total = np.asarray(product + c, f64)
+    bits = total.view(i64)
+    if not ((bits & 0x1FFFFFFF == 0x10000000) | (np.abs(total) < TINY) & (total != 0)).any():
+        return total.astype(f32)
     part = total - product
     error = (product - (total - part)) + (c - part)
-    bits = total.view(i64)
     to_odd = (error != 0) & (bits & 1 == 0) & np.isfinite(total)
     toward = np.where((error > 0) == (total > 0), 1, -1)
     return np.where(to_odd, bits + toward, bits).view(f64).astype(f32)
@@ -54,17 +57,25 @@ def _exponent(x: Any) -> Any:
     return ((np.asarray(x, f32).view(u32) >> 23) & 255).astype(i32)
 
 
+def _select(cases: list[tuple[Any, Any]], other: Any) -> Any:
+    """In each lane the value of the first case that is true."""
+    for condition, value in reversed(cases):
+        if condition.any():
+            other = np.where(condition, value, other)
+    return other
+
+
 def _div_scale(s0: Any, s1: Any, s2: Any) -> Any:
     """Scale s0, which is the denominator s1 or the numerator s2, where the steps of a division would overflow; the flag
     says that v_div_fmas must scale back."""
     s0, s1, s2 = (np.broadcast_to(np.asarray(x, f32), 64) for x in (s0, s1, s2))
-    up, down = np.ldexp(s0, 64), np.ldexp(s0, -64)
+    up, down = s0 * f32(2.0**64), s0 * f32(2.0**-64)
     inverse, quotient = 1 / s1.astype(f64), s2.astype(f64) / s1
     tiny_inverse = (inverse != 0) & (np.abs(inverse) < 2.0**-1022)
     tiny_quotient = (quotient != 0) & (np.abs(quotient) < 2.0**-126)
     is_denominator, is_numerator = s0.view(u32) == s1.view(u32), s0.view(u32) == s2.view(u32)
     cases = [
-        ((s2 == 0) | (s1 == 0), np.full(64, np.nan, f32), False),
+        ((s2 == 0) | (s1 == 0), f32(np.nan), False),
         (_exponent(s2) - _exponent(s1) >= 96, np.where(is_denominator, up, s0), True),
         ((s1 != 0) & (np.abs(s1) < TINY), up, False),
         (tiny_inverse & tiny_quotient, np.where(is_denominator, up, s0), True),
@@ -72,9 +83,8 @@ def _div_scale(s0: Any, s1: Any, s2: Any) -> Any:
         (tiny_quotient, np.where(is_numerator, up, s0), True),
         (_exponent(s2) <= 23, up, False),
     ]
-    conditions, values, flags = zip(*cases, strict=True)
-    flag = np.select(conditions, [np.full(64, value) for value in flags], False)
-    return np.select(conditions, values, s0).astype(f32), flag
+    value = _select([(condition, value) for condition, value, _ in cases], s0)
+    return value, _select([(condition, flag) for condition, _, flag in cases], np.False_)
 
 
 def _div_fmas(a: Any, b: Any, c: Any, scaled: Any) -> Any:
@@ -86,26 +96,25 @@ def _div_fixup(quotient: Any, s1: Any, s2: Any) -> Any:
     """The special cases of s2 / s1."""
     a1, a2 = np.abs(s1), np.abs(s2)
     cases = [
-        (np.isnan(s1) | np.isnan(s2) | ((a1 == 0) & (a2 == 0)) | (np.isinf(a1) & np.isinf(a2)), np.nan),
-        ((a1 == 0) | np.isinf(a2), np.inf),
-        (np.isinf(a1) | (a2 == 0), 0),
-        (_exponent(s2) - _exponent(s1) < -150, 0),
-        (_exponent(s1) == 255, np.inf),
+        (np.isnan(s1) | np.isnan(s2) | ((a1 == 0) & (a2 == 0)) | (np.isinf(a1) & np.isinf(a2)), f32(np.nan)),
+        ((a1 == 0) | np.isinf(a2), f32(np.inf)),
+        (np.isinf(a1) | (a2 == 0), f32(0)),
+        (_exponent(s2) - _exponent(s1) < -150, f32(0)),
+        (_exponent(s1) == 255, f32(np.inf)),
     ]
-    conditions, values = zip(*cases, strict=True)
-    size = np.select(conditions, [f32(value) for value in values], np.abs(quotient))
-    return np.where(np.signbit(s1) ^ np.signbit(s2), -size, size).astype(f32)
+    size = _select(cases, np.abs(quotient))
+    return np.where(np.signbit(s1) ^ np.signbit(s2), -size, size)
 
 
 def _permute_bytes(high: Any, low: Any, selector: Any) -> Any:
-    both = wide(low) | (wide(high) << u64(32))
-    result = np.zeros(np.broadcast(high, low, selector).shape, u64)
-    for byte in range(4):
-        choice = (wide(selector) >> u64(8 * byte)) & u64(255)
-        assert not np.any((choice >= 8) & (choice < 12)), "v_perm_b32 that extends a sign"
-        picked = (both >> (u64(8) * (choice & u64(7)))) & u64(255)
-        result |= np.where(choice < 8, picked, wide(np.where(choice > 12, 255, 0))) << u64(8 * byte)
-    return result.astype(u32)
+    choices = np.array([selector], u32).view(u8).reshape(-1, 4)  # of each lane, or of all
+    both = np.empty((64, 2), u32)
+    both[:, 0], both[:, 1] = low, high
+    picked = both.view(u8)[np.arange(64)[:, None], choices & 7]
+    if (choices > 7).any():
+        assert not ((choices > 7) & (choices < 12)).any(), "v_perm_b32 that extends a sign"
+        picked = np.where(choices > 7, np.where(choices > 12, u8(255), u8(0)), picked)
+    return picked.view(u32).reshape(64)
 
 
 def _is_of_class(x: Any, classes: Any) -> Any:
@@ -124,11 +133,6 @@ def _to_unsigned(x: Any) -> Any:
     return np.where(np.isnan(x), 0, np.clip(np.trunc(np.asarray(x).astype(f64)), 0, LOW32)).astype(u32)
 
 
-def _carried(total: Any) -> Any:
-    """The low 32 bits, and whether there are more, or the sum is negative."""
-    return (total & u64(LOW32)).astype(u32), total >> u64(32) != 0
-
-
 def _multiply_add_64(a: Any, b: Any, c: Any) -> Any:
     total = wide(a) * wide(b) + c
     return total, total < c
@@ -140,22 +144,20 @@ def _s24(x: Any) -> Any:
 
 _LOW24 = u32(0xFFFFFF)
 VECTOR: dict[str, tuple[str, Callable]] = {
-    "v_mov_b32": ("u>u", lambda a: a),
+    **dict.fromkeys(("v_mov_b32", "v_accvgpr_read_b32", "v_accvgpr_write_b32"), ("u>u", lambda a: a)),
     "v_mov_b64": ("U>U", lambda a: a),
-    "v_accvgpr_read_b32": ("u>u", lambda a: a),
-    "v_accvgpr_write_b32": ("u>u", lambda a: a),
     "v_cndmask_b32": ("uuB>u", lambda a, b, flag: np.where(flag, b, a)),
     # integers
     "v_add_u32": ("uu>u", lambda a, b: a + b),
     "v_sub_u32": ("uu>u", lambda a, b: a - b),
     "v_subrev_u32": ("uu>u", lambda a, b: b - a),
     "v_add3_u32": ("uuu>u", lambda a, b, c: a + b + c),
-    "v_add_co_u32": ("uu>uB", lambda a, b: _carried(wide(a) + wide(b))),
-    "v_sub_co_u32": ("uu>uB", lambda a, b: _carried(wide(a) - wide(b))),
-    "v_subrev_co_u32": ("uu>uB", lambda a, b: _carried(wide(b) - wide(a))),
-    "v_addc_co_u32": ("uuB>uB", lambda a, b, c: _carried(wide(a) + wide(b) + wide(c))),
-    "v_subb_co_u32": ("uuB>uB", lambda a, b, c: _carried(wide(a) - wide(b) - wide(c))),
-    "v_subbrev_co_u32": ("uuB>uB", lambda a, b, c: _carried(wide(b) - wide(a) - wide(c))),
+    "v_add_co_u32": ("uu>uB", lambda a, b: (a + b, a + b < a)),
+    "v_sub_co_u32": ("uu>uB", lambda a, b: (a - b, a < b)),
+    "v_subrev_co_u32": ("uu>uB", lambda a, b: (b - a, b < a)),
+    "v_addc_co_u32": ("uuB>uB", lambda a, b, c: (a + b + c, (a + b < a) | (c & (a + b == LOW32)))),
+    "v_subb_co_u32": ("uuB>uB", lambda a, b, c: (a - b - c, (a < b) | (c & (a == b)))),
+    "v_subbrev_co_u32": ("uuB>uB", lambda a, b, c: (b - a - c, (b < a) | (c & (a == b)))),
     "v_mad_u64_u32": ("uuU>UB", _multiply_add_64),
     "v_mul_lo_u32": ("uu>u", lambda a, b: a * b),
     "v_mul_hi_u32": ("uu>u", lambda a, b: ((wide(a) * wide(b)) >> u64(32)).astype(u32)),
@@ -199,8 +201,7 @@ VECTOR: dict[str, tuple[str, Callable]] = {
     "v_fmamk_f32": ("fff>f", fma),
     "v_madmk_f32": ("fff>f", lambda a, k, b: flush(flush(flush(a) * k) + flush(b))),
     "v_dot2c_f32_f16": ("uuD>f", lambda a, b, d: half(a) * half(b) + half(a, 1) * half(b, 1) + d),
-    "v_rcp_f32": ("f>f", lambda a: flush(1 / flush(a))),
-    "v_rcp_iflag_f32": ("f>f", lambda a: flush(1 / flush(a))),
+    **dict.fromkeys(("v_rcp_f32", "v_rcp_iflag_f32"), ("f>f", lambda a: flush(1 / flush(a)))),
     "v_rsq_f32": ("f>f", lambda a: flush(1 / np.sqrt(flush(a).astype(f64)))),
     "v_sqrt_f32": ("f>f", lambda a: np.sqrt(flush(a))),
     "v_exp_f32": ("f>f", lambda a: flush(np.exp2(flush(a).astype(f64)))),
@@ -213,7 +214,6 @@ VECTOR: dict[str, tuple[str, Callable]] = {
     "v_cmp_class_f32": ("fu>B", _is_of_class),
     # conversions
     "v_cvt_f32_u32": ("u>f", lambda a: np.asarray(a).astype(f32)),
-    "v_cvt_f32_i32": ("i>f", lambda a: np.asarray(a).astype(f32)),
     "v_cvt_u32_f32": ("f>u", _to_unsigned),
     "v_cvt_f16_f32": ("f>u", from_half),
     "v_cvt_f32_f16": ("h>f", lambda a: a),
@@ -267,7 +267,6 @@ SCALAR: dict[str, tuple[str, Callable]] = {
     "s_mul_i32": ("uu>u", lambda a, b: a * b),
     "s_mul_hi_u32": ("uu>u", lambda a, b: a * b >> 32),
     "s_min_i32": ("ii>us", lambda a, b: (min(a, b), a <= b)),
-    "s_max_i32": ("ii>us", lambda a, b: (max(a, b), a >= b)),
     "s_ashr_i32": ("iu>us", lambda a, b: (a >> (b & 31), a >> (b & 31) != 0)),
     "s_lshr_b32": ("uu>us", lambda a, b: (a >> (b & 31), a >> (b & 31) != 0)),
     "s_lshl_b32": ("uu>us", lambda a, b: (a << (b & 31), (a << (b & 31)) & LOW32 != 0)),
@@ -300,7 +299,9 @@ for _shift in range(1, 5):
     )
 
 
-def matrix_shape(name: str) -> tuple[int, int, int, str] | None:
-    """-> M, N, K, type of A and B, of the MFMA instructions that are known."""
-    found = re.fullmatch(r"v_mfma_f32_(16|32)x(16|32)x(\d+)_?(bf16_1k|bf16|f16|f32)", name)
-    return (int(found[1]), int(found[2]), int(found[3]), found[4].removesuffix("_1k")) if found else None
+def matrix_shape(name: str) -> tuple[int, str]:
+    """-> K, type of A and B, of the MFMA instructions that are known: M and N are 16."""
+    found = re.fullmatch(r"v_mfma_f32_16x16x(4|8|16)_?(bf16_1k|bf16|f16|f32)", name)
+    if found is None:
+        raise Unknown("no such matrix instruction here")
+    return int(found[1]), found[2].removesuffix("_1k")

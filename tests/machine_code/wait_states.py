@@ -1,57 +1,87 @@
 """Instructions that the hardware does not hold back until a result is there: the compiler must put others, or s_nop,
-between. The rules are those of "Manually Inserted Wait States" in AMD's ISA documents (CDNA1 4.5, CDNA2 and CDNA3) and,
-where these are silent, of the hazard recognizer of LLVM's AMDGPU target. Rules for what no kernel here has are left
-out: f64 and 32 x 32 matrix instructions, v_cmpx, buffer and scratch memory, s_setreg.
+between.
+
+Sources: what the hazard recognizer of LLVM's AMDGPU target asks for (GCNHazardRecognizer.cpp of LLVM 21: checkVMEM-,
+checkVALU-, checkDPP-, checkDivFMas-, checkRWLane-, checkMAI-, checkMAILdSt-, checkMAIVALU- and checkSoftClauseHazards),
+and for matrix instructions the tables in AMD's rocRoller (Scheduling/Observers/WaitState), which agree. Rules for what
+no kernel here has are left out: f64 and 32 x 32 matrix instructions, v_cmpx, buffer and scratch memory, s_setreg.
 """
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from machine_code.assembly import VCC, A, Instruction, Program, Unknown, V
 from machine_code.operations import matrix_shape
 
 _TRANSCENDENTAL = ("v_rcp_", "v_rsq_", "v_sqrt_", "v_exp_", "v_log_")
+_ACCUMULATION = ("v_accvgpr_read_b32", "v_accvgpr_write_b32")
 
 
 class Rules(NamedTuple):
-    needs: list[tuple[tuple[str, int], int, Any]]  # (event, register), wait states, the detail that is no hazard
-    events: list[tuple[tuple[str, int], Any]]  # (event, register), detail
+    needs: list[tuple[Any, int, Any]]  # event, wait states, the detail that is no hazard
+    events: list[tuple[Any, Any]]  # event, detail
     states: int  # that the instruction itself is
+    clause: str  # of which memory operations it can be one; "": it ends each
 
 
 class WaitStates:
     """What one wave has done, and when."""
 
-    def __init__(self) -> None:
-        self._clock = 0
-        self._seen: dict[tuple[str, int], tuple[int, Any]] = {}
+    def __init__(self, program: Program) -> None:
+        self._clock, self._names = 0, program.events
+        self._seen: list[tuple[int, Any]] = [(-100, None)] * len(program.events)
+        self._clause, self._read, self._written = "", set[int](), set[int]()
 
-    def missing(self, instruction: Instruction) -> str:
+    def late(self, instruction: Instruction) -> str:
         """What is wrong with the place of the next instruction, or ""."""
-        rules: Rules = instruction.rules
-        for event, states, harmless in rules.needs:
-            since, detail = self._seen.get(event, (-100, None))
+        needs, events, states, clause = instruction.rules
+        problem = ""
+        for event, least, harmless in needs:
+            since, detail = self._seen[event]
             passed = self._clock - since
-            if passed < states and (detail is None or detail != harmless):
-                return f"{states} wait states must be between it and: {event[0]}; there are {passed}"
-        self._clock += rules.states
-        for event, detail in rules.events:
+            if passed < least and (detail is None or detail != harmless):
+                problem = f"{least} wait states must be between it and: {self._names[event][0]}; there are {passed}"
+        self._clock += states
+        for event, detail in events:
             self._seen[event] = self._clock, detail
+        if clause or self._clause:
+            return self._extend(instruction, clause) or problem
+        return problem
+
+    def _extend(self, instruction: Instruction, clause: str) -> str:
+        """With XNACK, memory operations one after the other may be done again from the first: none may write what the
+        others read, and a store after a load starts anew. Code for a target of any XNACK mode obeys."""
+        before = self._written
+        if clause != self._clause:
+            self._clause, self._read, self._written, before = clause, set(), set(), set()
+        if clause:
+            self._read, self._written = self._read | instruction.reads, self._written | instruction.writes
+            if before and (not instruction.writes or self._read & self._written):
+                return "it must not follow the loads before it at once: with XNACK they may be done again"
         return ""
 
 
 def add_rules(program: Program) -> Program:
-    shapes = {shape for i in program.instructions if (shape := matrix_shape(i.name))}
-    types = {kind for *_, kind in shapes}
-    if any(m == 32 for m, *_ in shapes) or len(types) > 1:
-        raise Unknown(f"wait states of {shapes}")
-    for instruction in program.instructions:
-        instruction.rules = _rules(instruction, program.arch, "f32" not in types)
+    types = {matrix_shape(i.name)[1] for i in program.instructions if i.name.startswith("v_mfma_")}
+    if len(types) > 1:
+        raise Unknown(f"wait states of {types}")
+    found = [_rules(instruction, program.arch, "f32" not in types) for instruction in program.instructions]
+    for (before, _), (instruction, rules) in pairwise(zip(program.instructions, found, strict=True)):
+        if instruction.name in _ACCUMULATION and before.name.startswith("v_") and "accvgpr" not in before.name:
+            rules.events.extend((("v_accvgpr after a write", register), None) for register in before.writes)
+    needed = {event for rules in found for event, *_ in rules.needs}
+    program.events = sorted({event for rules in found for event, _ in rules.events} & needed)
+    numbers = {event: number for number, event in enumerate(program.events)}
+    for instruction, (needs, events, states, clause) in zip(program.instructions, found, strict=True):
+        needs = [(numbers[event], least, harmless) for event, least, harmless in needs if event in numbers]
+        instruction.rules = Rules(needs, [(numbers[e], detail) for e, detail in events if e in numbers], states, clause)
     return program
 
 
 def _rules(instruction: Instruction, arch: str, is_16_bit: bool) -> Rules:
-    rules = Rules([], [], 1 + (int(instruction.operands[0].text) if instruction.name == "s_nop" else 0))
+    clause = next((start for start in ("global_", "s_load_") if instruction.name.startswith(start)), "")
+    rules = Rules([], [], 1 + (int(instruction.operands[0].text) if instruction.name == "s_nop" else 0), clause)
 
     def need(event: str, registers: Iterable[int], states: int, harmless: Any = None) -> None:
         rules.needs.extend(((event, register), states, harmless) for register in registers)
@@ -71,7 +101,7 @@ def _rules(instruction: Instruction, arch: str, is_16_bit: bool) -> Rules:
         if name.startswith("global_store") and operands[1].count > 2:
             note("a store reads more than 8 bytes", operands[1].registers)
     if is_vector:
-        need("a store reads more than 8 bytes", written, 1)
+        need("a store reads more than 8 bytes", written, 2 if arch == "gfx942" else 1)
         if name == "v_div_fmas_f32":
             need("a vector instruction writes an SGPR", (VCC,), 4)
         if name in ("v_readlane_b32", "v_writelane_b32"):
@@ -89,6 +119,7 @@ def _gfx908(instruction: Instruction, need: Any, note: Any, read: set[int], writ
     is_matrix, is_write = name.startswith("v_mfma_"), name == "v_accvgpr_write_b32"
     if name.startswith(("global_", "ds_")):
         need("v_accvgpr_read", read, 2)
+        need("v_accvgpr after a write", read, 1)
         return
     if is_matrix or is_write:
         need("a vector instruction writes a VGPR", (register for register in read if register < A), 2)
@@ -128,7 +159,8 @@ def _later(
         need("MFMA writes a register", added.registers, partly, (added.register, added.count))
         need("a vector instruction writes a VGPR", read, 2)
         note("MFMA writes a register", target.registers, (target.register, target.count))
-        note("MFMA reads its accumulator", added.registers)
+        if is_16_bit or not is_gfx942:
+            note("MFMA reads its accumulator", added.registers)
         return
     need("MFMA writes a register", read, use)
     if not name.startswith("v_"):

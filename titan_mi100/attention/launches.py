@@ -58,7 +58,8 @@ class Candidates(NamedTuple):
 
 # Tiles for the output | for the gradient of q | for the gradients of k and v.
 _CDNA2 = "128.64.4.1 128.64.8.1 | 128.32.4.1 128.32.8.1 | 32.128.4.1 32.64.4.1 32.64.8.1"
-_CDNA_256 = "64.32.8.1 64.64.8.1 | 64.32.8.1 32.32.8.1 | 16.32.8.1 16.32.4.1"
+# 16.32.8.1 is not the first: Triton 3.4 forgets wait states there (fp16, gfx90a and gfx942), see test_machine_code
+_CDNA_256 = "64.32.8.1 64.64.8.1 | 64.32.8.1 32.32.8.1 | 16.32.4.1 16.32.8.1"
 _CDNA_FP32 = "64.32.8.1 64.64.8.1 | 32.32.8.1 64.16.8.1 | 16.32.4.1"
 _RDNA3 = "32.32.8.1 32.16.4.1 | 32.16.8.1 | 16.32.16.1.2"
 _SM86 = "128.64.8.2 64.32.4.2 128.32.8.3 | 64.64.8.2 64.32.4.2 | 32.64.8.1 16.64.8.2"
@@ -134,9 +135,9 @@ def candidates(arch: str, head_dim: int, itemsize: int) -> Candidates:
 def options(tile: Tile, arch: str) -> dict[str, int]:
     """Options for the compiler. On CDNA: matrix instructions of 16 x 16, and two of them per read of shared memory.
 
-    With a block below 32, Triton 3.4 and 3.6 miscompile kpack = 2: they halve the whole accumulator in each iteration
-    (triton-lang/triton, pull request 10290). There, and where the compiler has no such option any more (gfx950), each
-    instruction has a read of its own.
+    With a block below 32, Triton 3.4, 3.6 and 3.7 miscompile kpack = 2: they halve the whole accumulator in each
+    iteration (triton-lang/triton, pull request 10290). There, and where the compiler has no such option any more
+    (gfx950), each instruction has a read of its own.
     """
     two_reads = arch in ("gfx908", "gfx90a", "gfx942") and min(tile.block_q, tile.block_k) >= 32
     cdna = {"matrix_instr_nonkdim": 16, "kpack": 2 if two_reads else 1} if arch.startswith("gfx9") else {}
