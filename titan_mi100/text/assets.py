@@ -17,6 +17,7 @@ from titan_mi100.files.plain import LARGEST_CONFIG, LARGEST_TABLE, parse_object,
 from titan_mi100.files.templates import TEMPLATE, read_template, template_files
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.families import to_hf_config
+from titan_mi100.text.base import QWEN_CLASSES, class_of
 from titan_mi100.wording import shown
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -114,6 +115,7 @@ def run_assets(
     """
     own = _read_files(folder_of(base), (CONFIG, GENERATION, PROMPTS)) if base else {}
     assets = {CONFIG: _json(to_hf_config(spec)), **own, **tokenizer_files(Path(tokenizer))}
+    assets = _keeping_class(assets, _read_files(folder_of(tokenizer), (CONFIG,)))
     if chat_template:
         assets[TEMPLATE] = read_plain(Path(os.path.realpath(chat_template)), LARGEST_CONFIG)
     in_data = {"enable_thinking": enable_thinking, "system_prompt": system_prompt}
@@ -124,6 +126,16 @@ def run_assets(
     if enable_thinking is not None:
         assets = thinking_by_default(assets, enable_thinking)
     return assets | ({PROMPTS: _json(prompts)} if prompts else {})
+
+
+def _keeping_class(assets: Assets, beside: Assets) -> Assets:
+    """The files with the class of transformers that the tokenizer had beside the config.json of its own folder."""
+    config = parse_object(assets.get(_TOKENIZER_CONFIG, b"{}"), _TOKENIZER_CONFIG, _REMEDY)
+    kinds = [parse_object(files.get(CONFIG, b"{}"), CONFIG, _REMEDY).get("model_type") for files in (beside, assets)]
+    before, after = (class_of(config, kind) for kind in kinds)
+    if not config or before == after or before not in QWEN_CLASSES:
+        return assets
+    return {**assets, _TOKENIZER_CONFIG: _json({**config, "tokenizer_class": before})}
 
 
 def thinking_by_default(assets: Assets, enable_thinking: bool) -> Assets:

@@ -107,12 +107,17 @@ class Tokenizer(ABC):
         return spelled.decode("utf-8", errors="replace")
 
 
-QWEN2_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")  # they split text by Qwen2's pattern and put it in NFC
+QWEN2, QWEN3_5 = "Qwen2Tokenizer", "Qwen3_5Tokenizer"
+QWEN_CLASSES = (QWEN2, QWEN3_5)  # they split text by their own patterns and put it in NFC, whatever tokenizer.json says
+KEPT_CLASS = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")  # models of which transformers ignores the class named
 
 
-def class_of(config: Mapping[str, Any]) -> str:
-    """The class named in tokenizer_config.json; Qwen3's own class if none is named, as in `transformers`."""
-    return config.get("tokenizer_class") or QWEN2_CLASSES[0]
+def class_of(config: Mapping[str, Any], model_type: Any = "") -> str:
+    """The class that `transformers` uses for a tokenizer_config.json beside the config.json of such a model."""
+    named = config.get("tokenizer_class") or (QWEN3_5 if model_type == "qwen3_5_text" else QWEN2)
+    if isinstance(named, str) and named.removesuffix("Fast") in QWEN_CLASSES:
+        named = named.removesuffix("Fast")
+    return QWEN3_5 if model_type in KEPT_CLASS else named
 
 
 def spelling(token: Any) -> Any:
@@ -122,7 +127,7 @@ def spelling(token: Any) -> Any:
 
 def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Name -> text of the named tokens (eos_token ...) in tokenizer_config.json. They are variables of the template."""
-    own = dict.fromkeys(("unk_token", "pad_token"), "<|endoftext|>") if class_of(config) in QWEN2_CLASSES else {}
+    own = dict.fromkeys(("unk_token", "pad_token"), "<|endoftext|>") if class_of(config) in QWEN_CLASSES else {}
     named = {key: value for key, value in {**own, **config}.items() if key.endswith("_token")}
     for key in ("extra_special_tokens", "model_specific_special_tokens"):
         named |= config[key] if isinstance(config.get(key), dict) else {}
