@@ -241,6 +241,8 @@ _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 def _convert(key: Any, setting: _Setting) -> tuple[Any, str]:
     """The value in the key's type and "", or the key's default and what is wrong."""
     value, rules = setting.value, key.metadata
+    if isinstance(value, bool) and "true" in rules["choices"]:  # of three: true, false, not set
+        value = str(value).lower()
     is_list = get_origin(key.type) is tuple
     kind = get_args(key.type)[0] if is_list else key.type
     given = value if is_list and isinstance(value, list | tuple) else [value]

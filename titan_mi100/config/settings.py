@@ -100,9 +100,19 @@ class DataConfig:
     earlier_thinking: str = _key(
         "template",
         "turns whose reasoning the template removes: learned without it, not learned, or unrolled into one document "
-        "per round, each with its reasoning",
-        choices=("template", "mask", "unroll"),
+        "per round, each with its reasoning; context: as mask, nor is reasoning learned that it shows before the last "
+        "question",
+        choices=("template", "mask", "unroll", "context"),
     )
+    enable_thinking: str = _key(
+        "", "the chat template's variable, also at inference; empty: as most rows answer", choices=("", "true", "false")
+    )
+    preserve_thinking: str = _key(
+        "",
+        "the template's: show the reasoning of earlier turns; empty: its default",
+        choices=("", "true", "false"),
+    )
+    reasoning_effort: str = _key("", "the template's variable; empty: its default")
     overlong: str = _key(
         "drop",
         "what to do with more than seq_len tokens: drop, keep the beginning, cut into pieces, stop",
@@ -122,6 +132,12 @@ class DataConfig:
     validation_fraction: float = _key(0.0, "share of data.path kept for validation, chosen by a hash of the content")
     cache_folder: str = _key("", "where prepared data is kept; empty: ~/.cache/titan_mi100", path=True)
     workers: int = _key(0, "processes that tokenise; 0: one per core", high=4096)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The variables of the chat template that are set."""
+        given = {name: getattr(self, name) for name in assets.VARIABLES}
+        return {name: {"true": True, "false": False}.get(value, value) for name, value in given.items() if value}
 
     @property
     def is_mixture(self) -> bool:
