@@ -46,6 +46,7 @@ class ModelConfig:
     )
 
 
+_SWITCH = ("", "true", "false")
 _FORMATS = ("auto", "messages", "sharegpt", "alpaca", "prompt_completion", "columns", "text", "tokens")
 
 
@@ -94,25 +95,16 @@ class DataConfig:
         "what is learned: the assistant's turns, its last turn, the whole text, or messages with weight = 1",
         choices=("assistant", "last", "all", "weight"),
     )
-    empty_think: str = _key(
-        "masked", "whether the empty think block before an answer is learned", choices=("masked", "supervised")
-    )
+    empty_think: str = _key("masked", "if an answer's empty think block is learned", choices=("masked", "supervised"))
     earlier_thinking: str = _key(
         "template",
         "turns whose reasoning the template removes: learned without it, not learned, or unrolled into one document "
-        "per round, each with its reasoning; context: as mask, nor is reasoning learned that it shows before the last "
-        "question",
+        "per round, each with its reasoning; context: as mask, and reasoning that it shows there is not learned",
         choices=("template", "mask", "unroll", "context"),
     )
-    enable_thinking: str = _key(
-        "", "the chat template's variable, also at inference; empty: as most rows answer", choices=("", "true", "false")
-    )
-    preserve_thinking: str = _key(
-        "",
-        "the template's: show the reasoning of earlier turns; empty: its default",
-        choices=("", "true", "false"),
-    )
-    reasoning_effort: str = _key("", "the template's variable; empty: its default")
+    enable_thinking: str = _key("", "template variable, also at inference; empty: as most rows", choices=_SWITCH)
+    preserve_thinking: str = _key("", "template variable: earlier reasoning stays; empty: its default", choices=_SWITCH)
+    reasoning_effort: str = _key("", "template variable, such as low; empty: its default")
     overlong: str = _key(
         "drop",
         "what to do with more than seq_len tokens: drop, keep the beginning, cut into pieces, stop",
@@ -123,7 +115,7 @@ class DataConfig:
         (), "keys of rows and messages to ignore, besides id, timestamp and others that are harmless (docs/DATA.md)"
     )
     null_arguments: str = _key(
-        "", "nulls in tool calls' arguments; empty: JSON keeps and parquet drops them", choices=("", "keep", "drop")
+        "", "nulls in calls; empty: JSON keeps, parquet drops them", choices=("", "keep", "drop")
     )
     duplicates: str = _key("keep", "what to do with rows that repeat an earlier row", choices=("keep", "drop"))
     on_bad_row: str = _key("error", "a row that cannot be read: stop, or leave it out", choices=("error", "skip"))
@@ -135,9 +127,9 @@ class DataConfig:
 
     @property
     def variables(self) -> dict[str, Any]:
-        """The variables of the chat template that are set."""
-        given = {name: getattr(self, name) for name in assets.VARIABLES}
-        return {name: {"true": True, "false": False}.get(value, value) for name, value in given.items() if value}
+        """The chat template's variables that are set."""
+        meant = {"true": True, "false": False}
+        return {name: meant.get(value, value) for name in assets.VARIABLES if (value := getattr(self, name))}
 
     @property
     def is_mixture(self) -> bool:
