@@ -21,17 +21,21 @@ from titan_mi100.shapes.families import PRESETS
 from titan_mi100.text.assets import PROMPTS, prompt_settings, read_assets, run_assets
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
+from titan_mi100.tools import inspect_data
 
 REAL = sorted((SHARED_DATA / "templates").glob("qwen3_[568]*.jinja"))
 NAMES = ["qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8"]
 needs_real = pytest.mark.skipif(not REAL, reason="the real templates are not on this machine")
-# Our own words for what is new in Qwen3.6 and 3.8: reasoning of earlier turns can stay, the effort is written first.
+# Our own words for what is new in Qwen3.5 to 3.8: prompts open the think block, earlier reasoning can stay, the
+# effort is written first.
+OFF = "{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
 KEEPING = """\
 {%- set effort = reasoning_effort | default('high') %}
 {%- if effort not in ('high', 'low') %}{{ raise_exception('Unexpected effort ' ~ effort) }}{% endif %}
 {{- '<|im_start|>system\\nEffort: ' ~ effort ~ '.<|im_end|>\\n' }}
 {%- if messages[-1].role == 'system' %}{{ raise_exception('Ends with a system message.') }}{% endif %}
 """ + SMALL.replace("loop.index0 > last_user.index", "loop.index0 > last_user.index or preserve_thinking")
+KEEPING = KEEPING.replace(OFF, OFF.replace("{% endif %}", "{% else %}{{ '<think>\\n' }}{% endif %}"))
 ARGUMENTS = {"n": 1, "list": [1, "zwei é"], "on": True, "text": "a\nb", "none": None, "map": {"k": "v"}}
 PLAIN = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<|endoftext|>"}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
@@ -191,6 +195,25 @@ def test_the_variables_are_stored_and_followed(model: Path, tmp_path: Path, caps
     stub.template = chat_of(tmp_path)
     with pytest.raises(UserError, match="does not read reasoning_effort"):
         PromptBuilder(stub, None, {"reasoning_effort": "low"})
+
+
+def test_the_page_of_the_data_shows_the_masks(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prepare(model, [ROUNDS])
+    given = ["--model.flavor", "debug", "--model.tokenizer_path", str(model), "--data.path", str(model / "rows.jsonl")]
+    for more, shown, count in (
+        ([], ["⟦a<|im_end|>⟧", "⟦because"], "1 supervised, 0 masked"),
+        (["--data.preserve_thinking", "true"], ["⟦why", "⟦because"], "2 supervised, 0 masked"),
+        (
+            ["--data.preserve_thinking", "true", "--data.earlier_thinking", "context"],
+            ["why↵\n</think>↵\n↵\n⟦a<|im_end|>⟧", "⟦because"],
+            "1 supervised, 1 masked",
+        ),
+    ):
+        assert inspect_data.main([*given, *more, "--where", f"{model / 'rows.jsonl'}:1"]) == 0
+        page = capsys.readouterr().out
+        assert all(part in page for part in shown), page
+        assert inspect_data.main([*given, *more]) == 0
+        assert f"turns with reasoning: {count}" in capsys.readouterr().out
 
 
 def chat_of(folder: Path) -> ChatTemplate:

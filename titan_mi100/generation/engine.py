@@ -135,7 +135,7 @@ class PromptBuilder:
             for name, value in trained.variables.items():
                 if name not in self._variables:
                     option = "--no_thinking" if value is True else "--enable_thinking"
-                    option = option if name == "enable_thinking" else f"--{name}"
+                    option = option if name == "enable_thinking" else f"--{'no-' * (value is True)}{name}"
                     print(f"{name} = {json.dumps(value)}, {as_trained}; {option} overrides", file=sys.stderr)
                     self._variables[name] = value
         if system is None and self.template is not None and trained.system_prompt:

@@ -191,8 +191,7 @@ class ChatTemplate:
     def require(self, variables: Mapping[str, Any]) -> None:
         """Raises UserError: the template does not read one of the variables, or refuses its value."""
         for name in variables.keys() - self._reads:
-            remedy = "leave it out, or name a template that does in model.chat_template"
-            raise UserError(f"{self._file}: the chat template does not read {name}; {remedy}")
+            raise UserError(f"{self._file}: the chat template does not read {name}; leave it out, or use one that does")
         try:
             self.render(_PROBE)
         except UserError:  # it wants another conversation
