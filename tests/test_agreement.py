@@ -10,7 +10,7 @@ from conftest import ASSETS
 
 from titan_mi100.errors import UserError
 from titan_mi100.shapes.families import PRESETS
-from titan_mi100.text.assets import run_assets
+from titan_mi100.text.assets import naming_class, run_assets
 from titan_mi100.text.bpe import QWEN2_PATTERN
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
@@ -196,12 +196,11 @@ def test_a_folder_is_read_as_transformers_reads_it_or_refused(name: str, tmp_pat
     assert load_tokenizer(folder).encode(text) == theirs.apply_chat_template(messages)["input_ids"]
 
 
-def test_a_model_made_anew_names_the_class_that_its_tokenizer_had_in_the_published_folder(tmp_path: Path) -> None:
+def test_the_class_is_named_where_the_published_config_is_not(tmp_path: Path) -> None:
     published = folder_of(tmp_path, defined(model="qwen3_5", pre_tokenizer=MARKS))  # it names Qwen2Tokenizer
-    for spec, named in ((PRESETS["qwen3.5-debug"], "Qwen3_5Tokenizer"), (PRESETS["debug"], "Qwen3_5Tokenizer")):
-        made = run_assets(spec, "", str(published), "")
-        assert json.loads(made["tokenizer_config.json"])["tokenizer_class"] == named
-    assert (
-        run_assets(spec, str(published), str(published), "")["tokenizer_config.json"]
-        == (published / "tokenizer_config.json").read_bytes()
-    )
+    as_it_is = run_assets(PRESETS["qwen3.5-debug"], str(published), str(published), "")
+    assert as_it_is["tokenizer_config.json"] == (published / "tokenizer_config.json").read_bytes()
+    made_anew = [run_assets(PRESETS[flavor], "", str(published), "") for flavor in ("qwen3.5-debug", "debug")]
+    adapter = {name: content for name, content in as_it_is.items() if name != "config.json"}
+    for assets in (*made_anew, naming_class(adapter, as_it_is)):
+        assert json.loads(assets["tokenizer_config.json"])["tokenizer_class"] == "Qwen3_5Tokenizer"

@@ -120,7 +120,7 @@ def run_assets(
     """
     own = _read_files(folder_of(base), (CONFIG, GENERATION, PROMPTS)) if base else {}
     assets = {CONFIG: _json(to_hf_config(spec)), **own, **tokenizer_files(Path(tokenizer))}
-    assets = _keeping_class(assets, _read_files(folder_of(tokenizer), (CONFIG,)))
+    assets = naming_class(assets, _read_files(folder_of(tokenizer), (CONFIG,)))
     if chat_template:
         assets[TEMPLATE] = read_plain(Path(os.path.realpath(chat_template)), LARGEST_CONFIG)
     given = {**(variables or {}), "enable_thinking": enable_thinking, "system_prompt": system_prompt}
@@ -132,8 +132,11 @@ def run_assets(
     return assets | ({PROMPTS: _json(prompts)} if prompts else {})
 
 
-def _keeping_class(assets: Assets, beside: Assets) -> Assets:
-    """The files with the class of transformers that the tokenizer had beside the config.json of its own folder."""
+def naming_class(assets: Assets, beside: Assets) -> Assets:
+    """The files with the tokenizer's class that transformers takes beside the config.json in `beside`.
+
+    Qwen3.5's folders name another one, which transformers ignores there. Elsewhere it would give other ids.
+    """
     config = parse_object(assets.get(_TOKENIZER_CONFIG, b"{}"), _TOKENIZER_CONFIG, _REMEDY)
     kinds = [parse_object(files.get(CONFIG, b"{}"), CONFIG, _REMEDY).get("model_type") for files in (beside, assets)]
     before, after = (class_of(config, kind) for kind in kinds)
