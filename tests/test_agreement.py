@@ -130,7 +130,10 @@ CASES: dict[str, tuple[Callable[[Json, Json], Json], str]] = {
         defined(model="qwen3_5_text", pre_tokenizer=MARKS),
         "if tokenizer.json is right, set tokenizer_class to Qwen3_5Tokenizer",
     ),
-    "Qwen3.5's class for Qwen3's splitting": (defined(QWEN3_5), "set tokenizer_class to Qwen2Tokenizer"),
+    "Qwen3.5's class for Qwen3's splitting": (
+        defined(QWEN3_5),
+        "tokenizer_class Qwen3_5Tokenizer splits and normalises text differently",
+    ),
     "Qwen3's splitting in a folder of Qwen3.5": (
         defined(GENERIC, model="qwen3_5"),
         "Qwen3_5Tokenizer (which transformers always uses for model_type qwen3_5) splits",

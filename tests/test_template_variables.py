@@ -234,7 +234,7 @@ def test_what_a_template_does_not_read_or_refuses_is_refused(model: Path) -> Non
 
 def test_the_settings_are_true_false_or_not_set(model: Path, tmp_path: Path) -> None:
     toml = tmp_path / "run.toml"
-    for given, expected in (("true", True), ('"false"', False), ('""', None), ('"yes"', "must be one of")):
+    for given, expected in (("true", True), ('"false"', False), ('""', None), ('"yes"', "must be one of: true, false")):
         toml.write_text(
             f'[model]\nflavor = "debug"\ntokenizer_path = "{model}"\n[data]\npath = "x"\npreserve_thinking = {given}\n'
         )

@@ -256,7 +256,7 @@ def _convert(key: Any, setting: _Setting) -> tuple[Any, str]:
         return key.default, f"must be {_KINDS[kind]}{', or a list of such' if is_list else ''}{hint}"
     if rules["choices"] and value not in rules["choices"]:
         hint = did_you_mean(value, rules["choices"], otherwise="", cutoff=0.52)  # bf16, fp16
-        return key.default, f"must be one of: {', '.join(rules['choices'])}{hint}"
+        return key.default, f"must be one of: {', '.join(filter(None, rules['choices']))}{hint}"
     problems = [problem for item in values if (problem := _refused(item, rules))]
     if rules["path"] and not problems:
         values = [_absolute(item, setting.folder, is_list) if item else item for item in values]

@@ -48,8 +48,9 @@ def check_agreement(config: TokenizerConfig, definition: dict[str, Any], splits_
         what = f"{unsupported[0]} = {shown(content[unsupported[0]])} is not supported"
     elif kind in QWEN_CLASSES and kind != splits_as:
         fixed = model_type in KEPT_CLASS
-        why = f"which transformers always uses for model_type {model_type}" if fixed else "the default"
-        what = f"tokenizer_class {kind} ({why}) splits and normalises text differently than tokenizer.json"
+        note = " (the default)" * (kind == QWEN2)
+        note = f" (which transformers always uses for model_type {model_type})" if fixed else note
+        what = f"tokenizer_class {kind}{note} splits and normalises text differently than tokenizer.json"
         other = splits_as or _AS_DEFINED[0]
         what += "" if fixed else f"; if tokenizer.json is right, set tokenizer_class to {other}"
     elif kind not in QWEN_CLASSES + _AS_DEFINED and not (kind in _LLAMA and '"ByteLevel"' in json.dumps(definition)):
