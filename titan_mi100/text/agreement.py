@@ -9,16 +9,8 @@ from typing import Any
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_object
-from titan_mi100.text.base import (
-    KEPT_CLASS,
-    QWEN2,
-    QWEN_CLASSES,
-    AddedToken,
-    TokenizerConfig,
-    class_of,
-    named_tokens,
-    spelling,
-)
+from titan_mi100.text.base import AddedToken, TokenizerConfig, named_tokens, spelling
+from titan_mi100.text.classes import KEPT_CLASS, QWEN2, QWEN_CLASSES, class_of
 from titan_mi100.wording import shown
 
 _AS_DEFINED = ("PreTrainedTokenizerFast", "TokenizersBackend")

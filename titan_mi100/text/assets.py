@@ -19,7 +19,7 @@ from titan_mi100.files.plain import LARGEST_CONFIG, LARGEST_TABLE, parse_object,
 from titan_mi100.files.templates import TEMPLATE, read_template, template_files
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.families import to_hf_config
-from titan_mi100.text.base import QWEN_CLASSES, class_of
+from titan_mi100.text.classes import QWEN_CLASSES, class_of
 from titan_mi100.wording import shown
 
 CONFIG, GENERATION = "config.json", "generation_config.json"

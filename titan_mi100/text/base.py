@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titan_mi100.errors import UserError
+from titan_mi100.text.classes import QWEN_CLASSES, class_of
 
 Segments = Iterator[tuple[int | None, str]]  # added tokens (id, text) and the text between them (None, text)
 Ends = tuple[str, int, int]  # the eos token, its id, and the id of the pad token
@@ -105,19 +106,6 @@ class Tokenizer(ABC):
     def _decode(self, ids: list[int], spelled: bytes) -> str:
         """The text of known ids. Args: spelled: their bytes, concatenated."""
         return spelled.decode("utf-8", errors="replace")
-
-
-QWEN2, QWEN3_5 = "Qwen2Tokenizer", "Qwen3_5Tokenizer"
-QWEN_CLASSES = (QWEN2, QWEN3_5)  # they split text by their own patterns and put it in NFC, whatever tokenizer.json says
-KEPT_CLASS = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")  # models of which transformers ignores the class named
-
-
-def class_of(config: Mapping[str, Any], model_type: Any = "") -> str:
-    """The class that `transformers` uses for a tokenizer_config.json beside the config.json of such a model."""
-    named = config.get("tokenizer_class") or (QWEN3_5 if model_type == "qwen3_5_text" else QWEN2)
-    if isinstance(named, str) and named.removesuffix("Fast") in QWEN_CLASSES:
-        named = named.removesuffix("Fast")
-    return QWEN3_5 if model_type in KEPT_CLASS else named
 
 
 def spelling(token: Any) -> Any:

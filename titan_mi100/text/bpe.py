@@ -18,7 +18,8 @@ import tiktoken
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import parse_object, read_plain
-from titan_mi100.text.base import QWEN2, QWEN3_5, AddedToken, Ends, Segments, Tokenizer, TokenizerConfig, class_of
+from titan_mi100.text.base import AddedToken, Ends, Segments, Tokenizer, TokenizerConfig
+from titan_mi100.text.classes import QWEN2, QWEN3_5, class_of
 
 QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"

@@ -15,8 +15,9 @@ import tokenizers
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_plain
-from titan_mi100.text.base import QWEN2, QWEN3_5, AddedToken, Tokenizer, TokenizerConfig, class_of
+from titan_mi100.text.base import AddedToken, Tokenizer, TokenizerConfig
 from titan_mi100.text.bpe import BYTE_OF, PATTERNS, BpeTokenizer
+from titan_mi100.text.classes import QWEN2, QWEN3_5, class_of
 
 Spans = list[tuple[int, int]]  # per token the bytes [begin, end) of the text that it represents
 
