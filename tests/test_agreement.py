@@ -9,15 +9,21 @@ import pytest
 from conftest import ASSETS
 
 from titan_mi100.errors import UserError
+from titan_mi100.shapes.families import PRESETS
+from titan_mi100.text.assets import naming_class, run_assets
+from titan_mi100.text.bpe import QWEN2_PATTERN
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
 
 Json = dict[str, Any]
 SOURCE = ASSETS / "tokenizer"
-END, TEXT = "<|im_end|>", "DON'T é e\u0301 <s> Hello <extra> <img> 12345  <|im_end|> x <|im_start|> <think> İ"
-GENERIC = {"tokenizer_class": "PreTrainedTokenizerFast"}
+END, TEXT = "<|im_end|>", "हिन्दी DON'T é e\u0301 <s> Hello <extra> <img> 12345  <|im_end|> x <|im_start|> <think> İ"
+GENERIC, QWEN3_5 = {"tokenizer_class": "PreTrainedTokenizerFast"}, {"tokenizer_class": "Qwen3_5Tokenizer"}
 GPT2_SPLIT = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 LOWERCASE = {"type": "Lowercase"}
+PATTERN = QWEN2_PATTERN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}")
+STEPS = [{"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}]
+MARKS = {"type": "Sequence", "pretokenizers": [*STEPS, {**GPT2_SPLIT, "use_regex": False}]}  # Qwen3.5's splitting
 
 
 def added(content: str, token_id: int = 0, **flags: bool) -> Json:
@@ -39,8 +45,9 @@ def without(*keys: str, beside: Json | None = None, **changes: Any) -> Callable[
     return change
 
 
-def defined(settings_too: Json | None = None, **changes: Any) -> Callable[[Json, Json], Json]:
-    return lambda tokenizer, settings: tokenizer.update(changes) or settings.update(settings_too or {}) or {}
+def defined(settings_too: Json | None = None, model: str = "", **changes: Any) -> Callable[[Json, Json], Json]:
+    beside = {"config.json": {"model_type": model}} if model else {}
+    return lambda tokenizer, settings: tokenizer.update(changes) or settings.update(settings_too or {}) or beside
 
 
 def flagged(number: int, in_both: bool, settings_too: Json, **flags: bool) -> Callable[[Json, Json], Json]:
@@ -110,7 +117,27 @@ CASES: dict[str, tuple[Callable[[Json, Json], Json], str]] = {
         "",
     ),
     "old files that are not read": (without(beside={"special_tokens_map.json": {"bos_token": "<s>"}}), ""),
+    "Qwen3.5's class": (defined(QWEN3_5, pre_tokenizer=MARKS), ""),
+    "Qwen3.5's class, fast": (defined({"tokenizer_class": "Qwen3_5TokenizerFast"}, pre_tokenizer=MARKS), ""),
+    "Qwen2's class in a folder of Qwen3.5, as published": (defined(model="qwen3_5", pre_tokenizer=MARKS), ""),
+    "a generic class in it": (defined(GENERIC, model="qwen3_5", pre_tokenizer=MARKS), ""),
+    "no class in a folder of its text part": (
+        defined({"tokenizer_class": None}, model="qwen3_5_text", pre_tokenizer=MARKS),
+        "",
+    ),
     # -- refused
+    "Qwen2's class for its text part": (
+        defined(model="qwen3_5_text", pre_tokenizer=MARKS),
+        "if tokenizer.json is right, set tokenizer_class to Qwen3_5Tokenizer",
+    ),
+    "Qwen3.5's class for Qwen3's splitting": (
+        defined(QWEN3_5),
+        "tokenizer_class Qwen3_5Tokenizer splits and normalises text differently",
+    ),
+    "Qwen3's splitting in a folder of Qwen3.5": (
+        defined(GENERIC, model="qwen3_5"),
+        "Qwen3_5Tokenizer (which transformers always uses for model_type qwen3_5) splits",
+    ),
     "a new bos": (config(bos_token="<s>"), "names the token '<s>', which is not among tokenizer.json's added_tokens"),
     "a word as bos": (config(bos_token="Hello"), "names the token 'Hello'"),
     "a new extra token": (config(extra_special_tokens=["<extra>"]), "names the token '<extra>'"),
@@ -149,7 +176,7 @@ def folder_of(path: Path, change: Callable[[Json, Json], Json]) -> Path:
         json.loads((SOURCE / name).read_text()) for name in ("tokenizer.json", "tokenizer_config.json")
     )
     files = {**change(tokenizer, settings), "tokenizer.json": tokenizer, "tokenizer_config.json": settings}
-    files["config.json"] = {"model_type": "qwen3"}
+    files.setdefault("config.json", {"model_type": "qwen3"})
     for name, content in files.items():
         (path / name).write_text(json.dumps(content))
     return path
@@ -170,3 +197,13 @@ def test_a_folder_is_read_as_transformers_reads_it_or_refused(name: str, tmp_pat
     text = ChatTemplate.from_folder(folder).render(messages)
     assert text == theirs.apply_chat_template(messages, tokenize=False)
     assert load_tokenizer(folder).encode(text) == theirs.apply_chat_template(messages)["input_ids"]
+
+
+def test_the_class_is_named_where_the_published_config_is_not(tmp_path: Path) -> None:
+    published = folder_of(tmp_path, defined(model="qwen3_5", pre_tokenizer=MARKS))  # it names Qwen2Tokenizer
+    as_it_is = run_assets(PRESETS["qwen3.5-debug"], str(published), str(published), "")
+    assert as_it_is["tokenizer_config.json"] == (published / "tokenizer_config.json").read_bytes()
+    made_anew = [run_assets(PRESETS[flavor], "", str(published), "") for flavor in ("qwen3.5-debug", "debug")]
+    adapter = {name: content for name, content in as_it_is.items() if name != "config.json"}
+    for assets in (*made_anew, naming_class(adapter, as_it_is)):
+        assert json.loads(assets["tokenizer_config.json"])["tokenizer_class"] == "Qwen3_5Tokenizer"

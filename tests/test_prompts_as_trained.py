@@ -151,25 +151,12 @@ def test_a_template_that_drops_or_repeats_a_message_is_refused(body: str, reason
         encoder.encode(Example(messages=messages))
 
 
-@pytest.mark.parametrize(
-    ("calls", "reason"),
-    [
-        (
-            "{{ c.function.arguments | tojson }}",
-            "it writes the arguments of a tool call, which are JSON text, in quotes",
-        ),
-        (
-            "{% for key, value in c.function.arguments | items %}{{ key }}{% endfor %}",
-            "make their arguments objects, not",
-        ),
-    ],
-)
-def test_a_template_that_wants_arguments_as_objects_gets_no_text(calls: str, reason: str, tmp_path: Path) -> None:
-    shown = '{% for c in m.tool_calls or [] %}{"arguments": ' + calls + "}{% endfor %}"
-    encoder = encoder_for(tmp_path, chatml("{{ m.content }}" + shown))
+def test_arguments_that_a_template_writes_in_quotes_are_refused(tmp_path: Path) -> None:
+    calls = '{% for c in m.tool_calls or [] %}{"arguments": {{ c.function.arguments | tojson }}}{% endfor %}'
+    encoder = encoder_for(tmp_path, chatml("{{ m.content }}" + calls))
     call = {"function": {"name": "f", "arguments": '{"x": "}"}'}}
     messages = [say("user", 'is "}" right?'), say("assistant", "", tool_calls=[call])]
-    with pytest.raises(BadRecord, match=reason):
+    with pytest.raises(BadRecord, match="it writes the arguments of a tool call, which are JSON text, in quotes"):
         encoder.encode(Example(messages=messages))
     call["function"]["arguments"] = {"x": "}"}
     assert encoder.encode(Example(messages=messages)).documents

@@ -28,7 +28,9 @@ from titan_mi100.text.other import HfTokenizer
 DATA = Path(__file__).parents[2] / "shared" / "data"
 QWEN3 = DATA / "qwen3_tokenizer"
 ASSET = Path(__file__).parent / "assets" / "tokenizer"
+QWEN3_5 = DATA / "qwen35_tokenizer"
 needs_qwen3 = pytest.mark.skipif(not QWEN3.exists(), reason="the real Qwen3 tokenizer is not on this machine")
+needs_qwen3_5 = pytest.mark.skipif(not QWEN3_5.exists(), reason="the real Qwen3.5 tokenizer is not on this machine")
 
 QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -40,6 +42,14 @@ QWEN2_STEPS: list[dict[str, Any]] = [
     {**GPT2_SPLIT, "use_regex": False},
 ]
 QWEN2_SPLIT = {"type": "Sequence", "pretokenizers": QWEN2_STEPS}
+QWEN3_5_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN3_5_SPLIT = {
+    "type": "Sequence",
+    "pretokenizers": [{**QWEN2_STEPS[0], "pattern": {"Regex": QWEN3_5_PATTERN}}, QWEN2_STEPS[1]],
+}
 Both = tuple[Tokenizer, tokenizers.Tokenizer]  # ours and theirs
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 # What has divided regex engines or Unicode versions before: spaces, case folding, combining marks of several classes,
@@ -50,6 +60,16 @@ ODD = (
     "\u08ca\u1df6\u0898\U00011935\U00011930\U000105d2\u0307\U00010d69\U0001e4ec\U0001f600\U0001f1e6\u200d\ufb06"
     "<|>/_aim12!?.-\u0663\u00b2\u2167\u4e00\U00020000\U000e0100\x00\x7f\u07fd"
 )
+SCRIPTS = [
+    "हिन्दी में नमस्ते।",
+    "สวัสดี กำลังเรียน",
+    "السَّلَامُ عَلَيْكُمْ",
+    "שָׁלוֹם",
+    "తెలుగు",
+    "မြန်မာ",
+    "👩‍👩‍👧‍👦❤️",
+    "def f(x):\n    return x\n",
+]
 odd_text = st.lists(
     st.one_of(
         st.sampled_from(ODD),
@@ -190,6 +210,30 @@ def test_any_text_gets_the_ids_that_hf_gives_with_qwen3(qwen3_both: Both, text: 
     assert ours.encode(text) == theirs.encode(text).ids
 
 
+@pytest.fixture(scope="module")
+def qwen3_5_both() -> Both:
+    return both(QWEN3_5)
+
+
+@pytest.mark.full
+@needs_qwen3_5
+@settings(fuzz, max_examples=examples(1000))
+@given(text=st.lists(st.one_of(odd_text, st.sampled_from(SCRIPTS))).map("".join))
+def test_any_text_gets_the_ids_that_hf_gives_with_qwen3_5(qwen3_5_both: Both, text: str) -> None:
+    ours, theirs = qwen3_5_both
+    assert isinstance(ours, BpeTokenizer)  # at tiktoken's speed
+    assert ours.encode(text) == theirs.encode(text).ids
+
+
+@pytest.mark.full
+@needs_qwen3_5
+def test_the_tokens_that_no_merge_makes_have_their_text(qwen3_5_both: Both) -> None:
+    ours, theirs = qwen3_5_both
+    assert [ours.decode([i]) for i in range(ours.n_vocab)] == theirs.decode_batch(
+        [[i] for i in range(ours.n_vocab)], False
+    )
+
+
 def test_invented_prose_gets_the_ids_that_hf_gives(trained_both: Both) -> None:
     assert_same_ids(*trained_both, [*invented_lines(), "".join(invented_lines()), "".join(SPECIALS), ""])
 
@@ -210,7 +254,7 @@ CLASS_RANGES += [(0x16A00, 0x17000, 1), (0x1CC00, 0x1F000, 2), (0x31000, 0x34000
 CLASS_SAMPLES = [code for limits in CLASS_RANGES for code in range(*limits)]
 
 
-@pytest.mark.parametrize("split", [QWEN2_SPLIT, GPT2_SPLIT], ids=["qwen2", "gpt2"])
+@pytest.mark.parametrize("split", [QWEN2_SPLIT, QWEN3_5_SPLIT, GPT2_SPLIT], ids=["qwen2", "qwen3.5", "gpt2"])
 @pytest.mark.parametrize("before", ["a", "!", " "])
 def test_both_regex_engines_see_the_same_letters_numbers_and_spaces(
     tmp_path: Path, split: Any, before: str, full: bool
@@ -230,7 +274,11 @@ def test_both_regex_engines_see_the_same_letters_numbers_and_spaces(
 
 
 @pytest.fixture(
-    scope="module", params=[(QWEN2_SPLIT, None), (QWEN2_SPLIT, "NFC"), (GPT2_SPLIT, None), (GPT2_SPLIT, "NFC")]
+    scope="module",
+    params=[
+        *((QWEN2_SPLIT, None), (QWEN2_SPLIT, "NFC"), (GPT2_SPLIT, None), (GPT2_SPLIT, "NFC")),
+        *((QWEN3_5_SPLIT, None), (QWEN3_5_SPLIT, "NFC")),
+    ],
 )
 def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Both:
     split, form = request.param
@@ -414,6 +462,13 @@ def test_merges_that_tiktoken_can_and_cannot_do_encode_as_hf_does(tmp_path: Path
     assert 10 < others < 140
 
 
+def vocabulary_with(*products: str) -> dict[str, int]:
+    return {character: byte for byte, character in BYTES.items()} | {p: 256 + i for i, p in enumerate(products)}
+
+
+UNMADE = {"vocab": vocabulary_with("ab", "ca", "cab")}  # no merge makes "ca"
+
+
 def with_its_special_token_in_the_vocabulary() -> dict[str, Any]:
     data = definition([("a", "b"), ("c", "a")], pre_tokenizer=GPT2_SPLIT)
     data["model"]["vocab"]["<eos>"] = 258
@@ -425,8 +480,19 @@ def with_its_special_token_in_the_vocabulary() -> dict[str, Any]:
     [
         with_its_special_token_in_the_vocabulary(),
         definition([("a", "b"), ("c", "a"), ("ab", "ab"), ("b", "c")], model={"ignore_merges": True}),
+        definition([("a", "b"), ("ca", "b")], model=UNMADE, added_tokens=[added_token(259, "<eos>")]),
+        definition(
+            [("a", "b"), ("ca", "b")],
+            model={**UNMADE, "ignore_merges": True},
+            added_tokens=[added_token(259, "<eos>")],
+        ),
     ],
-    ids=["special token in the vocabulary, as GPT-2", "ignore_merges, which changes nothing"],
+    ids=[
+        "special token in the vocabulary, as GPT-2",
+        "ignore_merges, which changes nothing",
+        "a token that no merge can make",
+        "the same with ignore_merges, which makes it",
+    ],
 )
 def test_more_definitions_are_accepted(tmp_path: Path, data: dict[str, Any]) -> None:
     rng = random.Random(2)
@@ -484,10 +550,6 @@ PAD = {"pad_id": 0, "pad_type_id": 0, "pad_token": "!"}
 METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
 
 
-def vocabulary_with(*products: str) -> dict[str, int]:
-    return {character: byte for byte, character in BYTES.items()} | {p: 256 + i for i, p in enumerate(products)}
-
-
 def other_kind(model: dict[str, Any], **changes: Any) -> Callable[[], dict[str, Any]]:
     """A tokenizer.json whose vocabulary holds its eos token."""
     return lambda: definition([], added_tokens=[added_token(WORDS["<eos>"], "<eos>")], **changes) | {"model": model}
@@ -538,7 +600,6 @@ OTHER_KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "single word": added_edit(single_word=True),
     "added token listed twice": made(added_tokens=[added_token(256, "<eos>")] * 2),
     "falling ids": vocabulary_edit(lambda vocab: vocab.update(ab=257, cd=256)),
-    "token that no merge makes": vocabulary_edit(lambda vocab: vocab.update(xyz=258)),
     "product listed twice": made(AB, BC, ("ab", "c"), ("a", "bc")),
     "parts made later": made(
         *(("ab", "c"), AB), model={"vocab": vocabulary_with("ab", "abc")}, added_tokens=[added_token(258, "<eos>")]
@@ -810,13 +871,22 @@ def test_a_rank_file_beside_its_config_is_the_folders_tokenizer(ranked: Ranked) 
 
 
 @pytest.mark.full
-@needs_qwen3
-def test_qwen3s_number_of_ranks_is_followed_by_qwen3s_26_added_tokens(tmp_path: Path) -> None:
-    assert len(QWEN3_ADDED) == 26
-    ours = load_tokenizer(write_ranks(tmp_path / "qwen.tiktoken", vocabulary_ranks(QWEN3)))
-    for token in QWEN3_ADDED:
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [pytest.param(QWEN3, 26, marks=needs_qwen3), pytest.param(QWEN3_5, 33, marks=needs_qwen3_5)],
+    ids=["qwen3", "qwen3.5"],
+)
+def test_a_models_number_of_ranks_is_followed_by_its_added_tokens(tmp_path: Path, model: Path, count: int) -> None:
+    added = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+    assert len(added) == count
+    ours, theirs = (
+        load_tokenizer(write_ranks(tmp_path / "qwen.tiktoken", vocabulary_ranks(model))),
+        load_tokenizer(model),
+    )
+    for token in added:
         assert ours.encode(token["content"]) == [token["id"]]
-    assert ends_of(ours) == ("<|im_end|>", 151_645, 151_643, 151_669)
+    assert ours.special == theirs.special and ends_of(ours) == ends_of(theirs)
+    assert ours.encode("हिन्दी में नमस्ते। Hello 123") == theirs.encode("हिन्दी में नमस्ते। Hello 123")
 
 
 def test_other_ranks_are_followed_by_the_tokens_of_a_chat(tmp_path: Path) -> None:

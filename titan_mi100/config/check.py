@@ -332,10 +332,10 @@ def _check_effects(config: Config) -> Iterator[Problem]:
     if not any(corpora):
         idle.append(("no source that prepare_corpus has made", "data.path", ("concatenate",)))
     if corpora and all(corpora) and not data.validation_path:
-        idle.append(("corpora only, which are plain text", "data.path", ("system_prompt",)))
+        idle.append(("corpora only, which are plain text", "data.path", ("system_prompt", *assets.VARIABLES)))
     if data.format in ("text", "tokens"):
         of_conversations = ("loss", "empty_think", "earlier_thinking", "system_prompt", "null_arguments")
-        idle.append((f'format = "{data.format}"', "data.format", of_conversations))
+        idle.append((f'format = "{data.format}"', "data.format", (*of_conversations, *assets.VARIABLES)))
     if data.format not in ("auto", "text") or data.prompt_column:
         idle.append((f'format = "{data.format}" or prompt_column', "data.format", ("text_column",)))
     of_data = ("data.path", "data.source", "data.weights", "data.prompt_column")  # decide several of these

@@ -241,6 +241,8 @@ _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 def _convert(key: Any, setting: _Setting) -> tuple[Any, str]:
     """The value in the key's type and "", or the key's default and what is wrong."""
     value, rules = setting.value, key.metadata
+    if isinstance(value, bool) and "true" in rules["choices"]:  # of three: true, false, not set
+        value = str(value).lower()
     is_list = get_origin(key.type) is tuple
     kind = get_args(key.type)[0] if is_list else key.type
     given = value if is_list and isinstance(value, list | tuple) else [value]
@@ -254,7 +256,7 @@ def _convert(key: Any, setting: _Setting) -> tuple[Any, str]:
         return key.default, f"must be {_KINDS[kind]}{', or a list of such' if is_list else ''}{hint}"
     if rules["choices"] and value not in rules["choices"]:
         hint = did_you_mean(value, rules["choices"], otherwise="", cutoff=0.52)  # bf16, fp16
-        return key.default, f"must be one of: {', '.join(rules['choices'])}{hint}"
+        return key.default, f"must be one of: {', '.join(filter(None, rules['choices']))}{hint}"
     problems = [problem for item in values if (problem := _refused(item, rules))]
     if rules["path"] and not problems:
         values = [_absolute(item, setting.folder, is_list) if item else item for item in values]

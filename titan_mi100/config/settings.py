@@ -46,6 +46,7 @@ class ModelConfig:
     )
 
 
+_SWITCH = ("", "true", "false")
 _FORMATS = ("auto", "messages", "sharegpt", "alpaca", "prompt_completion", "columns", "text", "tokens")
 
 
@@ -94,15 +95,16 @@ class DataConfig:
         "what is learned: the assistant's turns, its last turn, the whole text, or messages with weight = 1",
         choices=("assistant", "last", "all", "weight"),
     )
-    empty_think: str = _key(
-        "masked", "whether the empty think block before an answer is learned", choices=("masked", "supervised")
-    )
+    empty_think: str = _key("masked", "if an answer's empty think block is learned", choices=("masked", "supervised"))
     earlier_thinking: str = _key(
         "template",
         "turns whose reasoning the template removes: learned without it, not learned, or unrolled into one document "
-        "per round, each with its reasoning",
-        choices=("template", "mask", "unroll"),
+        "per round, each with its reasoning; context: as mask, and reasoning that it shows there is not learned",
+        choices=("template", "mask", "unroll", "context"),
     )
+    enable_thinking: str = _key("", "template variable, also at inference; empty: as most rows", choices=_SWITCH)
+    preserve_thinking: str = _key("", "template variable: earlier reasoning stays; empty: its default", choices=_SWITCH)
+    reasoning_effort: str = _key("", "template variable, such as low; empty: its default")
     overlong: str = _key(
         "drop",
         "what to do with more than seq_len tokens: drop, keep the beginning, cut into pieces, stop",
@@ -113,7 +115,7 @@ class DataConfig:
         (), "keys of rows and messages to ignore, besides id, timestamp and others that are harmless (docs/DATA.md)"
     )
     null_arguments: str = _key(
-        "", "nulls in tool calls' arguments; empty: JSON keeps and parquet drops them", choices=("", "keep", "drop")
+        "", "nulls in calls; empty: JSON keeps, parquet drops them", choices=("", "keep", "drop")
     )
     duplicates: str = _key("keep", "what to do with rows that repeat an earlier row", choices=("keep", "drop"))
     on_bad_row: str = _key("error", "a row that cannot be read: stop, or leave it out", choices=("error", "skip"))
@@ -122,6 +124,12 @@ class DataConfig:
     validation_fraction: float = _key(0.0, "share of data.path kept for validation, chosen by a hash of the content")
     cache_folder: str = _key("", "where prepared data is kept; empty: ~/.cache/titan_mi100", path=True)
     workers: int = _key(0, "processes that tokenise; 0: one per core", high=4096)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The chat template's variables that are set."""
+        meant = {"true": True, "false": False}
+        return {name: meant.get(value, value) for name in assets.VARIABLES if (value := getattr(self, name))}
 
     @property
     def is_mixture(self) -> bool:

@@ -27,6 +27,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.patterns import unusable
 from titan_mi100.files.templates import TEMPLATE
 from titan_mi100.log import ByteProgress, log
+from titan_mi100.text.assets import VARIABLES
 from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer, tokenizer_files
@@ -81,8 +82,9 @@ class DataRequest:
         hashes = [stamps[name][0] for name in names]
         follows_from = [options, hashes, self.files, [file.name for file in settings], code]
         key = hashlib.sha256(json.dumps(follows_from, sort_keys=True).encode()).hexdigest()[:32]
-        # null_arguments: runs of earlier versions, which have no such setting, read rows as with its default
-        made_of = {k: v for k, v in options.items() if k != "source" and (k, v) != ("null_arguments", "")}
+        # Runs of earlier versions, which lack some settings, read rows as with their defaults.
+        newer = ("null_arguments", *VARIABLES)
+        made_of = {k: v for k, v in options.items() if k != "source" and not (k in newer and v == "")}
         made_of["version of the row reader"] = _READING
         made_of |= {f"file {name}": sha256 for name, sha256 in zip(names, hashes, strict=True)}
         return Inputs(key, made_of, stamps)
@@ -113,7 +115,7 @@ def make_folder(folder: Path, request: DataRequest, inputs: Inputs) -> None:
         np.save(folder / "lines.npy", np.column_stack([records[name] for name in ("file", "line", "element")]))
         in_sets = [f"{name}: {_describe(count, request.seq_len)}" for name, count in counts.items()]
         chosen = np.any([mask for name, mask in sets.items() if name.startswith("train")], axis=0)
-        enable_thinking, thinking_lines = _thinking_default(ledger, chosen)
+        enable_thinking, thinking_lines = _thinking_default(ledger, chosen, config.variables.get("enable_thinking"))
         facts = DataFacts(
             seq_len=request.seq_len,
             pad_id=tokenizer.pad_token_id,
@@ -127,6 +129,7 @@ def make_folder(folder: Path, request: DataRequest, inputs: Inputs) -> None:
             summary=[*_format_lines(sources, config), *ledger.summary(), *in_sets, *thinking_lines],
             warnings=[*filter(None, [tokenizer.warning]), *ledger.warnings(config)],
             enable_thinking=enable_thinking,
+            variables={name: value for name, value in config.variables.items() if name != "enable_thinking"},
             system_prompt=config.system_prompt if encoder.end_of_turn else None,
             end_of_turn=encoder.end_of_turn,
             end_of_turn_id=tokenizer.id_of(encoder.end_of_turn) if encoder.end_of_turn else None,
@@ -178,8 +181,8 @@ def _pack_sets(
 def _load_template(request: DataRequest, sources: Sequence[Source], tokenizer: Tokenizer) -> ChatTemplate | None:
     """The chat template; None if no file holds conversations."""
     if all(source.format.name in ("text", "tokens") for source in sources):
-        if request.config.system_prompt:
-            raise UserError("[data] system_prompt is for conversations, and no data file holds any; leave it out")
+        if idle := [name for name in ("system_prompt", *VARIABLES) if getattr(request.config, name)]:
+            raise UserError(f"[data] {idle[0]} is for conversations, and no data file holds any; leave it out")
         return None
     template = ChatTemplate.of(tokenizer, request.tokenizer_path, request.chat_template)
     if template.is_dated:
@@ -187,6 +190,7 @@ def _load_template(request: DataRequest, sources: Sequence[Source], tokenizer: T
             "the chat template writes the date (strftime_now), so rows would change from day to day; set "
             "model.chat_template to a copy with a fixed date"
         )
+    template.require(request.config.variables)
     return template
 
 
@@ -266,13 +270,13 @@ def _lost_share_problem(ledger: Ledger, config: DataConfig) -> str:
     return "\n".join([*lines, limit]) if lines else ""
 
 
-def _thinking_default(ledger: Ledger, chosen: np.ndarray) -> tuple[bool | None, list[str]]:
-    """`DataFacts.enable_thinking` by the majority of the rows to train on, and the line for the log about it."""
+def _thinking_default(ledger: Ledger, chosen: np.ndarray, given: bool | None) -> tuple[bool | None, list[str]]:
+    """`DataFacts.enable_thinking`: as set, else by the majority of the rows to train on; and the log's line on it."""
     votes = ledger.records["thinking"][chosen]
     without, with_it = int((votes < 0).sum()), int((votes > 0).sum())
     if not without + with_it:
-        return None, []
-    thinks = with_it >= without
+        return given, []
+    thinks = with_it >= without if given is None else given
     counts = f"{without:,} rows answer without thinking, {with_it:,} with it"
     return thinks, [f"prompts: {counts}; generation and evaluation will set enable_thinking = {str(thinks).lower()}"]
 

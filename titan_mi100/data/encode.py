@@ -168,17 +168,16 @@ class Encoder:
             whether an answer begins inside a token.
         """
         assert self._template is not None
-        variables: dict[str, Any] = {} if tools is None else {"tools": tools}
         config = self._config
+        variables: dict[str, Any] = config.variables | ({} if tools is None else {"tools": tools})
         messages = with_system_prompt(messages, config.system_prompt)
         calls = (call.get("function") or call for message in messages for call in message.get("tool_calls", ()))
         texts = [call["arguments"] for call in calls if isinstance(call["arguments"], str)]
-        hint = "; if that is about tool calls, make their arguments objects, not texts" * bool(texts)
         how = (config.loss, config.empty_think == "supervised", config.earlier_thinking)
         try:
             supervised = supervise(self._template, messages, *how, **variables)
         except UserError as error:
-            raise BadRecord("the chat template refuses it", f"{error}{hint}") from error
+            raise BadRecord("the chat template refuses it", str(error)) from error
         quoted = [f'": {json.dumps(text, ensure_ascii=False)}' for text in texts]
         if any(text in rendered.text for rendered, _ in supervised for text in quoted):
             what = "it writes the arguments of a tool call, which are JSON text, in quotes; make them an object"
@@ -343,7 +342,7 @@ def supervised_spans(
         empty_think: whether an empty think block that the template wrote before an answer is supervised too. If the
             template marks the generated text (`{% generation %}`), its marks decide instead.
         earlier_thinking: "template": supervise what the template renders; otherwise turns that lack their reasoning
-            are masked.
+            are masked; "context": and also the reasoning of turns before the last user message.
         first: messages before this index are context only.
 
     Raises:
@@ -375,6 +374,10 @@ def supervised_spans(
             own = [(turn.start if empty_think else turn.answer, turn.stop)] if turn.marked is None else turn.marked
             for start, stop in own if turn.message not in masked else ():
                 learned[start:stop] = True
+    asked = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=0)
+    for turn in turns if earlier_thinking == "context" else ():
+        if turn.reasons and turn.message < asked:
+            learned[turn.start : turn.thought] = False
     edges = np.flatnonzero(padded[1:] != padded[:-1]).tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
 

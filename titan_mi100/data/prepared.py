@@ -16,7 +16,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -149,6 +149,7 @@ class DataFacts:
     warnings: list[str]
     # How prompts must set the template's variable, to match training. None: the data show neither.
     enable_thinking: bool | None = None
+    variables: dict[str, Any] = field(default_factory=dict)  # others of the template that the settings name
     # Added to conversations without a system message; "": none is added. None: the data hold no conversations.
     system_prompt: str | None = None
     # The token that ends a turn, see `ChatTemplate.end_of_turn`, and its id; "": the data hold no conversations.

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.plain import open_plain
 from titan_mi100.generation.engine import AnswerBatch, Model, Request
 from titan_mi100.model.decode import check_lengths
+from titan_mi100.text.assets import VARIABLES
 from titan_mi100.weights.base import dtype_name
 from titan_mi100.wording import some
 
@@ -45,12 +46,19 @@ def command_parser(name: str, description: str, epilog: str = "") -> ArgumentPar
     thinking.add_argument("--enable_thinking", action="store_true", help="set enable_thinking to true ...")
     thinking.add_argument("--no_thinking", dest="enable_thinking", action="store_false", help="... or to false")
     parser.set_defaults(enable_thinking=None)
+    add("--preserve_thinking", action=BooleanOptionalAction, help="set the template's variable; default: as trained")
+    add("--reasoning_effort", metavar="TEXT", help="set the template's variable, e.g. low; default: as trained")
     add("--max_new_tokens", type=int, default=512, metavar="N", help="default 512")
     add("--batch_size", type=int, default=8, metavar="N", help="prompts at a time; default 8")
     add("--device", default="", help="cpu, cuda, cuda:1; default: the GPU if there is one")
     dtypes = ("float32", "bfloat16", "float16", "float64")
     add("--dtype", choices=dtypes, help="default: bfloat16 on a GPU, else float32")
     return parser
+
+
+def template_variables(options: Namespace) -> dict[str, Any]:
+    """The variables of the chat template that the options set."""
+    return {name: value for name in VARIABLES if (value := getattr(options, name)) is not None}
 
 
 def open_model(options: Namespace) -> Model:

@@ -116,11 +116,12 @@ class Model:
 class PromptBuilder:
     """Builds requests from texts or conversations."""
 
-    def __init__(self, model: Model, system: str | None, enable_thinking: bool | None, raw: bool = False) -> None:
+    def __init__(self, model: Model, system: str | None, variables: dict[str, Any] | None, raw: bool = False) -> None:
         """An option that is not given has the value of training, from the model's titan_mi100.json.
 
         Args:
             system: message for conversations that have none; "": none.
+            variables: variables of the chat template.
             raw: use no chat template.
 
         Raises:
@@ -128,20 +129,23 @@ class PromptBuilder:
         """
         self._tokenizer, self.template = model.tokenizer, None if raw else model.template
         trained, as_trained = model.prompts, f"as the model was trained ({PROMPTS})"
-        if enable_thinking is None and self.template is not None and trained.enable_thinking is not None:
-            enable_thinking = trained.enable_thinking
-            option = "--no_thinking" if enable_thinking else "--enable_thinking"
-            setting = f"enable_thinking = {str(enable_thinking).lower()}"
-            print(f"{setting}, {as_trained}; {option} overrides", file=sys.stderr)
+        self._variables = dict(variables or {})
+        if self.template is not None:
+            self.template.require({name: value for name, value in self._variables.items() if name != "enable_thinking"})
+            for name, value in trained.variables.items():
+                if name not in self._variables:
+                    option = "--no_thinking" if value is True else "--enable_thinking"
+                    option = option if name == "enable_thinking" else f"--{'no-' * (value is True)}{name}"
+                    print(f"{name} = {json.dumps(value)}, {as_trained}; {option} overrides", file=sys.stderr)
+                    self._variables[name] = value
         if system is None and self.template is not None and trained.system_prompt:
             system = trained.system_prompt
             setting = f"system message {printable(shortened(repr(system), 100))}"
             print(f"{setting}, {as_trained}; --system TEXT overrides, --system '' leaves it out", file=sys.stderr)
         self._system = system or ""
-        self._variables = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         if self.template is None and (self._system or self._variables):
             why = "--raw uses no chat template" if raw else "the tokenizer has no chat template"
-            raise UserError(f"{why}; leave out --system, --enable_thinking and --no_thinking")
+            raise UserError(f"{why}; leave out --system and the options of thinking")
         if self.template is None and not raw:
             text = "WARNING the tokenizer has no chat template: the model continues the text itself"
             print(text, file=sys.stderr)

@@ -60,7 +60,7 @@ def open_checkpointer(
         named = base, tokenizer, config.model.chat_template
         has_assets = world.rank == 0 and folder is not None
         facts = data.facts
-        prompts = facts.enable_thinking, facts.system_prompt
+        prompts = facts.enable_thinking, facts.system_prompt, facts.variables
         assets = run_assets(spec, *named, *prompts) if has_assets else {}
         if assets and facts.end_of_turn_id is not None:
             assets = ending_turns(assets, facts.end_of_turn, facts.end_of_turn_id)

@@ -9,7 +9,8 @@ from typing import Any
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_object
-from titan_mi100.text.base import QWEN2_CLASSES, AddedToken, TokenizerConfig, class_of, named_tokens, spelling
+from titan_mi100.text.base import AddedToken, TokenizerConfig, named_tokens, spelling
+from titan_mi100.text.classes import KEPT_CLASS, QWEN2, QWEN_CLASSES, class_of
 from titan_mi100.wording import shown
 
 _AS_DEFINED = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -20,26 +21,31 @@ _FLAGS = ("lstrip", "rstrip", "single_word")
 _REMEDY = "programs differ in which file they read, so correct it, or use the files that came with the model"
 
 
-def check_agreement(config: TokenizerConfig, definition: dict[str, Any], splits_as_qwen2: bool) -> None:
+def check_agreement(config: TokenizerConfig, definition: dict[str, Any], splits_as: str) -> None:
     """Compare the two files.
 
     Args:
         config: tokenizer_config.json.
         definition: tokenizer.json, or the equivalent made of vocab.json and merges.txt.
-        splits_as_qwen2: whether the definition splits and normalises text as the Qwen2 classes do.
+        splits_as: the class of transformers that splits and normalises text as the definition does; "": none.
 
     Raises:
         UserError: the first disagreement found.
     """
-    content, kind = config.content, class_of(config.content)
+    content, model_type = config.content, _read_beside(config, "config.json").get("model_type")
+    kind = class_of(content, model_type)
     added = {token.content: token for token in map(AddedToken.read, definition.get("added_tokens", []))}
     named, what = named_tokens(content), ""
     if unsupported := [key for key in _UNSUPPORTED if content.get(key)]:
         what = f"{unsupported[0]} = {shown(content[unsupported[0]])} is not supported"
-    elif kind in QWEN2_CLASSES and not splits_as_qwen2:
-        what = f"tokenizer_class {kind} (the default) splits and normalises text differently than tokenizer.json; "
-        what += f"if tokenizer.json is right, set tokenizer_class to {_AS_DEFINED[0]}"
-    elif kind not in QWEN2_CLASSES + _AS_DEFINED and not (kind in _LLAMA and '"ByteLevel"' in json.dumps(definition)):
+    elif kind in QWEN_CLASSES and kind != splits_as:
+        fixed = model_type in KEPT_CLASS
+        note = " (the default)" * (kind == QWEN2)
+        note = f" (which transformers always uses for model_type {model_type})" if fixed else note
+        what = f"tokenizer_class {kind}{note} splits and normalises text differently than tokenizer.json"
+        other = splits_as or _AS_DEFINED[0]
+        what += "" if fixed else f"; if tokenizer.json is right, set tokenizer_class to {other}"
+    elif kind not in QWEN_CLASSES + _AS_DEFINED and not (kind in _LLAMA and '"ByteLevel"' in json.dumps(definition)):
         what = f"tokenizer_class {shown(kind)} may split text in its own way; set it to {_AS_DEFINED[0]}"
     elif "added_tokens_decoder" in content:
         if _id_properties(config.entries()) != _id_properties(definition.get("added_tokens", [])):
@@ -55,7 +61,7 @@ def check_agreement(config: TokenizerConfig, definition: dict[str, Any], splits_
     for token in [*named.values(), *(map(spelling, extra) if isinstance(extra, list) else ())]:
         if token not in added:
             what = what or f"names the token {shown(token)}, which is not among tokenizer.json's added_tokens"
-        elif kind in QWEN2_CLASSES and (added[token].normalized or not added[token].plain):
+        elif kind == QWEN2 and (added[token].normalized or not added[token].plain):
             what = what or f"tokenizer_class {kind} drops the flags of the token {shown(token)}"
     if what:
         raise UserError(f"{config.file}: {what}; {_REMEDY}")

@@ -6,6 +6,8 @@ A checkpoint holds the same files: it is a complete model, with its weights in a
 import glob
 import json
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +19,7 @@ from titan_mi100.files.plain import LARGEST_CONFIG, LARGEST_TABLE, parse_object,
 from titan_mi100.files.templates import TEMPLATE, read_template, template_files
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.families import to_hf_config
+from titan_mi100.text.classes import QWEN_CLASSES, class_of
 from titan_mi100.wording import shown
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -34,7 +37,8 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")  # the key in transformers 5 and later, a
 _PLAIN_GENERATION = {"bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "temperature", "top_k", "top_p"}
 _PLAIN_GENERATION |= {"repetition_penalty", "transformers_version"}
 _REMEDY = "correct it, or remove it"
-_DEFAULT = "{{%- if enable_thinking is not defined %}}{{%- set enable_thinking = {} %}}{{%- endif %}}"
+VARIABLES = {"enable_thinking": bool, "preserve_thinking": bool, "reasoning_effort": str}  # of chat templates
+_DEFAULT = "{{%- if {0} is not defined %}}{{%- set {0} = {1} %}}{{%- endif %}}"
 
 Assets = dict[str, bytes]  # file name -> content
 
@@ -103,6 +107,7 @@ def run_assets(
     chat_template: str,
     enable_thinking: bool | None = None,
     system_prompt: str | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> Assets:
     """The files of the model that a run trains.
 
@@ -111,34 +116,51 @@ def run_assets(
         tokenizer, chat_template: as the config names them.
         enable_thinking, system_prompt: as in the run's data; None: as in the base's titan_mi100.json. "": no system
             prompt.
+        variables: other variables of the template that the data were rendered with.
     """
     own = _read_files(folder_of(base), (CONFIG, GENERATION, PROMPTS)) if base else {}
     assets = {CONFIG: _json(to_hf_config(spec)), **own, **tokenizer_files(Path(tokenizer))}
+    assets = naming_class(assets, _read_files(folder_of(tokenizer), (CONFIG,)))
     if chat_template:
         assets[TEMPLATE] = read_plain(Path(os.path.realpath(chat_template)), LARGEST_CONFIG)
-    in_data = {"enable_thinking": enable_thinking, "system_prompt": system_prompt}
-    prompts = asdict(prompt_settings(own, folder_of(base)))
-    prompts |= {key: value for key, value in in_data.items() if value is not None}
+    given = {**(variables or {}), "enable_thinking": enable_thinking, "system_prompt": system_prompt}
+    in_data = {key: value for key, value in given.items() if value is not None}
+    prompts = asdict(prompt_settings(own, folder_of(base))) | in_data
     prompts = {key: value for key, value in prompts.items() if value not in (None, "")}
     assets.pop(PROMPTS, None)
-    if enable_thinking is not None:
-        assets = thinking_by_default(assets, enable_thinking)
+    assets = prompting_by_default(assets, PromptSettings(**in_data).variables)
     return assets | ({PROMPTS: _json(prompts)} if prompts else {})
 
 
-def thinking_by_default(assets: Assets, enable_thinking: bool) -> Assets:
+def naming_class(assets: Assets, beside: Assets) -> Assets:
+    """The files with the tokenizer's class that transformers takes beside the config.json in `beside`.
+
+    Qwen3.5's folders name another one, which transformers ignores there. Elsewhere it would give other ids.
+    """
+    config = parse_object(assets.get(_TOKENIZER_CONFIG, b"{}"), _TOKENIZER_CONFIG, _REMEDY)
+    kinds = [parse_object(files.get(CONFIG, b"{}"), CONFIG, _REMEDY).get("model_type") for files in (beside, assets)]
+    before, after = (class_of(config, kind) for kind in kinds)
+    if not config or before == after or before not in QWEN_CLASSES:
+        return assets
+    return {**assets, _TOKENIZER_CONFIG: _json({**config, "tokenizer_class": before})}
+
+
+def prompting_by_default(assets: Assets, variables: Mapping[str, Any]) -> Assets:
     """The files with chat templates whose prompts are those of training, also in programs that do not know our file.
 
-    Such programs can still set the variable. Templates that do not read it stay as they are.
+    Such programs can still set the variables. Templates that do not read one stay as they are.
     """
 
     def changed(template: Any) -> Any:
         if isinstance(template, list):
             return [{**entry, "template": changed(entry.get("template"))} for entry in template]
-        own = template.removeprefix(_DEFAULT.format("true")).removeprefix(_DEFAULT.format("false"))
-        return _DEFAULT.format(str(enable_thinking).lower()) + own if "enable_thinking" in own else template
+        for name, value in variables.items():
+            before = re.escape(_DEFAULT.format(name, "@")).replace("@", "[^%]*")
+            own = re.sub(before, "", template)
+            template = _DEFAULT.format(name, json.dumps(value)) + own if name in own else template
+        return template
 
-    if TEMPLATE in assets:
+    if TEMPLATE in assets and variables:
         return {**assets, TEMPLATE: changed(assets[TEMPLATE].decode()).encode()}
     config = parse_object(assets.get(_TOKENIZER_CONFIG, b"{}"), _TOKENIZER_CONFIG, _REMEDY)
     template = config.get("chat_template")
@@ -184,12 +206,18 @@ class PromptSettings:
     """How to prompt a model as it was trained: the content of titan_mi100.json. None: as the chat template does.
 
     Attributes:
-        enable_thinking: the template's variable.
         system_prompt: system message of conversations that have none.
+        Others: the template's variables.
     """
 
     enable_thinking: bool | None = None
     system_prompt: str | None = None
+    preserve_thinking: bool | None = None
+    reasoning_effort: str | None = None
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        return {name: value for name in VARIABLES if (value := getattr(self, name)) is not None}
 
 
 def prompt_settings(assets: Assets, folder: Path) -> PromptSettings:
@@ -197,9 +225,10 @@ def prompt_settings(assets: Assets, folder: Path) -> PromptSettings:
     if PROMPTS not in assets:
         return PromptSettings()
     given = parse_object(assets[PROMPTS], folder / PROMPTS, _REMEDY)
-    kinds = {"enable_thinking": bool, "system_prompt": str}
+    kinds = {**VARIABLES, "system_prompt": str}
     if not given or any(type(value) is not kinds.get(key) for key, value in given.items()):
-        what = "must hold enable_thinking (true or false), system_prompt (a text), or both, and nothing else"
+        what = "must hold enable_thinking or preserve_thinking (true or false), system_prompt or reasoning_effort (a "
+        what += "text), and nothing else"
         raise UserError(f"{folder / PROMPTS}: {what}; {_REMEDY}")
     return PromptSettings(**given)
 

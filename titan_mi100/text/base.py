@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titan_mi100.errors import UserError
+from titan_mi100.text.classes import QWEN_CLASSES, class_of
 
 Segments = Iterator[tuple[int | None, str]]  # added tokens (id, text) and the text between them (None, text)
 Ends = tuple[str, int, int]  # the eos token, its id, and the id of the pad token
@@ -107,14 +108,6 @@ class Tokenizer(ABC):
         return spelled.decode("utf-8", errors="replace")
 
 
-QWEN2_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")  # they split text by Qwen2's pattern and put it in NFC
-
-
-def class_of(config: Mapping[str, Any]) -> str:
-    """The class named in tokenizer_config.json; Qwen3's own class if none is named, as in `transformers`."""
-    return config.get("tokenizer_class") or QWEN2_CLASSES[0]
-
-
 def spelling(token: Any) -> Any:
     """The text of a token in a config, where it is a text or an object with flags."""
     return token["content"] if isinstance(token, dict) else token
@@ -122,7 +115,7 @@ def spelling(token: Any) -> Any:
 
 def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Name -> text of the named tokens (eos_token ...) in tokenizer_config.json. They are variables of the template."""
-    own = dict.fromkeys(("unk_token", "pad_token"), "<|endoftext|>") if class_of(config) in QWEN2_CLASSES else {}
+    own = dict.fromkeys(("unk_token", "pad_token"), "<|endoftext|>") if class_of(config) in QWEN_CLASSES else {}
     named = {key: value for key, value in {**own, **config}.items() if key.endswith("_token")}
     for key in ("extra_special_tokens", "model_specific_special_tokens"):
         named |= config[key] if isinstance(config.get(key), dict) else {}

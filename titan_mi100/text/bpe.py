@@ -18,18 +18,31 @@ import tiktoken
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import parse_object, read_plain
-from titan_mi100.text.base import QWEN2_CLASSES, AddedToken, Ends, Segments, Tokenizer, TokenizerConfig
+from titan_mi100.text.base import AddedToken, Ends, Segments, Tokenizer, TokenizerConfig
+from titan_mi100.text.classes import QWEN2, QWEN3_5, class_of
 
 QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# class -> pattern. In Qwen3.5's a letter's marks belong to its piece: Qwen2's cuts Hindi words at their vowels.
+PATTERNS = {
+    QWEN2: QWEN2_PATTERN,
+    QWEN3_5: QWEN2_PATTERN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"\s\p{L}\p{N}", r"\s\p{L}\p{M}\p{N}"),
+}
 _NFC = {"type": "NFC"}
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-_SPLIT = {"type": "Split", "pattern": {"Regex": QWEN2_PATTERN}, "behavior": "Isolated", "invert": False}
-_PRE_TOKENIZERS = [  # two variants: `trim_offsets` does not change the ids
-    {"type": "Sequence", "pretokenizers": [_SPLIT, {**_BYTE_LEVEL, "trim_offsets": trim}]} for trim in (False, True)
-]
+_SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
+_PRE_TOKENIZERS = {  # two variants of each: `trim_offsets` does not change the ids
+    kind: [
+        {
+            "type": "Sequence",
+            "pretokenizers": [{**_SPLIT, "pattern": {"Regex": pattern}}, {**_BYTE_LEVEL, "trim_offsets": trim}],
+        }
+        for trim in (False, True)
+    ]
+    for kind, pattern in PATTERNS.items()
+}
 # HF's byte-level files write each byte as a printable character: bytes that are visible in Latin-1 as that character,
 # the others as U+0100, U+0101, ...
 _VISIBLE, _OTHERS = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}, iter(range(0x100, 0x200))
@@ -60,26 +73,36 @@ _MAYBE_MARKS = re.compile("[^\0-\u02ff]{100,}")  # the first combining mark is U
 
 
 class BpeTokenizer(Tokenizer):
-    """Byte-level BPE that splits text by Qwen2's pattern, run by tiktoken."""
+    """Byte-level BPE that splits text by the pattern of one of Qwen's classes, run by tiktoken."""
 
-    def __init__(self, ranks: dict[bytes, int], added: list[AddedToken], nfc: bool, ends: Ends) -> None:
+    def __init__(
+        self,
+        ranks: dict[bytes, int],
+        added: list[AddedToken],
+        nfc: bool,
+        ends: Ends,
+        kind: str = QWEN2,
+        unmade: dict[bytes, int] | None = None,
+    ) -> None:
         """
         Args:
             ranks: bytes -> id, the 256 single bytes first, then by merge priority.
             added: added tokens.
             nfc: whether text is normalised to NFC first.
             ends: see `Ends`.
+            kind: the class whose pattern splits the text.
+            unmade: bytes -> id, of tokens that no text is encoded to.
         """
         digest = hashlib.sha256(np.array(list(ranks.values()), dtype="<i8").tobytes())
         digest.update(np.array(list(map(len, ranks)), dtype="<i8").tobytes() + b"".join(ranks))
-        digest.update(json.dumps([sorted(token[:4] for token in added), QWEN2_PATTERN, nfc]).encode())
-        spelled = {token_id: token for token, token_id in ranks.items()}
+        digest.update(json.dumps([sorted(token[:4] for token in added), PATTERNS[kind], nfc]).encode())
+        spelled = {token_id: token for token, token_id in (ranks | (unmade or {})).items()}
         special = [token.content for token in added if token.special]
         super().__init__(spelled, {token.content: token.id for token in added}, ends, digest.hexdigest(), special)
         self._nfc = nfc
         # Special tokens are cut out by `_segments`, not by tiktoken: if two begin alike, HF takes the longer one, while
         # tiktoken may take either.
-        self._bpe = tiktoken.Encoding("titan_mi100", pat_str=QWEN2_PATTERN, mergeable_ranks=ranks, special_tokens={})
+        self._bpe = tiktoken.Encoding("titan_mi100", pat_str=PATTERNS[kind], mergeable_ranks=ranks, special_tokens={})
         self._byte_lengths = np.zeros(self.n_vocab, dtype=np.int64)  # (n_vocab,); unused ids keep 0, and never occur
         self._byte_lengths[list(self._bytes)] = list(map(len, self._bytes.values()))
 
@@ -126,15 +149,16 @@ def read_definition(file: Path, config: TokenizerConfig) -> dict[str, Any]:
     content = parse_object(read_plain(file), file, "download it again")
     if file.name == "tokenizer.json":
         return content
-    if config.content.get("tokenizer_class") not in QWEN2_CLASSES:
-        # These files do not say how a text is split and normalised. The class determines it, and we know this one only.
-        what = "without a tokenizer.json only tokenizer_class Qwen2Tokenizer is supported"
+    kind = class_of(config.content)
+    if not config.content.get("tokenizer_class") or kind not in PATTERNS:
+        # These files do not say how a text is split and normalised. The class determines it, and we know these only.
+        what = f"without a tokenizer.json only tokenizer_class {' and '.join(PATTERNS)} are supported"
         raise UserError(f"{config.file}: {what}; save the tokenizer with a tokenizer.json")
     lines = read_plain(file.with_name("merges.txt")).decode().rstrip("\n").split("\n")
     return {
         "added_tokens": config.entries(),
         "normalizer": _NFC,
-        "pre_tokenizer": _PRE_TOKENIZERS[0],
+        "pre_tokenizer": _PRE_TOKENIZERS[kind][0],
         "decoder": _BYTE_LEVEL,
         "model": {"type": "BPE", "vocab": content, "merges": [x.rstrip("\r") for x in lines if x[:8] != "#version"]},
     }
@@ -147,30 +171,35 @@ def read_bpe(definition: dict[str, Any], config: TokenizerConfig) -> BpeTokenize
     ids = {token.content: token.id for token in added}
     # post_processor, truncation and padding are not checked: they act after the ids of the text are known.
     if (
-        not splits_as_qwen2({**definition, "normalizer": definition.get("normalizer") or _NFC})
+        not (kind := class_like({**definition, "normalizer": definition.get("normalizer") or _NFC}))
         or any(token.normalized or not token.plain for token in added)
         # `tokenizers` ignores the ids of added tokens in the file, and numbers them itself.
         or [token.id for token in added] != list(range(len(model["vocab"]), len({*model["vocab"], *ids})))
         or (ranks := _ranks(model["vocab"], model["merges"])) is None
+        or (len(ranks) < len(model["vocab"]) and model.get("ignore_merges"))
     ):
         return None
-    return BpeTokenizer(ranks, added, definition.get("normalizer") is not None, config.ends(ids))
+    made = {*ranks.values()}
+    unmade = {b"".join(map(BYTE_OF.__getitem__, t)): i for t, i in model["vocab"].items() if i not in made}
+    return BpeTokenizer(ranks, added, definition.get("normalizer") is not None, config.ends(ids), kind, unmade)
 
 
-def splits_as_qwen2(definition: dict[str, Any]) -> bool:
-    """Whether tokenizer.json splits and normalises text as the Qwen2 classes of transformers always do."""
-    model = definition["model"]
-    return (
+def class_like(definition: dict[str, Any]) -> str:
+    """The class of transformers that always splits and normalises text as this tokenizer.json does; "": none."""
+    model, kinds = definition["model"], _PRE_TOKENIZERS.items()
+    fits = (
         model.get("type", "BPE") == "BPE"
         and not any(value for option, value in model.items() if option not in _HARMLESS)
         and definition.get("normalizer") == _NFC
-        and definition.get("pre_tokenizer") in _PRE_TOKENIZERS
         and (definition.get("decoder") or _BYTE_LEVEL)["type"] == "ByteLevel"
     )
+    return next((kind for kind, steps in kinds if fits and definition.get("pre_tokenizer") in steps), "")
 
 
 def _ranks(vocab: dict[str, int], merges: list[Any]) -> dict[bytes, int] | None:
     """Bytes -> id of all tokens that BPE can make: single bytes first, then in merge order.
+
+    Qwen3.5's vocabulary has some that no merge makes, and merges of these: a text never gets their ids.
 
     Args:
         vocab: token in printable characters -> id.
@@ -181,19 +210,25 @@ def _ranks(vocab: dict[str, int], merges: list[Any]) -> dict[bytes, int] | None:
     """
     tokens = list(BYTE_OF.values())
     number = {character: byte for byte, character in enumerate(BYTE_OF)}
-    lefts, rights = list[int](), list[int]()
+    lefts, rights, idle = list[int](), list[int](), list[tuple[str, str]]()
     for merge in merges:
         first, second = merge.split(" ") if isinstance(merge, str) else merge
         left, right, product = number.get(first), number.get(second), first + second
-        if left is None or right is None or product in number:
-            return None  # the merge uses a token that does not exist yet, or makes one that exists already
+        if left is None or right is None:
+            idle.append((first, second))
+            continue
+        if product in number:
+            return None  # the merge makes a token that exists already
         lefts.append(left)
         rights.append(right)
         number[product] = len(tokens)
         tokens.append(tokens[left] + tokens[right])
+    if any(first in number and second in number for first, second in idle):
+        return None  # a merge before those that make its parts
     ids = [vocab.get(token, -1) for token in number]
     # tiktoken merges by rank, and the rank is the id. So ids must ascend in merge order.
-    fit = {*map(type, ids)} == {int} and sorted(ids) == [*range(len(vocab))] and ids[256:] == sorted(ids[256:])
+    fit = {*map(type, vocab.values())} == {int} and sorted(vocab.values()) == [*range(len(vocab))] and min(ids) >= 0
+    fit = fit and ids[256:] == sorted(ids[256:]) and BYTE_OF.keys() >= {*"".join(vocab)}
     exact = fit and merges_are_exact(np.array(lefts, dtype=np.int64), np.array(rights, dtype=np.int64))
     return dict(zip(tokens, ids, strict=True)) if exact else None
 

@@ -10,6 +10,7 @@ import os
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import chain, cycle, pairwise
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.meta
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.child import call_in_child
@@ -63,6 +65,8 @@ class ChatTemplate:
         self.is_dated = any("strftime_now" in source for source in sources.values())
         try:
             self._templates = {name: TracingEnvironment().from_string(source) for name, source in sources.items()}
+            parsed = map(TracingEnvironment().parse, sources.values())
+            self._reads = {*chain(*map(jinja2.meta.find_undeclared_variables, parsed))}
         except Exception as error:  # from Jinja, or from Python for code that it cannot compile
             reason = str(error) or type(error).__name__
             raise UserError(f"{file}: the chat template is not valid Jinja: {reason}; correct or replace it") from error
@@ -168,6 +172,9 @@ class ChatTemplate:
     ) -> str:
         """Render a conversation, byte for byte as `apply_chat_template(tokenize=False)` does.
 
+        Arguments of tool calls that are JSON text are given as objects to a template that refuses texts (Qwen3.5's), as
+        servers do.
+
         Args:
             messages: dicts of JSON values, with a `role` and all other keys that the template reads.
             add_generation_prompt: end with the header of an assistant's turn.
@@ -180,6 +187,16 @@ class ChatTemplate:
             UserError: the template refuses the conversation, or fails.
         """
         return str.__str__(self._run(self._prepared(messages), add_generation_prompt, variables))
+
+    def require(self, variables: Mapping[str, Any]) -> None:
+        """Raises UserError: the template does not read one of the variables, or refuses its value."""
+        for name in variables.keys() - self._reads:
+            raise UserError(f"{self._file}: the chat template does not read {name}; leave it out, or use one that does")
+        try:
+            self.render(_PROBE)
+        except UserError:  # it wants another conversation
+            return
+        self.render(_PROBE, **variables)
 
     def render_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """`render` with add_generation_prompt, in the child process with limits on memory and time."""
@@ -315,6 +332,11 @@ class ChatTemplate:
         try:
             return self._template(variables).render(context)
         except Exception as error:  # the template is data, so each of its errors is reported to the user
+            as_objects = messages
+            with suppress(AttributeError, TypeError, ValueError):  # no calls, or no JSON
+                as_objects = list(map(_with_objects, messages))
+            if as_objects != messages:
+                return self._run(as_objects, add_generation_prompt, variables)
             reason = str(error) or type(error).__name__
             raise UserError(f"{self._file}: the chat template refuses this conversation: {reason}") from error
 
@@ -341,6 +363,19 @@ _read_once = lru_cache(ChatTemplate._read)
 def render_apart(path: str, template: str, eos_token: str, messages: list[Any], variables: dict[str, Any]) -> str:
     """Runs in the child process, for `render_prompt`."""
     return _read_once(path, template, eos_token).render(messages, add_generation_prompt=True, **variables)
+
+
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with the arguments of its tool calls as objects, where they are JSON text."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        text = function.get("arguments")
+        arguments = json.loads(text) if isinstance(text, str) else text
+        source = text.runs[0][1] if isinstance(text, Traced) else None
+        function = {**function, "arguments": trace(arguments, source) if source else arguments}
+        calls.append({**call, "function": function} if "function" in call else function)
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _traced(index: int, message: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from titan_mi100.files.plain import LARGEST_TABLE, plain_path, read_object, read
 from titan_mi100.files.templates import template_files
 from titan_mi100.text.agreement import check_agreement
 from titan_mi100.text.base import Tokenizer, TokenizerConfig
-from titan_mi100.text.bpe import read_bpe, read_definition, splits_as_qwen2
+from titan_mi100.text.bpe import class_like, read_bpe, read_definition
 from titan_mi100.text.other import HfTokenizer, SentencePieceTokenizer, check_definition, read_rank_file
 
 _FILE_KINDS = (".tiktoken", ".model")
@@ -58,8 +58,8 @@ def _load(path: Path) -> Tokenizer:
         exact = read_bpe(definition, config)  # None: tiktoken would give other ids
         check_definition(file, definition, exact is not None)
         tokenizer = exact or HfTokenizer(file, definition, config)
-        as_qwen2 = splits_as_qwen2(definition) and bool(exact or not definition["model"].get("ignore_merges"))
-        check_agreement(config, definition, as_qwen2)
+        merges = exact or not definition["model"].get("ignore_merges")
+        check_agreement(config, definition, class_like(definition) if merges else "")
         return tokenizer
     except UserError:
         raise

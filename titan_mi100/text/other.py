@@ -15,18 +15,21 @@ import tokenizers
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_plain
-from titan_mi100.text.base import QWEN2_CLASSES, AddedToken, Tokenizer, TokenizerConfig
-from titan_mi100.text.bpe import BYTE_OF, BpeTokenizer
+from titan_mi100.text.base import AddedToken, Tokenizer, TokenizerConfig
+from titan_mi100.text.bpe import BYTE_OF, PATTERNS, BpeTokenizer
+from titan_mi100.text.classes import QWEN2, QWEN3_5, class_of
 
 Spans = list[tuple[int, int]]  # per token the bytes [begin, end) of the text that it represents
 
-# The added tokens of a rank file without a config, with the ids after its ranks: all of them if the file has as many
-# ranks as Qwen3, otherwise the first three.
-_QWEN3_RANKS, _QWEN3_SPECIAL = 151_643, 14  # number of ranks; number of the added tokens that are special
-_QWEN3_ADDED = """<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|>
+# By its number of ranks, the model that a rank file is of: how many added tokens follow the ranks, and the splitting.
+# Other files without a config have the first three.
+_MODELS = {151_643: (26, QWEN2), 248_044: (33, QWEN3_5)}
+_NOT_SPECIAL = range(14, 26)  # of the added tokens
+_QWEN_ADDED = """<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|>
     <|box_end|> <|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>
     <tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|>
-    <tool_response> </tool_response> <think> </think>"""
+    <tool_response> </tool_response> <think> </think> <|audio_start|> <|audio_end|> <tts_pad> <tts_text_bos>
+    <tts_text_eod> <tts_text_bos_single> <|audio_pad|>"""
 # The protobuf of a sentencepiece model: the tags of a piece and of a piece's type; all types, and the user-defined one.
 _PIECE, _TYPE, _TYPES, _USER_DEFINED = 0x0A, 0x18, range(1, 7), 4
 _FIXED_SIZES = {1: 8, 5: 4}  # protobuf's wire type -> bytes of a value of fixed size
@@ -251,9 +254,11 @@ def read_rank_file(file: Path, config: TokenizerConfig) -> BpeTokenizer:
     if added and len(ranks) not in [token.id for token in added]:
         what = f"no added token has the id {len(ranks)}, which follows the ranks in {file.name}"
         raise UserError(f"{config.file}: {what}; download both files again")
+    named = class_of(config.content) if config.content.get("tokenizer_class") else ""
+    count, kind = _MODELS.get(len(ranks), (3, named if named in PATTERNS else QWEN2))
     eos, pad = ("", "") if added else ("<|im_end|>", "<|endoftext|>")
-    for i, content in enumerate([] if added else _QWEN3_ADDED.split()[: None if len(ranks) == _QWEN3_RANKS else 3]):
-        added.append(AddedToken(len(ranks) + i, content, normalized=False, special=i < _QWEN3_SPECIAL))
+    for i, content in enumerate([] if added else _QWEN_ADDED.split()[:count]):
+        added.append(AddedToken(len(ranks) + i, content, normalized=False, special=i not in _NOT_SPECIAL))
     ends = config.ends({token.content: token.id for token in added}, eos, pad)
     in_order = {t: ranks[t] for t in [*BYTE_OF.values(), *sorted(ranks.keys() - single, key=ranks.__getitem__)]}
-    return BpeTokenizer(in_order, added, config.content.get("tokenizer_class") in QWEN2_CLASSES, ends)
+    return BpeTokenizer(in_order, added, named in PATTERNS, ends, kind)

@@ -24,6 +24,7 @@ class Turn:
     answer: int  # `start`, or the end of an empty think block that the template itself wrote there
     lost_reasoning: bool  # the assistant's message has reasoning, but the template left it out of the text
     reasons: bool = False  # the text shows reasoning of the assistant's message
+    thought: int = 0  # the end of that reasoning and of the tag behind it
     # Spans of characters that the template marks with {% generation %}; None: the template has no such marks.
     marked: tuple[tuple[int, int], ...] | None = None
     problem: str = ""  # why it must not be learned as it stands, with a remedy: the template hides or repeats text ...
@@ -144,7 +145,10 @@ class TurnFinder:
                 "it has no reasoning, but the template's prompts open a think block, so none leads to this answer; "
                 "add reasoning_content, or name the template of a model without thinking in model.chat_template"
             )
-        return Turn(index, message["role"], start, stop, answer, lost, reasoned and not lost, problem=problem)
+        thoughts = [end for _, end, field in spans if field == REASONING]
+        behind = re.compile(r"\s*</think>\n*").match(self.text, thoughts[-1]) if thoughts else None
+        thought = behind.end() if behind else max(thoughts, default=stop)
+        return Turn(index, message["role"], start, stop, answer, lost, reasoned and not lost, thought, problem=problem)
 
     def _follows_prompt(self, index: int, start: int, prompt: Prompt) -> bool:
         """Whether one of the prompts stands before a message's first own character, and no think block behind it.

@@ -15,7 +15,7 @@ from functools import partial
 from titan_mi100 import cli as tool
 from titan_mi100.data.strict_json import BadRecord
 from titan_mi100.errors import UserError
-from titan_mi100.generation.answers import Row, answer_all, command_parser, open_model, read_rows
+from titan_mi100.generation.answers import Row, answer_all, command_parser, open_model, read_rows, template_variables
 from titan_mi100.generation.engine import PromptBuilder, full_memory_is_an_error, load_answer
 from titan_mi100.model.decode import Sampling
 
@@ -42,7 +42,7 @@ def _run(options: argparse.Namespace) -> None:
         raise UserError(f"--limit {options.limit}: must be 0 (all) or more")
     rows = read_rows(options.data, _question_and_gold)[: options.limit or None]
     model = open_model(options)
-    build = PromptBuilder(model, options.system, options.enable_thinking)
+    build = PromptBuilder(model, options.system, template_variables(options))
     requests = [build(where, question) for where, (question, _) in rows]
     load = partial(load_answer, model, Sampling(), 0, options.max_new_tokens)
 

@@ -19,7 +19,7 @@ from titan_mi100 import cli as tool
 from titan_mi100.data.conversation import Message, check_order, drop_keys, message_list, tool_list
 from titan_mi100.data.strict_json import BadRecord, listed
 from titan_mi100.errors import UserError
-from titan_mi100.generation.answers import Row, answer_all, command_parser, open_model, read_rows
+from titan_mi100.generation.answers import Row, answer_all, command_parser, open_model, read_rows, template_variables
 from titan_mi100.generation.engine import PromptBuilder, full_memory_is_an_error, load_answer
 from titan_mi100.model.decode import Sampling
 from titan_mi100.text.base import Tokenizer
@@ -57,7 +57,7 @@ def _run(options: argparse.Namespace) -> None:
         raise UserError("nothing to do: give --prompt or --input; a chat needs a terminal, no --output and no --json")
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     model = open_model(options)
-    build = PromptBuilder(model, options.system, options.enable_thinking, options.raw)
+    build = PromptBuilder(model, options.system, template_variables(options), options.raw)
     load = partial(load_answer, model, sampling, options.seed, options.max_new_tokens)
     if is_chat:
         _chat(model.tokenizer, build, load)

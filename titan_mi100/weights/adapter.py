@@ -19,8 +19,8 @@ from titan_mi100.text.assets import (
     ending_turns,
     eos_token,
     prompt_settings,
+    prompting_by_default,
     read_assets,
-    thinking_by_default,
 )
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights import peft as peft_io
@@ -53,8 +53,7 @@ def _assets_as_trained(base: ModelSource, adapter: Path) -> Assets:
     assets, trained = base.assets, read_assets(adapter)
     if PROMPTS in trained:
         assets = assets | {PROMPTS: trained[PROMPTS]}
-        if (thinks := prompt_settings(trained, adapter).enable_thinking) is not None:
-            assets = thinking_by_default(assets, thinks)
+        assets = prompting_by_default(assets, prompt_settings(trained, adapter).variables)
     token, before = eos_token(trained), eos_token(assets)
     if token == before or not (token and before):
         return assets

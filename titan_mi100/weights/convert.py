@@ -28,6 +28,7 @@ from titan_mi100.files.library import try_library
 from titan_mi100.log import ByteProgress, log
 from titan_mi100.parallel.distributed import raise_together, wait_for_all
 from titan_mi100.shapes.base import ModelSpec, modules_of, parameter_count
+from titan_mi100.text import assets as asset_files
 from titan_mi100.text.assets import CONFIG, GENERATION, Assets, config_dtype, export_assets, naming_dtype, read_assets
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights import peft as peft_io
@@ -174,7 +175,8 @@ def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, ve
         if verify != "off" and lora_identity(again, modules) != lora_identity(lora, modules):
             raise SaveError("the adapter's settings differ from those that were written")
         _compare(written, digests, verify)
-        _write_assets(aside, {n: content for n, content in source.assets.items() if n not in (CONFIG, GENERATION)})
+        kept = {name: content for name, content in source.assets.items() if name not in (CONFIG, GENERATION)}
+        _write_assets(aside, asset_files.naming_class(kept, source.assets))
         if verify == "logits":
             _compare_logits(Path(base), merged_source(open_source(base), aside).weights, source.spec, adapter=aside)
 

@@ -309,15 +309,16 @@ def _supervision(shown: _Set, sample: _Sample, unrolled: int) -> dict[str, str]:
     empty = np.isin(answers, sample.starts_of(encode("<think>\n\n</think>")))
     thinking = np.isin(answers, sample.starts_of(encode("<think>"))) & ~empty
 
-    def turns(kind: str, chosen: np.ndarray) -> str:
-        supervised = int(sample.supervised[answers[chosen]].sum())
+    def turns(kind: str, chosen: np.ndarray, skipped: int = 0) -> str:
+        supervised = int(sample.supervised[np.minimum(answers[chosen] + skipped, len(sample.ids) - 1)].sum())
         return f"{kind}: {supervised:,} supervised, {np.count_nonzero(chosen) - supervised:,} masked"
 
     share = counts.supervised / counts.tokens
+    behind = len(encode("<think>\n"))  # prompts of Qwen3.5 open the block, so the reasoning itself counts
     return {
         "loss": f"tokens supervised: {counts.supervised:,} of {counts.tokens:,} ({share:.1%})",
         "empty_think": turns("empty think blocks", empty),
-        "earlier_thinking": f"{turns('turns with reasoning', thinking)}; "
+        "earlier_thinking": f"{turns('turns with reasoning', thinking, behind)}; "
         f"{turns('without a think block', ~thinking & ~empty)}; rows unrolled: {unrolled:,}",
     }
 
