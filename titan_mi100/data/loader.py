@@ -14,6 +14,7 @@ from titan_mi100.config.layout import Batch
 from titan_mi100.data.microbatch import Microbatch, collate
 from titan_mi100.data.prepared import PADDING_ROW, RowSet
 from titan_mi100.data.rows import Row
+from titan_mi100.device import accelerator
 from titan_mi100.files.pool import check_shared_memory
 
 # Threads that read ahead, each two microbatches (torchdata's prefetch). One makes tensors while the other waits for the
@@ -197,7 +198,7 @@ class ReadAhead:
         places = nodes.IterableWrapper((first, number) for first in firsts for number in stream.numbers(first))
         node = nodes.ParallelMapper(places, read, num_workers=_THREADS)
         if pinned:
-            node = nodes.PinMemory(node)
+            node = nodes.PinMemory(node, accelerator.pinning_kind())
         return iter(nodes.Loader(node))
 
 
