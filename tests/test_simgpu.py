@@ -80,18 +80,25 @@ def server(device: bool) -> ForkServer:
 
 
 @functools.cache
-def run(kind: str, schedule: str) -> Outcome:
-    """Run the trainer on the device, or with schedule "cpu" on the CPU."""
-    options = dict(KINDS[kind])
-    processes = options.pop("processes", 1)
+def shared() -> Path:
+    """The folder of all runs, with their data and config."""
     folder = Path(tempfile.mkdtemp(prefix="simgpu-"))
     rows = [{"question": f"{n} plus {n * 7 % 10}?", "answer": f"That is {n + n * 7 % 10}."} for n in range(120)]
     (folder / "additions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "run.toml").write_text(BASE.format(folder=folder))
+    return folder
+
+
+@functools.cache
+def run(kind: str, schedule: str) -> Outcome:
+    """Run the trainer on the device, or with schedule "cpu" on the CPU."""
+    options = dict(KINDS[kind])
+    processes = options.pop("processes", 1)
+    folder = Path(tempfile.mkdtemp(dir=shared()))
     arguments = [f"--{key}={str(value).lower() if value is True else value}" for key, value in options.items()]
-    job = [str(HERE / "job.py"), str(folder / "ledger"), "--job.config_file", str(folder / "run.toml")]
+    job = [str(HERE / "job.py"), str(folder / "ledger"), "--job.config_file", str(shared() / "run.toml")]
     job += ["--job.run_folder", str(folder / "run"), *arguments]
-    environment = {**job_environment(), "SIMGPU_SCHEDULE": schedule, "XDG_CACHE_HOME": str(folder)}
+    environment = {**job_environment(), "SIMGPU_SCHEDULE": schedule, "XDG_CACHE_HOME": str(shared())}
     code, output, errors = server(schedule != "cpu").run(job, processes, environment, REPO, 120)
     metrics = folder / "run" / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []

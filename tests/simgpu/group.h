@@ -9,7 +9,8 @@ namespace simgpu {
 
 using Tensors = std::vector<Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-using Start = std::function<WorkPtr()>;
+using Then = std::function<void()>;
+using Start = std::function<std::pair<WorkPtr, Then>()>;  // starts it in gloo; what is to be done when it has ended
 
 class Work final : public c10d::Work {
  public:
@@ -65,11 +66,14 @@ class Group final : public c10d::Backend {
     return on_cpu(tensors, tensors, [options, gloo = gloo_](Tensors& cpu) { return gloo->allreduce(cpu, options); });
   }
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
-    std::vector<Start> starts;
     c10d::AllreduceOptions each;
     each.reduceOp = options.reduceOp;
-    for (const Tensor& tensor : tensors) starts.push_back([each, gloo = gloo_, cpu = Tensors{as_cpu(tensor)}]() mutable { return gloo->allreduce(cpu, each); });
-    return queue(starts, tensors, tensors);
+    startCoalescing();
+    for (const Tensor& tensor : tensors) {
+      Tensors one{tensor};
+      allreduce(one, each);
+    }
+    return endCoalescing();
   }
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     return on_cpu(tensors, tensors, [options, gloo = gloo_](Tensors& cpu) { return gloo->broadcast(cpu, options); });
@@ -94,9 +98,14 @@ class Group final : public c10d::Backend {
     return endCoalescing();
   }
   WorkPtr _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    return on_cpu({output, input}, {output}, [options, gloo = gloo_](Tensors& cpu) {
-      return gloo->_reduce_scatter_base(cpu[0], cpu[1], options);
-    });
+    c10d::AllreduceOptions all;  // gloo's own sums where it is waited for
+    all.reduceOp = options.reduceOp;
+    Start start = [all, gloo = gloo_, to = as_cpu(output), from = as_cpu(input)] {
+      Tensors sum{from.clone()};
+      auto part = [to, sum, rank = gloo->getRank()] { to.view(-1).copy_(sum[0].view(-1).narrow(0, rank * to.numel(), to.numel())); };
+      return std::pair(gloo->allreduce(sum, all), Then(part));
+    };
+    return queue({start}, {output, input}, {output});
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
     startCoalescing();
@@ -110,7 +119,7 @@ class Group final : public c10d::Backend {
     return on_cpu(tensors, tensors, [rank, tag, gloo = gloo_](Tensors& cpu) { return gloo->recv(cpu, rank, tag); });
   }
   WorkPtr barrier(const c10d::BarrierOptions&) override {
-    return queue({[gloo = gloo_] { return gloo->barrier(); }}, {}, {}, true);
+    return queue({[gloo = gloo_] { return std::pair(gloo->barrier(), Then()); }}, {}, {}, true);
   }
 
  private:
@@ -123,7 +132,7 @@ class Group final : public c10d::Backend {
   WorkPtr on_cpu(const Tensors& touched, const Tensors& outputs, Call call) {
     Tensors cpu;
     for (const Tensor& tensor : touched) cpu.push_back(as_cpu(tensor));
-    return queue({[cpu, call]() mutable { return call(cpu); }}, touched, outputs);
+    return queue({[cpu, call]() mutable { return std::pair(call(cpu), Then()); }}, touched, outputs);
   }
 
   WorkPtr queue(std::vector<Start> starts, Tensors touched, Tensors outputs, bool blocks = false) {
@@ -133,15 +142,18 @@ class Group final : public c10d::Backend {
       for (auto& tensor : touched) batch_->touched.push_back(tensor);
       return c10::make_intrusive<Work>(Mark{stream_on(device)}, Tensors{}, Tensors{}, c10::Device(kSim, device), false);
     }
-    auto works = std::make_shared<std::vector<WorkPtr>>();
+    auto works = std::make_shared<std::vector<std::pair<WorkPtr, Then>>>();
     auto run = [starts, works] {
       Plainly plainly;
       for (const auto& start : starts) works->push_back(start());
     };
     auto has_ended = [works] {
-      for (const auto& work : *works) {
+      Plainly plainly;
+      for (; !works->empty(); works->pop_back()) {
+        auto& [work, then] = works->back();
         if (!work->isCompleted()) return false;
         if (!work->isSuccess()) std::rethrow_exception(work->exception());
+        if (then) then();
       }
       return true;
     };

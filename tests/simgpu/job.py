@@ -25,8 +25,8 @@ from titan_mi100.parallel import build, offload
 def as_on_the_device() -> None:
     """The same block sizes on the CPU and the device, and several of each; the same operators."""
     loss.HeadMemory.of = classmethod(lambda cls, _: cls.of_gpu(simgpu_device.PROPERTIES.total_memory))  # type: ignore
-    lean.ELEMENTS = dict.fromkeys((False, True), 1 << 11)
-    offload._PIECE = 1 << 11
+    lean.ELEMENTS = dict.fromkeys((False, True), 1 << 13)
+    offload._PIECE = 1 << 13
     start = optimizer.AdamW.__init__
     optimizer.AdamW.__init__ = lambda *a, **named: start(*a, **{**named, "fused": True})  # type: ignore
     if accelerator.kind() == "cpu":

@@ -62,7 +62,8 @@ inline bool is_written(const c10::Argument& argument) {
 // Whether the operator only writes to its arguments, without giving one another shape.
 inline bool is_in_place(const c10::FunctionSchema& schema) {
   const auto& name = schema.operator_name().name;
-  return schema.returns().empty() || (name.back() == '_' && schema.overload_name().find("out") == std::string::npos);
+  bool is_named_so = name.back() == '_' && name[name.size() - 2] != '_';  // add_, and not __lshift__
+  return schema.returns().empty() || is_named_so;
 }
 
 inline void copy_to(const IValue& to, const IValue& from) {
