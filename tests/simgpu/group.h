@@ -3,6 +3,8 @@
 #pragma once
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <future>
+
 #include "operators.h"
 
 namespace simgpu {
@@ -43,6 +45,21 @@ class Work final : public c10d::Work {
   Tensors kept_;  // until `wait`, as NCCL keeps them
   bool blocks_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+// Gloo's sends and receives end only in `wait`.
+class WaitedBeside final : public c10d::Work {
+ public:
+  explicit WaitedBeside(WorkPtr work) : ended_(std::async(std::launch::async, [work] { work->wait(); })) {}
+  bool isCompleted() override {
+    if (ended_.wait_for(std::chrono::seconds(0)) != std::future_status::ready) return false;
+    ended_.get();  // raises what went wrong
+    return true;
+  }
+  bool isSuccess() const override { return true; }
+
+ private:
+  std::future<void> ended_;
 };
 
 class Group final : public c10d::Backend {
@@ -113,10 +130,14 @@ class Group final : public c10d::Backend {
     return endCoalescing();
   }
   WorkPtr send(Tensors& tensors, int rank, int tag) override {
-    return on_cpu(tensors, {}, [rank, tag, gloo = gloo_](Tensors& cpu) { return gloo->send(cpu, rank, tag); });
+    return on_cpu(tensors, {}, [rank, tag, gloo = gloo_](Tensors& cpu) {
+      return c10::make_intrusive<WaitedBeside>(gloo->send(cpu, rank, tag));
+    });
   }
   WorkPtr recv(Tensors& tensors, int rank, int tag) override {
-    return on_cpu(tensors, tensors, [rank, tag, gloo = gloo_](Tensors& cpu) { return gloo->recv(cpu, rank, tag); });
+    return on_cpu(tensors, tensors, [rank, tag, gloo = gloo_](Tensors& cpu) {
+      return c10::make_intrusive<WaitedBeside>(gloo->recv(cpu, rank, tag));
+    });
   }
   WorkPtr barrier(const c10d::BarrierOptions&) override {
     return queue({[gloo = gloo_] { return std::pair(gloo->barrier(), Then()); }}, {}, {}, true);
@@ -132,7 +153,7 @@ class Group final : public c10d::Backend {
   WorkPtr on_cpu(const Tensors& touched, const Tensors& outputs, Call call) {
     Tensors cpu;
     for (const Tensor& tensor : touched) cpu.push_back(as_cpu(tensor));
-    return queue({[cpu, call]() mutable { return std::pair(call(cpu), Then()); }}, touched, outputs);
+    return queue({[cpu, call]() mutable { return std::pair<WorkPtr, Then>(call(cpu), Then()); }}, touched, outputs);
   }
 
   WorkPtr queue(std::vector<Start> starts, Tensors touched, Tensors outputs, bool blocks = false) {
