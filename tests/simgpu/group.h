@@ -27,6 +27,7 @@ class Work final : public c10d::Work {
   }
 
   bool isCompleted() override {
+    WithoutPython running;
     Lock lock(scheduler().mutex);
     return scheduler().reach(mark_);
   }

@@ -4,6 +4,7 @@ It runs titan_mi100.train as the launcher does. LEDGER-RANK is a file for the ho
 validation of a rank, a JSON line each; the last save's has a digest of weights and state. SIMGPU_FAULT: see `plant`.
 """
 
+import faulthandler
 import hashlib
 import importlib
 import inspect
@@ -96,6 +97,7 @@ def take_code(sound: Any, broken: Any, module: str) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(float(os.environ.get("SIMGPU_PATIENCE", "100")), exit=True)  # says where it hangs
     as_on_the_device()
     if accelerator.kind() == torch_simgpu.NAME:
         torch_simgpu.choose_schedule()

@@ -10,6 +10,25 @@ namespace simgpu {
 
 constexpr int kGarbage = 0xff;  // NaN in every floating-point format
 
+// What was freed since the last allocation. A lock of its own: gloo's threads free tensors while they hold gloo's lock,
+// which the owner of the scheduler's lock may wait for.
+template <class T>
+class Returned {
+ public:
+  void add(T* item) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    items_.push_back(item);
+  }
+  std::vector<T*> take() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return std::exchange(items_, {});
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<T*> items_;
+};
+
 struct Block {
   void* data;
   size_t size;
@@ -28,6 +47,7 @@ class Memory final : public c10::Allocator {
     Lock lock(scheduler().mutex);
     int device = current_device;
     auto* block = new Block{nullptr, (std::max<size_t>(wanted, 1) + 511) / 512 * 512, here(), {}};
+    for (Block* returned : returned_.take()) note_freed(returned);
     overwrite_freed(block->stream);
     auto& free = free_[{block->stream, block->size}];
     if (!free.empty()) {
@@ -55,6 +75,14 @@ class Memory final : public c10::Allocator {
 
   static void release(void* context);
 
+  void note_freed(Block* block) {
+    std::vector<Mark> used_until;
+    for (int64_t id : block->used_on) if (id != block->stream) used_until.push_back(scheduler().tail(id));
+    allocated[block->stream >> kBits] -= block->size;
+    freed_[block->stream].push_back({block->data, block->size, used_until});
+    delete block;
+  }
+
   void overwrite_freed(int64_t stream) {
     auto& freed = freed_[stream];
     for (auto it = freed.begin(); it != freed.end();) {
@@ -70,6 +98,7 @@ class Memory final : public c10::Allocator {
     }
   }
 
+  Returned<Block> returned_;
   std::map<int64_t, std::vector<Freed>> freed_;                      // by stream
   std::map<std::pair<int64_t, size_t>, std::vector<void*>> free_;  // by stream and size
 };
@@ -79,15 +108,7 @@ inline Memory& memory() {
   return *only;
 }
 
-inline void Memory::release(void* context) {
-  Lock lock(scheduler().mutex);
-  auto* block = static_cast<Block*>(context);
-  std::vector<Mark> used_until;
-  for (int64_t id : block->used_on) if (id != block->stream) used_until.push_back(scheduler().tail(id));
-  memory().allocated[block->stream >> kBits] -= block->size;
-  memory().freed_[block->stream].push_back({block->data, block->size, used_until});
-  delete block;
-}
+inline void Memory::release(void* context) { memory().returned_.add(static_cast<Block*>(context)); }
 
 inline void record_on(void* block, int64_t stream) {
   Lock lock(scheduler().mutex);
@@ -109,6 +130,7 @@ class PinnedMemory final : public c10::Allocator {
     Lock lock(scheduler().mutex);
     size_t size = 64;
     while (size < wanted) size *= 2;
+    for (Pinned* returned : returned_.take()) free_[returned->size].push_back(returned);
     auto& free = free_[size];
     auto is_unused = [](Pinned* buffer) {
       for (Mark copy : buffer->copies) if (!scheduler().is_done(copy)) return false;
@@ -144,6 +166,7 @@ class PinnedMemory final : public c10::Allocator {
 
  private:
   static void release(void* context);
+  Returned<Pinned> returned_;
   std::map<uintptr_t, Pinned*> all_;
   std::map<size_t, std::vector<Pinned*>> free_;
 };
@@ -153,11 +176,7 @@ inline PinnedMemory& pinned_memory() {
   return *only;
 }
 
-inline void PinnedMemory::release(void* context) {
-  Lock lock(scheduler().mutex);
-  auto* buffer = static_cast<Pinned*>(context);
-  pinned_memory().free_[buffer->size].push_back(buffer);
-}
+inline void PinnedMemory::release(void* context) { pinned_memory().returned_.add(static_cast<Pinned*>(context)); }
 
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }

@@ -239,6 +239,7 @@ inline Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking)
     return to;
   }
   scheduler().push(here(), {copy});
+  Lock lock(scheduler().mutex);
   if (pinned && !pinned->is_registered) pinned->copies.push_back(now_here(current_device));
   return to;
 }

@@ -36,16 +36,23 @@ struct Queue {
   bool is_group = false;  // its tasks are collectives
 };
 
+// Gives Python's lock away, if this thread has it: what runs meanwhile may need it, and gloo's threads do.
+class WithoutPython {
+ public:
+  WithoutPython() {
+    if (PyGILState_Check()) released_.emplace();
+  }
+
+ private:
+  std::optional<py::gil_scoped_release> released_;
+};
+
 // Locks without holding Python's lock while it waits: the owner may need that to finish.
 class Lock {
  public:
   explicit Lock(std::recursive_mutex& mutex) : mutex_(mutex) {
     if (mutex_.try_lock()) return;
-    if (!PyGILState_Check()) {
-      mutex_.lock();
-      return;
-    }
-    py::gil_scoped_release released;
+    WithoutPython waiting;
     mutex_.lock();
   }
   ~Lock() { mutex_.unlock(); }
@@ -72,6 +79,7 @@ class Scheduler {
   }
 
   void push(int64_t id, Task task) {
+    WithoutPython running;
     Lock lock(mutex);
     Queue& queue = queues_[id];
     queue.tasks.push_back(std::move(task));
@@ -105,12 +113,14 @@ class Scheduler {
 
   // Runs everything that can run.
   void let_run(bool only_groups = false) {
+    WithoutPython running;
     Lock lock(mutex);
     for (auto& [id, queue] : queues_) if (queue.is_group || !only_groups) reach({id, queue.given});
   }
 
   // Blocks the host. The other ranks' collectives go on meanwhile, as on a device.
   void wait_for(const std::vector<Mark>& marks) {
+    WithoutPython running;
     while (true) {
       {
         Lock lock(mutex);
@@ -119,8 +129,6 @@ class Scheduler {
         if (all) return;
         let_run(true);
       }
-      std::optional<py::gil_scoped_release> released;
-      if (PyGILState_Check()) released.emplace();
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
   }
