@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,15 +81,16 @@ WAITS = {
 # in the first two steps also: (kind, step); on each rank
 TABLES = [["copy to the device pageable", "optim/formats.py:_on", 2]]
 REBUILT = [[f"copy to the {place} pageable", "parallel/base.py:forward_backward", 2] for place in ("device", "host")]
+WARM_UP = [  # torch's schedule asks its neighbours
+    [".item()", "parallel/pipeline.py:forward_backward", 1],
+    ["copy to the device pageable", "parallel/pipeline.py:forward_backward", 1],
+]
 ALSO = {
     ("lean", 1): TABLES,
     ("lean on the host", 1): TABLES,
     ("DDP", 2): REBUILT,  # torch's reducer rebuilds its buckets after the first backward
     ("DDP in bf16", 2): REBUILT,
-    ("PP2", 1): [  # torch's schedule warms up the connections
-        [".item()", "parallel/pipeline.py:forward_backward", 1],
-        ["copy to the device pageable", "parallel/pipeline.py:forward_backward", 1],
-    ],
+    ("PP2", 1): WARM_UP if int(version("torch").split(".")[1]) > 8 else [],
 }
 
 

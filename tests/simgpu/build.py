@@ -9,7 +9,6 @@ import sys
 import sysconfig
 import tempfile
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -44,17 +43,21 @@ def build() -> Path:
 
 
 def _compile(library: Path) -> None:
-    spec = find_spec("torch")
-    assert spec is not None and spec.origin is not None
-    torch = Path(spec.origin).parent
-    include = [torch / "include", torch / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
+    import torch
+
+    root = Path(torch.__file__).parent
+    include = [root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
     names = ("c10", "torch_cpu", "torch", "torch_python")
-    linked = [f"-L{torch / 'lib'}", *(f"-l{name}" for name in names), f"-Wl,-rpath,{torch / 'lib'}"]
+    linked = [f"-L{root / 'lib'}", *(f"-l{name}" for name in names), f"-Wl,-rpath,{root / 'lib'}"]
+    # torch 2.8: types of another compiler are unknown to pybind11 otherwise
+    found = {name: getattr(torch._C, f"_PYBIND11_{name}", None) for name in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")}
+    same = [f'-DPYBIND11_{name}="{value}"' for name, value in found.items() if value is not None]
     aside = library.with_suffix(".tmp")
     inputs = [*(f"-I{path}" for path in include), str(HERE / "module.cpp")]
-    subprocess.run(["g++", *FLAGS, *inputs, "-o", str(aside), *linked], check=True)
+    subprocess.run(["g++", *FLAGS, *same, *inputs, "-o", str(aside), *linked], check=True)
     aside.rename(library)
 
 
 if __name__ == "__main__":
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # torch would find this folder
     sys.exit(why_not() or print(build()))

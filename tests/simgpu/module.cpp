@@ -1,6 +1,8 @@
 // "simgpu", a pretended accelerator for tests. Its memory is the host's, its kernels are torch's CPU kernels, but they
 // run late, early or in any order that streams, events and collectives allow. What is missing (a wait, a reference, a
 // record_stream) gives wrong values, each time the same.
+#include <torch/version.h>
+
 #include "group.h"
 
 using namespace simgpu;
@@ -11,6 +13,10 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) { register_operators(m); }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+
+#if TORCH_VERSION_MINOR < 9  // later versions have it
+TORCH_LIBRARY_IMPL(_, AutogradPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+#endif
 
 PYBIND11_MODULE(_simgpu, m) {
   m.def("init", [](int devices) {
