@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from titan_mi100.config.layout import Batch
 from titan_mi100.data.microbatch import Microbatch, collate
 from titan_mi100.data.prepared import PADDING_ROW, RowSet
@@ -198,7 +200,9 @@ class ReadAhead:
         places = nodes.IterableWrapper((first, number) for first in firsts for number in stream.numbers(first))
         node = nodes.ParallelMapper(places, read, num_workers=_THREADS)
         if pinned:
-            node = nodes.PinMemory(node, accelerator.pinning_kind())
+            kind = accelerator.kind()
+            # CUDA is not named: torchdata's thread would make a context on the first card
+            node = nodes.PinMemory(node, "" if accelerator.is_cuda(torch.device(kind)) else kind)
         return iter(nodes.Loader(node))
 
 

@@ -103,11 +103,6 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def pinning_kind() -> str:
-    """What torchdata pins for. Empty for CUDA: its thread would make a context on the first card."""
-    return "" if kind() == _CUDA else kind()
-
-
 def lock_pages(pages: Tensor) -> int:
     """Register host memory with the driver, so that the device copies from and to it directly. The driver's error."""
     return int(torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.nbytes, 0))
