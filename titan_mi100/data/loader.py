@@ -10,10 +10,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from titan_mi100.config.layout import Batch
 from titan_mi100.data.microbatch import Microbatch, collate
 from titan_mi100.data.prepared import PADDING_ROW, RowSet
 from titan_mi100.data.rows import Row
+from titan_mi100.device import accelerator
 from titan_mi100.files.pool import check_shared_memory
 
 # Threads that read ahead, each two microbatches (torchdata's prefetch). One makes tensors while the other waits for the
@@ -197,7 +200,9 @@ class ReadAhead:
         places = nodes.IterableWrapper((first, number) for first in firsts for number in stream.numbers(first))
         node = nodes.ParallelMapper(places, read, num_workers=_THREADS)
         if pinned:
-            node = nodes.PinMemory(node)
+            kind = accelerator.kind()
+            # CUDA is not named: torchdata's thread would make a context on the first card
+            node = nodes.PinMemory(node, "" if accelerator.is_cuda(torch.device(kind)) else kind)
         return iter(nodes.Loader(node))
 
 

@@ -140,7 +140,7 @@ class ParallelModel(ABC):
         found = measure_gradients((p for _, p in self.trained_parameters() if p not in on_host), self.copies())
         if self.host_gradients is not None:
             found = self.host_gradients.measure(found, self.copies())
-        return Gradients(found.squares.to(self.device), found.finite.to(self.device))
+        return Gradients(to_device(found.squares, self.device), to_device(found.finite, self.device))
 
     def clear_gradients(self) -> None:
         """Drop the gradients before the next step."""
