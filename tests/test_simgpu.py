@@ -60,6 +60,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+FOLDER = tempfile.TemporaryDirectory(prefix="simgpu-")  # removed at the end
 # Where the host waits in every step from the third on: (what waits, file:function), times.
 GATHERED = ["copy to the host pageable", "parallel/distributed.py:gather_values", 1]  # the step's one collective
 OFFLOADED = [
@@ -115,7 +116,7 @@ def server(device: bool) -> ForkServer:
 @functools.cache
 def shared() -> Path:
     """The folder of all runs, with their data and config."""
-    folder = Path(tempfile.mkdtemp(prefix="simgpu-"))
+    folder = Path(FOLDER.name)
     rows = [{"question": f"{n} plus {n * 7 % 10}?", "answer": f"That is {n + n * 7 % 10}."} for n in range(120)]
     (folder / "additions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "run.toml").write_text(BASE.format(folder=folder))

@@ -30,7 +30,6 @@ PYBIND11_MODULE(_simgpu, m) {
   m.def("set_device", [](int device) { Guard().setDevice(c10::Device(kSim, device)); });
   m.def("allocated", [](int device) { return memory().allocated[device]; });
   m.def("peak", [](int device) { return memory().peak[device]; });
-  m.def("reset_peak", [](int device) { memory().peak[device] = memory().allocated[device]; });
   m.def("set_limit", [](size_t bytes) { memory().limit = bytes; });
   m.def("register_pages", [](uintptr_t data, size_t size, int) {
     pinned_memory().add(reinterpret_cast<void*>(data), size, true);
