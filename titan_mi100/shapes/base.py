@@ -142,11 +142,13 @@ class ModelSpec:
 
     Attributes:
         pad_token_id: its row of the input embedding gets no gradient, as in transformers.
+        logits_error: what programs that compute the same in fp32 may differ by, relative to the largest logit.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     model_type: ClassVar[str]
     norm_start: ClassVar[str] = "ones"  # of the final norm
+    logits_error: ClassVar[float] = 1e-5  # the order of sums of thousands of products matters
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int

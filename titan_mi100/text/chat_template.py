@@ -62,11 +62,10 @@ class ChatTemplate:
         self._file = file
         self._special = special
         self._special_tokens = special_tokens
+        self._sources = sources
         self.is_dated = any("strftime_now" in source for source in sources.values())
         try:
             self._templates = {name: TracingEnvironment().from_string(source) for name, source in sources.items()}
-            parsed = map(TracingEnvironment().parse, sources.values())
-            self._reads = {*chain(*map(jinja2.meta.find_undeclared_variables, parsed))}
         except Exception as error:  # from Jinja, or from Python for code that it cannot compile
             reason = str(error) or type(error).__name__
             raise UserError(f"{file}: the chat template is not valid Jinja: {reason}; correct or replace it") from error
@@ -190,7 +189,9 @@ class ChatTemplate:
 
     def require(self, variables: Mapping[str, Any]) -> None:
         """Raises UserError: the template does not read one of the variables, or refuses its value."""
-        for name in variables.keys() - self._reads:
+        parsed = map(TracingEnvironment().parse, self._sources.values())
+        reads = {*chain(*map(jinja2.meta.find_undeclared_variables, parsed))} if variables else set[str]()
+        for name in variables.keys() - reads:
             raise UserError(f"{self._file}: the chat template does not read {name}; leave it out, or use one that does")
         try:
             self.render(_PROBE)

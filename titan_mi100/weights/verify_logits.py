@@ -19,7 +19,6 @@ from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights.base import Weights
 from titan_mi100.weights.pieces import read_pieces
 
-_TOLERANCE = 1e-5  # relative to the largest logit; in fp32, the order of sums of thousands of products matters
 _DTYPE = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"  # the argument's name
 _TEXTS = (
     "What is 12 + 30?",
@@ -56,7 +55,10 @@ def compare(
     transformers.utils.logging.disable_progress_bar()
     try:
         # Memory holds one model at a time: theirs is deleted before ours is built.
-        theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        # An adapter's names are those of the whole model. The other class loads the text part of one that reads images.
+        names = to_hf_config(spec)["architectures"]
+        kind = transformers.AutoModelForCausalLM if adapter is None else getattr(transformers, names[0])
+        theirs: Any = kind.from_pretrained(
             folder,
             local_files_only=True,
             trust_remote_code=False,
@@ -65,8 +67,7 @@ def compare(
         )
     except Exception as error:  # the library raises all kinds of exceptions for a folder that it cannot read
         return [f"cannot load it: {error}"], math.nan
-    # of a model that reads images, too, the class of its text part is loaded
-    wanted = [name.replace("ForConditionalGeneration", "ForCausalLM") for name in to_hf_config(spec)["architectures"]]
+    wanted = [*names, *(name.replace("ForConditionalGeneration", "ForCausalLM") for name in names)]
     problems = [] if type(theirs).__name__ in wanted else [f"it is a {type(theirs).__name__}"]
     tied = theirs.get_input_embeddings().weight is theirs.get_output_embeddings().weight
     if tied != spec.tie_word_embeddings:
@@ -96,7 +97,7 @@ def compare(
             difference = max(difference, (found - logits)[finite].abs().max().item())
             largest = max(largest, logits[finite].abs().max().item())
     del ours
-    if difference > _TOLERANCE * largest:
+    if difference > spec.logits_error * largest:
         problems.append(f"logits differ from ours by {difference:.1e} (they are up to {largest:.1f})")
     return problems + (_compare_texts(folder) if texts else []), difference
 
