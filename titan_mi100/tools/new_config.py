@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         "that the run fits the cards before it writes.",
     )
     add = parser.add_argument
-    add("--model", metavar="FOLDER", help="Hugging Face folder of a Qwen3, such as Qwen3-0.6B")
+    add("--model", metavar="FOLDER", help="Hugging Face folder, such as Qwen3-0.6B")
     add("--data", metavar="FILE", nargs="+", help="training data: files or globs")
     add("--cards", metavar="N", help="GPUs, one process each; on a CPU: processes")
     add("--memory", metavar="32GB", help="of each card")
