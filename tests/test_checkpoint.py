@@ -121,6 +121,18 @@ def test_a_save_in_the_background_writes_a_copy_and_not_the_weight_itself(world:
         assert torch.equal(local_part(other["a"])[0], torch.full((4, 3), 2.0)) and other["b"].shape == (2,)
 
 
+@pytest.mark.parametrize("error", [MemoryError("cannot lock"), RuntimeError("no driver"), AssertionError("no CUDA")])
+def test_memory_that_cannot_be_locked_makes_a_save_slower_and_is_said_once(
+    error: Exception, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(checkpoint.host, "page_locked_zeros", fail)
+    copies = Job(world, tmp_path).checkpointer._host_copies({"a": torch.ones(3), "b": torch.ones(2)})
+    assert torch.equal(copies["a"], torch.ones(3)) and caplog.text.count(f"is not locked: {error}") == 1
+
+
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_full_disk_is_said_and_leaves_what_was_there(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool

@@ -434,6 +434,11 @@ def test_what_bridges_do_and_what_a_card_maps_is_read_from_their_configuration(t
     assert acs(13, 0b1101) == ("0000:20:01.1",)
     assert acs(13, 0b0011) == acs(14, 0b1111) == ()  # neither requests nor completions; another capability
     assert acs(14, 0, next_one=0x100) == ()  # a list that leads back
+    space = bytearray(4096)  # behind the last one is nothing: the vendor's and device's id are no capability
+    space[0:4], space[0x100:0x104], space[0x104] = (0x1480_000D).to_bytes(4, "little"), bytes([1, 0, 1, 0]), 0
+    space[6] = 0xFF
+    (tmp_path / port / "config").write_bytes(space)
+    assert read(system).cards[0].acs == ()
     (tmp_path / port / "config").write_bytes(bytes(64))  # what others than root may read
     assert read(system).cards[0].acs is None
 

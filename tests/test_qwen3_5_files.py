@@ -1,5 +1,6 @@
 """Folders of Qwen3.5 in the published form, with random weights: vision tower, draft head, shards, several dtypes."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,15 @@ from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditio
 
 from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.errors import UserError
+from titan_mi100.generation.engine import Model
 from titan_mi100.model.decode import Sampling, generate
 from titan_mi100.model.families import MODELS
 from titan_mi100.open_run.run import Run
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World, fill_parameters
+from titan_mi100.shapes.base import differences
 from titan_mi100.shapes.families import read_hf_config
+from titan_mi100.shapes.qwen3_5 import every_fourth
 from titan_mi100.text.bpe import PATTERNS, QWEN3_5
 from titan_mi100.weights import convert
 from titan_mi100.weights.pieces import read_pieces
@@ -152,3 +156,33 @@ def test_an_adapter_has_the_same_logits_in_peft(folder: Path, tmp_path: Path, wo
         expected = theirs(input_ids=ids).logits
         for model in (of_folder(merged), run.model.parts[0]):
             assert (expected - model(ids)).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_an_export_in_fp32_has_all_24_bits_of_whole_weights_and_of_those_in_parts(
+    folder: Path, tmp_path: Path, world: World
+) -> None:
+    run = opened(folder, world, param="bfloat16", optimizer={"master": "24bit", "state": "bf16"})
+    run.step()
+    save(run, tmp_path / "saved")
+    source = open_source(tmp_path / "saved" / "step-1", folder)
+    convert.to_hf(source, tmp_path / "fp32", "float32", verify="bytes")
+    convert.to_hf(source, tmp_path / "bf16", "bfloat16", verify="bytes")
+    wide, narrow = tensors(tmp_path / "fp32"), tensors(tmp_path / "bf16")
+    for name in ("self_attn.q_proj", "linear_attn.in_proj_qkv", "linear_attn.conv1d"):
+        name = f"model.language_model.layers.{3 if 'self' in name else 0}.{name}.weight"
+        assert not torch.equal(wide[name], narrow[name].float()), name
+        error = (wide[name] - narrow[name].float()).abs().max() / wide[name].abs().max()
+        assert error < 2**-8, name
+
+
+def test_generation_keeps_in_fp32_what_training_does(folder: Path) -> None:
+    model = Model(str(folder), "", "", torch.device("cpu"), torch.bfloat16).load()
+    dtypes = {name.rpartition("linear_attn.")[2]: p.dtype for name, p in model.named_parameters() if ".0." in name}
+    wide = {name for name, dtype in dtypes.items() if dtype == torch.float32}
+    assert wide == {"decay.A_log", "decay.dt_bias", "norm.weight"}
+
+
+def test_what_differs_in_the_files_alone_is_the_same_model(folder: Path) -> None:
+    spec = read_hf_config(folder)
+    assert differences(spec, dataclasses.replace(spec, is_wrapped=False)) == []  # type: ignore[call-arg]
+    assert differences(spec, dataclasses.replace(spec, layer_types=every_fourth(4, 2)))  # type: ignore[call-arg]

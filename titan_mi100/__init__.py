@@ -1,4 +1,4 @@
-"""titan_mi100: a native PyTorch trainer for Qwen3."""
+"""titan_mi100: a native PyTorch trainer for Qwen models."""
 
 import sys
 from pathlib import Path

@@ -101,6 +101,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._staged: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}  # host memory for copies
+        self._is_slow = False  # some of it could not be page-locked
         self._bytes, self.longest_save = 0, 0.0  # a checkpoint over all ranks; longest save, seconds
 
     def save(
@@ -368,11 +369,20 @@ class Checkpointer:
             local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
             key = (name, local.shape, local.dtype)
             if key not in self._staged:
-                self._staged[key] = host.page_locked_zeros(local.shape, local.dtype, local.device)
+                self._staged[key] = self._host_memory(local)
             copy = self._staged[key].copy_(local, non_blocking=True)
             copies[name] = DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy
         accelerator.synchronize(self.world.device)
         return copies
+
+    def _host_memory(self, like: Tensor) -> Tensor:
+        try:
+            return host.page_locked_zeros(like.shape, like.dtype, like.device)
+        except (MemoryError, RuntimeError, AssertionError) as error:  # the last two: torch has no such driver
+            if not self._is_slow:
+                log.warning(f"saves in the background copy more slowly, from memory that is not locked: {error}")
+            self._is_slow = True
+            return torch.empty(like.shape, dtype=like.dtype)
 
     def _extra_state(self) -> dict[str, Tensor]:
         prefix = rank_prefix(self._model.extra_state_name, self.world.rank)

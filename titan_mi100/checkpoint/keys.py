@@ -3,7 +3,7 @@
 import re
 
 OPTIMIZER = "optimizer."  # prefix of `optimizer.<parameter>.<state>`
-_OF_A_RANK = re.compile(r"(\w+)\.rank-(\d+)\.")  # no parameter of Qwen3 has "rank-" in its name
+_OF_A_RANK = re.compile(r"(\w+)\.rank-(\d+)\.")  # no parameter has "rank-" in its name
 
 
 def rank_prefix(kind: str, rank: int) -> str:

@@ -199,6 +199,11 @@ def _check_model(config: Config, spec: ModelSpec) -> Iterator[Problem]:
     if lora.rank and targets != LINEARS and (absent := [name for name in targets if name not in family.adapted]):
         what = f"names {some(absent)}, which this model does not have; it has {', '.join(family.adapted)}"
         yield Problem("lora.target_modules", what, _MODEL)
+    without = {layer.kind for layer in spec.layers if not {*layer.adapted} & {*targets}}
+    if lora.rank and pp > 1 and without:
+        what = f"leaves layers of kind {some(sorted(without))} without an adapter, so a pipeline's stage might have "
+        what += "none; name a linear layer of each kind"
+        yield Problem("lora.target_modules", what, (*_MODEL, "parallelism.pipeline_parallel_degree"))
     named = spec.tensor_parallel_sizes()
     if wrong := [f"{name} = {n}" for name, n in {**named, "seq_len": seq_len}.items() if n % tp]:
         divisors = range(1, min(tp, *named.values()) + 1)

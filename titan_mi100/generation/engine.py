@@ -107,6 +107,8 @@ class Model:
         attention = without_trial(shape, self.device)
         with torch.device("meta"):
             network = MODELS[self.spec.model_type](self.spec, attention).to(self.dtype)
+        for weight in (weight for layer in network.model.blocks() for weight in layer.fp32_parameters()):
+            weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
         network = network.to_empty(device=self.device).requires_grad_(False)
         fill_parameters(network.named_parameters(), read_pieces(self.spec, self.source.weights.read))
         network.merge()

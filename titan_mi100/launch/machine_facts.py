@@ -316,12 +316,12 @@ def _redirecting(system: System, way: list[Path]) -> tuple[str, ...] | None:
         if space is None or len(space) < 256:
             return None  # without root's rights the kernel shows 64 bytes
         at, seen = 256, set[int]()  # extended capabilities begin there, each with the place of the next
-        while at not in seen and len(space) >= at + 8:
+        while at >= 256 and at not in seen and len(space) >= at + 8:
             seen.add(at)
             header = int.from_bytes(space[at : at + 4], "little")
             if header & 0xFFFF == 13 and space[at + 6] & 0b1100:
                 found.append(part.name)
-            at = header >> 20
+            at = header >> 20 & 0xFFC  # 0: the last one
     return tuple(found)
 
 

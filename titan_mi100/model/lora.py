@@ -1,7 +1,8 @@
 """LoRA (Hu et al., 2021): two small trained matrices per frozen matrix W: y = W x + (alpha / rank) B A dropout(x).
 
 Parameter names are HF's with PEFT's suffixes: `<module>.lora_A.weight` is A, (rank, inputs); `<module>.lora_B.weight`
-is B, (outputs, rank). W keeps its name.
+is B, (outputs, rank). W keeps its name. Parts of a weight (see shapes.base.Parameter) share one A,
+`<module>.0.lora_A.weight`.
 """
 
 import hashlib

@@ -208,13 +208,14 @@ def choose_kernel(config: OptimizerConfig, device: torch.device) -> tuple[Kernel
         weights = torch.randn(8, 1024, generator=draw), torch.randn(1000, generator=draw)
         dtype = torch.float32 if config.master == "fp32" else torch.bfloat16
         named = [(str(number), nn.Parameter(weight.to(device, dtype))) for number, weight in enumerate(weights)]
+        named.append(("fp32", nn.Parameter(weights[1].to(device, torch.float32))))  # some weights stay so
         names, parameters = zip(*named, strict=True)
         group = {"params": parameters, "param_names": names, "lr": 1e-3, "weight_decay": 0.1}
         optimizer = LeanAdamW([group], config, 1, torch.device("cpu"))
         optimizer._kernel = kernel
         for _ in range(3):
             for parameter in parameters:
-                parameter.grad = torch.randn(parameter.shape, generator=draw).to(device, dtype)
+                parameter.grad = torch.randn(parameter.shape, generator=draw).to(device, parameter.dtype)
             try:
                 optimizer.update(0.5)
             except Exception as error:  # Triton builds its launcher with the C compiler at the first call

@@ -41,7 +41,7 @@ def build_optimizer(
     device: torch.device,
     on_host: Mapping[nn.Parameter, Tensor] | None = None,
 ) -> NamedState:
-    """Build AdamW with two parameter groups: matrices with weight decay, vectors (norms) without.
+    """Build AdamW with two parameter groups: matrices with weight decay, vectors (norms, rates of decay) without.
 
     It is torch's fused AdamW, or LeanAdamW if the config asks for smaller state or master weights, or if the state is
     kept on the host.

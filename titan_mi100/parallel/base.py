@@ -43,7 +43,7 @@ class ParallelModel(ABC):
         wrapped: what forward and backward of a step call: the model, or torch's wrapper around it.
         loss_factor: the loss is multiplied by it, because the layout's collectives divide by it.
         objective: what is learned.
-        carried: on rank 0: tensors of the model's folder that are not used, see ModelSpec.carried.
+        carried: on rank 0: tensors of the model's folder that are not used, see ModelSpec.carries.
     """
 
     objective: Objective = SFT

@@ -1,5 +1,6 @@
 """FSDP2 and HSDP, with or without tensor parallel: how weights are sharded, and forward and backward of a step."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -53,9 +54,9 @@ def apply_fsdp(
 ) -> None:
     """Shard over the mesh's dp_shard axis, replicate over dp_replicate (HSDP), and set compute and reduction dtypes.
 
-    Each block is an FSDP group: its weights are gathered together. A tied embedding stays in the root's group, because
-    the head reads it outside the embedding's forward. An untied embedding and head are groups of their own, so that
-    they are not gathered at the same time.
+    Each block is an FSDP group: its weights are gathered together; those that stay in fp32 are another. A tied
+    embedding stays in the root's group, because the head reads it outside the embedding's forward. An untied embedding
+    and head are groups of their own, so that they are not gathered at the same time.
 
     Args:
         model: on the meta device; changed in place.
@@ -86,6 +87,8 @@ def apply_fsdp(
         ignored = {*layer.fp32_parameters()}  # those of the group above
         is_resharded = reshard and layer is not blocks[-1]
         fully_shard(layer, reshard_after_forward=is_resharded, ignored_params=ignored, **options)
+    for before, layer in itertools.pairwise(blocks):  # else the groups above are prefetched, which are here already
+        layer.set_modules_to_backward_prefetch([before])  # type: ignore[operator]
     if model.lm_head is not None:
         fully_shard(model.lm_head, reshard_after_forward=False, **options)
     if model.model.embed_tokens is not None and model.lm_head is not None:

@@ -148,6 +148,7 @@ class ModelSpec:
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     model_type: ClassVar[str]
     norm_start: ClassVar[str] = "ones"  # of the final norm
+    of_files: ClassVar[Collection[str]] = ()  # fields that say how files are written
     logits_error: ClassVar[float] = 1e-5  # the order of sums of thousands of products matters
     vocab_size: int
     hidden_size: int
@@ -292,5 +293,5 @@ def differences(a: ModelSpec, b: ModelSpec) -> list[str]:
         {"model_type": spec.model_type, **asdict(replace(spec, **same))}  # type: ignore[arg-type]
         for spec in (a, b)
     )
-    every = dict.fromkeys([*left, *right])
+    every = [name for name in dict.fromkeys([*left, *right]) if name not in (*a.of_files, *b.of_files)]
     return [f"{name}: {left.get(name)}, {right.get(name)}" for name in every if left.get(name) != right.get(name)]

@@ -3,7 +3,7 @@
 Three of four layers mix positions by the gated delta rule, the fourth by attention with a gate on its output.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -44,6 +44,7 @@ class Qwen3_5Spec(ModelSpec):
 
     model_type: ClassVar[str] = "qwen3_5"
     norm_start: ClassVar[str] = "zeros"  # its gain is 1 + weight
+    of_files: ClassVar[Collection[str]] = ("is_wrapped",)
     logits_error: ClassVar[float] = 2e-4  # transformers sums the decay of a chunk in fp32, and takes differences
     vocab_size: int
     hidden_size: int
@@ -237,7 +238,7 @@ _WITHOUT_EFFECT = (
 )  # fmt: skip
 _OF_WRAPPER = (
     "text_config", "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
-    "language_model_only", "tie_word_embeddings",
+    "language_model_only", "tie_word_embeddings", "pad_token_id",
 )  # fmt: skip
 # For text all three rows of positions are equal, so these change nothing.
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")

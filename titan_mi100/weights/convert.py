@@ -28,6 +28,7 @@ from titan_mi100.files.library import try_library
 from titan_mi100.log import ByteProgress, log
 from titan_mi100.parallel.distributed import raise_together, wait_for_all
 from titan_mi100.shapes.base import ModelSpec, modules_of, parameter_count
+from titan_mi100.shapes.families import to_hf_config
 from titan_mi100.text import assets as asset_files
 from titan_mi100.text.assets import CONFIG, GENERATION, Assets, config_dtype, export_assets, naming_dtype, read_assets
 from titan_mi100.text.load import load_tokenizer
@@ -170,6 +171,9 @@ def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, ve
         digests = Digests()
         tensors = {source.spec.stored_name(own): tensor for own, tensor in _tensors_to_write(source, kinds, digests)}
         peft_io.write_adapter(aside, tensors, lora, name or base)
+        if not source.weights.kinds.keys() <= tensors.keys():
+            kind = to_hf_config(source.spec)["architectures"][0]
+            log.info(f"{output}: its names are those of {kind}: load the base with that class, then the adapter")
         again, written = peft_io.read_adapter(aside)
         modules = modules_of(kinds)
         if verify != "off" and lora_identity(again, modules) != lora_identity(lora, modules):

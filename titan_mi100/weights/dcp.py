@@ -20,6 +20,7 @@ from titan_mi100.checkpoint.hashed_files import HashedFiles
 from titan_mi100.checkpoint.keys import OPTIMIZER, is_weight
 from titan_mi100.files.stored import open_dcp, open_torch
 from titan_mi100.optim.formats import join_24_bits
+from titan_mi100.shapes.families import own_name
 from titan_mi100.weights.base import EMBEDDING, StoredWeights, raw_bytes
 
 MODEL_FILE = "model.pt"
@@ -32,7 +33,11 @@ def _without_wrapper(stored: Collection[str]) -> dict[str, str]:
     The prefix is recognised by the embedding's name. HF names themselves begin with "model.", so a prefix cannot be
     removed without looking.
     """
-    prefix = next((prefix for prefix in _WRAPPERS if prefix + EMBEDDING in stored), "")
+    embeddings = [name for name in stored if name.endswith("embed_tokens.weight")]
+    found = (
+        p for p in _WRAPPERS for name in embeddings if name.startswith(p) and own_name(name[len(p) :]) == EMBEDDING
+    )
+    prefix = next(found, "")
     return {name.removeprefix(prefix): name for name in stored if name.startswith(prefix)}
 
 

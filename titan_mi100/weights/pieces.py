@@ -88,6 +88,15 @@ class JoinedWeights(Weights):
     def read_exactly(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         return self._joined(self._stored.read_exactly, name, shape, offset, size)
 
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """As in Weights; in fp32 with all bits that the checkpoint has of it."""
+        if name in self._stored.kinds:
+            return self._stored.tensor(name, dtype)
+        shape = self.kinds[name].shape
+        read = self.read_exactly if dtype in (torch.float32, torch.float64) else self.read
+        whole = read(name, torch.Size(shape), (0,) * len(shape), shape)
+        return whole if dtype is None else whole.to(dtype)
+
     def _joined(
         self, read: Read, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]
     ) -> Tensor:

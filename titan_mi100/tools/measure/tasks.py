@@ -16,7 +16,9 @@ from titan_mi100.tools.measure.children import Task
 from titan_mi100.tools.measure.parts import DTYPES, NOT_RUN, PASS, UNAVAILABLE, Part, rankings
 from titan_mi100.tools.new_config import METHODS, Change
 
-MODELS: Mapping[str, str] = {name if name == "debug" else f"qwen3-{name.lower()}": name for name in PRESETS}
+MODELS: Mapping[str, str] = {
+    name if name == "debug" or "qwen" in name else f"qwen3-{name.lower()}": name for name in PRESETS
+}
 _HERE = "titan_mi100.tools.measure"
 # Kind of part, in order -> fraction of the total time after which no part of this kind starts or goes on, so that a
 # slow kind leaves the others their time.
