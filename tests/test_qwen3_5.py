@@ -14,10 +14,12 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from titan_mi100.attention.backends import make_backend
 from titan_mi100.attention.base import Documents
+from titan_mi100.config.settings import CompileConfig
 from titan_mi100.model.decode import Sampling, generate
 from titan_mi100.model.init import initial_values
 from titan_mi100.model.lora import lora_values
 from titan_mi100.model.qwen3_5 import Qwen3_5
+from titan_mi100.parallel.build import apply_compile
 from titan_mi100.parallel.distributed import World, fill_parameters
 from titan_mi100.shapes.base import adapter_pieces, adapter_shapes
 from titan_mi100.shapes.families import to_hf_config
@@ -138,6 +140,16 @@ def test_decoding_a_batch_is_as_each_prompt_alone_and_as_without_a_cache() -> No
             assert token == model(torch.tensor([rows]))[0, -1].argmax().item()
             rows.append(token)
         assert alone.ids == answer.ids
+
+
+@pytest.mark.full
+def test_compiled_blocks_take_rows_of_any_batch_and_length() -> None:
+    spec = SPECS["tied"]
+    model, plain = (ours(spec, reference(spec)) for _ in range(2))
+    apply_compile(model, CompileConfig(enable=True, backend="aot_eager"), is_whole=False)
+    for shape in ((4, 32), (2, 32), (1, 32), (2, 160)):
+        ids = draw(spec, *shape)
+        assert (model(ids) - plain(ids)).abs().max() < 1e-12
 
 
 WIDE = Qwen3_5Spec(  # for blocks of 64 values, also if two ranks split them

@@ -37,6 +37,7 @@ class Layer(nn.Module):
     """
 
     in_fp32: ClassVar[Collection[str]] = ()
+    is_dynamic: ClassVar[bool | None] = None  # torch.compile's `dynamic`; False: a graph for each batch and length
     gathers: ClassVar[Collection[str]]
     scatters: ClassVar[Collection[str]]
 

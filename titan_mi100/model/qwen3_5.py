@@ -184,6 +184,7 @@ class DeltaBlock(GatedBlock):
 
     scatters = ("linear_attn.out_proj", "mlp.down_proj")
     in_fp32 = ("linear_attn.decay", "linear_attn.norm")
+    is_dynamic = False  # torch 2.8 has no loop over parts of a row whose length it does not know
     chunk: ClassVar[int] = CHUNK
 
     def __init__(self, spec: Qwen3_5Spec, shape: LayerShape, backend: Backend) -> None:

@@ -144,7 +144,8 @@ def apply_compile(model: CausalLM, config: CompileConfig, is_whole: bool) -> Non
     if config.enable:
         for layer in model.model.blocks():
             for name in ("forward",) if whole else ("before", "after"):
-                setattr(layer, name, torch.compile(getattr(layer, name), backend=config.backend, fullgraph=True))
+                part, dynamic = getattr(layer, name), layer.is_dynamic
+                setattr(layer, name, torch.compile(part, backend=config.backend, fullgraph=True, dynamic=dynamic))
 
 
 def apply_activation_checkpointing(model: CausalLM, mode: str, is_random: bool, on_host: bool) -> None:
