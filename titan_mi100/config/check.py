@@ -389,13 +389,6 @@ def _check_profiling(profiling: ProfilingConfig, world_size: int | None) -> Iter
         yield Problem(ranks, f"names {beyond[0]}, but the ranks are 0 to {world_size - 1}")
 
 
-# names of Qwen3.5's layers that people name as targets
-_NOT_ADAPTED = (
-    (("in_proj_a", "in_proj_b"), "some servers silently drop its adapter, and it is small; leave it out"),
-    (("conv1d", "conv"), "a convolution of single channels has no adapter; leave it out"),
-)
-
-
 def _check_lora(lora: LoRAConfig) -> Iterator[Problem]:
     known = (*LINEARS, ALL_LINEAR)
     if ALL_LINEAR in lora.target_modules:
@@ -403,7 +396,8 @@ def _check_lora(lora: LoRAConfig) -> Iterator[Problem]:
     elif wrong := [name for name in lora.target_modules if name not in LINEARS]:
         for name in wrong:
             what = f"names {name!r}, which is none of {', '.join(known)}{did_you_mean(name, known)}"
-            what = next((f"names {name!r}: {why}" for names, why in _NOT_ADAPTED if name in names), what)
+            reasons = (family.not_adapted[name] for family in FAMILIES.values() if name in family.not_adapted)
+            what = next((f"names {name!r}: {why}; leave it out" for why in reasons), what)
             yield Problem("lora.target_modules", what)
     if lora.rank and not lora.target_modules:
         what = f"is empty, but rank = {lora.rank}; name some, or set rank to 0"

@@ -5,18 +5,20 @@ in transformers). Per token and head, with the state S, (dk, dv):
 
     S <- e^g S;   S <- S + k (beta (v - S^T k))^T;   o = S^T q
 
-`recurrence` does just that. `delta_rule` computes a chunk of tokens at once. c sums g inside the chunk up to a token of
-the same document, L_ij = e^(c_i - c_j) for j <= i in one document (else 0), a_i = e^(c_i) where the state belongs to
-the document of token i (else 0), r is L's last row. With S at the chunk's start:
+`recurrence` does just that. `delta_rule` computes a chunk of tokens at once, with S at the chunk's start:
+
+    c_i  = the sum of g over the tokens of the chunk up to i that are in the document of i
+    L_ij = e^(c_i - c_j) if j <= i and both are in one document, else 0; r is its last row
+    a_i  = e^(c_i) if S belongs to the document of token i, else 0
 
     A = strictly lower part of beta_i L_ij (k_i.k_j);   V' = (I + A)^-1 beta (V - a K S)
     O = a Q S + (L * Q K^T) V';   S <- a_last S + K^T (r V')
 
-Documents are isolated by these masks, so a chunk has a fixed place in its row, and documents cost nothing.
+These masks isolate the documents. A chunk has a fixed place in its row, so documents cost nothing.
 
-Legend: N chunks of C tokens, B rows; Hk key heads, each with G value heads; dk and dv are the sizes of a key and a
-value. States and values are transposed, (dv, dk) and (dv, C): the value heads of a key head are then rows of one
-product, and its keys and queries are never repeated.
+Legend: N chunks of C tokens; B rows; Hk key heads, each with G value heads; dk and dv, the sizes of a key and a value.
+States and values are transposed: (dv, dk) and (dv, C). So the value heads of a key head are rows of one product, and
+its keys and queries are never repeated.
 """
 
 import math

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from titan_mi100.errors import UserError
@@ -20,6 +21,7 @@ class Family(NamedTuple):
         spec: the class of its shapes.
         presets: published shapes by their short names (model.flavor).
         adapted: names of the linear layers that LoRA can adapt.
+        not_adapted: names of others that people ask for -> why not.
         read: (path, content of config.json) -> the shape. Raises UserError for what the family does not compute.
         to_hf: the shape -> the `config.json` that transformers reads back into the same model.
     """
@@ -29,10 +31,13 @@ class Family(NamedTuple):
     adapted: tuple[str, ...]
     read: Callable[[Path, Mapping[str, Any]], ModelSpec]
     to_hf: Callable[[Any], dict[str, Any]]
+    not_adapted: Mapping[str, str] = MappingProxyType({})
 
 
 # by HF's model_type; the class of its layers is in model/families.py
-_QWEN3_5 = Family(qwen3_5.Qwen3_5Spec, qwen3_5.PRESETS, qwen3_5.LINEARS, qwen3_5.read, qwen3_5.to_hf)
+_QWEN3_5 = Family(
+    qwen3_5.Qwen3_5Spec, qwen3_5.PRESETS, qwen3_5.LINEARS, qwen3_5.read, qwen3_5.to_hf, qwen3_5.NOT_ADAPTED
+)
 FAMILIES = {
     "qwen3": Family(qwen3.Qwen3Spec, qwen3.PRESETS, qwen3.LINEARS, qwen3.read, qwen3.to_hf),
     "qwen3_5": _QWEN3_5,

@@ -27,6 +27,10 @@ from titan_mi100.wording import shortened, shown
 LINEARS = (
     "q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj", "gate_proj", "up_proj", "down_proj",
 )  # fmt: skip
+_SMALL = "some servers silently drop its adapter, and it is small"
+NOT_ADAPTED = {
+    "in_proj_a": _SMALL, "in_proj_b": _SMALL, "conv1d": "a convolution of single channels has no adapter",
+}  # fmt: skip
 FULL, LINEAR = "full_attention", "linear_attention"  # kinds of layers, as config.json names them
 _WRAPPED = "model.language_model."  # begins the names in folders with a vision tower
 
