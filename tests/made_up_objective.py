@@ -6,7 +6,6 @@ Here log p is that of two tokens, the label with SHARES[0] and its successor wit
 """
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -18,25 +17,25 @@ from titan_mi100.data.made_up import packed
 from titan_mi100.data.microbatch import Microbatch
 from titan_mi100.data.prepared import PackedDataset
 from titan_mi100.data.rows import Row
-from titan_mi100.model.loss import Targets, of_labels
+from titan_mi100.model.loss import Predicted, Targets, of_labels
 from titan_mi100.objectives.base import Objective
 
 BETA, SEQ_LEN, SHARES = 0.3, 32, (0.9, 0.1)
 
 
 class PairLoss(Objective):
-    columns: ClassVar[tuple[str, ...]] = ("document_ids", "reference")
-    together: ClassVar[int] = 2
+    columns = ("document_ids", "reference")
 
     def count(self, microbatch: Microbatch) -> int:
         return int(((microbatch["document_ids"].amax(1) + 1) // 2).sum())
 
     def targets(self, labels: Tensor, tokens: Tensor, columns: Mapping[str, Tensor]) -> Targets:
-        (tokens, ids, _), known = of_labels(labels, tokens), labels.flatten()[tokens] != IGNORE
+        (tokens, ids), known = of_labels(labels, tokens), labels.flatten()[tokens] != IGNORE
         ids = torch.cat((ids, torch.where(known[:, None], (ids + 1) % 320, IGNORE)), 1)
-        return Targets(tokens, ids, torch.tensor(SHARES, dtype=torch.float64, device=ids.device).expand(len(ids), 2))
+        return Targets(tokens, ids)
 
-    def loss(self, losses: Tensor, tokens: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+    def loss(self, predicted: Predicted, tokens: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+        losses = predicted.losses @ predicted.losses.new_tensor(SHARES)
         documents, seq = columns["document_ids"], columns["document_ids"].shape[1]
         place = tokens // seq * seq + documents.flatten()[tokens].clamp(min=0)  # a slot for each document of each row
         ratios = -losses - columns["reference"].flatten()[tokens].to(losses.dtype)
@@ -60,5 +59,5 @@ class Pairs(PackedDataset):
 
 
 def pairs(documents: Sequence[tuple[np.ndarray, np.ndarray]]) -> Pairs:
-    rows = packed(documents, SEQ_LEN, together=PairLoss.together)
+    rows = packed(documents, SEQ_LEN, together=2)
     return Pairs(rows.documents, rows.packing, rows.seq_len, rows.pad_id)

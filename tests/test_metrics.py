@@ -69,7 +69,7 @@ def test_steps_that_are_trained_again_are_recorded_once(tmp_path: Path) -> None:
 def test_a_validation_that_is_done_again_is_recorded_once_and_one_that_is_not_finite_is_null(tmp_path: Path) -> None:
     for step, due, loss in ((0, False, float("nan")), (0, False, 2.0), (1, False, 3.0), (1, True, 1.0)):
         reporter = open_reporter(tmp_path, 9, step, due)
-        reporter.validation(1, loss, loss / 2, {"chats": loss})
+        reporter.validation(1, {"loss": loss}, loss / 2, {"chats": loss})
         reporter.close()
         found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
         values = [entry["validation_loss"] for entry in found]

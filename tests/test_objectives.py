@@ -103,9 +103,9 @@ def test_pairs_on_one_process_and_after_a_resume(world: World, tmp_path: Path) -
     run = open_split(world, make_case(), split(2), **options)
     run.step()
     save(run, tmp_path)
-    straight = [run.step().loss, run.validation_losses()[0]]
+    straight = [run.step().loss, run.validation_losses()[0]["loss"]]
     again = open_split(world, make_case(), split(2), checkpoint=tmp_path / "step-1", **options)
-    assert [again.step().loss, again.validation_losses()[0]] == straight
+    assert [again.step().loss, again.validation_losses()[0]["loss"]] == straight
 
 
 def test_pairs_on_two_processes(full: bool, tmp_path: Path) -> None:
@@ -154,8 +154,9 @@ def test_several_targets_per_token_equal_fp64(k: int, weighted: bool, memory: He
     tokens, ids, weights = torch.tensor([1, 3, 12]), torch.randint(0, 2500, (3, k)), torch.rand(3, k) / k
     ids[1, -1], factors = IGNORE, torch.tensor([1.0, 0.5, 2.0])
     found = [x.clone().requires_grad_() for x in (hidden, weight)]
-    losses = token_losses(*found, Targets(tokens, ids, weights if weighted else None), memory=memory)
     weights = weights if weighted else torch.ones_like(weights)
+    predicted = token_losses(*found, Targets(tokens, ids), memory=memory)
+    losses = (predicted.losses * weights).sum(1)
     (losses * factors).sum().backward()
     exact = [x.double().requires_grad_() for x in (hidden, weight)]
     scores = (exact[0].flatten(0, 1)[tokens] @ exact[1].T).log_softmax(-1)
@@ -163,5 +164,6 @@ def test_several_targets_per_token_equal_fp64(k: int, weighted: bool, memory: He
     wanted = -(scores.gather(1, ids.clamp(min=0)) * torch.where(known, weights, 0.0)).sum(1)
     (wanted * factors).sum().backward()
     torch.testing.assert_close(losses.double(), wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(predicted.best.double(), scores.amax(1), rtol=1e-5, atol=1e-6)
     for ours, theirs in zip(found, exact, strict=True):
         torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-4, atol=1e-6)

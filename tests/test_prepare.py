@@ -765,8 +765,8 @@ def test_a_file_that_changes_while_it_is_read_leaves_nothing(
         "template comes": partial(template.write_text, text),
         "template goes": template.unlink,
     }
-    pack = build_module.pack_rows
-    monkeypatch.setattr(build_module, "pack_rows", lambda *given: (change[what](), pack(*given))[1])
+    pack = build_module.pack_together
+    monkeypatch.setattr(build_module, "pack_together", lambda *given: (change[what](), pack(*given))[1])
     name = path.name if what == "rows change" else template.name
     with pytest.raises(UserError, match=rf"{name}: changed while it was read; start again"):
         load(path, cache_folder=cache, tokenizer=folder)

@@ -56,7 +56,9 @@ def write_run(folder: Path, steps: int = 100, loss: Callable[[int], float] = lam
     for step in range(1, steps + 1):
         reporter.after_step(step, result(step, loss(step)))
         if step % (steps // 5 or 1) == 0:
-            reporter.validation(step, 3 - step / steps, 0.5, {"web": 3.25 - step / steps, "code": 2.5 - step / steps})
+            reporter.validation(
+                step, {"loss": 3 - step / steps}, 0.5, {"web": 3.25 - step / steps, "code": 2.5 - step / steps}
+            )
     reporter.close()
     write_run_state(folder, RunState("done", 0, "", "to train on, raise training.steps or epochs", steps))
     config = load_config(["--job.config_file", str(REPO / "train_configs" / "debug.toml")])

@@ -16,6 +16,7 @@ from conftest import ASSETS, REPO
 from titan_mi100.__main__ import COMMANDS
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import LoRAConfig
+from titan_mi100.errors import Preempted
 from titan_mi100.launch import launcher as launch
 from titan_mi100.open_run import record
 from titan_mi100.open_run.start import open_run
@@ -25,7 +26,7 @@ from titan_mi100.run.next_commands import _serve, after_run, command, shown_path
 from titan_mi100.tools import exact_match, generate, inspect_data, report
 from titan_mi100.tools.convert import dcp_to_hf
 from titan_mi100.tools.pages.verdict import _STATES
-from titan_mi100.train import Preempted, train
+from titan_mi100.train import train
 from titan_mi100.watch.outcome import RunState, write_run_state
 
 PLACEHOLDERS = re.compile(r"\b(N|R|HOST|NAME)\b")  # of the tables

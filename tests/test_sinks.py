@@ -112,7 +112,7 @@ def record(
     reporter = Reporter(folder, MetricsConfig(), steps, 64, lambda *_: 1, None, "fp32", first - 1, False, opened)
     for step in range(first, last + 1):
         reporter.after_step(step, replace(RESULT, loss=loss + step / 10))
-    reporter.validation(last, loss, None, {"chats": loss})
+    reporter.validation(last, {"loss": loss}, None, {"chats": loss})
     reporter.close()
 
 

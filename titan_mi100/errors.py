@@ -14,6 +14,10 @@ class UserError(ValueError):
         return text if len(text) <= _BEGINNING + _END else f"{text[:_BEGINNING]} ... {text[-_END:]}"
 
 
+class Preempted(Exception):
+    """The run received a signal to stop. The message says what of it is saved."""
+
+
 class SaveError(RuntimeError):
     """A checkpoint could not be written. Those that were there are as before."""
 

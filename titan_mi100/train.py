@@ -21,7 +21,7 @@ from dataclasses import replace
 from titan_mi100.checkpoint.sealed import list_checkpoints
 from titan_mi100.cli import message_of
 from titan_mi100.config.settings import Config
-from titan_mi100.errors import NumericalError, SaveError, UserError
+from titan_mi100.errors import NumericalError, Preempted, SaveError, UserError
 from titan_mi100.log import log, setup_logging
 from titan_mi100.open_run.record import log_where_everything_is, step_to_use
 from titan_mi100.open_run.run import NO_FINITE_STEP, Run
@@ -37,10 +37,6 @@ from titan_mi100.trainer import peak_memory_gib
 from titan_mi100.watch.outcome import INTERRUPTED, LOST, RunState, launcher_is_told, write_run_state
 from titan_mi100.weights.convert import export
 from titan_mi100.wording import shortened, with_level
-
-
-class Preempted(Exception):
-    """The run received a signal to stop, and has saved a checkpoint; the message names it."""
 
 
 def main(config: Config, preemption: Preemption, heartbeat: Heartbeat) -> None:

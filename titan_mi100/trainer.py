@@ -30,7 +30,7 @@ class StepResult:
     first_row: int  # number of the step's first row
     next_row: int  # number of the next step's first row
     lr: float  # learning rate of the first parameter group
-    loss: float  # mean over supervised tokens
+    loss: float  # mean over what the objective counts; sft: supervised tokens
     grad_norm: float  # before clipping
     tokens: int  # real ones: no padding
     supervised: int
@@ -46,6 +46,7 @@ class StepResult:
     flags: frozenset[str] = frozenset()  # the Trainer's flags that are set on any rank
     spike_above: float | None = None  # the step is a spike: its loss is finite but above this; None: no spike
     worst_microbatches: Sequence[int] = ()  # in a spike: this rank's microbatch with the highest loss
+    measures: Mapping[str, float] = field(default_factory=dict)  # the objective's, means like the loss
     ranks: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0))  # (ranks, values): waited, own_values
 
 
@@ -135,11 +136,13 @@ class Trainer:
         gradients = model.measure_gradients()
 
         # Every rank decides from the same gathered values, a row per rank.
-        on_device = torch.stack([gradients.squares, (~gradients.finite).double(), losses.sum()])
+        on_device = torch.cat([torch.stack([gradients.squares, (~gradients.finite).double()]), losses.sum(0)])
         flags = [float(raised()) for raised in self._flags.values()]
         mine = _Gathered(self._next_counts, [peak_memory_gib(model.device)], flags, [waited, *self._own_values()])
         summed, memory, raised, own_values = mine.gather(on_device, model.device)
-        squares, not_finite, loss_sum, *self._counts = summed.sum(0).tolist()
+        squares, not_finite, loss_sum, *rest = summed.sum(0).tolist()
+        names = model.objective.measures
+        measures, self._counts = dict(zip(names, rest, strict=False)), rest[len(names) :]
         self._note("update of the weights")
         grad_norm = math.sqrt(squares) / scale
         broken = not_finite > 0 or not math.isfinite(squares + loss_sum)
@@ -154,6 +157,7 @@ class Trainer:
         if update and self._loss_scale is not None:
             self._loss_scale.after_step(overflowed)
         model.clear_gradients()
+        losses = losses[:, 0]
         nonfinite = losses.isfinite().logical_not().nonzero().flatten().tolist() if broken else []
         are_up = (raised > 0).any(0).tolist()
         return StepResult(
@@ -161,6 +165,7 @@ class Trainer:
             next_row=self._row,
             lr=self._optimizer.param_groups[0]["lr"],
             loss=loss,
+            measures={name: value * weight for name, value in measures.items()},
             grad_norm=grad_norm,
             tokens=tokens,
             supervised=supervised,

@@ -97,7 +97,7 @@ def run(
             memory = {name: tensor.clone() for name, tensor in run.model.extra_state().items()}
             record["kept"][step] = {"weights": weights, "memory": memory}
     log.removeHandler(messages)
-    return {**record, "loss on all rows": run.validation_losses()[0], "messages": messages.lines}
+    return {**record, "loss on all rows": run.validation_losses()[0]["loss"], "messages": messages.lines}
 
 
 def local(tensor: Tensor) -> Tensor:

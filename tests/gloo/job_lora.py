@@ -26,7 +26,7 @@ def run(world: World, case: dict, split: dict, folder: Path) -> dict[str, Any]:
         losses.append(result.loss)
         sent.append(result.gradient_bytes)
     state = torch.get_rng_state()
-    validation = [run.validation_losses()[0] for _ in range(2)]
+    validation = [run.validation_losses()[0]["loss"] for _ in range(2)]
     drew = not torch.equal(state, torch.get_rng_state())
     if "save" in split:
         save(run, folder / split["save"])

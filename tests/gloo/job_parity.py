@@ -21,6 +21,7 @@ from titan_mi100.config.settings import (
     LRSchedulerConfig,
     MemoryConfig,
     ModelConfig,
+    ObjectiveConfig,
     OptimizerConfig,
     ParallelismConfig,
     TrainingConfig,
@@ -55,6 +56,7 @@ def config_of(case: dict, split: dict) -> Config:
         lora=LoRAConfig(**split.get("lora", {})),
         memory=MemoryConfig(**split.get("memory", {})),
         checkpoint=CheckpointConfig(initial_load_path=split.get("load", "")),
+        objective=ObjectiveConfig(**split.get("objective", {})),
     )
 
 
@@ -120,8 +122,8 @@ def run_split(world: World, case: dict, split: dict, **options: Any) -> dict:
     run = open_split(world, case, split, **options)
     gradients = keep_gradients(run)
     result = run.step()
-    return {"loss": result.loss, "grad_norm": result.grad_norm, "gradients": gradients,
-            "supervised": result.supervised, "tokens": result.tokens}  # fmt: skip
+    return {"loss": result.loss, "measures": dict(result.measures), "grad_norm": result.grad_norm,
+            "gradients": gradients, "supervised": result.supervised, "tokens": result.tokens}  # fmt: skip
 
 
 if __name__ == "__main__":

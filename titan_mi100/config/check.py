@@ -90,6 +90,7 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
     if with_files and config.metrics.enable_wandb and not getattr(find_spec("wandb"), "origin", None):
         yield Problem("metrics.enable_wandb", "= true: wandb is not installed; pip install wandb")
     yield from (*_check_data(data), *_check_lora(config.lora), *_check_effects(config), *_check_offload(config))
+    yield from _check_objective(config)
     yield from _check_profiling(config.profiling, world_size)
     validation, best = config.validation, config.checkpoint.keep_best
     needing = {"validation.freq": validation.freq, "checkpoint.keep_best": best}
@@ -343,6 +344,7 @@ def _check_effects(config: Config) -> Iterator[Problem]:
         idle.append((f'format = "{data.format}"', "data.format", (*of_conversations, *assets.VARIABLES)))
     if data.format not in ("auto", "text") or data.prompt_column:
         idle.append((f'format = "{data.format}" or prompt_column', "data.format", ("text_column",)))
+    idle += _idle_of_objective(config)
     of_data = ("data.path", "data.source", "data.weights", "data.prompt_column")  # decide several of these
     for why, reason, keys in idle:
         section = reason.partition(".")[0]
@@ -351,6 +353,45 @@ def _check_effects(config: Config) -> Iterator[Problem]:
             if value != default:
                 what = f"= {toml_value(value)} has no effect with {why}; delete it"
                 yield Problem(f"{section}.{key}", what, (reason, *(of_data if section == "data" else ())))
+
+
+def _idle_of_objective(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """As `idle` in _check_effects, of [objective]."""
+    o = config.objective
+    of_preferences, of_teacher = ("loss", "beta", "label_smoothing", "gamma", "sft_weight"), ("teacher_weight", "rest")
+    why = f'name = "{o.name}"'
+    if o.name != "preference":
+        yield why, "objective.name", of_preferences
+    if o.name not in ("distill", "teach"):
+        yield why, "objective.name", ("teacher", *of_teacher)
+    if o.name == "preference":
+        unused = [("label_smoothing", o.preference.defaults.e), ("gamma", o.preference.defaults.gamma)]
+        yield f'loss = "{o.loss}"', "objective.loss", tuple(key for key, usual in unused if not usual)
+        if o.preference.is_paired:
+            keys = ("format", "prompt_column", "response_column", "system_column", "text_column", "loss")
+            yield "pairs of answers, which are read by their keys", "data.path", keys
+
+
+def _check_objective(config: Config) -> Iterator[Problem]:
+    o, data = config.objective, config.data
+    if o.name == "distill" and not o.teacher:
+        what = "is not set; name the folder that titan-mi100 teach has written"
+        yield Problem("objective.teacher", what, ("objective.name",))
+    for key, limit in (("label_smoothing", 0.5), ("teacher_weight", 1.0)):
+        if (value := getattr(o, key)) > limit or (key == "label_smoothing" and value == limit):
+            yield Problem(f"objective.{key}", f"= {value} must be {'less than' if limit < 1 else 'at most'} {limit}")
+    if o.name != "sft" and any(assets.is_corpus(path) for source in data.sources for path in source.path):
+        what = f'= "{o.name}" learns from rows, and a source is a corpus of prepare_corpus; name its files instead'
+        yield Problem("objective.name", what, ("data.path", "data.source"))
+    if o.answers and config.lora.dropout:
+        what = "disturbs the sums that preferences compare; set it to 0"
+        yield Problem("lora.dropout", f"= {config.lora.dropout} {what}", ("objective.name",))
+    if o.answers and data.overlong in ("truncate", "split"):
+        what = f'= "{data.overlong}" would cut answers, which preferences compare as wholes; use drop or error'
+        yield Problem("data.overlong", what, ("objective.name",))
+    if o.answers and data.earlier_thinking == "unroll":
+        what = '= "unroll" makes several documents of an answer; use template, mask or context'
+        yield Problem("data.earlier_thinking", what, ("objective.name",))
 
 
 def _check_offload(config: Config) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ from titan_mi100.config.kernels import AUTO, KERNELS
 from titan_mi100.config.layout import AXES, SCHEDULES, Batch, Layout, resolve_batch, resolve_layout
 from titan_mi100.config.problem import ConfigError, Problem
 from titan_mi100.errors import did_you_mean
+from titan_mi100.losses import LOSSES, Factors, Loss
 from titan_mi100.shapes import families
 from titan_mi100.shapes.base import ALL_LINEAR, ModelSpec, differences
 from titan_mi100.text import assets
@@ -316,6 +317,42 @@ class LoRAConfig:
 
 
 @dataclass(frozen=True)
+class ObjectiveConfig:
+    name: str = _key("sft", "what is learned (docs/PREFERENCES.md)", choices=("sft", "preference", "distill"))
+    loss: str = _key("dpo", "of preferences", choices=tuple(LOSSES))
+    beta: float = _key(0.0, "strength of the preference loss; 0: that of its paper, for dpo 0.1")
+    label_smoothing: float = _key(0.0, "cdpo: share of the pairs that are the wrong way round; 0: 0.1")
+    gamma: float = _key(-1.0, "simpo: the margin that is aimed at; -1: 1.0", low=-1)
+    sft_weight: float = _key(0.0, "of a further term: minus log p per token of the chosen answer")
+    teacher: str = _key("", "distill: the folder that titan-mi100 teach has written", path=True)
+    teacher_weight: float = _key(0.5, "share of KL(teacher || model) in the loss; the rest: the labels' cross-entropy")
+    rest: str = _key(
+        "bucket",
+        "ids that the teacher's folder lacks: one bucket of their probability; renormalise: left out",
+        choices=("bucket", "renormalise"),
+    )
+
+    @property
+    def preference(self) -> Loss:
+        return LOSSES[self.loss]
+
+    @property
+    def factors(self) -> Factors:
+        usual = self.preference.defaults
+        gamma = usual.gamma if self.gamma == -1 else self.gamma
+        return Factors(self.beta or usual.beta, gamma, self.label_smoothing or usual.e)
+
+    @property
+    def answers(self) -> str:
+        """The kind of rows that it needs: "" conversations or texts, "pairs" of answers, "labels": answers with one."""
+        return "" if self.name != "preference" else "pairs" if self.preference.is_paired else "labels"
+
+    @property
+    def has_reference(self) -> bool:
+        return self.name == "preference" and self.preference.has_reference
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     initial_load_path: str = _key(
         "",
@@ -396,6 +433,7 @@ class Config:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)

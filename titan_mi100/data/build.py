@@ -15,11 +15,12 @@ import numpy as np
 
 from titan_mi100.cli import version_of
 from titan_mi100.config.settings import DataConfig
+from titan_mi100.data.answers import PAIRS
 from titan_mi100.data.cache import Stamp, content_hash
 from titan_mi100.data.encode import Chunk, Encoder, Source
 from titan_mi100.data.formats import choose_format
 from titan_mi100.data.ledger import Ledger
-from titan_mi100.data.packing import Packing, pack_rows
+from titan_mi100.data.packing import Packing, pack_together
 from titan_mi100.data.prepared import DataFacts, SetFacts, write_meta
 from titan_mi100.data.sets import HELD_OUT, choose_sets, file_sources, patterns, set_name
 from titan_mi100.data.tokenise import tokenise
@@ -63,6 +64,7 @@ class DataRequest:
     tokenizer_path: str
     chat_template: str
     seq_len: int
+    answers: str = ""  # see ObjectiveConfig.answers
 
     def inputs(self, cache: Path) -> Inputs:
         """Hash the files. Raises UserError: one cannot be read, or it changes while it is hashed."""
@@ -78,6 +80,7 @@ class DataRequest:
                 raise UserError(f"{name}: cannot be read: {error.strerror}") from None
         # cache_folder and workers do not change the result, so they are not part of the key
         options = {**asdict(self.config), "cache_folder": "", "workers": 0, "seq_len": self.seq_len}
+        options |= {"answers": self.answers} if self.answers else {}
         code = [CODE_HASH, *map(version_of, LIBRARIES), sys.version_info[:2]]  # Python's version: its Unicode tables
         hashes = [stamps[name][0] for name in names]
         follows_from = [options, hashes, self.files, [file.name for file in settings], code]
@@ -109,9 +112,12 @@ def make_folder(folder: Path, request: DataRequest, inputs: Inputs) -> None:
     facts = None
     refusal = ledger.refusal(config) or _empty_set_problem(request, ledger, sets) or _lost_share_problem(ledger, config)
     if not refusal:
-        counts, fingerprints, plan = _pack_sets(folder, sets, tokens, ledger, (request.seq_len, tokenizer.pad_token_id))
+        shape, together = (request.seq_len, tokenizer.pad_token_id), 2 if request.answers == PAIRS else 1
+        counts, fingerprints, plan = _pack_sets(folder, sets, tokens, ledger, shape, together)
         np.save(folder / "documents.npy", tokens.starts)
         np.save(folder / "document_lines.npy", tokens.records)
+        if request.answers:
+            np.save(folder / "labels.npy", tokens.labels)
         np.save(folder / "lines.npy", np.column_stack([records[name] for name in ("file", "line", "element")]))
         in_sets = [f"{name}: {_describe(count, request.seq_len)}" for name, count in counts.items()]
         chosen = np.any([mask for name, mask in sets.items() if name.startswith("train")], axis=0)
@@ -140,30 +146,32 @@ def make_folder(folder: Path, request: DataRequest, inputs: Inputs) -> None:
 
 def open_files(request: DataRequest) -> tuple[list[Source], Encoder]:
     """The files with their formats, and what encodes their records. Raises UserError: a file or a setting is wrong."""
-    config, tokenizer = request.config, load_tokenizer(request.tokenizer_path)
-    sources = [
-        Source(file, number, choose_format(file, replace(config, format=pattern.format)), os.path.getsize(file), {})
-        for number, (pattern, files) in enumerate(zip(patterns(config), request.files, strict=True))
-        for file in files
-    ]
+    config, tokenizer, answers = request.config, load_tokenizer(request.tokenizer_path), request.answers
+    sources = []
+    for number, (pattern, files) in enumerate(zip(patterns(config), request.files, strict=True)):
+        own = replace(config, format=pattern.format)
+        sources += [
+            Source(file, number, choose_format(file, own, answers), os.path.getsize(file), {}) for file in files
+        ]
     template = _load_template(request, sources, tokenizer)
     return sources, Encoder(tokenizer, template, config, request.seq_len)
 
 
 def _pack_sets(
-    folder: Path, sets: dict[str, np.ndarray], tokens: "_Tokens", ledger: Ledger, shape: tuple[int, int]
+    folder: Path, sets: dict[str, np.ndarray], tokens: "_Tokens", ledger: Ledger, shape: tuple[int, int], together: int
 ) -> tuple[dict[str, SetFacts], list[str], str]:
     """Pack each set into rows of its own, and write the packing plans.
 
     Args:
         shape: (seq_len, token id of the padding).
+        together: documents of a record that share a row.
 
     Returns:
         The sets' counts; per training source the fingerprint of its rows; the fingerprint of all rows.
     """
     counts, fingerprints, plan = dict[str, SetFacts](), list[str](), hashlib.sha256()
     for name, chosen in sets.items():
-        packing = _pack(tokens, chosen, shape[0])
+        packing = _pack(tokens, chosen, shape[0], together)
         np.save(folder / f"{name}_starts.npy", packing.starts)
         np.save(folder / f"{name}_documents.npy", packing.documents)
         counts[name] = _count(packing, tokens, ledger, chosen)
@@ -200,6 +208,7 @@ class _Tokens(NamedTuple):
     starts: np.ndarray  # (documents + 1,) int64: index of each document's first token, then the number of tokens
     records: np.ndarray  # (documents,) int64: the line of the ledger that each document comes from
     supervised_bytes: np.ndarray  # (documents,) int64: UTF-8 bytes of its supervised tokens
+    labels: np.ndarray  # (documents,) int8, see Chunk.labels
     # per source a hashlib object over the token values of its training files; the last one: of the held-out files
     digests: list[Any]
 
@@ -212,26 +221,29 @@ def _tokenise_all(
     ledger = Ledger(sources, [pattern.path for pattern in all_patterns])
     digests = [hashlib.sha256() for _ in [*file_sources(config), HELD_OUT]]  # index -1 is HELD_OUT
     lengths, supervised_bytes = [np.zeros(1, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+    labels = [np.zeros(0, dtype=np.int8)]
     size = sum(source.bytes for source in sources)
     with path.open("wb") as out, ByteProgress("preparing data", size) as progress:
         for chunk in tokenise(sources, encoder, config.workers, progress.advance):
             ledger.add(chunk)
             lengths.append(chunk.lengths)
             supervised_bytes.append(_supervised_bytes(chunk, token_sizes))
+            labels.append(chunk.labels)
             values = chunk.values.tobytes()
             out.write(values)
             digests[all_patterns[sources[chunk.records["file"][0]].pattern].source].update(values)
     ledger.close()
     records = np.repeat(np.arange(len(ledger.records)), ledger.records["documents"])
-    return ledger, _Tokens(np.cumsum(np.concatenate(lengths)), records, np.concatenate(supervised_bytes), digests)
+    starts, of_documents = np.cumsum(np.concatenate(lengths)), np.concatenate(supervised_bytes)
+    return ledger, _Tokens(starts, records, of_documents, np.concatenate(labels), digests)
 
 
-def _pack(tokens: _Tokens, chosen: np.ndarray, seq_len: int) -> Packing:
+def _pack(tokens: _Tokens, chosen: np.ndarray, seq_len: int, together: int) -> Packing:
     """Pack the documents of a set. Args: chosen: (records,) bool, the records in the set."""
     documents = np.flatnonzero(chosen[tokens.records])
     if len(documents) > _MANY_DOCUMENTS:
         log.info(f"packing {len(documents):,} documents into rows of {seq_len:,} tokens")
-    packing = pack_rows(np.diff(tokens.starts)[documents], seq_len)
+    packing = pack_together(np.diff(tokens.starts)[documents], seq_len, together)
     return Packing(packing.starts, documents[packing.documents])
 
 

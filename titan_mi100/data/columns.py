@@ -88,7 +88,7 @@ def check_keys(form: str, row: Row, unread: Set[str]) -> None:
     if meant := unread & meaningful:
         where = f"{listed(meant)} in a row of format {form}"
         if meant & preferences:
-            raise BadRecord("preference", f"{where}; keep only the answers to learn, then delete the key")
+            raise BadRecord("preference", f'{where}; to train on preferences, set [objective] name = "preference"')
         raise BadRecord("unknown key", f"{where}; {TO_IGNORE}")
 
 

@@ -24,7 +24,7 @@ _HARMLESS = {
 }
 # Keys whose values are messages, content parts or tool calls. In a tool call only keys that the user names are dropped,
 # because `id` and `index` of a call mean something there.
-_HOLD_MESSAGES = {"messages", "conversations", "prompt", "completion", "content"}
+_HOLD_MESSAGES = {"messages", "conversations", "prompt", "completion", "chosen", "rejected", "content"}
 _HOLD_CALLS = {"tool_calls", "function"}
 
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titan_mi100.config.settings import DataConfig
+from titan_mi100.data.answers import EARLIER, SAME, differs_early
 from titan_mi100.data.columns import Findings
 from titan_mi100.data.conversation import with_system_prompt
 from titan_mi100.data.files import Record
@@ -53,6 +54,7 @@ RECORD = np.dtype(
         ("lost", np.int64),  # how many of these seq_len cut off
         ("supervised", np.int64),  # supervised tokens of its documents
         ("documents", np.int64),  # number of documents made of it
+        ("shared", np.int64),  # tokens that both answers of a pair begin with
         ("thinking", np.int8),  # whether its last answer is learned with thinking, see `Encoded.thinking`
         ("kind", np.uint16),  # index of the reason in the ledger's kinds; 0: no reason
         ("hash", np.uint64, 2),  # hash of the content
@@ -76,6 +78,7 @@ class Chunk(NamedTuple):
     records: np.ndarray  # (records,) RECORD
     reasons: dict[int, tuple[str, str]]  # index in the chunk -> kind and detail, for records that have a reason
     lengths: np.ndarray  # (documents,) int64: tokens
+    labels: np.ndarray  # (documents,) int8: of an answer 1 (wanted) or -1; 0: of no preference
     values: np.ndarray  # (tokens of all documents,) uint32, as made by `document_values`
     findings: Findings
 
@@ -89,7 +92,7 @@ def encode_records(encoder: "Encoder", form: Format, file: int, records: list[Re
 
     A record that is refused becomes REJECTED with its reason; nothing is raised, so that all are reported at once.
     """
-    found, reasons, documents, findings = [], {}, [], Findings()
+    found, reasons, documents, labels, findings = [], {}, [], list[int](), Findings()
     for place, record in enumerate(records):
         digest, made = bytes(16), Encoded(REJECTED, [], 0)
         findings.record = place
@@ -105,12 +108,13 @@ def encode_records(encoder: "Encoder", form: Format, file: int, records: list[Re
         supervised = sum(map(supervised_tokens, made.documents))
         # In the order of RECORD's fields. "set" and "kind" are 0 here; the ledger fills them in.
         line = (record.number, record.element, made.status, 0, made.tokens, made.lost, supervised)
-        more = (len(made.documents), made.thinking, 0)
+        more = (len(made.documents), made.shared, made.thinking, 0)
         found.append((file, *line, *more, (int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big"))))
         documents += made.documents
+        labels += made.labels or (0,) * len(made.documents)
     lengths = np.array(list(map(len, documents)), dtype=np.int64)
     values = np.concatenate([np.zeros(0, np.uint32), *documents])
-    return Chunk(np.array(found, RECORD), reasons, lengths, values, findings)
+    return Chunk(np.array(found, RECORD), reasons, lengths, np.array(labels, np.int8), values, findings)
 
 
 class Encoded(NamedTuple):
@@ -123,6 +127,8 @@ class Encoded(NamedTuple):
     detail: str = ""  # the reason for this record
     lost: int = 0  # tokens that seq_len cut off
     thinking: int = 0  # 1: thinking is supervised; -1: the answer is, after an empty think block; 0: neither
+    labels: tuple[int, ...] = ()  # of the documents, see Chunk.labels
+    shared: int = 0  # tokens that both answers of a pair begin with
 
 
 class Encoder:
@@ -140,6 +146,8 @@ class Encoder:
             BadRecord: the template refuses the conversation, nothing in the record is supervised, or the record is
                 longer than seq_len under data.overlong = "error".
         """
+        if example.rejected or example.label:
+            return self._answers(example)
         lost, thinking, joined, why_nothing = 0, 0, False, "a row needs at least one supervised token after its first"
         if example.messages is not None:
             documents, lost, thinking, joined = self._conversation(example.messages, example.tools)
@@ -158,8 +166,40 @@ class Encoder:
             return encoded._replace(kind=JOINED, detail="its first line breaks or spaces join those before it")
         return encoded
 
+    def _answers(self, example: Example) -> Encoded:
+        """A pair of answers or an answer with a label: a document each, never cut."""
+        given = [messages for messages in (example.messages, example.rejected) if messages]
+        if len(given) != 1 + (example.rejected is not None):
+            raise BadRecord("not a conversation", "preferences are of answers to prompts, not of texts or tokens")
+        found = [self._conversation(messages, example.tools) for messages in given]
+        thinking = [each[2] for each in found]
+        if {*thinking} == {1, -1}:  # one thinks: that the other does not is a part of its answer, too
+            found = [self._conversation(messages, example.tools, empty_think=True) for messages in given]
+        documents = [document for each in found for document in each[0]]
+        if len(documents) != len(given) or not all(map(supervised_tokens, documents)):
+            raise BadRecord("nothing is supervised", "an answer has no text that the template shows")
+        lengths, shared = list(map(len, documents)), 0
+        if example.rejected:
+            least = min(lengths)
+            same = documents[0][:least] == documents[1][:least]
+            shared = least if same.all() else int(same.argmin())
+            if not example.idle and shared == max(lengths):
+                example = example._replace(idle=SAME)
+        made = Encoded(DROPPED, [], sum(lengths), example.idle, thinking=thinking[0])
+        if example.idle:
+            return made
+        if sum(lengths) > self._seq_len:
+            detail = f"{' + '.join(map(str, lengths))} tokens, seq_len is {self._seq_len:,}"
+            if self._config.overlong == "error":
+                raise BadRecord(OVERLONG, f"{detail}; raise it, or set data.overlong to drop")
+            return made._replace(kind=OVERLONG, detail=detail, lost=sum(lengths))
+        early = example.rejected and differs_early(example.messages or [], example.rejected)
+        kind = EARLIER if early else LOST_REASONING if any(each[1] for each in found) else JOINED if found[0][3] else ""
+        labels = (1, -1) if example.rejected else (example.label,)
+        return made._replace(status=KEPT, documents=documents, kind=kind, labels=labels, shared=shared)
+
     def _conversation(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, empty_think: bool = False
     ) -> tuple[list[np.ndarray], int, int, bool]:
         """Render, supervise and tokenise a conversation.
 
@@ -173,7 +213,7 @@ class Encoder:
         messages = with_system_prompt(messages, config.system_prompt)
         calls = (call.get("function") or call for message in messages for call in message.get("tool_calls", ()))
         texts = [call["arguments"] for call in calls if isinstance(call["arguments"], str)]
-        how = (config.loss, config.empty_think == "supervised", config.earlier_thinking)
+        how = (config.loss, empty_think or config.empty_think == "supervised", config.earlier_thinking)
         try:
             supervised = supervise(self._template, messages, *how, **variables)
         except UserError as error:

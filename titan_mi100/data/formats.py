@@ -1,4 +1,6 @@
-"""The seven formats of training records. Each record is read into an Example, or refused with the reason."""
+"""The seven formats of training records, and those of preferences (answers.py). Each record is read into an Example,
+or refused with the reason.
+"""
 
 import functools
 import hashlib
@@ -6,11 +8,12 @@ import json
 import shlex
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.config.settings import DataConfig
+from titan_mi100.data.answers import LABEL_KEYS, LABELS, OPTIONAL, PAIR_KEYS, PAIRS, label_of, read_pair
 from titan_mi100.data.columns import Findings, check_keys, check_unused, follow_masks
 from titan_mi100.data.conversation import (
     Message,
@@ -44,6 +47,9 @@ class Example(NamedTuple):
     text: str | None = None
     input_ids: list[int] | None = None
     labels: list[int] | None = None  # per id: IGNORE, or the id itself (not shifted); None: all ids are learned
+    rejected: list[Message] | None = None  # of a pair; `messages` has the chosen answer
+    label: int = 0  # of a single answer: 1 wanted, -1 not
+    idle: str = ""  # why a pair teaches nothing
 
     def tokens(self) -> tuple[list[int], list[bool]]:
         """Of a record that is tokenised already: its ids, and which of them are learned."""
@@ -86,7 +92,7 @@ class Format:
         row = drop_keys({key: value for key, value in row.items() if key not in ignored}, ignored, in_messages)
         findings.ignored.update({f"{key} in messages": number for key, number in in_messages.items()})
         example = self.read(row)
-        settle_nulls(example.messages or [], nulls, findings.nulls)
+        settle_nulls([*(example.messages or []), *(example.rejected or [])], nulls, findings.nulls)
         if example.input_ids is None:
             check_unused(self.name, row, self.keys | self.optional, unread - ignored, findings)
         return example
@@ -94,22 +100,28 @@ class Format:
 
 def example_hash(example: Example) -> bytes:
     """A hash of 16 bytes. The order of keys does not matter; 1 and 1.0 differ, because templates render them so."""
-    return hashlib.blake2b(_CANONICAL.encode(example).encode(), digest_size=16).digest()
+    told = example if example.rejected or example.label else example[:5]  # as before there were preferences
+    return hashlib.blake2b(_CANONICAL.encode(told).encode(), digest_size=16).digest()
 
 
 _CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"), check_circular=False)
 
 
-def choose_format(path: str, config: DataConfig) -> Format:
+def choose_format(path: str, config: DataConfig, answers: str = "") -> Format:
     """The format of a file's records. `auto` decides by the keys of the first readable record.
 
     Args:
         path: the file; it is read only if the config does not determine the format.
         config: already validated, so its columns are consistent with each other and with its format.
+        answers: see ObjectiveConfig.answers.
 
     Raises:
         UserError: the keys fit no known format.
     """
+    if answers == PAIRS:
+        return Format("pairs", "chosen and rejected", _read_pair, PAIR_KEYS, OPTIONAL)
+    if answers == LABELS:
+        return _labelled(choose_format(path, config))
     name, prompt_column, text_column = config.format, config.prompt_column, config.text_column
     if name == "auto" and prompt_column:
         name = "columns"
@@ -181,7 +193,7 @@ def _with_system(messages: list[Message], record: dict[str, Any], name: str) -> 
     """Put the text of the record's key `name`, if any, before the messages as a system message."""
     if record.get(name) is None or not _text(record, name).strip():
         return messages
-    if messages[0]["role"] == "system":
+    if messages and messages[0]["role"] == "system":
         raise BadRecord("two system messages", f"one is {name}, the other the first message; delete one")
     return [{"role": "system", "content": record[name]}, *messages]
 
@@ -229,6 +241,11 @@ def _read_alpaca(record: dict[str, Any]) -> Example:
     prompt, response = _text(record, "instruction"), _answer(record, "output")
     if record.get("input") is not None and _text(record, "input").strip():
         prompt += "\n" + record["input"]  # the chat template replaces Alpaca's own prompt text
+    return Example(_with_system(_history(record) + _turn(prompt, response), record, "system"))
+
+
+def _history(record: dict[str, Any]) -> list[Message]:
+    """The rounds before the last one, as Alpaca's key `history` has them."""
     messages: list[Message] = []
     history = [] if record.get("history") is None else record["history"]
     for number, pair in enumerate(expect(history, list, "history must be a list of pairs"), 1):
@@ -239,7 +256,31 @@ def _read_alpaca(record: dict[str, Any]) -> Example:
         if not pair[1].strip():
             raise BadRecord("nothing to learn", f"history, pair {number}: the answer is blank")
         messages += _turn(*pair)
-    return Example(_with_system(messages + _turn(prompt, response), record, "system"))
+    return messages
+
+
+def _read_pair(record: dict[str, Any]) -> Example:
+    chosen, rejected, tools, why = read_pair(record, _prompt_of_pair, _sharegpt_message)
+    return Example(check_order(chosen), tools, rejected=rejected, idle=why)
+
+
+def _prompt_of_pair(record: dict[str, Any]) -> list[Message]:
+    """The messages that texts make: system, history, and the prompt, if it is a text."""
+    texts = [record[name] for name in ("prompt", "question", "instruction") if isinstance(record.get(name), str)]
+    if texts and record.get("input") is not None and _text(record, "input").strip():
+        texts[0] += "\n" + record["input"]
+    messages = _history(record) + [{"role": "user", "content": text} for text in texts]
+    return _with_system(messages, record, "system")
+
+
+def _labelled(form: Format) -> Format:
+    """The same format, whose rows also have a label of the answer."""
+
+    def read(record: dict[str, Any]) -> Example:
+        label, key = label_of(record)
+        return form.read({name: value for name, value in record.items() if name != key})._replace(label=label)
+
+    return replace(form, read=read, optional=form.optional | {*LABEL_KEYS})
 
 
 def _read_prompt_completion(record: dict[str, Any]) -> Example:

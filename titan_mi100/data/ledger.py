@@ -167,6 +167,9 @@ class Ledger:
             plural = "s" * (len(of_status) != 1)
             line = f"  {name}: {len(of_status):,} row{plural}, {int(tokens[of_status].sum()):,} tokens"
             lines.append(line + (f" ({reasons}{first})" if reasons or first else ""))
+        if shared := int(self.records["shared"].sum()):
+            what = f"{shared:,} of {int(tokens[statuses == KEPT].sum()):,} tokens are prompts that both answers repeat"
+            lines.append(f"  pairs: {what}; one copy of each would save {shared / tokens[statuses == KEPT].sum():.0%}")
         if self._findings.ignored:
             counted = sorted(self._findings.ignored.items(), key=lambda item: (-item[1], item[0]))
             keys = some((f"{listed([key])}: {number:,}" for key, number in counted), _IGNORED_SHOWN)

@@ -27,7 +27,7 @@ def packed(
 
     Args:
         documents: each (ids, supervised), two (tokens,) arrays.
-        together: documents of a record, see Objective.together.
+        together: documents of a record, see packing.pack_together.
     """
     values = [document_values(ids, supervised) for ids, supervised in documents]
     lengths = np.array([len(ids) for ids in values], dtype=np.int64)

@@ -47,7 +47,8 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
     path, seq_len, data = config.tokenizer_path(), config.training.seq_len, None
     try:
         if patterns(config.data):
-            data = prepare_data(config.data, path, config.model.chat_template, seq_len, patience)
+            shape = config.model.chat_template, seq_len
+            data = prepare_data(config.data, path, *shape, patience, config.objective.answers)
     except RefusedData as error:
         if folder is None:
             raise
@@ -88,7 +89,7 @@ def _fingerprint(tokenizer_path: str, cache: Path) -> str:
 
 
 def prepare_data(
-    config: DataConfig, tokenizer_path: str, chat_template: str, seq_len: int, patience: float = 0
+    config: DataConfig, tokenizer_path: str, chat_template: str, seq_len: int, patience: float = 0, answers: str = ""
 ) -> Prepared:
     """Open the prepared folder of these settings and files; build it first if it is missing.
 
@@ -97,13 +98,14 @@ def prepare_data(
         chat_template: a Jinja file that replaces the tokenizer's own template, or "".
         seq_len: tokens per row.
         patience: seconds to wait for another process to begin, before this one builds the folder itself.
+        answers: see ObjectiveConfig.answers.
 
     Raises:
         RefusedData: bad records, or nothing to train on. The refusal is stored until a file or a setting changes.
         UserError: a file cannot be read, or the cache cannot be written.
     """
     files = expand_patterns([pattern.path for pattern in patterns(config)])
-    request = DataRequest(config, files, tokenizer_path, chat_template, seq_len)
+    request = DataRequest(config, files, tokenizer_path, chat_template, seq_len, answers)
     cache = cache_folder(config)
 
     def make(aside: Path) -> None:

@@ -7,6 +7,7 @@ A set holds what one source trains or validates on: `train` and `validation`; wi
 | tokens.bin | uint32 values of all documents, concatenated |
 | documents.npy | index of each document's first value |
 | lines.npy, document_lines.npy | the `Origins` of the documents |
+| labels.npy | preferences only: 1 (wanted) or -1 of each document |
 | SET_starts.npy, SET_documents.npy | the `Packing` of each set |
 | ledger.csv | the outcome of every input row, for people |
 | meta.json | facts, and the hashes of all other files |
@@ -56,6 +57,7 @@ class DocumentTable:
     values: np.ndarray  # (tokens,) uint32, as made by encode.document_values
     starts: np.ndarray  # (documents + 1,) int64
     origins: Origins | None = None  # None: synthetic, for a test or a benchmark
+    labels: np.ndarray | None = None  # (documents,) int8, of preferences
 
     def __getitem__(self, number: int) -> np.ndarray:
         return self.values[self.starts[number] : self.starts[number + 1]]
@@ -262,7 +264,9 @@ def _open_files(folder: Path, facts: DataFacts, verified_path: Callable[[str], P
         return SourceRows(name, PackedDataset(documents, packing, *shape), facts.sets[name], fingerprint)
 
     values, shape = np.memmap(verified_path("tokens.bin"), np.uint32, mode="r"), (facts.seq_len, facts.pad_id)
-    documents = DocumentTable(values, load("documents"), Origins(facts.files, load("lines"), load("document_lines")))
+    labels = load("labels") if (folder / "labels.npy").exists() else None
+    origins = Origins(facts.files, load("lines"), load("document_lines"))
+    documents = DocumentTable(values, load("documents"), origins, labels)
     names, count = list(facts.sets), len(facts.fingerprints)
     train = list(map(packed, names[:count], facts.fingerprints))
     return Prepared(folder, train, list(map(packed, names[count:])), facts)

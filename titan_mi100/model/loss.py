@@ -54,12 +54,24 @@ class Targets(NamedTuple):
         tokens: (n,), n > 0: their positions in the flattened batch. The host computes it; counting labels on the device
             would make the host wait for it.
         ids: (n, k): k token ids for each; k = 1: its label. IGNORE: no id.
-        weights: (n, k), of the ids; None: 1 for each.
     """
 
     tokens: Tensor
     ids: Tensor
-    weights: Tensor | None = None
+
+
+class Predicted(NamedTuple):
+    """What the model predicts for tokens, in fp32 or fp64.
+
+    Attributes:
+        losses: (n, k): minus the log probability of each of a token's ids; 0 for IGNORE.
+        best: (n,): log probability of the likeliest id. It has no gradient.
+        known: (n, k) bool: not IGNORE.
+    """
+
+    losses: Tensor
+    best: Tensor
+    known: Tensor
 
 
 def of_labels(labels: Tensor, tokens: Tensor) -> Targets:
@@ -73,8 +85,8 @@ def token_losses(
     targets: Targets,
     group: dist.ProcessGroup | None = None,
     memory: HeadMemory = HeadMemory(),
-) -> Tensor:
-    """The cross-entropy of each token: minus the weighted sum of its targets' log probabilities.
+) -> Predicted:
+    """The cross-entropy of each token with each of its targets.
 
     Args:
         hidden: (batch, seq, H), after the final norm.
@@ -83,21 +95,20 @@ def token_losses(
             rank's shard, (V / ranks, H). The gradient of `hidden` is then a partial sum; the caller sums it over ranks.
         memory: how many logits are held; it changes results only by rounding.
 
-    Returns:
-        (n,), in fp32 or fp64.
-
-    The head runs only on these tokens. An id IGNORE has weight zero. A batch without supervised tokens passes one such
+    The head runs only on these tokens. A batch without supervised tokens passes one such
     token, so backward reaches the same parameters on every rank and every rank starts the same collectives.
     """
     chosen = hidden.flatten(0, 1)[targets.tokens]
-    return _BlockedCrossEntropy.apply(chosen, weight, targets.ids, targets.weights, group, memory)
+    losses, best = _BlockedCrossEntropy.apply(chosen, weight, targets.ids, group, memory)
+    return Predicted(losses, best, targets.ids != IGNORE)
 
 
 def head_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, tokens: Tensor, columns: Any = None, **options: Any
 ) -> Tensor:
     """The losses of labels, summed: (1,), not 0-dim, which would break the pipeline schedules. See decoder.HeadLoss."""
-    return token_losses(hidden, weight, of_labels(labels, tokens), **options).sum(dim=0, keepdim=True)
+    losses = token_losses(hidden, weight, of_labels(labels, tokens), **options).losses
+    return losses[:, 0].sum(dim=0, keepdim=True)
 
 
 class _BlockedCrossEntropy(torch.autograd.Function):
@@ -113,22 +124,20 @@ class _BlockedCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         ids: Tensor,
-        weights: Tensor | None,
         group: dist.ProcessGroup | None,
         memory: HeadMemory,
-    ) -> Tensor:  # (n, H), (V, H), (n, k), (n, k) -> (n,)
+    ) -> tuple[Tensor, Tensor]:  # (n, H), (V, H), (n, k) -> (n, k), (n,)
         known = ids != IGNORE
         ids = ids if group is None else ids - dist.get_rank(group) * len(weight)  # columns of this shard
         blocks = _Blocks(hidden, weight, memory)
-        # Online softmax, all (n,): the maximum so far, the sum of exp(logit - maximum), and the ids' logits. A new
-        # maximum rescales the sum, so one pass over the blocks is enough.
+        # Online softmax: the maximum so far and the sum of exp(logit - maximum), (n,), and the ids' logits, (n, k). A
+        # new maximum rescales the sum, so one pass over the blocks is enough.
         highest = torch.full(ids.shape[:1], -torch.inf, dtype=blocks.wide, device=hidden.device)
-        total, target = torch.zeros_like(highest), torch.zeros_like(highest)
+        total, target = torch.zeros_like(highest), highest.new_zeros(ids.shape)
         for start, stop in blocks:
             logits = blocks.widened(blocks.compute(blocks.weight(start, stop), start))
             inside, column = _columns(ids, start, stop)
-            chosen = torch.where(inside, logits.gather(1, column), 0.0)
-            target += (chosen if weights is None else chosen * weights).sum(1)
+            target += torch.where(inside, logits.gather(1, column), 0.0)
             raised = torch.maximum(highest, logits.amax(dim=1))
             total.mul_(highest.sub_(raised).exp_()).add_(blocks.exponential(logits, raised).sum(dim=1))
             highest = raised
@@ -139,33 +148,37 @@ class _BlockedCrossEntropy(torch.autograd.Function):
             dist.all_reduce(total, group=group)
             dist.all_reduce(target, group=group)  # of each id, it is zero except on the rank whose shard has it
         log_sum = highest + total.log()
-        ctx.save_for_backward(hidden, weight, ids, weights, known, log_sum)
+        ctx.save_for_backward(hidden, weight, ids, known, log_sum)
         blocks.holds_logits = blocks.keeps_logits
         ctx.blocks, ctx.memory = blocks if blocks.keeps_logits else None, memory
-        total_weight = known.sum(1) if weights is None else torch.where(known, weights, 0.0).sum(1)
-        return torch.where(known.any(1), log_sum * total_weight - target, 0.0)
+        best = highest - log_sum
+        ctx.mark_non_differentiable(best)
+        return torch.where(known, log_sum[:, None] - target, 0.0), best
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden, weight, ids, weights, known, log_sum = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, ids, known, log_sum = ctx.saved_tensors
         # ctx.blocks is None if no logits are kept, and when a zero-bubble pipeline calls backward a second time.
         blocks: _Blocks = ctx.blocks or _Blocks(hidden, weight, ctx.memory)
-        scale = torch.where(known.any(1), grad, 0.0)[:, None]  # (n, 1)
-        shares = known.to(log_sum.dtype) if weights is None else torch.where(known, weights, 0.0)  # (n, k)
+        grad = torch.where(known, grad, 0.0)  # (n, k)
+        # One id: its gradient scales the whole row at the end, which rounds once.
+        scale, shares = (grad, known.to(grad.dtype)) if ids.shape[1] == 1 else (None, grad)
         grad_hidden = torch.zeros(hidden.shape, dtype=log_sum.dtype, device=hidden.device)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # None: the head is frozen
         rows = torch.arange(len(ids), device=ids.device)[:, None].expand(ids.shape)
         for start, stop in blocks:
             part = blocks.weight(start, stop)
             logits = blocks.place(start, stop) if blocks.holds_logits else blocks.compute(part, start)
-            # d loss / d logit = total weight x softmax - weight x one_hot(id), here (n, block)
+            # d loss / d logit = sum of the gradients x softmax - gradient x one_hot(id), here (n, block)
             delta = blocks.widened(logits).sub_(log_sum[:, None]).exp_()
             inside, column = _columns(ids, start, stop)
-            if ids.shape[1] > 1 or weights is not None:
-                delta.mul_(shares.sum(1, keepdim=True))
+            if scale is None:
+                delta.mul_(grad.sum(1, keepdim=True))
             delta.index_put_((rows, column), -torch.where(inside, shares, 0.0).to(delta.dtype), accumulate=True)
-            delta = delta.mul_(scale) if logits.dtype == delta.dtype else logits.copy_(delta.mul_(scale))
+            if scale is not None:
+                delta.mul_(scale)
+            delta = delta if logits.dtype == delta.dtype else logits.copy_(delta)
             if delta.dtype == grad_hidden.dtype:
                 grad_hidden.addmm_(delta, part)
             else:
@@ -176,7 +189,7 @@ class _BlockedCrossEntropy(torch.autograd.Function):
                 grad_weight[start:stop] = delta.t() @ hidden
         # Free the kept logits now: a pipeline holds its outputs, and through them ctx, until the step ends.
         ctx.blocks = None
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None
 
 
 class _Blocks:
@@ -234,3 +247,45 @@ class _Blocks:
 def _columns(ids: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
     """Whether each id is in the block, (n, k) bool, and its column in the block, (n, k); clamped for other ids."""
     return (ids >= start) & (ids < stop), (ids - start).clamp(0, stop - start - 1)
+
+
+@torch.no_grad()
+def likeliest(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    best: Tensor,
+    k: int,
+    group: dist.ProcessGroup | None = None,
+    memory: HeadMemory = HeadMemory(),
+) -> tuple[Tensor, Tensor]:
+    """The k likeliest ids to follow each token, and their log probabilities: (n, k) int64, (n, k), best first.
+
+    Args:
+        best: Predicted.best of these tokens.
+
+    Others: see token_losses. Of equal logits any may be taken where only some fit.
+    """
+    chosen = hidden.flatten(0, 1)[tokens]
+    blocks = _Blocks(chosen, weight, memory)
+    values = torch.empty(len(chosen), 0, dtype=blocks.wide, device=chosen.device)
+    ids = torch.empty(len(chosen), 0, dtype=torch.long, device=chosen.device)
+    for start, stop in blocks:
+        logits = blocks.widened(blocks.compute(blocks.weight(start, stop), start))
+        found = logits.topk(min(k, stop - start))
+        values, ids = _best_of(torch.cat((values, found.values), 1), torch.cat((ids, found.indices + start), 1), k)
+    if group is not None:  # of each shard its best, as many on every rank
+        ids = ids + dist.get_rank(group) * len(weight)
+        both = [[torch.empty_like(x) for _ in range(dist.get_world_size(group))] for x in (values, ids)]
+        for every, mine in zip(both, (values, ids), strict=True):
+            dist.all_gather(every, mine.contiguous(), group)
+        values, ids = _best_of(torch.cat(both[0], 1), torch.cat(both[1], 1), k)
+    return ids, values - values[:, :1] + best[:, None]
+
+
+def _best_of(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k greatest of (n, m) values with their ids, the greatest first, of equal ones the least id."""
+    order = ids.argsort(1)
+    values, ids = values.gather(1, order), ids.gather(1, order)
+    order = values.argsort(stable=True, dim=1, descending=True)[:, :k]
+    return values.gather(1, order), ids.gather(1, order)

@@ -1,4 +1,4 @@
-"""What a run learns: an objective turns one loss per token into the loss of a microbatch.
+"""What a run learns: an objective turns the losses of tokens into the loss of a microbatch.
 
 The trainer, the layouts and the evaluation know only this protocol. An objective is a module beside this one, such as
 sft.py.
@@ -6,12 +6,12 @@ sft.py.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
 from titan_mi100.data.microbatch import Microbatch
-from titan_mi100.model.loss import Targets, token_losses
+from titan_mi100.model.loss import Predicted, Targets, of_labels, token_losses
 
 
 class Objective(ABC):
@@ -19,30 +19,32 @@ class Objective(ABC):
 
     Attributes:
         columns: arrays of a row that it reads on the device, besides the labels; see data.rows.
-        together: documents of a record, which share a row; no layout splits a row.
+        measures: names of what is reported beside the loss, each a mean over the same count.
+        printed: those that each step's line shows.
     """
 
-    columns: ClassVar[tuple[str, ...]] = ()
-    together: ClassVar[int] = 1
+    columns: tuple[str, ...] = ()
+    measures: tuple[str, ...] = ()
+    printed: tuple[str, ...] = ()
 
     @abstractmethod
     def count(self, microbatch: Microbatch) -> int:
         """The number that the loss is divided by, summed over the step and all ranks; read on the host."""
 
-    @abstractmethod
     def targets(self, labels: Tensor, tokens: Tensor, columns: Mapping[str, Tensor]) -> Targets:
-        """What the supervised tokens should predict.
+        """What the supervised tokens should predict; default: their labels.
 
         Args:
             labels: (batch, seq).
             tokens: (n,), n > 0: the supervised tokens' index in the flattened batch. If there are none, one token whose
                 label is IGNORE.
-            columns: name -> (batch, seq).
+            columns: name -> (batch, seq, ...).
         """
+        return of_labels(labels, tokens)
 
     @abstractmethod
-    def loss(self, losses: Tensor, tokens: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
-        """The summed loss, (1,). Args: losses: (n,), of the supervised tokens; 0 for IGNORE."""
+    def loss(self, predicted: Predicted, tokens: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+        """The summed loss, and the sum of each measure, which has no gradient: (1 + measures,)."""
 
     def __call__(
         self,

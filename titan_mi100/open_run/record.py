@@ -80,6 +80,7 @@ def open_record(
                 progress.step,
                 progress.validation_due,
                 sinks,
+                model.objective.printed,
             )
             warn_of_higher_rate(config.optimizer, config.lr_scheduler, reporter.last_entry, progress.step, steps)
             return reporter

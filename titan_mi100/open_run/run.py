@@ -110,8 +110,10 @@ class Run:
         """Whether it is time for something that happens every `every` steps (0: never) and after the last one."""
         return self.progress.step == self.steps or (every > 0 and self.progress.step % every == 0)
 
-    def validation_losses(self) -> list[float] | None:
-        """Validation loss of all sources together, then of each; None: interrupted, as a process was told to stop."""
+    def validation_losses(self) -> list[dict[str, float]] | None:
+        """Validation loss and measures of all sources together, then of each; None: interrupted, as a process was told
+        to stop.
+        """
 
         def is_told_to_stop() -> bool:
             return any_rank(self.wants_to_stop(), self.world.device)
@@ -135,11 +137,11 @@ class Run:
 
             answered = self.sampler.answer(self.model, self.stream.batch, self.stream.dp_rank, is_told_to_stop)
             losses = None if answered is None else losses
-        loss = losses[0] if losses else None
+        loss = losses[0]["loss"] if losses else None
         if losses and self.reporter is not None:
             names = [source.name for source in self.data.validation]
-            each = dict(zip(names, losses[1:], strict=True)) if len(names) > 1 else {}
-            bits = bits_per_byte(losses[0], self.data.validation_counts)
+            each = {name: own["loss"] for name, own in zip(names, losses[1:], strict=True)} if len(names) > 1 else {}
+            bits = bits_per_byte(losses[0]["loss"], self.data.validation_counts)
             self.reporter.validation(self.progress.step, losses[0], bits, each)
             if answered:
                 self.reporter.samples(self.progress.step, answered)

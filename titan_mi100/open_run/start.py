@@ -20,13 +20,16 @@ from titan_mi100.checkpoint.resume import (
 from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.layout import Batch, Layout
 from titan_mi100.config.settings import Config
+from titan_mi100.data.answer_store import Column
 from titan_mi100.data.loader import RowStream, ShuffledEpochs
 from titan_mi100.data.mixture import Mixture
+from titan_mi100.data.prepare import cache_folder
 from titan_mi100.data.prepared import Prepared
 from titan_mi100.files import child
 from titan_mi100.log import log
 from titan_mi100.objectives.base import Objective
-from titan_mi100.objectives.sft import SFT
+from titan_mi100.objectives.choose import choose
+from titan_mi100.open_run.answers import Pass, Reference, columns_of, with_columns
 from titan_mi100.open_run.data import accept_ledger, find_start, keep_global_batch, load_data, log_if_done, log_layout
 from titan_mi100.open_run.fingerprints import about_run
 from titan_mi100.open_run.model import choose_backend, open_checkpointer
@@ -46,9 +49,9 @@ from titan_mi100.run.progress import Progress
 from titan_mi100.run.samples import open_sampler
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.trainer import Trainer
-from titan_mi100.watch.heartbeat import Heartbeat
+from titan_mi100.watch.heartbeat import VALIDATION, Heartbeat
 from titan_mi100.watch.stragglers import Stragglers
-from titan_mi100.weights.load import load_weights
+from titan_mi100.weights.load import base_identity, load_weights
 
 STOP, SAVE_FAILED = "stop", "save failed"  # flags that ranks raise on their own
 
@@ -63,6 +66,7 @@ class _Start(NamedTuple):
     progress: Progress
     layout: Layout
     batch: Batch
+    columns: dict[str, Column]  # further arrays of the rows, to be filled
 
 
 def open_run(
@@ -75,7 +79,7 @@ def open_run(
     checkpoint: Path | None = None,
     heartbeat: Heartbeat | None = None,
     wants_to_stop: Callable[[], bool] = lambda: False,
-    objective: Objective = SFT,
+    objective: Objective | None = None,
 ) -> Run:
     """Build everything that the first step needs. A collective.
 
@@ -85,24 +89,36 @@ def open_run(
         data: prepared data; None: those that the config names.
         checkpoint: the checkpoint to resume from; None: the newest one in the folder, if there is one.
         heartbeat: this process's record for the watcher; None: not watched.
-        objective: what is learned.
+        objective: what is learned; None: what the config names.
 
     Raises:
         UserError: on all ranks: files do not fit each other or the config.
     """
     heartbeat = heartbeat or Heartbeat(config.watchdog)
     start = _start(config, world, folder, spec, data, checkpoint, heartbeat)
-    config, spec, data, found, progress, layout, batch = start
+    config, spec, data, found, progress, layout, batch, _ = start
     forecast = Forecast(config, world, spec, folder)
     rows, about, steps = _rows(start)
-    mesh, model, optimizer = _model(start, world, about, objective)
+    mesh, model, optimizer = _model(start, world, about, objective or choose(config.objective))
+    loaded = found.path if found else None
+    dp_rank = distributed.data_parallel_rank(mesh)
+    if config.objective.has_reference and objective is None:
+        of_base = base_identity(config.checkpoint.initial_load_path, config.training.seed, spec)
+        reading = Pass(config, world, data, layout, batch, dp_rank)
+        wanted = reading.about("reference", 0, of_base, about["chosen"]["attention"]["name"])
+        reference = Reference(reading, folder, wanted, start.columns)
+        load_weights(model, optimizer, config, spec, None if reference.needs_base else loaded)
+        beat = partial(heartbeat.begin, VALIDATION, "reference")
+        reference.read(model, wants_to_stop, beat, cache_folder(config.data))
+    else:
+        load_weights(model, optimizer, config, spec, loaded)
     checkpointer = open_checkpointer(config, world, folder, spec, data, model, optimizer, layout)
     if found is not None:
         checkpointer.load(found.path)
         if checkpoint is None:
             from_rank_zero(partial(rename_later_checkpoints, found.path))
     log_if_done(progress, steps)
-    stream = RowStream(rows, batch, distributed.data_parallel_rank(mesh), with_padding=layout.is_pipeline)
+    stream = RowStream(rows, batch, dp_rank, with_padding=layout.is_pipeline)
     reporter, profiler, observers = None, None, list[StepObserver]([forecast])
     flags = {STOP: wants_to_stop, SAVE_FAILED: checkpointer.has_failed}
     if folder is not None:
@@ -153,6 +169,9 @@ def _start(
     with raise_together():
         spec = spec or config.spec()
     data = data or load_data(config, world, folder, heartbeat)
+    with raise_together():
+        columns = columns_of(config, data)
+    data = with_columns(data, columns) if config.objective.name != "sft" else data
     found = find_start(checkpoint, folder, world, config.checkpoint.load_step)
     progress = Progress()
     if found is not None:
@@ -161,12 +180,12 @@ def _start(
         progress = Progress.of_trainer_state(found.trainer_state, found.path / TRAINER)
     layout, batch = config.layout(world.size), config.batch(world.size)
     log_layout(layout, batch, config.training, config.memory.offload)
-    return _Start(config, spec, data, found, progress, layout, batch)
+    return _Start(config, spec, data, found, progress, layout, batch, columns)
 
 
 def _rows(start: _Start) -> tuple[ShuffledEpochs | Mixture, dict[str, Any], int]:
     """The rows, the manifest's entries about the run, and its last step. A collective."""
-    config, spec, data, found, progress, layout, batch = start
+    config, spec, data, found, progress, layout, batch, _ = start
     rows = open_rows(config.training, config.data, data, batch, progress, config.parallelism.is_pipeline)
     about = about_run(config, spec, data, layout, batch, rows.fingerprint)
     if found is not None:
@@ -179,8 +198,8 @@ def _rows(start: _Start) -> tuple[ShuffledEpochs | Mixture, dict[str, Any], int]
 def _model(
     start: _Start, world: World, about: dict[str, Any], objective: Objective
 ) -> tuple[DeviceMesh, ParallelModel, NamedState]:
-    """The model in its layout with its weights, and the optimizer. A collective. Args: about: gets what was chosen."""
-    config, spec, data, found, _, layout, batch = start
+    """The model in its layout, not filled, and the optimizer. A collective. Args: about: gets what was chosen."""
+    config, spec, data, found, _, layout, batch, _ = start
     attention, head = choose_backend(config, spec, layout, world, found)
     about["chosen"] = {"attention": asdict(attention), "head": asdict(head)}
     mesh = distributed.build_mesh(layout, world.device)
@@ -189,5 +208,4 @@ def _model(
     model = build_model(config, spec, layout, batch, mesh, world.device, *wanted, objective=objective)
     trained = model.trained_parameters()
     optimizer = build_optimizer(trained, config.optimizer, seed, model.weights_device, model.host_gradients)
-    load_weights(model, optimizer, config, spec, found.path if found else None)
     return mesh, model, optimizer

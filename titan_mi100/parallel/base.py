@@ -9,6 +9,7 @@ a size.
 from abc import ABC
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -68,17 +69,18 @@ class ParallelModel(ABC):
             weight: weight of each token's loss: 1 / supervised tokens of the step over all ranks.
 
         Returns:
-            The summed loss of each microbatch without the weight, (microbatches,) fp64. One rank returns the loss; the
-            other ranks that worked on the same rows return zeros. So the sum over all ranks is the step's loss.
+            The summed loss of each microbatch without the weight, and the objective's measures, summed,
+            (microbatches, 1 + measures) fp64. One rank returns them; the other ranks that worked on the same rows
+            return zeros. So the sum over all ranks is the step's.
         """
         losses = []
         for number, microbatch in enumerate(microbatches, start=1):
             with self._microbatch(is_last=number == len(microbatches)):
                 loss = self.wrapped(**self._on_device(microbatch))
-                (loss * (weight * self.loss_factor)).sum().backward()
+                (loss[0] * (weight * self.loss_factor)).backward()
             losses.append(loss.detach().double())
         self._after_backward()
-        return self._counted_once(torch.cat(losses))
+        return self._counted_once(torch.stack(losses))
 
     @contextmanager
     def _microbatch(self, is_last: bool) -> Iterator[None]:
@@ -90,15 +92,37 @@ class ParallelModel(ABC):
         sum_replicated_gradients(self.parts, self._tp)
 
     def evaluate(self, microbatches: Iterator[Microbatch]) -> Tensor:
-        """The loss summed over the microbatches, (1,) fp64, without gradients. One rank per row returns it, the others
-        zero, as in forward_backward.
+        """Loss and measures summed over the microbatches, (1 + measures,) fp64, without gradients. One rank per row
+        returns them, the others zeros, as in forward_backward.
         """
-        loss_sum = torch.zeros(1, dtype=torch.float64, device=self.device)
+        loss_sum = torch.zeros(1 + len(self.objective.measures), dtype=torch.float64, device=self.device)
         with self.evaluating():
             for microbatch in microbatches:
-                loss = self._forward(self._on_device(microbatch))
+                loss = self.forward(microbatch)
                 loss_sum += 0 if loss is None else loss
         return self._counted_once(loss_sum)
+
+    def forward(self, microbatch: Microbatch) -> Tensor | None:
+        """The objective's loss and measures, or whatever it returns. Call it inside `evaluating`. A collective.
+
+        Returns:
+            The same on all tensor-parallel ranks; None on ranks without the last pipeline stage.
+        """
+        return self._forward(self._on_device(microbatch))
+
+    @contextmanager
+    def learning(self, objective: Objective) -> Iterator[None]:
+        """Context in which forwards compute another objective."""
+        before = self.objective, [(part.head_loss, part.columns) for part in self.parts]
+        self.objective = objective
+        for part in self.parts:
+            part.head_loss, part.columns = partial(objective, **part.head_loss.keywords), objective.columns  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            self.objective, heads = before
+            for part, (loss, columns) in zip(self.parts, heads, strict=True):
+                part.head_loss, part.columns = loss, columns
 
     def logits(self, microbatch: Microbatch) -> Tensor | None:
         """The logits of n chosen tokens. Call it inside `evaluating`. A collective.

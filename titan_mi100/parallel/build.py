@@ -86,7 +86,8 @@ def build_model(
         dtype = compute_dtype(config.training)
         from titan_mi100.parallel.pipeline import PipelinedModel  # takes half a second; other layouts skip it
 
-        model = PipelinedModel(part, stages_of(layers), schedule, microbatches, boundary, dtype, tied, mesh, device)
+        about = stages_of(layers), schedule, microbatches, boundary, dtype, tied, mesh, device, objective
+        model = PipelinedModel(part, *about)
     elif layout.zero_stage == 0:
         model = ReplicatedModel(part(), mesh, config.training, config.parallelism, device)
     elif is_sharded(layout, config.memory):

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from titan_mi100.config.layout import SCHEDULES, Stage, received_per_microbatch, stages_on
 from titan_mi100.data.microbatch import TOKENS, Microbatch
 from titan_mi100.model.decoder import CausalLM
+from titan_mi100.objectives.base import Objective
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.fsdp import free_gathered
 from titan_mi100.parallel.tensor_parallel import sum_replicated_gradients, tensor_parallel_ranks
@@ -37,6 +38,7 @@ class PipelinedModel(ParallelModel):
         tied: bool,
         mesh: DeviceMesh,
         device: torch.device,
+        objective: Objective,
     ) -> None:
         """Build this rank's stages.
 
@@ -48,7 +50,9 @@ class PipelinedModel(ParallelModel):
             boundary: (batch, seq / tp, hidden), shape of the hidden states that stages exchange.
             dtype: the dtype of the hidden states.
             tied: the first and the last stage train copies of one weight.
+            objective: what is learned.
         """
+        self.objective = objective
         self.device, self._pp, self._tp = device, mesh["pp"], tensor_parallel_ranks(mesh)
         self._v_shaped, self._stages = SCHEDULES[schedule].v_shaped, len(cuts)
         self._mine = stages_on(self._pp.get_local_rank(), self._pp.size(), len(cuts), self._v_shaped)
@@ -60,7 +64,7 @@ class PipelinedModel(ParallelModel):
         self._ids = torch.empty(boundary[0], boundary[1] * self._tp.size(), dtype=torch.long, device="meta")
         self._hidden = torch.empty(boundary, dtype=dtype, device="meta", requires_grad=True)
         wide = torch.promote_types(dtype, torch.float32)
-        self._loss = torch.empty(1, dtype=wide, device="meta", requires_grad=True)
+        self._loss = torch.empty(1 + len(objective.measures), dtype=wide, device="meta", requires_grad=True)
         stages = [self._stage(index, part) for index, part in zip(self._mine, self.parts, strict=True)]
         self._weight, self._losses = 1.0, list[Tensor]()
         kind = get_schedule_class(schedule)
@@ -121,7 +125,7 @@ class PipelinedModel(ParallelModel):
     def _weighted_loss(self, loss: Tensor, target: Tensor) -> Tensor:
         """The schedule's loss function. It returns the weighted loss for backward, and keeps the unweighted loss."""
         self._losses.append(loss.detach().double())
-        return loss.sum() * self._weight
+        return loss[0] * self._weight
 
     def forward_backward(self, microbatches: Sequence[Microbatch], weight: float) -> Tensor:
         self._weight, self._losses = weight, []
@@ -134,8 +138,8 @@ class PipelinedModel(ParallelModel):
         self._sum_tied_gradients()
         sum_replicated_gradients(self.parts, self._tp)
         if not self.counts_loss:
-            return torch.zeros(len(microbatches), dtype=torch.float64, device=self.device)
-        return torch.cat(self._losses)
+            return torch.zeros(len(microbatches), len(self._loss), dtype=torch.float64, device=self.device)
+        return torch.stack(self._losses)
 
     def _tied_weights(self) -> list[nn.Parameter]:
         return [p for name, p in self.named_parameters() if self._tied and name == "model.embed_tokens.weight"]

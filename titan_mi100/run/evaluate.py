@@ -20,9 +20,9 @@ def validation_losses(
     dp_rank: int,
     stop: Callable[[], bool] = lambda: False,
     beat: Callable[[], None] = lambda: None,
-) -> list[float] | None:
-    """The objective's mean loss (sft: per supervised token) over all sets, then for each set; the same on every rank. A
-    collective.
+) -> list[dict[str, float]] | None:
+    """The objective's mean loss (sft: per supervised token) and measures, by name, over all sets, then for each set;
+    the same on every rank. A collective.
 
     Args:
         stop: whether to interrupt the validation; the same on every rank.
@@ -32,6 +32,7 @@ def validation_losses(
         None: interrupted. NaN for a set without supervised tokens.
     """
     sums, stopped, seen, count = list[float](), False, 0, 0
+    names = ("loss", *model.objective.measures)
 
     def counted(rows: RowSet) -> Iterator[Microbatch]:
         nonlocal count, stopped, seen
@@ -46,14 +47,14 @@ def validation_losses(
 
     for rows in sets:
         count = 0
-        loss = model.evaluate(counted(rows)).item()
+        values = model.evaluate(counted(rows)).tolist()
         if stopped:
             return None
-        sums += [loss, count if model.counts_rows else 0]
+        sums += [*values, count if model.counts_rows else 0]
     found = sum_over_ranks(sums, model.device)
-    losses, counts = found[::2], found[1::2]
-    pairs = [(sum(losses), sum(counts)), *zip(losses, counts, strict=True)]
-    return [loss / count if count else math.nan for loss, count in pairs]
+    each = [found[i : i + len(names) + 1] for i in range(0, len(found), len(names) + 1)]
+    every = [[sum(values) for values in zip(*each, strict=True)], *each]
+    return [{name: v / own[-1] if own[-1] else math.nan for name, v in zip(names, own, strict=False)} for own in every]
 
 
 def bits_per_byte(loss: float, counted: SetFacts) -> float | None:

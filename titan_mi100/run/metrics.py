@@ -32,6 +32,10 @@ def _shown(value: float | None, digits: int) -> str:
     return "not finite" if value is None else f"{value:.{digits}f}"
 
 
+def in_words(measure: str) -> str:
+    return measure.replace("_", " ")
+
+
 def sample_line(number: int, entry: dict[str, Any]) -> str:
     """What was asked, the model's answer and, where it differs, the data's. `entry`: of samples.jsonl."""
     answer, reference = entry["answer"], entry["reference"]
@@ -55,6 +59,7 @@ class Reporter:
         last_step: int = 0,
         validation_due: bool = False,
         sinks: Sequence[Sink] = (),
+        printed: Sequence[str] = (),
     ) -> None:
         """Open the files. Lines that an earlier start wrote after its last checkpoint are removed.
 
@@ -67,6 +72,7 @@ class Reporter:
             last_step: step of the checkpoint that the run resumes from; 0: none.
             validation_due: the validation of that step is still to be done.
             sinks: receive the same values.
+            printed: measures of the objective that the step's line shows.
 
         Attributes:
             last_entry: the last step in metrics.jsonl, of an earlier start; empty: there is none.
@@ -78,7 +84,7 @@ class Reporter:
         _drop_after(self._samples, last_step, validation_due, _LONGEST_SAMPLE)
         self._file = path.open("a", encoding="utf-8")
         self._writes = True
-        self._sinks, self._step = sinks, last_step
+        self._sinks, self._step, self._printed = sinks, last_step, printed
         self._bar = tqdm(
             total=steps, initial=last_step, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True
         )
@@ -90,6 +96,7 @@ class Reporter:
             "time": utc_now(),
             "epoch": result.next_row / self._rows_per_epoch if self._rows_per_epoch else None,
             "loss": if_finite(result.loss),
+            **{name: if_finite(value) for name, value in result.measures.items()},
             "grad_norm": if_finite(result.grad_norm),
             "lr": result.lr,
             "seconds": seconds,
@@ -108,8 +115,9 @@ class Reporter:
         self._write(step, record, prefix="train/")
         if step % self._config.log_freq == 0 or step == self._steps:
             mfu = "n/a" if record["mfu"] is None else f"{record['mfu']:.1%}"
+            measures = "".join(f"{in_words(name)} {_shown(record[name], 4)}  " for name in self._printed)
             log.info(
-                f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {_shown(record['loss'], 4)}  "
+                f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {_shown(record['loss'], 4)}  {measures}"
                 f"grad_norm {_shown(record['grad_norm'], 3)}  lr {result.lr:.2e}  "
                 f"tok/s {record['tokens_per_second']:,.0f}  supervised tok/s "
                 f"{record['supervised_tokens_per_second']:,.0f}  mfu({self._dtype}) {mfu}  "
@@ -118,22 +126,26 @@ class Reporter:
         self._bar.update(1)
         self._step = step
 
-    def validation(self, step: int, loss: float, bits_per_byte: float | None, sources: dict[str, float]) -> None:
-        """Args: bits_per_byte: None: unknown, or the tokens spell nothing; sources: the loss of each of several."""
-        perplexity = math.exp(min(loss, _LARGEST_EXPONENT))
-        found = {
-            "step": step,
-            "time": utc_now(),
-            "validation_loss": if_finite(loss),
-            "perplexity": if_finite(perplexity),
-            "bits_per_byte": if_finite(bits_per_byte),
-            **{f"validation_loss/{name}": if_finite(own) for name, own in sources.items()},
-        }
+    def validation(
+        self, step: int, values: dict[str, float], bits_per_byte: float | None, sources: dict[str, float]
+    ) -> None:
+        """Args: values: the loss and the objective's measures; bits_per_byte: None: unknown, or the tokens spell
+        nothing; sources: the loss of each of several.
+        """
+        loss, measures = values["loss"], {name: value for name, value in values.items() if name != "loss"}
+        found = {"step": step, "time": utc_now(), "validation_loss": if_finite(loss)}
+        words = f"validation loss {loss:.4f}"
+        if measures:
+            found |= {f"validation_{name}": if_finite(value) for name, value in measures.items()}
+            words += "".join(f"  {in_words(name)} {measures[name]:.4f}" for name in self._printed)
+        else:  # the loss of a token's label
+            perplexity = math.exp(min(loss, _LARGEST_EXPONENT))
+            found |= {"perplexity": if_finite(perplexity), "bits_per_byte": if_finite(bits_per_byte)}
+            bits = "n/a" if bits_per_byte is None else f"{bits_per_byte:.4f}"
+            words += f"  perplexity {perplexity:.3f}  bits/byte {bits}"
+        found |= {f"validation_loss/{name}": if_finite(own) for name, own in sources.items()}
         self._write(step, found, prefix="validation/")
-        bits = "n/a" if bits_per_byte is None else f"{bits_per_byte:.4f}"
-        each = "".join(f"  {name} {own:.4f}" for name, own in sources.items())
-        words = f"validation loss {loss:.4f}  perplexity {perplexity:.3f}  bits/byte {bits}"
-        log.info(f"step {step}  {words}{each}")
+        log.info(f"step {step}  {words}" + "".join(f"  {name} {own:.4f}" for name, own in sources.items()))
 
     def samples(self, step: int, answered: Sequence[dict[str, Any]]) -> None:
         """Args: answered: entries of samples.jsonl without their step."""

@@ -1,0 +1,149 @@
+"""Rows of preference data: pairs of answers, or single answers with a label, in the forms that people have.
+
+| source | row |
+|---|---|
+| TRL | prompt, chosen, rejected: texts or messages; or no prompt: both hold the conversation |
+| UltraFeedback | prompt, and the whole conversation in chosen and rejected; score_chosen, score_rejected |
+| LLaMA-Factory | conversations or instruction, input, system, history; chosen and rejected: a message or a text |
+| axolotl | messages, chosen, rejected |
+| TRL's KTO, LLaMA-Factory's | any of the formats of formats.py, and label or kto_tag: true or false |
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from titan_mi100.data.conversation import Message, message_list, tool_list
+from titan_mi100.data.strict_json import BadRecord, expect, kind_of, listed
+
+# Further arrays of a row, see data.rows: per document of the row the sum of log p under the reference, and 1 (wanted)
+# or -1 (not); per token the ids that the teacher thinks likeliest to follow, and their log p, (seq, k).
+REFERENCE, LABEL, TEACHER_IDS, TEACHER_LOG_P = "reference", "label", "teacher_ids", "teacher_log_p"
+
+PAIRS, LABELS = "pairs", "labels"  # kinds of rows, see ObjectiveConfig.answers
+PAIR_KEYS = frozenset({"chosen", "rejected"})
+LABEL_KEYS = ("label", "kto_tag")
+_PROMPTS = ("prompt", "question", "instruction", "messages", "conversations")
+OPTIONAL = frozenset(
+    {*_PROMPTS, "input", "system", "history", "tools", "score_chosen", "score_rejected", "chat_template_kwargs"}
+)
+SAME, TIE, EARLIER = "both answers are the same", "both answers have the same score", "differ before the last turn"
+
+ReadMessages = Callable[[dict[str, Any]], list[Message]]  # a row without answers -> the messages of its prompt
+ReadMessage = Callable[[Any], Message]
+
+
+def read_pair(row: dict[str, Any], prompt_of: ReadMessages, message: ReadMessage) -> tuple[Any, ...]:
+    """Args: prompt_of: reads the row's system, history, instruction and input. message: reads one of either form.
+
+    Returns:
+        The messages with the chosen answer, those with the rejected one (a prompt has weight 0), the tools, and why the
+        pair teaches nothing ("": it does).
+
+    Raises:
+        BadRecord: what is wrong with the row.
+    """
+    if row.get("chat_template_kwargs") not in (None, {}):
+        raise BadRecord("unknown key", "chat_template_kwargs differ by row; set data.enable_thinking for all of them")
+    chosen, rejected = (_answer(row, name, message) for name in ("chosen", "rejected"))
+    given = [name for name in _PROMPTS if row.get(name) not in (None, "", [])]
+    if chosen[0]["role"] != "assistant" or rejected[0]["role"] != "assistant":
+        shared = _shared(chosen, rejected)
+        prompt, chosen_answer, rejected_answer = chosen[:shared], chosen[shared:], rejected[shared:]
+        if not prompt:
+            raise BadRecord("other prompts", "chosen and rejected begin with different messages")
+        _check_prompt_again(row, given, prompt, chosen, message)
+    elif len(given) != 1:
+        what = f"it is given in {listed(given)}; keep one" if given else f"expected one of {listed(_PROMPTS)}"
+        raise BadRecord("no prompt" if not given else "two prompts", what)
+    else:
+        prompt, chosen_answer, rejected_answer = _prompt(row, given[0], prompt_of, message), chosen, rejected
+    for name, answer in (("chosen", chosen_answer), ("rejected", rejected_answer)):
+        if not answer or answer[0]["role"] not in ("assistant", "user"):
+            raise BadRecord("no answer", f"{name} has no answer behind the prompt that both share")
+        if not any(turn["role"] == "assistant" for turn in answer):
+            raise BadRecord("no answer", f"{name} ends with the user")
+    if prompt[-1]["role"] == "assistant" and chosen_answer[0]["role"] == "assistant":
+        raise BadRecord("two answers", "the prompt ends with an assistant message; end it with the user's")
+    why = SAME if chosen_answer == rejected_answer else ""
+    better, worse = row.get("score_chosen"), row.get("score_rejected")
+    if isinstance(better, int | float) and isinstance(worse, int | float):
+        if better < worse:
+            raise BadRecord("contradiction", f"score_chosen = {better} is below score_rejected = {worse}")
+        why = why or TIE * (better == worse)
+    prompt = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in prompt]
+    return prompt + chosen_answer, prompt + rejected_answer, tool_list(row.get("tools")), why
+
+
+def differs_early(chosen: list[Message], rejected: list[Message]) -> bool:
+    """Whether there is more than one turn in which the answers differ."""
+    shared = _shared(chosen, rejected)
+    return any(turn["role"] == "user" for turn in chosen[shared:] + rejected[shared:])
+
+
+def label_of(row: dict[str, Any]) -> tuple[int, str]:
+    """1 or -1, and the key that says so. Raises BadRecord: none, or not true or false."""
+    [*keys] = [key for key in LABEL_KEYS if row.get(key) is not None]
+    if len(keys) != 1:
+        raise BadRecord("no label", f"expected label (true or false), the row has {listed(row)}")
+    if type(row[keys[0]]) is not bool:
+        raise BadRecord("wrong type", f"{keys[0]} must be true or false, is {kind_of(row[keys[0]])}")
+    return (1 if row[keys[0]] else -1), keys[0]
+
+
+def _answer(row: dict[str, Any], name: str, message: ReadMessage) -> list[Message]:
+    value = row.get(name)
+    if value is None:
+        raise BadRecord("missing key", f"the row has no {name}, only {listed(row)}")
+    if isinstance(value, str):
+        if not value.strip():
+            raise BadRecord("nothing to learn", f"{name} is blank; delete the row")
+        return [{"role": "assistant", "content": value}]
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, list):
+        raise BadRecord("wrong type", f"{name} must be a text, a message or a list of messages, is {kind_of(value)}")
+    return message_list(value, name, message)
+
+
+def _prompt(row: dict[str, Any], name: str, prompt_of: ReadMessages, message: ReadMessage) -> list[Message]:
+    if isinstance(row[name], list):
+        before = message_list(row[name], name, partial(_context, message))
+        return prompt_of({**row, name: None}) + before
+    expect(row[name], str, f"{name} must be a text or a list of messages")
+    return prompt_of(row)
+
+
+def _context(message: ReadMessage, given: Any) -> Message:
+    """A message of the prompt: not learned, so it may be what an answer may not."""
+    return message({**given, "weight": 0} if isinstance(given, dict) and _role(given) == "assistant" else given)
+
+
+def _role(given: dict[str, Any]) -> Any:
+    role = given.get("role", given.get("from"))
+    return "assistant" if role in ("assistant", "gpt", "chatgpt", "model", "bot", "function_call") else role
+
+
+def _check_prompt_again(
+    row: dict[str, Any], given: list[str], prompt: list[Message], chosen: list[Message], message: ReadMessage
+) -> None:
+    """A prompt beside whole conversations must be theirs."""
+    texts = [" ".join(turn["content"].split()) for turn in prompt]
+    for name in given:
+        if isinstance(row[name], str):
+            is_same = " ".join(row[name].split()) in texts
+        else:
+            turns = [_plain(turn) for turn in message_list(row[name], name, partial(_context, message))]
+            is_same = turns == [_plain(turn) for turn in chosen[: len(turns)]]
+        if not is_same:
+            raise BadRecord("two prompts", f"{name} is not the prompt that chosen and rejected begin with; keep one")
+
+
+def _plain(message: Message) -> Message:
+    return {key: value for key, value in message.items() if key != "weight"}
+
+
+def _shared(one: list[Message], other: list[Message]) -> int:
+    """How many messages both begin with. The answer is at least the last message of each."""
+    most = min(len(one), len(other)) - 1
+    return next((i for i in range(most) if one[i] != other[i]), most)

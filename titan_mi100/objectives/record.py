@@ -1,0 +1,43 @@
+"""Reads what a model thinks of learned tokens, without gradients: for a reference, and as a teacher."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_mi100.data.microbatch import Microbatch
+from titan_mi100.model.loss import Predicted, likeliest, of_labels, token_losses
+from titan_mi100.objectives.base import Objective
+
+
+class Record(Objective):
+    """Its "loss" is what is recorded: (batch x seq x (1 + 2 k),) fp64, zero where nothing is learned: the log p of the
+    label, then the k likeliest ids, then their log p.
+    """
+
+    def __init__(self, k: int = 0) -> None:
+        self._k = k
+
+    def count(self, microbatch: Microbatch) -> int:
+        return 0
+
+    def loss(self, predicted: Predicted, tokens: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        tokens: Tensor,
+        columns: Mapping[str, Tensor],
+        **options: Any,
+    ) -> Tensor:
+        predicted = token_losses(hidden, weight, of_labels(labels, tokens), **options)
+        values = -predicted.losses.double()
+        if self._k:
+            ids, log_p = likeliest(hidden, weight, tokens, predicted.best, self._k, **options)
+            values = torch.cat((values, ids.double(), log_p.double()), 1)
+        dense = values.new_zeros(labels.numel(), values.shape[1])
+        return dense.index_put((tokens,), values).flatten()

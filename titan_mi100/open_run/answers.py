@@ -1,0 +1,272 @@
+"""What an objective needs beside the rows: a reference's sums, a teacher's distributions; and the pass that reads them.
+
+The pass runs in the run's layout before training, over all rows, a part after the other. Every rank makes the same
+calls.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from titan_mi100.config.layout import Batch, Layout
+from titan_mi100.config.settings import Config
+from titan_mi100.data.answer_store import (
+    About,
+    AnswerStore,
+    Arrays,
+    Column,
+    WithColumns,
+    by_document,
+    teacher_columns,
+    tokens_hash,
+)
+from titan_mi100.data.answers import LABEL, REFERENCE
+from titan_mi100.data.loader import validation_batches
+from titan_mi100.data.prepared import PADDING_ROW, PackedDataset, Prepared, SourceRows
+from titan_mi100.data.rows import Row
+from titan_mi100.errors import Preempted, UserError
+from titan_mi100.log import ByteProgress, log
+from titan_mi100.objectives.record import Record
+from titan_mi100.parallel.base import ParallelModel
+from titan_mi100.parallel.distributed import World, any_rank, from_rank_zero, gather_values, raise_together
+from titan_mi100.wording import bytes_in_words
+
+FOLDER = "reference"  # in a run folder
+_APART = 1e-3  # difference of a sum of log p above which another layout's reference is warned of
+
+
+def with_columns(data: Prepared, columns: Mapping[str, Column]) -> Prepared:
+    """The data with further arrays in each row. Args: columns: may be filled later."""
+
+    def wrapped(sources: list[SourceRows]) -> list[SourceRows]:
+        return [replace(source, rows=WithColumns(_packed(source), columns)) for source in sources]
+
+    return replace(data, sources=wrapped(data.sources), validation=wrapped(data.validation))
+
+
+def _packed(source: SourceRows) -> PackedDataset:
+    assert isinstance(source.rows, PackedDataset), "config.check refuses corpora"
+    return source.rows
+
+
+class _AllRows:
+    """The rows of several sets, one after the other, or a part of them; a RowSet as far as validation_batches reads."""
+
+    def __init__(self, sets: Sequence[PackedDataset], part: range | None = None) -> None:
+        self.sets = sets
+        self._ends = list(accumulate(map(len, sets)))
+        self.part = range(self._ends[-1]) if part is None else part
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def _place(self, index: int) -> tuple[PackedDataset, int]:
+        number = self.part[index]
+        which = next(i for i, end in enumerate(self._ends) if number < end)
+        return self.sets[which], number - self._ends[which] + len(self.sets[which])
+
+    def row(self, index: int) -> Row:
+        rows, number = (self.sets[0], PADDING_ROW) if index == PADDING_ROW else self._place(index)
+        return rows.row(number)
+
+    def documents_of(self, index: int) -> np.ndarray:
+        rows, number = self._place(index)
+        return rows.documents_of(number)
+
+
+class Pass:
+    """Reads what the model thinks of all rows of the data."""
+
+    def __init__(
+        self, config: Config, world: World, data: Prepared, layout: Layout, batch: Batch, dp_rank: int
+    ) -> None:
+        self._config, self._world, self._batch, self._dp_rank = config, world, batch, dp_rank
+        self._rows = _AllRows([_packed(source) for source in (*data.sources, *data.validation)])
+        self._data, self._layout = data, layout
+
+    @property
+    def rows_of_a_forward(self) -> int:
+        return self._batch.local_batch_size * self._batch.dp_degree
+
+    def about(self, kind: str, k: int, weights: str, attention: str) -> About:
+        """A collective."""
+        documents = self._rows.sets[0].documents
+        of_tokens = from_rank_zero(lambda: tokens_hash(self._rows.sets))
+        facts = self._data.facts
+        shape = len(documents.starts) - 1, len(self._rows), facts.seq_len, k
+        how = self._config.training.mixed_precision_param, attention, self._layout.describe()
+        return About(kind, weights, of_tokens, facts.tokenizer, *shape, *how)
+
+    def fill(
+        self, model: ParallelModel, store: AnswerStore, stop: Callable[[], bool], beat: Callable[[], None]
+    ) -> None:
+        """Make the parts that the store lacks; rank 0 writes them. A collective.
+
+        Args:
+            stop: whether this process was told to. beat: called for each microbatch.
+
+        Raises:
+            Preempted: told to stop; the parts before are kept.
+            UserError: the store cannot be written.
+        """
+        about, missing = store.about, [n for n in range(store.about.parts) if n not in store.parts]
+        with raise_together():
+            if self._world.rank == 0:
+                _make_room(store, self._size(about) * len(missing) // max(1, about.parts))
+                store.begin()
+        what = f"{about.kind}: log probabilities of {len(self._rows):,} rows"
+        log.info(f"{what}, {len(missing)} of {about.parts} parts are to be made, in {store.folder}")
+        with ByteProgress(about.kind, len(missing) * about.part_rows) as progress:
+            for number in missing:
+                if any_rank(stop(), self._world.device):
+                    what = f"the {about.kind} is complete in {len(store.parts)} of {about.parts} parts, which are kept"
+                    raise Preempted(what)
+                first = number * about.part_rows
+                arrays = self.read(model, range(first, min(first + about.part_rows, len(self._rows))), about.k, beat)
+                with raise_together():
+                    try:
+                        if self._world.rank == 0:
+                            store.write(number, arrays)
+                    except OSError as error:
+                        raise UserError(f"{store.folder}: cannot be written: {error.strerror}; start again") from None
+                progress.advance(about.part_rows)
+
+    def _size(self, about: About) -> int:
+        """Bytes of a whole store, about."""
+        learned = sum(source.counts.supervised for source in (*self._data.sources, *self._data.validation))
+        return 24 * about.documents + 8 * about.k * learned
+
+    def read(self, model: ParallelModel, part: range, k: int, beat: Callable[[], None]) -> Arrays:
+        """The arrays of a part of the rows, on rank 0; elsewhere empty. A collective."""
+        rows, found = _AllRows(self._rows.sets, part), []
+        width = 1 + 2 * k
+        with model.learning(Record(k)), model.evaluating():
+            for microbatch in validation_batches(rows, self._batch, self._dp_rank):  # type: ignore[arg-type]
+                beat()
+                values = model.forward(microbatch)
+                size = microbatch["labels"].numel() * width
+                found.append(torch.zeros(size, dtype=torch.float64) if values is None else values.cpu())
+        device, local = self._world.device, self._batch.local_batch_size
+        mine = torch.cat([torch.tensor([self._dp_rank if model.counts_loss else -1.0], dtype=torch.float64), *found])
+        gathered = gather_values(mine, device)
+        if self._world.rank:
+            return {}
+        # Of each data-parallel rank one rank's values count; its microbatch begins at row rank x local of a round.
+        of_rank = {int(values[0]): values[1:].view(len(found), local, -1, width) for values in gathered}
+        dense = torch.stack([of_rank[rank] for rank in range(self._batch.dp_degree)], dim=1).flatten(0, 2)
+        return self._arrays(rows, dense[: len(rows)].numpy(), k)
+
+    def _arrays(self, rows: _AllRows, dense: np.ndarray, k: int) -> Arrays:
+        """Args: dense: (rows, seq, 1 + 2 k), as Record returns it."""
+        numbers, tokens, sums, chosen = list[int](), list[int](), list[float](), []
+        for index in range(len(rows)):
+            row = rows.row(index)
+            learned = row.supervised()[1:]  # of the position before: it predicts the token
+            for place, document in enumerate(rows.documents_of(index).tolist()):
+                mask = learned & (row.document_ids[:-1] == place)
+                values = dense[index, :-1][mask]
+                numbers.append(document)
+                tokens.append(len(values))
+                sums.append(float(values[:, 0].sum()))
+                chosen.append(values[:, 1:])
+        arrays: dict[str, np.ndarray] = {"documents": np.array(numbers, np.int64), "tokens": np.array(tokens, np.int64)}
+        if not k:
+            return {**arrays, "sums": np.array(sums)}
+        every = np.concatenate([np.zeros((0, 2 * k)), *chosen])
+        return {**arrays, "ids": every[:, :k].astype(np.int32), "log_p": every[:, k:].astype(np.float32)}
+
+
+def _make_room(store: AnswerStore, size: int) -> None:
+    there = store.folder
+    while not there.exists():
+        there = there.parent
+    if (free := shutil.disk_usage(there).free) < size:
+        what = f"{bytes_in_words(free)} are free, the {store.about.kind} takes {bytes_in_words(size)}"
+        raise UserError(f"{store.folder}: {what}; free some")
+    log.info(f"{store.about.kind}: takes {bytes_in_words(size)}")
+
+
+class Reference:
+    """The reference of a run: opens its store, decides whether a pass is needed, and gives the rows its sums."""
+
+    def __init__(self, reading: Pass, folder: Path | None, about: About, columns: dict[str, Column]) -> None:
+        """A collective."""
+        self._pass, self._columns, self._about = reading, columns, about
+        self._store: AnswerStore | None = None
+        with raise_together():
+            if folder is not None:
+                remedy = f"delete {folder / FOLDER}: it is made again from the weights that training starts from"
+                self._store = AnswerStore(folder / FOLDER, about, remedy)
+        before = self._store.about if self._store else about
+        self._is_elsewhere = (before.layout, before.attention) != (about.layout, about.attention)
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether the weights that training starts from must be loaded: to read the reference, or to compare."""
+        return self._store is None or not self._store.is_complete or self._is_elsewhere
+
+    def read(self, model: ParallelModel, stop: Callable[[], bool], beat: Callable[[], None], cache: Path) -> None:
+        """With these weights in the model, if needs_base. A collective."""
+        store, reading = self._store, self._pass
+        if store is None:  # nothing is recorded: kept in memory
+            arrays = reading.read(model, range(self._about.rows), 0, beat)
+            sums = np.full(self._about.documents, np.nan)
+            if arrays:
+                sums[arrays["documents"]] = arrays["sums"]
+            sums = from_rank_zero(lambda: sums)
+        else:
+            if not store.is_complete:
+                reading.fill(model, store, stop, beat)
+            with raise_together():
+                store = AnswerStore(store.folder, store.about, "start again")
+                store.verify(cache)
+                sums = store.sums()
+            if self._is_elsewhere:
+                self._compare(model, store.about, sums, beat)
+        self._columns[REFERENCE] = by_document(sums)
+
+    def _compare(self, model: ParallelModel, before: About, sums: np.ndarray, beat: Callable[[], None]) -> None:
+        first = range(min(before.rows, self._pass.rows_of_a_forward))
+        arrays = self._pass.read(model, first, 0, beat)
+        if arrays:
+            apart = float(np.abs(arrays["sums"] - sums[arrays["documents"]]).max(initial=0.0))
+            what = f"the reference was made in another layout ({before.layout}, {before.attention}): "
+            what += f"log p of the first answers differs by at most {apart:.2g} there"
+            if apart > _APART:
+                log.warning(f"{what}; delete {FOLDER}/ in the run folder to make it again here")
+            else:
+                log.info(what)
+
+
+def columns_of(config: Config, data: Prepared) -> dict[str, Column]:
+    """The further arrays that are known before the model is. Raises UserError: the teacher's folder does not fit."""
+    columns = dict[str, Column]()
+    if config.objective.answers:
+        labels = _packed(data.sources[0]).documents.labels
+        assert labels is not None
+        columns[LABEL] = by_document(labels)
+    if config.objective.name == "distill":
+        store = open_teacher(Path(config.objective.teacher), data)
+        columns |= teacher_columns(store)
+        log.info(f"teacher: {store.about.k} ids per token, in {store.folder}, of {store.about.weights}")
+    return columns
+
+
+def open_teacher(folder: Path, data: Prepared) -> AnswerStore:
+    """Raises UserError: it is not complete, or of other rows."""
+    [first, *_] = sets = [_packed(source) for source in (*data.sources, *data.validation)]
+    shape = len(first.documents.starts) - 1, 0, data.facts.seq_len, 0
+    about = About("teacher", "", tokens_hash(sets), data.facts.tokenizer, *shape, "")
+    remedy = "make it of this run's data: titan-mi100 teach"
+    if not (folder / "store.json").exists():
+        raise UserError(f"objective.teacher = {str(folder)!r} holds no teacher's answers; {remedy}")
+    store = AnswerStore(folder, about, remedy, only=("kind", "tokenizer", "tokens", "documents"))
+    if not store.is_complete:
+        what = f"{folder}: {len(store.parts)} of {store.about.parts} parts are there"
+        raise UserError(f"{what}; run titan-mi100 teach again: it goes on")
+    return store
