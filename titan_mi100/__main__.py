@@ -13,6 +13,7 @@ from importlib import import_module
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 COMMANDS = {  # word or words: module, and what it does
     "train": ("launch.launcher", "check the config, prepare the data, start the processes and supervise them"),
+    "teach": ("tools.teach", "write what a teacher thinks of a run's rows, to distill it"),
     "doctor": ("tools.doctor", "check this machine: what is wrong with it, and what to do about it"),
     "certify": ("tools.certify", "measure this machine's GPUs: kernels, precision, bandwidth"),
     "coming-from": ("tools.coming_from", "say what an option of another trainer is here"),

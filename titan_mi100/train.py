@@ -23,6 +23,7 @@ from titan_mi100.cli import message_of
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import NumericalError, Preempted, SaveError, UserError
 from titan_mi100.log import log, setup_logging
+from titan_mi100.open_run.answers import teach
 from titan_mi100.open_run.record import log_where_everything_is, step_to_use
 from titan_mi100.open_run.run import NO_FINITE_STEP, Run
 from titan_mi100.open_run.start import SAVE_FAILED, STOP, open_run
@@ -58,7 +59,7 @@ def main(config: Config, preemption: Preemption, heartbeat: Heartbeat) -> None:
         run.observers += [folder, distributed.Patience(run.mesh, bool(config.watchdog.seconds))]
         if rank == 0 and (end := end_of_job(os.environ)):  # the others are told by the step's collective
             run.observers.append(TimeLimit(end, preemption, run.checkpointer))
-        ended = RunState("done", 0, *train(run, preemption))
+        ended = RunState("done", 0, *(teach(run) if config.objective.name == "teach" else train(run, preemption)))
     except UserError as error:
         ended = RunState("bad_input", 2, str(error), "fix the problem above and start again")
     except Preempted as error:

@@ -8,11 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from gloo.job_parity import run_split
+from gloo.job_parity import open_split, run_split
 
+from titan_mi100.data.answer_store import Arrays
 from titan_mi100.data.made_up import made_up, packed
 from titan_mi100.data.prepared import PackedDataset, Prepared
+from titan_mi100.open_run.answers import Pass
 from titan_mi100.parallel import distributed
+from titan_mi100.parallel.distributed import World
 
 
 def data_of(case: dict) -> Prepared:
@@ -23,9 +26,21 @@ def data_of(case: dict) -> Prepared:
     return made_up(rows, rows)
 
 
+def recorded(world: World, case: dict, split: dict) -> Arrays:
+    """What the case's weights think of all rows, with split["k"] ids per token; on rank 0."""
+    data = data_of(case)
+    run = open_split(world, case, {**split, "objective": {}}, data=data)
+    layout, batch = run.config.layout(world.size), run.stream.batch
+    reading = Pass(run.config, world, data, layout, batch, run.stream.dp_rank)
+    return reading.read(run.model, range(2 * len(data.train)), split["k"], lambda: None)
+
+
 if __name__ == "__main__":
     here = distributed.init_distributed()
     job, output = torch.load(sys.argv[1], weights_only=False), Path(sys.argv[2])
-    results = [run_split(here, job["case"], split, data=data_of(job["case"])) for split in job["splits"]]
+    case, results = job["case"], []
+    for split in job["splits"]:
+        found = run_split(here, case, split, data=data_of(case)) if split.get("objective") else {}
+        results.append({**found, "recorded": recorded(here, case, split) if "k" in split else None})
     torch.save(results, output / f"rank-{here.rank}.pt")
     distributed.leave(0)

@@ -362,8 +362,10 @@ def _idle_of_objective(config: Config) -> Iterator[tuple[str, str, tuple[str, ..
     why = f'name = "{o.name}"'
     if o.name != "preference":
         yield why, "objective.name", of_preferences
-    if o.name not in ("distill", "teach"):
-        yield why, "objective.name", ("teacher", *of_teacher)
+    if o.name != "teach":
+        yield why, "objective.name", ("top_k",)
+    if o.name != "distill":
+        yield why, "objective.name", (*of_teacher, *["teacher"] * (o.name != "teach"))
     if o.name == "preference":
         unused = [("label_smoothing", o.preference.defaults.e), ("gamma", o.preference.defaults.gamma)]
         yield f'loss = "{o.loss}"', "objective.loss", tuple(key for key, usual in unused if not usual)

@@ -318,13 +318,18 @@ class LoRAConfig:
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    name: str = _key("sft", "what is learned (docs/PREFERENCES.md)", choices=("sft", "preference", "distill"))
+    name: str = _key(
+        "sft",
+        "what is learned (docs/PREFERENCES.md); teach: nothing, it is titan-mi100 teach's",
+        choices=("sft", "preference", "distill", "teach"),
+    )
     loss: str = _key("dpo", "of preferences", choices=tuple(LOSSES))
     beta: float = _key(0.0, "strength of the preference loss; 0: that of its paper, for dpo 0.1")
     label_smoothing: float = _key(0.0, "cdpo: share of the pairs that are the wrong way round; 0: 0.1")
     gamma: float = _key(-1.0, "simpo: the margin that is aimed at; -1: 1.0", low=-1)
     sft_weight: float = _key(0.0, "of a further term: minus log p per token of the chosen answer")
     teacher: str = _key("", "distill: the folder that titan-mi100 teach has written", path=True)
+    top_k: int = _key(32, "teach: ids kept per learned token", low=1, high=1 << 20)
     teacher_weight: float = _key(0.5, "share of KL(teacher || model) in the loss; the rest: the labels' cross-entropy")
     rest: str = _key(
         "bucket",

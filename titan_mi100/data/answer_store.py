@@ -85,8 +85,6 @@ class AnswerStore:
             if wrong := [name for name in _WORDS if name in only and getattr(self.about, name) != getattr(about, name)]:
                 raise UserError(f"{folder}: was made of {_WORDS[wrong[0]]}; {remedy}")
         else:
-            if folder.is_dir() and any(folder.iterdir()):
-                raise UserError(f"{folder}: holds other files and no {STORE}; name a new folder")
             self.about = about
         self.parts = dict[int, Path]()
         for path in sorted(folder.glob("part-*.safetensors")):

@@ -27,13 +27,17 @@ from titan_mi100.data.answer_store import (
 )
 from titan_mi100.data.answers import LABEL, REFERENCE
 from titan_mi100.data.loader import validation_batches
+from titan_mi100.data.prepare import cache_folder
 from titan_mi100.data.prepared import PADDING_ROW, PackedDataset, Prepared, SourceRows
 from titan_mi100.data.rows import Row
 from titan_mi100.errors import Preempted, UserError
 from titan_mi100.log import ByteProgress, log
 from titan_mi100.objectives.record import Record
+from titan_mi100.open_run.run import Run
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import World, any_rank, from_rank_zero, gather_values, raise_together
+from titan_mi100.watch.heartbeat import VALIDATION
+from titan_mi100.weights.load import base_identity
 from titan_mi100.wording import bytes_in_words
 
 FOLDER = "reference"  # in a run folder
@@ -191,6 +195,28 @@ def _make_room(store: AnswerStore, size: int) -> None:
     log.info(f"{store.about.kind}: takes {bytes_in_words(size)}")
 
 
+def teach(run: Run) -> tuple[str, str]:
+    """Write the teacher's folder. Returns what RunState wants. A collective.
+
+    Raises:
+        Preempted: told to stop; the parts before are kept.
+        UserError: the folder is that of another teacher or of other rows, or cannot be written.
+    """
+    config, folder = run.config, Path(run.config.objective.teacher)
+    layout, batch = config.layout(run.world.size), run.stream.batch
+    reading = Pass(config, run.world, run.data, layout, batch, run.stream.dp_rank)
+    of_base = base_identity(config.checkpoint.initial_load_path, config.training.seed, config.spec())
+    about = reading.about("teacher", config.objective.top_k, of_base, run.about["chosen"]["attention"]["name"])
+    with raise_together():
+        store = AnswerStore(folder, about, "name another folder with --out, or delete this one")
+    reading.fill(run.model, store, run.wants_to_stop, lambda: run.heartbeat.begin(VALIDATION, "teacher"))
+    log.info(f"teacher: {folder} is complete; learn from it: {_TO_LEARN} --objective.teacher {folder}")
+    return "", "the folder is complete"
+
+
+_TO_LEARN = "--objective.name distill"
+
+
 class Reference:
     """The reference of a run: opens its store, decides whether a pass is needed, and gives the rows its sums."""
 
@@ -243,7 +269,7 @@ class Reference:
                 log.info(what)
 
 
-def columns_of(config: Config, data: Prepared) -> dict[str, Column]:
+def columns_of(config: Config, world: World, data: Prepared) -> dict[str, Column]:
     """The further arrays that are known before the model is. Raises UserError: the teacher's folder does not fit."""
     columns = dict[str, Column]()
     if config.objective.answers:
@@ -252,6 +278,8 @@ def columns_of(config: Config, data: Prepared) -> dict[str, Column]:
         columns[LABEL] = by_document(labels)
     if config.objective.name == "distill":
         store = open_teacher(Path(config.objective.teacher), data)
+        if world.rank == 0:
+            store.verify(cache_folder(config.data) if data.facts.files else None)
         columns |= teacher_columns(store)
         log.info(f"teacher: {store.about.k} ids per token, in {store.folder}, of {store.about.weights}")
     return columns

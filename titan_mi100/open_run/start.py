@@ -170,8 +170,8 @@ def _start(
         spec = spec or config.spec()
     data = data or load_data(config, world, folder, heartbeat)
     with raise_together():
-        columns = columns_of(config, data)
-    data = with_columns(data, columns) if config.objective.name != "sft" else data
+        columns = columns_of(config, world, data)
+    data = with_columns(data, columns) if config.objective.name in ("preference", "distill") else data
     found = find_start(checkpoint, folder, world, config.checkpoint.load_step)
     progress = Progress()
     if found is not None:

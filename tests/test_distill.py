@@ -1,0 +1,239 @@
+"""Distillation: against a dense loop in fp64 in every layout; the teacher's pass, its folder, and what vLLM writes."""
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import REPO, random_documents, torchrun
+from gloo.job_answers import data_of, recorded
+from gloo.job_parity import open_split, run_split
+from test_model import reference as transformers_model
+from torch import Tensor
+
+from titan_mi100.data import answer_store
+from titan_mi100.data.answer_store import About, AnswerStore, tokens_hash
+from titan_mi100.errors import UserError
+from titan_mi100.losses import log_of_rest
+from titan_mi100.model.loss import HeadMemory, likeliest, of_labels, token_losses
+from titan_mi100.model.qwen3 import Qwen3
+from titan_mi100.open_run.answers import open_teacher
+from titan_mi100.parallel.distributed import World
+from titan_mi100.shapes.qwen3 import Qwen3Spec
+
+SPEC = Qwen3Spec(320, 32, 48, 4, 4, 2, 8, False, rope_theta=1e4)
+SEQ_LEN, ROWS, VOCABULARY = 32, 8, 320
+TP, PP = {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}
+
+
+@cache
+def make_case() -> dict[str, Any]:
+    documents = []
+    for row in range(ROWS):
+        documents += random_documents(VOCABULARY, [[17, 15], [9, 7, 4, 12], [32], [5, 5, 11, 11]][row % 4], row, 0.6)
+    weights = transformers_model(SPEC).double().state_dict()
+    return {
+        "spec": SPEC, "weights": weights, "documents": documents, "seq_len": SEQ_LEN, "together": 1, "labels": None,
+    }  # fmt: skip
+
+
+@cache
+def teacher_logits() -> list[Tensor]:
+    """Of the learned tokens of each document, (tokens, vocabulary); made up."""
+    torch.manual_seed(3)
+    return [2 * torch.randn(int(learned[1:].sum()), VOCABULARY).double() for _, learned in make_case()["documents"]]
+
+
+def write_store(folder: Path, k: int, **other: Any) -> AnswerStore:
+    data = data_of(make_case())
+    count = len(make_case()["documents"])
+    facts = {"kind": "teacher", "weights": "made up", "tokens": tokens_hash([data.train]), "tokenizer": "none"}  # type: ignore[list-item]
+    about = About(**{**facts, "documents": count, "rows": 1, "seq_len": SEQ_LEN, "k": k, "dtype": "float64", **other})
+    store = AnswerStore(folder, about, "make it anew")
+    store.begin()
+    found = [logits.log_softmax(-1).topk(k) for logits in teacher_logits()]
+    arrays = {
+        "documents": np.arange(count), "tokens": np.array([len(each.values) for each in found]),
+        "ids": torch.cat([each.indices for each in found]).int().numpy(),
+        "log_p": torch.cat([each.values for each in found]).float().numpy(),
+    }  # fmt: skip
+    store.write(0, arrays)
+    return store
+
+
+@cache
+def expected(k: int, weight: float, renormalise: bool) -> tuple[float, dict[str, float], dict[str, Tensor]]:
+    """Loss, measures and gradients, document by document, from the teacher's probabilities as they are stored."""
+    model = Qwen3(SPEC).double()
+    model.load_state_dict(make_case()["weights"])
+    each, measures = [], list[list[float]]()
+    for (ids, learned), logits in zip(make_case()["documents"], teacher_logits(), strict=True):
+        tokens = torch.from_numpy(ids.astype(np.int64))
+        mask = torch.from_numpy(learned[1:])
+        log_q = model(tokens[None])[0, :-1].log_softmax(-1)[mask]
+        for own, label, of_teacher in zip(log_q, tokens[1:][mask], logits.log_softmax(-1), strict=True):
+            best = of_teacher.topk(k)
+            p, q = best.values.float().double().exp(), own.exp()[best.indices]
+            if renormalise:
+                kl = (p / p.sum() * (p / p.sum() / q).log()).sum()
+            else:
+                kl = (p * (p / q).log()).sum()
+                if k < VOCABULARY:
+                    kl = kl + (1 - p.sum()) * ((1 - p.sum()) / (1 - q.sum())).log()
+            each.append(weight * kl - (1 - weight) * own[label])
+            agrees = float(own.argmax() == best.indices[0])
+            measures.append([kl.item(), -own[label].item(), p.sum().item(), agrees])
+    loss = torch.stack(each).mean()
+    loss.backward()
+    names = ("kl", "cross_entropy", "kept_mass", "agreement")
+    means = dict(zip(names, np.mean(measures, axis=0).tolist(), strict=True))
+    return loss.item(), means, {name: p.grad for name, p in model.named_parameters()}
+
+
+def split(folder: Path, accumulation: int, ranks: int = 1, rest: str = "bucket", **options: Any) -> dict[str, Any]:
+    objective = {"name": "distill", "teacher": str(folder), "teacher_weight": options.pop("weight", 0.7), "rest": rest}
+    return {
+        "param": "float64", "backend": "eager", "local_batch_size": ROWS // (accumulation * ranks),
+        "accumulation": accumulation, "objective": objective, **options,
+    }  # fmt: skip
+
+
+def assert_equal(result: dict[str, Any], gradients: list[tuple[str, Tensor]], k: int, wanted: dict[str, Any]) -> None:
+    objective = wanted["objective"]
+    loss, measures, exact = expected(k, objective["teacher_weight"], objective["rest"] == "renormalise")
+    assert result["loss"] == pytest.approx(loss, rel=1e-12)
+    assert result["measures"] == pytest.approx(measures, rel=1e-12)
+    assert {name for name, _ in gradients} == set(exact)
+    for name, gradient in gradients:
+        assert (gradient - exact[name]).norm() <= 1e-12 * exact[name].norm(), name
+
+
+@pytest.mark.parametrize(("k", "rest", "weight"), [(5, "bucket", 0.7), (5, "renormalise", 1.0), (1, "bucket", 1.0)])
+def test_loss_and_gradients_equal_a_dense_loop(k: int, rest: str, weight: float, world: World, tmp_path: Path) -> None:
+    write_store(tmp_path, k)
+    for accumulation in (1, 4):
+        wanted = split(tmp_path, accumulation, rest=rest, weight=weight)
+        result = run_split(world, make_case(), wanted, data=data_of(make_case()))
+        assert_equal(result, result["gradients"], k, wanted)
+
+
+def test_all_ids_are_the_dense_divergence(world: World, tmp_path: Path) -> None:
+    """The stored mass is one but for rounding: the bucket of the rest must be empty, with a finite gradient."""
+    write_store(tmp_path, VOCABULARY)
+    for rest in ("bucket", "renormalise"):
+        wanted = split(tmp_path, 2, rest=rest, weight=1.0)
+        result = run_split(world, make_case(), wanted, data=data_of(make_case()))
+        loss, _, exact = expected(VOCABULARY, 1.0, False)
+        assert result["loss"] == pytest.approx(loss, rel=1e-7)  # the stored log p are fp32
+        for name, gradient in result["gradients"]:
+            assert (gradient - exact[name]).norm() <= 1e-6 * exact[name].norm(), name
+
+
+def run_job(processes: int, splits: list[dict], folder: Path, k: int) -> None:
+    torch.save({"case": make_case(), "splits": splits}, folder / "job.pt")
+    job = str(REPO / "tests/gloo/job_answers.py")
+    torchrun(job, str(folder / "job.pt"), str(folder), processes=processes, timeout=900)
+    records = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(processes)]
+    for number, each in enumerate(splits):
+        of_ranks = [record[number] for record in records]
+        is_pipeline = "pipeline_parallel_degree" in each.get("parallelism", {})
+        every = [pair for record in of_ranks for pair in record["gradients"]]
+        for record in of_ranks:
+            assert_equal(record, every if is_pipeline else record["gradients"], k, each)
+        assert_recorded(of_ranks[0]["recorded"], each["k"])
+
+
+def assert_recorded(arrays: dict[str, np.ndarray], k: int) -> None:
+    """The k likeliest ids of transformers' model, of training and validation rows."""
+    model: Any = Qwen3(SPEC).double()
+    model.load_state_dict(make_case()["weights"])
+    first, documents = 0, make_case()["documents"]
+    assert sorted(arrays["documents"].tolist()) == sorted(2 * list(range(len(documents))))
+    for number, count in zip(arrays["documents"].tolist(), arrays["tokens"].tolist(), strict=True):
+        ids, learned = documents[number]
+        with torch.no_grad():
+            scores = model(torch.from_numpy(ids.astype(np.int64))[None])[0, :-1].log_softmax(-1)
+        best = scores[torch.from_numpy(learned[1:])].topk(k)
+        assert (arrays["ids"][first : first + count] == best.indices.numpy()).all()
+        np.testing.assert_allclose(arrays["log_p"][first : first + count], best.values.numpy(), rtol=0, atol=1e-6)
+        first += count
+
+
+def test_distillation_and_the_pass_on_two_processes(full: bool, tmp_path: Path) -> None:
+    write_store(tmp_path / "teacher", 5)
+    teacher = tmp_path / "teacher"
+    splits = [split(teacher, 2, parallelism=TP, k=7), split(teacher, 4, parallelism=PP, k=7)]
+    if full:
+        splits += [split(teacher, 2, 2, parallelism={"zero_stage": stage}, k=3) for stage in (0, 3)]
+        splits += [
+            split(teacher, 4, rest="renormalise", parallelism=PP, k=320),
+            split(teacher, 2, 2, k=320, compile=True),
+        ]
+    run_job(2, splits, tmp_path, 5)
+
+
+@pytest.mark.full
+def test_distillation_and_the_pass_on_four_processes(tmp_path: Path) -> None:
+    write_store(tmp_path / "teacher", 5)
+    layouts = ((4, {"data_parallel_replicate_degree": 2}), (2, TP), (2, PP), (1, {**TP, **PP}))
+    run_job(4, [split(tmp_path / "teacher", 2, n, parallelism=each, k=7) for n, each in layouts], tmp_path, 5)
+
+
+@pytest.mark.parametrize("memory", [HeadMemory(1), HeadMemory(1 << 25)])
+def test_the_likeliest_ids_of_blocks_of_the_vocabulary(memory: HeadMemory) -> None:
+    torch.manual_seed(0)
+    hidden, weight, tokens = torch.randn(1, 9, 16), torch.randn(2500, 16), torch.tensor([0, 3, 8])
+    weight[2400] = weight[3]  # equal logits in different blocks: the least id comes first
+    predicted = token_losses(hidden, weight, of_labels(torch.zeros(1, 9, dtype=torch.long), tokens), memory=memory)
+    for k in (1, 20, 2500):
+        ids, log_p = likeliest(hidden, weight, tokens, predicted.best, k, memory=memory)
+        exact = (hidden[0, tokens] @ weight.T).log_softmax(-1)
+        order = exact.argsort(stable=True, dim=1, descending=True)[:, :k]
+        assert (ids == order).float().mean() > 0.99  # neighbours may differ by rounding
+        torch.testing.assert_close(log_p, exact.gather(1, order), rtol=1e-5, atol=1e-5)
+
+
+def test_a_rest_of_nothing_has_a_finite_gradient() -> None:
+    log_q = torch.zeros(3, dtype=torch.float32, requires_grad=True)
+    log_of_rest(log_q).sum().backward()
+    assert log_q.grad is not None and log_q.grad.isfinite().all()
+
+
+def test_a_pass_goes_on_where_it_was_stopped_and_refuses_what_is_not_its_own(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answer_store, "_MOST_ROWS", 3)
+    store = write_store(tmp_path, 4, rows=16)
+    assert store.about.parts == 6 and not store.is_complete
+    with pytest.raises(UserError, match="1 of 6 parts are there; run titan-mi100 teach again: it goes on"):
+        open_teacher(tmp_path, data_of(make_case()))
+    [part] = tmp_path.glob("part-*")
+    for number in range(1, 6):
+        store.write(number, {"documents": np.zeros(0, np.int64), "tokens": np.zeros(0, np.int64)})
+    open_teacher(tmp_path, data_of(make_case())).verify()
+    content = bytearray(part.read_bytes())
+    content[-1] ^= 1
+    part.write_bytes(bytes(content))
+    with pytest.raises(UserError, match="is damaged; delete it, and start again"):
+        open_split(world, make_case(), split(tmp_path, 1), data=data_of(make_case()))
+    for change, words in (
+        ({"tokenizer": "other"}, "another tokenizer"), ({"tokens": "other"}, "other rows, or other settings"),
+        ({"kind": "reference"}, "another purpose"),
+    ):  # fmt: skip
+        about = json.loads((tmp_path / "store.json").read_text()) | change
+        other = tmp_path / "other"
+        other.mkdir()
+        (other / "store.json").write_text(json.dumps(about))
+        with pytest.raises(UserError, match=words):
+            open_teacher(other, data_of(make_case()))
+        shutil.rmtree(other)
+    with pytest.raises(UserError, match="holds no teacher's answers; make it of this run's data"):
+        open_split(world, make_case(), split(other, 1), data=data_of(make_case()))
+
+
+def test_what_a_model_thinks_of_rows_on_one_process(world: World) -> None:
+    assert_recorded(dict(recorded(world, make_case(), {**split(Path(), 2), "k": 6})), 6)
