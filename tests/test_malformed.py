@@ -255,7 +255,10 @@ ROWS: dict[str, list[tuple[Any, str]]] = {
         (said(USER, ASSISTANT, system="be kind", tools=[TOOL]), "unknown key: system in a row of format messages"),
         (said(USER, ASSISTANT, enable_thinking=False), "unknown key: enable_thinking in a row of format messages"),
         (said(USER, ASSISTANT, rejected_messages=[USER]), "preference: rejected_messages in a row of format messages"),
-        (said(USER, ASSISTANT, label=False), "preference: label in a row of format messages; keep only the answers to"),
+        (
+            said(USER, ASSISTANT, label=False),
+            "preference: label in a row of format messages; to train on preferences, set",
+        ),
         (said(USER, ASSISTANT, label=True), "preference: label in a row of format messages"),
         (said(USER, {**ASSISTANT, "tool_call_id": 3}), "wrong type: message 2: tool_call_id must be a text"),
         (said(USER, {**ASSISTANT, "reasoning_content": 3}), "message 2: reasoning_content must be a text, is a number"),
@@ -391,7 +394,10 @@ ROWS: dict[str, list[tuple[Any, str]]] = {
         ({"question": "a", "answer": "b", "system": "be kind"}, "unknown key: system in a row of format columns"),
         ({"question": "a", "answer": "b", "tools": [TOOL]}, "unknown key: tools in a row of format columns"),
         ({"prompt": "a", "response": "b", "system_prompt": "c"}, "unknown key: system_prompt in a row of format colum"),
-        ({"prompt": "a", "response": "b", "rejected": "c"}, "preference: rejected in a row of format columns; keep on"),
+        (
+            {"prompt": "a", "response": "b", "rejected": "c"},
+            "preference: rejected in a row of format columns; to train on",
+        ),
     ],
     "text": [
         ({}, "missing key: the row has no 'text', only none"),
