@@ -1,8 +1,10 @@
 """The settings of a run: one dataclass per TOML section. Imports no torch."""
 
+import json
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from titan_mi100.config.hub import no_such_model
@@ -351,6 +353,16 @@ class ObjectiveConfig:
     def answers(self) -> str:
         """The kind of rows that it needs: "" conversations or texts, "pairs" of answers, "labels": answers with one."""
         return "" if self.name != "preference" else "pairs" if self.preference.is_paired else "labels"
+
+    @property
+    def ids_per_token(self) -> int:
+        """Ids that a teacher gives for each learned token; top_k where its folder is not there yet."""
+        if self.name != "distill":
+            return 0
+        try:
+            return int(json.loads(Path(self.teacher, "store.json").read_text())["k"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return self.top_k
 
     @property
     def has_reference(self) -> bool:

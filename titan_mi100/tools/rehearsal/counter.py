@@ -28,10 +28,12 @@ from torch.utils._pytree import tree_leaves
 
 from titan_mi100.attention.base import Backend, Documents
 from titan_mi100.config.layout import Batch, Layout
-from titan_mi100.config.settings import Config, OptimizerConfig, TrainingConfig
+from titan_mi100.config.settings import Config, OptimizerConfig
+from titan_mi100.data.answers import LABEL, REFERENCE, TEACHER_IDS, TEACHER_LOG_P
 from titan_mi100.data.microbatch import Microbatch, one_document_per_row
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.model.loss import HeadMemory
+from titan_mi100.objectives.choose import choose
 from titan_mi100.optim import lean
 from titan_mi100.optim.lean import LeanAdamW, rows_at_a_time
 from titan_mi100.optim.optimizer import build_optimizer
@@ -281,7 +283,7 @@ class FakeRank:
     def count_step(self) -> Count:
         """Run one step with a new optimizer and count its memory."""
         config, model, ledger, is_gpu = self.config, self.model, self.ledger, self.device_memory > 0
-        is_on_host, rows = config.memory.offload == "weights", inputs(config.training, self.microbatches)
+        is_on_host, rows = config.memory.offload == "weights", inputs(self.config, self.microbatches)
         kept, *edges = _step(model, config.optimizer, is_on_host, rows, ledger, is_gpu)
         # A pipeline's receive buffers grow with the microbatches; add those of the microbatches that were not run.
         more = _receive_buffer_bytes(model, config.batch(self.ranks).gradient_accumulation_steps - self.microbatches)
@@ -319,7 +321,8 @@ def as_rank(
         mesh = build_mesh(layout, CPU)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             attention = backend or FusedKernel()
-            model = build_model(config, spec, layout, batch, mesh, CPU, attention, 1.0, head, make, is_gpu)
+            how = 1.0, head, make, is_gpu, choose(config.objective)
+            model = build_model(config, spec, layout, batch, mesh, CPU, attention, *how)
             if isinstance(model, ReplicatedModel):
                 no_others.patch_ddp(model.ddp)
             where = HOST if config.memory.offload == "weights" else PARAMETERS
@@ -415,6 +418,10 @@ def enough_microbatches(layout: Layout, batch: Batch, schedule: str) -> int:
     return min(wanted, 4 * layout.fewest_microbatches if layout.is_pipeline else 2)
 
 
-def inputs(training: TrainingConfig, microbatches: int) -> list[Microbatch]:
+def inputs(config: Config, microbatches: int) -> list[Microbatch]:
     """The microbatches that need most memory: each row is one document, and all tokens but the last are supervised."""
-    return [one_document_per_row(training.local_batch_size, training.seq_len)] * microbatches
+    shape, k = (config.training.local_batch_size, config.training.seq_len), config.objective.ids_per_token
+    more = {REFERENCE: torch.zeros(shape, dtype=torch.float64), LABEL: torch.ones(shape, dtype=torch.int8)}
+    more |= {TEACHER_IDS: torch.zeros(*shape, k, dtype=torch.int32), TEACHER_LOG_P: torch.zeros(*shape, k)}
+    columns = {name: more[name] for name in choose(config.objective).columns if name in more}
+    return [{**one_document_per_row(*shape), **columns}] * microbatches

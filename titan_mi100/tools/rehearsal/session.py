@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from titan_mi100 import trainer
 from titan_mi100.config.layout import Batch
-from titan_mi100.config.settings import Config, TrainingConfig
+from titan_mi100.config.settings import Config
 from titan_mi100.data.microbatch import Microbatch
 from titan_mi100.optim.optimizer import build_optimizer
 from titan_mi100.parallel.distributed import Gradients, gather_values
@@ -127,13 +127,14 @@ def _trainer_of(fake: FakeRank) -> trainer.Trainer:
 
         return called
 
-    losses = functools.partial(torch.zeros, fake.microbatches, dtype=torch.float64)
+    values = fake.microbatches, 1 + len(model.objective.measures)
+    losses = functools.partial(torch.zeros, values, dtype=torch.float64)
     model.forward_backward = in_fake_mode(forward_backward, losses)  # type: ignore[method-assign]
     model.measure_gradients = in_fake_mode(measure, _no_gradient)  # type: ignore[method-assign]
     optimizer.update = in_fake_mode(update, lambda: None)  # type: ignore[method-assign]
     batch = replace(config.batch(fake.ranks), gradient_accumulation_steps=fake.microbatches)
     flags = {name: lambda: False for name in _FLAGS}
-    return trainer.Trainer(model, optimizer, _Rows(config.training, batch), config.training.max_norm, 0, flags)  # type: ignore[arg-type]
+    return trainer.Trainer(model, optimizer, _Rows(config, batch), config.training.max_norm, 0, flags)  # type: ignore[arg-type]
 
 
 def _no_gradient() -> Gradients:
@@ -151,11 +152,11 @@ def _gather_same_values(tally: Tally, mine: Tensor, device: torch.device) -> Ten
 class _Rows:
     """Replaces the loader: every row is one document."""
 
-    def __init__(self, training: TrainingConfig, batch: Batch) -> None:
-        self.batch, self._training = batch, training
+    def __init__(self, config: Config, batch: Batch) -> None:
+        self.batch, self._config = batch, config
 
     def ahead(self, first_row: int, pinned: bool) -> Callable[[], list[Microbatch]]:
         return lambda: self.step(first_row)
 
     def step(self, first_row: int) -> list[Microbatch]:
-        return inputs(self._training, self.batch.gradient_accumulation_steps)
+        return inputs(self._config, self.batch.gradient_accumulation_steps)
