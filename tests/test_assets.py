@@ -58,6 +58,11 @@ def test_the_default_run_s_data_is_what_its_script_makes_and_every_sum_is_right(
             assert sum(map(int, left.split(" + "))) == int(right)
     # so a held-out sum is not in the training data in other words
     assert len(pairs) == len(content.splitlines()) == 2000
+    content = (folder / "pairs.jsonl").read_text(encoding="utf-8")
+    assert (tmp_path / "pairs.jsonl").read_text(encoding="utf-8") == content
+    for row in map(json.loads, content.splitlines()):
+        a, b = map(int, re.findall(r"[0-9]+", row["prompt"]))
+        assert row["chosen"].endswith(f"so {a + b}.") and not row["rejected"].endswith(f"so {a + b}.")
 
 
 def test_ids_are_bytes_then_merges_by_rank_then_added_tokens() -> None:

@@ -138,7 +138,7 @@ def test_the_wheel_holds_every_module_every_config_and_the_data_of_debug_toml(wh
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {str(path.relative_to(REPO)) for path in (REPO / "titan_mi100").rglob("*.py")}
     configs = {f"titan_mi100/train_configs/{path.name}" for path in (REPO / "train_configs").glob("*.[tj]*")}
-    data = {"additions.jsonl", *(f"tokenizer/{path.name}" for path in (ASSETS / "tokenizer").iterdir())}
+    data = {"additions.jsonl", "pairs.jsonl", *(f"tokenizer/{path.name}" for path in (ASSETS / "tokenizer").iterdir())}
     modules.add("titan_mi100/config/other_trainers.txt")
     assert packed == modules | configs | {f"titan_mi100/train_configs/debug/{name}" for name in data}
 

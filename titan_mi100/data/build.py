@@ -138,6 +138,7 @@ def make_folder(folder: Path, request: DataRequest, inputs: Inputs) -> None:
             variables={name: value for name, value in config.variables.items() if name != "enable_thinking"},
             system_prompt=config.system_prompt if encoder.end_of_turn else None,
             end_of_turn=encoder.end_of_turn,
+            answers=request.answers,
             end_of_turn_id=tokenizer.id_of(encoder.end_of_turn) if encoder.end_of_turn else None,
         )
     ledger.write(folder / "ledger.csv")

@@ -157,6 +157,7 @@ class DataFacts:
     # The token that ends a turn, see `ChatTemplate.end_of_turn`, and its id; "": the data hold no conversations.
     end_of_turn: str = ""
     end_of_turn_id: int | None = None
+    answers: str = ""  # see ObjectiveConfig.answers
 
 
 @dataclass(frozen=True)

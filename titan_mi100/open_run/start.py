@@ -42,6 +42,7 @@ from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.build import build_model
 from titan_mi100.parallel.distributed import World, from_rank_zero, raise_together, same_on_all_ranks
+from titan_mi100.run.answers import AnswerWatch
 from titan_mi100.run.faults import FaultWatch
 from titan_mi100.run.forecast import Forecast
 from titan_mi100.run.profiling import SNAPSHOT, open_profiler
@@ -126,6 +127,7 @@ def open_run(
         observers += [reporter] if reporter else []
         with raise_together():
             accept_ledger(data, folder, world)
+            observers.append(AnswerWatch())
             observers.append(FaultWatch(stream, folder, world, progress, config.training.max_nonfinite_steps))
         profiler = open_profiler(folder, config.profiling, world, steps)
     if profiler is not None:

@@ -1,4 +1,5 @@
-"""Writes additions.jsonl, the data of debug.toml: sums of two numbers of two digits, with the steps of the addition.
+"""Writes additions.jsonl, the data of debug.toml: sums of two numbers of two digits, with the steps of the addition;
+and pairs.jsonl: some of them with a right and a wrong answer.
 
     python train_configs/debug/make_additions.py [output folder]
 
@@ -12,7 +13,7 @@ import sys
 from pathlib import Path
 
 QUESTIONS = ("What is {a} + {b}?", "How much is {a} + {b}?", "Add {a} and {b}.", "How many are {a} and {b}?")
-ROWS = 2000
+ROWS, PAIRS = 2000, 500
 
 
 def answer(a: int, b: int) -> str:
@@ -34,9 +35,20 @@ def rows(seed: int = 0) -> list[dict[str, str]]:
     return found
 
 
+def pairs(seed: int = 0) -> list[dict[str, str]]:
+    """Rows of preferences. The wrong answer has another sum than its steps."""
+    rng, found = random.Random(seed), []
+    for row in rows()[:PAIRS]:
+        steps, right = row["answer"].removesuffix(".").rsplit(" ", 1)
+        wrong = abs(int(right) + rng.choice((-10, -1, 1, 10)))
+        found.append({"prompt": row["question"], "chosen": row["answer"], "rejected": f"{steps} {wrong}."})
+    return found
+
+
 def main(folder: Path) -> None:
-    text = "".join(json.dumps(row) + "\n" for row in rows())
-    (folder / "additions.jsonl").write_text(text, encoding="utf-8")
+    for name, made in (("additions", rows()), ("pairs", pairs())):
+        text = "".join(json.dumps(row) + "\n" for row in made)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -37,17 +37,29 @@ path.grid { stroke: var(--line); stroke-width: 1 } path.dashed { stroke-dasharra
 _KINDS = {
     "loss": "Training loss (mean over supervised tokens, nats)",
     "validation_loss": "Validation loss (nats per token)",
+    "accuracy": "Pairs whose chosen answer has the greater reward (share)",
+    "margin": "Margin: reward of the chosen answer minus that of the rejected one",
+    "reward_chosen": "Rewards of both answers",
+    "logp_chosen": "Log probabilities of both answers (nats)",
+    "kl": "Distance from the reference, or from the teacher (KL, nats)",
+    "cross_entropy": "Cross-entropy of the labels (nats per token)",
+    "agreement": "Tokens whose likeliest id is the teacher's (share)",
     "tokens_per_second": "Throughput (tokens/s)",
 }
+_BESIDE = {"reward_chosen": "reward_rejected", "logp_chosen": "logp_rejected"}  # drawn in the same chart
 
 
 def charts(run: dict[str, Any]) -> str:
     """The charts that have data, as HTML. Args: run: as `collect` returns it."""
     series, found = run["metrics"].get("series", {}), ""
     for kind, title in _KINDS.items():
-        keys = [key for key in series if key == kind or (kind == "validation_loss" and key.startswith(SOURCE))]
+        of_kind = {kind, f"validation_{kind}", _BESIDE.get(kind)}
+        keys = [key for key in series if key in of_kind or (kind == "validation_loss" and key.startswith(SOURCE))]
         keys.sort(key=lambda key: (key != kind, key))
-        curves = {key.removeprefix(SOURCE) if key != kind else "all": series[key]["means"] for key in keys}
+        if kind == "loss":
+            keys = [kind] if kind in series else []
+        names = {kind: "all", **({} if kind.endswith("loss") else {kind: kind.rpartition("_")[2]})}
+        curves = {names.get(key, key.removeprefix(SOURCE)).replace("_", " "): series[key]["means"] for key in keys}
         if curves:
             widths = max(series[key]["bin_steps"] for key in keys)
             found += figure(title, f"means of {widths:,} steps" if widths > 1 else "", curves)

@@ -18,9 +18,13 @@ from titan_mi100.wording import shortened
 _LONGEST_LINE = 1 << 16  # bytes; a line of metrics.jsonl has about 400
 _LONGEST_SAMPLE = 1 << 20  # bytes of a line of samples.jsonl
 _MOST_BYTES = 1 << 33  # largest file; a metrics.jsonl of 10,000,000 steps has half of it
+MEASURES = {  # of objectives
+    "accuracy", "margin", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected", "kl", "cross_entropy",
+    "kept_mass", "agreement",
+}  # fmt: skip
 SERIES = {
     "loss", "grad_norm", "lr", "tokens_per_second", "mfu", "peak_memory_gib", "data_wait", "loss_scale", "seconds",
-    "validation_loss", "bits_per_byte",
+    "validation_loss", "bits_per_byte", *MEASURES, *(f"validation_{name}" for name in MEASURES),
 }  # fmt: skip
 SOURCE = "validation_loss/"  # prefix of the key of one source's validation loss
 _SUMS = ("seconds", "tokens", "supervised_tokens")

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from titan_mi100.config.settings import Config
+from titan_mi100.data.answers import PAIRS
 from titan_mi100.data.encode import OVERLONG
 from titan_mi100.data.prepare import prepare_run
 from titan_mi100.data.prepared import (
@@ -109,8 +110,9 @@ def make_report(config: Config, options: argparse.Namespace) -> dict[str, Any]:
         rows = [0]
     if options.html or not (options.row or options.where):
         report |= _summary(config, shown)
+    is_paired = data.facts.answers == PAIRS
     report["shown"] = [
-        _row(dataset, shown.tokenizer, [shown.origins.where(number) for number in dataset.documents_of(row)], row)
+        _row(dataset, shown.tokenizer, list(map(shown.origins.where, dataset.documents_of(row))), row, is_paired)
         for row in dict.fromkeys(rows)
     ]
     return report
@@ -164,7 +166,9 @@ def _read_ledger(path: Path) -> Iterator[dict[str, str]]:
 # --- tokens ---
 
 
-def _row(rows: RowSet, tokenizer: Tokenizer, origins: Sequence[str], index: int) -> dict[str, Any]:
+def _row(
+    rows: RowSet, tokenizer: Tokenizer, origins: Sequence[str], index: int, is_paired: bool = False
+) -> dict[str, Any]:
     """A packed row as training reads it: its documents, and lists with one value per token.
 
     Args:
@@ -178,7 +182,8 @@ def _row(rows: RowSet, tokenizer: Tokenizer, origins: Sequence[str], index: int)
         texts += token_texts(tokenizer, ids)
         count = {"tokens": len(ids), "supervised": int(learned.sum())}
         where = origins[place] if len(inside) == len(origins) else some(origins, 3)
-        documents.append({"where": where, **count, "text": tokenizer.decode(ids)})
+        role = ("chosen", "rejected")[place % 2] if is_paired else ""
+        documents.append({"where": where, "role": role, **count, "text": tokenizer.decode(ids)})
     padding = int(row.padding().sum())
     return {
         "row": index,

@@ -40,14 +40,19 @@ body { font: 14px/1.6 monospace; white-space: pre-wrap; unicode-bidi: plaintext 
 h1, h2, h3 { display: inline; font: 600 1.2em system-ui, sans-serif } h1 { font-size: 1.7em }
 b { font-weight: normal; border-radius: 3px } b:nth-child(even), b:hover { background: #8883 }
 samp { display: inline-block; font: inherit; font-size: min(1em, 1.5vw) }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26em), 1fr)); gap: 1em }
 mark { color: inherit; background: #2a53; border-bottom: 2px solid #2a5 }
 """
+# lines that begin and end the boxes of a pair, side by side on a page
+_BOXES = {"pair": '<div class="pair"><div>', "side": "</div><div>", "end": "</div></div>"}
 _HELP = "Green and underlined: supervised. Point at a token for its id and position."
 
 
 def terminal_text(lines: Iterable[Line], color: bool) -> Iterator[str]:
     """The lines for a terminal. With `color`, styles are colors; without, supervised text is in brackets ⟦ ⟧."""
     for line in lines:
+        if line[0].kind in _BOXES or line == [Piece("")]:
+            continue
         shown = ""
         for kind, parts in groupby(line, lambda part: part.kind):
             text = printable("".join(part.text for part in parts))
@@ -61,6 +66,9 @@ def page(title: str, lines: Iterable[Line]) -> str:
     """The lines as one self-contained HTML page. All text is escaped, because data may contain HTML."""
     body = ""
     for line in lines:
+        if line[0].kind in _BOXES:
+            body += _BOXES[line[0].kind]
+            continue
         for kind, parts in groupby(line, lambda part: part.kind):
             html = "".join(f'<b title="{hint}">{escape(text)}</b>' if hint else escape(text) for text, _, hint in parts)
             body += f"<{_STYLES[kind][1]}>{html}</{_STYLES[kind][1]}>" if kind else html
@@ -86,8 +94,12 @@ def report_lines(report: dict[str, Any], table: bool) -> Iterator[Line]:
         for place, document in enumerate(row["documents"]):
             inside = range(start, start := start + document["tokens"])
             count = f"{document['tokens']:,} tokens, {document['supervised']:,} supervised"
-            yield [Piece(f"── document {place}: {document['where']}: {count} ──", "document")]
+            role = document["role"]
+            name = f"pair {place // 2}, {role}" if role else f"document {place}"
+            yield [Piece("", "pair" if role == "chosen" else "side" if role else "")]
+            yield [Piece(f"── {name}: {document['where']}: {count} ──", "document")]
             yield from _table(row, inside) if table else [_running(row, inside)]
+            yield [Piece("", "end" if role == "rejected" else "")]
         if row["padding"]:
             yield [Piece(f"── padding: {row['padding']:,} tokens, id {row['id'][-1]} ──", "soft")]
 

@@ -1,0 +1,142 @@
+"""Shows that preferences and distillation teach something, with the real commands, on two cores and bundled data.
+
+    python scripts/show_objectives.py preferences|distillation OUT [--seeds 3]
+
+preferences: a model that has half learned to add is trained on right and wrong answers to the same sums; exact match
+on sums that it has not seen, before and after. distillation: a model of 10M parameters learns the pages of docs/; one
+of 3M learns them from its distributions or from the text alone, in as many steps; validation loss of both.
+"""
+
+import argparse
+import json
+import random
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from titan_mi100.errors import UserError
+
+REPO = Path(__file__).resolve().parents[1]
+DEBUG = REPO / "train_configs" / "debug"
+_COMMON = {
+    "job.config_file": REPO / "train_configs/debug.toml", "metrics.enable_tensorboard": "false",
+    "checkpoint.keep_latest_k": 1, "validation.freq": 0, "validation.prompts": 0,
+}  # fmt: skip
+_ANSWER = re.compile(r"so (\d+)\.$")
+
+
+def run(*words: object) -> str:
+    """A command of the package. Raises UserError: it failed."""
+    done = subprocess.run([sys.executable, "-m", "titan_mi100", *map(str, words)], capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"{' '.join(map(str, words[:4]))} ... failed:\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def train(folder: Path, **settings: object) -> Path:
+    """A run on one process; its export, or the folder if there is none. Done before: kept."""
+    if not list(folder.glob("checkpoint/step-*")):
+        given = {**_COMMON, "job.run_folder": folder, **settings}
+        run("train", "--nproc_per_node", 1, *(word for k, v in given.items() for word in (f"--{k}", v)))
+    return max(folder.glob("hf-step-*"), default=folder)
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def preferences(out: Path, seed: int) -> tuple[float, float]:
+    """Exact match on held-out sums before and after."""
+    chosen = random.Random(seed)
+    rows = [json.loads(line) for line in (DEBUG / "additions.jsonl").read_text().splitlines()]
+    chosen.shuffle(rows)
+    held_out, rows = rows[:200], rows[200:]
+    for row in held_out:
+        row["answer"] = f"#### {_ANSWER.search(row['answer'])[1]}"  # type: ignore[index]
+    pairs = []
+    for row in rows:
+        right = int(_ANSWER.search(row["answer"])[1])  # type: ignore[index]
+        wrong = right + chosen.choice((-100, -10, -1, 1, 10, 100))
+        rejected = _ANSWER.sub(f"so {abs(wrong)}.", row["answer"])
+        pairs.append({"prompt": row["question"], "chosen": row["answer"], "rejected": rejected})
+    test, sums = write(out / "test.jsonl", held_out), write(out / "sums.jsonl", rows)
+    common = {"training.seed": seed, "training.local_batch_size": 2}
+    first = train(out / "sft", **common, **{"data.path": sums, "training.steps": 500})
+    more = {"objective.name": "preference", "objective.sft_weight": 0.2, "checkpoint.initial_load_path": first}
+    given = write(out / "pairs.jsonl", pairs)
+    more |= {"data.path": given, "training.steps": 150, "optimizer.lr": 5e-4}
+    second = train(out / "dpo", **common, **more)
+    return exact_match(first, test), exact_match(second, test)
+
+
+def exact_match(model: Path, test: Path) -> float:
+    told = run("evaluate", "exact-match", "--model", model, "--data", test, "--max_new_tokens", 64, "--json")
+    return float(json.loads(told)["score"])
+
+
+def distillation(out: Path, seed: int) -> tuple[float, float]:
+    """Validation loss of the student that learns from the text alone, and of the one that learns from the teacher."""
+    texts = [part for page in sorted((REPO / "docs").glob("*.md")) for part in page.read_text().split("\n\n")]
+    rows = [{"text": "\n\n".join(texts[start : start + 8])} for start in range(0, len(texts), 8)]
+    data = write(out / "pages.jsonl", rows)
+    common = {
+        "data.path": data, "data.validation_fraction": 0.1, "data.overlong": "split", "training.seed": seed,
+        "training.local_batch_size": 4, "optimizer.lr": 2e-3, "model.flavor": "", "checkpoint.export_hf": "true",
+    }  # fmt: skip
+    big = random_model(out / "big", 384, 1152, 5, seed)
+    small = random_model(out / "small", 256, 512, 3, seed)
+    teacher = train(out / "teacher", **common, **{"training.steps": 300, "checkpoint.initial_load_path": big})
+    wanted = {**common, "training.steps": 150, "checkpoint.initial_load_path": small}
+    alone = train(out / "alone", **wanted)
+    student, folder = out / "student.toml", out / "answers"
+    student.write_text(
+        f'base = "{REPO}/train_configs/debug.toml"\n[data]\npath = "{data}"\nvalidation_fraction = 0.1\n'
+        f'overlong = "split"\n[training]\nlocal_batch_size = 4\nseed = {seed}\n'
+    )
+    if not (folder / "run_state.json").exists():
+        run("teach", "--job.config_file", student, "--model", teacher, "--top_k", 32, "--nproc_per_node", 1)
+    distilled = {"objective.name": "distill", "objective.teacher": folder, "objective.teacher_weight": 0.7}
+    taught = train(out / "taught", **wanted, **distilled)
+    return validation_loss(alone.parent, "validation_loss"), validation_loss(taught.parent, "validation_cross_entropy")
+
+
+def random_model(folder: Path, hidden: int, inner: int, layers: int, seed: int) -> Path:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    if not folder.exists():
+        torch.manual_seed(seed)
+        shape = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "head_dim": 64}
+        heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": 2, "vocab_size": 2048}
+        Qwen3ForCausalLM(Qwen3Config(**shape, **heads, tie_word_embeddings=True)).save_pretrained(folder)
+        for file in (DEBUG / "tokenizer").iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def validation_loss(folder: Path, key: str) -> float:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return float(next(line[key] for line in reversed(lines) if key in line))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("preferences", "distillation"))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seeds", type=int, default=3)
+    options = parser.parse_args()
+    show, found = preferences if options.what == "preferences" else distillation, []
+    for seed in range(options.seeds):
+        before, after = show(options.out.resolve() / options.what / f"seed-{seed}", seed)
+        found.append((before, after))
+        print(f"seed {seed}: {before:.4f} -> {after:.4f}", flush=True)
+    means = [statistics.mean(values) for values in zip(*found, strict=True)]
+    print(f"mean of {options.seeds} seeds: {means[0]:.4f} -> {means[1]:.4f}")
+
+
+if __name__ == "__main__":
+    main()

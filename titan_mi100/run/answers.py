@@ -1,0 +1,42 @@
+"""Warns of what goes wrong with preferences: the chosen answers get unlikely, margins explode, pairs are trivial."""
+
+from collections import deque
+
+from titan_mi100.log import log
+from titan_mi100.trainer import StepResult
+
+_STEPS = 20  # means are over so many
+_FALLEN = -0.5  # mean reward of chosen answers: with dpo's beta of 0.1 they are 5 nats less likely than at first
+_LARGE = 20.0  # mean margin at which a pair has no gradient left
+_TRIVIAL = 3  # steps in which every pair is right, from the second step on
+
+
+class AnswerWatch:
+    """A StepObserver that warns of each kind once."""
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[float, float, float]] = deque(maxlen=_STEPS)
+        self._said = set[str]()
+
+    def after_step(self, step: int, result: StepResult) -> None:
+        found = result.measures
+        if "reward_chosen" not in found or result.skipped:
+            return
+        self._recent.append((found["accuracy"], found["reward_chosen"], found["margin"]))
+        accuracies = [accuracy for accuracy, *_ in self._recent]
+        if step == 1 + _TRIVIAL and accuracies[-_TRIVIAL:] == [1.0] * _TRIVIAL:
+            what = "every pair was right within three steps: length or form may tell the answers apart"
+            self._warn("trivial", f"{what}; look at some with titan-mi100 inspect")
+        if len(self._recent) == _STEPS:
+            _, chosen, margin = (sum(values) / _STEPS for values in zip(*self._recent, strict=True))
+            if chosen < _FALLEN:
+                what = f"the chosen answers have become less likely (reward {chosen:.2f}, mean of {_STEPS} steps)"
+                self._warn("fallen", f"{what}; add objective.sft_weight = 0.2, or lower optimizer.lr")
+            if margin > _LARGE:
+                what = f"the margin is {margin:.0f}: nearly all pairs are learned, and the model drifts on"
+                self._warn("large", f"{what}; stop here, or lower optimizer.lr")
+
+    def _warn(self, kind: str, text: str) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            log.warning(f"preferences: {text}")
