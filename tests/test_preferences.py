@@ -127,8 +127,10 @@ def assert_equal(result: dict[str, Any], gradients: list[tuple[str, Tensor]], na
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_each_loss_and_its_gradients_equal_a_loop_over_answers_alone(name: str, world: World) -> None:
-    for accumulation, sft in ((1, 0.0), (4, SFT), (8, 0.0)):
+def test_each_loss_and_its_gradients_equal_a_loop_over_answers_alone(name: str, full: bool, world: World) -> None:
+    if not full and name not in ("orpo", "apo_zero_unpaired"):
+        pytest.skip("with --full; of dpo the layouts below")
+    for accumulation, sft in ((1, 0.0), (4, SFT), (8, 0.0)) if full else ((4, SFT),):
         case, wanted = case_of(name), split(name, accumulation, sft=sft)
         result = run_split(world, case, wanted, data=data_of(case))
         assert_equal(result, result["gradients"], name, sft)

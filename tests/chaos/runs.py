@@ -270,12 +270,42 @@ def kills(quick: bool) -> Iterator[Case]:
     # from 110: of the first story's three, a step kills rank 1, a save rank 0, a load the launcher
     for number, (layout, mode) in enumerate(stories, start=110):
         yield case(f"{layout}, async_mode {mode}", killed, layout, mode, 3 if quick else 10, random.Random(number))
+    for layout, name in () if quick else (("FSDP2 x2", "preference"), ("PP2 1F1B", "preference"), ("TP2", "distill")):
+        yield case(f"{layout}, {name}", killed, layout, "disabled", 5, random.Random(len(layout)), objective(name))
 
 
-def killed(trial: Trial, layout: str, mode: str, times: int, dice: random.Random) -> None:
+def objective(name: str) -> tuple[str, ...]:
+    """The arguments of a run that learns from pairs of answers, or from a teacher; their data are made once."""
+    pairs, teacher = session() / "pairs.jsonl", session() / "teacher"
+    if name == "preference":
+        rows = [{"prompt": f"{i} + 7?", "chosen": str(i + 7), "rejected": str(i)} for i in range(200)]
+        pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return ("--objective.name", name, "--data.path", str(pairs))
+    if not teacher.exists():
+        model = checkpoints(uninterrupted("one process", "--training.steps", "4"))[4]
+        words = [
+            "teach",
+            "--job.config_file",
+            session() / "small.toml",
+            "--model",
+            model,
+            "--out",
+            teacher,
+            "--top_k",
+            "8",
+        ]
+        subprocess.run([sys.executable, "-m", "titan_mi100", *map(str, words), "--nproc_per_node", "1"], check=True,
+                       cwd=REPO, env={**job_environment(), "XDG_CACHE_HOME": str(session() / "cache")})  # fmt: skip
+    return ("--objective.name", name, "--objective.teacher", str(teacher))
+
+
+def killed(
+    trial: Trial, layout: str, mode: str, times: int, dice: random.Random, objective: tuple[str, ...] = ()
+) -> None:
     """A run is killed so many times, and goes on each time; then it comes to its end."""
     steps = 6 + 8 * times
     arguments = ("--checkpoint.interval", "2", "--checkpoint.keep_latest_k", "2", "--training.steps", str(steps))
+    arguments += objective
     expected = uninterrupted(layout, *arguments)
     arguments += ("--checkpoint.async_mode", mode)
     while trial.tried < times:
@@ -288,6 +318,8 @@ def killed(trial: Trial, layout: str, mode: str, times: int, dice: random.Random
         elif phase == "load":
             at, number = dice.choice(("load", "loaded") if here else ("build",)), 1
         whom, delay = dice.choice((0, 1, 0, 1, "launcher")), dice.choice((0.0, dice.uniform(0.0, 0.05)))
+        if objective and trial.tried == 0:  # while the reference is read
+            at, number, delay = "build", 1, dice.uniform(0.2, 1.0)
         does = f"kill {trial.tried + 1}, of {whom} at {at} {number} + {1000 * delay:.0f} ms"
         job = trial.start(layout, *arguments, actions=[
             {"at": at, "number": number, "do": "KILL", "to": whom, "delay": delay}

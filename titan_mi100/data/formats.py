@@ -134,7 +134,7 @@ def choose_format(path: str, config: DataConfig, answers: str = "") -> Format:
         return _text_format(text_column or "text")
     if prompt_column:
         return _columns_format(prompt_column, config.response_column, config.system_column)
-    keys = _first_keys(path)
+    keys = first_keys(path)
     for known in _FIXED.values():
         if name == "auto" and keys >= known.keys:
             return known
@@ -150,7 +150,7 @@ def choose_format(path: str, config: DataConfig, answers: str = "") -> Format:
     )
 
 
-def _first_keys(path: str) -> set[str]:
+def first_keys(path: str) -> set[str]:
     """The keys of the first readable record that have a value.
 
     Unreadable records before it raise nothing here; they are reported later with all others.

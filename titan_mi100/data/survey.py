@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from titan_mi100.config.settings import Config
+from titan_mi100.data.answers import PAIRS
 from titan_mi100.data.build import DataRequest, open_files
 from titan_mi100.data.encode import REJECTED
 from titan_mi100.data.files import expand_patterns
@@ -41,5 +42,7 @@ def survey(config: Config, seconds: float) -> Survey:
                 break
     records, lengths = (np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("records", "lengths"))
     places = np.repeat(records["hash"][:, 0] / 2.0**64, records["documents"])
+    if config.objective.answers == PAIRS:  # both answers share a row
+        lengths, places = lengths.reshape(-1, 2).sum(1), places[::2]
     own_end = encoder.end_of_turn if encoder.end_of_turn != encoder.tokenizer.eos_token else ""
     return Survey(lengths, places, min(share, 1.0), int((records["status"] == REJECTED).sum()), own_end)

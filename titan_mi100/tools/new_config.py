@@ -24,6 +24,7 @@ from titan_mi100.config.layout import Batch
 from titan_mi100.config.load import load_config
 from titan_mi100.config.problem import Problem
 from titan_mi100.config.settings import Config, TrainingConfig
+from titan_mi100.data.formats import first_keys
 from titan_mi100.data.packing import pack_rows
 from titan_mi100.data.survey import Survey, survey
 from titan_mi100.errors import UserError
@@ -208,6 +209,8 @@ def fitting_plan(answers: Answers) -> tuple[Plan, tuple[str, Change], str]:
         UserError: the settings are refused, or none fits: the message says what the least takes, and what would fit.
     """
     given = ["--job.config_file", str(FOLDER / "finetune.toml"), "--checkpoint.initial_load_path", answers.model]
+    if {"chosen", "rejected"} <= first_keys(answers.data[0]):
+        given += ["--objective.name", "preference"]
     config = load_config([*given, "--data.path", *answers.data], answers.cards)
     try:
         sized, about_data = sized_run(config.training, config.batch(answers.cards), survey(config, _SECONDS))
@@ -271,6 +274,7 @@ def _first_fitting(config: Config, method: str, answers: Answers) -> tuple[Plan,
     """
     plans, refused = [], list[Problem]()
     for words, change in METHODS[method]:
+        change = _of_pairs(config, change) if config.objective.answers else change
         changed = with_settings(config, change)
         refused = check(changed, answers.cards, with_files=False)
         if not refused:
@@ -280,6 +284,14 @@ def _first_fitting(config: Config, method: str, answers: Answers) -> tuple[Plan,
     if not plans:
         raise UserError("\n".join([f"--method {method} is not for {answers.model}:", *map(str, refused)]))
     return min(plans, key=lambda found: found[0].most)
+
+
+def _of_pairs(config: Config, change: Change) -> Change:
+    """The same for pairs of answers: a twentieth of the learning rate, and no dropout, which disturbs their sums."""
+    optimizer = change.get("optimizer", {})
+    lr = {"lr": float(f"{optimizer.get('lr', config.optimizer.lr) / 20:.2g}")}
+    lora = {"lora": {**change["lora"], "dropout": 0.0}} if "lora" in change else {}
+    return {"objective": {"name": "preference"}, **change, **lora, "optimizer": {**optimizer, **lr}}
 
 
 def as_toml(answers: Answers, change: Change) -> str:
