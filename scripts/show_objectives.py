@@ -2,9 +2,10 @@
 
     python scripts/show_objectives.py preferences|distillation OUT [--seeds 3]
 
-preferences: a model that has half learned to add is trained on right and wrong answers to the same sums; exact match
-on sums that it has not seen, before and after. distillation: a model of 10M parameters learns the pages of docs/; one
-of 3M learns them from its distributions or from the text alone, in as many steps; validation loss of both.
+preferences: a model learns sums from data in which most carries are forgotten, then from pairs of a right answer and
+one without the carry; exact match on sums that it has not seen, before and after. distillation: a model of 10M
+parameters learns the pages of docs/; one of 3M learns them from its distributions or from the text alone, in as many
+steps; validation loss of both.
 """
 
 import argparse
@@ -24,7 +25,6 @@ _COMMON = {
     "job.config_file": REPO / "train_configs/debug.toml", "metrics.enable_tensorboard": "false",
     "checkpoint.keep_latest_k": 1, "validation.freq": 0, "validation.prompts": 0,
 }  # fmt: skip
-_ANSWER = re.compile(r"so (\d+)\.$")
 
 
 def run(*words: object) -> str:
@@ -55,22 +55,27 @@ def preferences(out: Path, seed: int) -> tuple[float, float]:
     rows = [json.loads(line) for line in (DEBUG / "additions.jsonl").read_text().splitlines()]
     chosen.shuffle(rows)
     held_out, rows = rows[:200], rows[200:]
-    for row in held_out:
-        row["answer"] = f"#### {_ANSWER.search(row['answer'])[1]}"  # type: ignore[index]
-    pairs = []
-    for row in rows:
-        right = int(_ANSWER.search(row["answer"])[1])  # type: ignore[index]
-        wrong = right + chosen.choice((-100, -10, -1, 1, 10, 100))
-        rejected = _ANSWER.sub(f"so {abs(wrong)}.", row["answer"])
-        pairs.append({"prompt": row["question"], "chosen": row["answer"], "rejected": rejected})
-    test, sums = write(out / "test.jsonl", held_out), write(out / "sums.jsonl", rows)
-    common = {"training.seed": seed, "training.local_batch_size": 2}
-    first = train(out / "sft", **common, **{"data.path": sums, "training.steps": 500})
-    more = {"objective.name": "preference", "objective.sft_weight": 0.2, "checkpoint.initial_load_path": first}
-    given = write(out / "pairs.jsonl", pairs)
-    more |= {"data.path": given, "training.steps": 150, "optimizer.lr": 5e-4}
+    test = [{**row, "answer": f"#### {row['answer'].rsplit(' ', 1)[1].removesuffix('.')}"} for row in held_out]
+    wrong = {row["question"]: without_carry(row["question"]) for row in rows}
+    sums = [{**row, "answer": wrong[row["question"]]} if chosen.random() < 0.7 else row for row in rows]
+    pairs = [
+        {"prompt": row["question"], "chosen": row["answer"], "rejected": wrong[row["question"]]}
+        for row in rows
+        if row["answer"] != wrong[row["question"]]
+    ]
+    tested, common = write(out / "test.jsonl", test), {"training.seed": seed, "training.local_batch_size": 2}
+    first = train(out / "sft", **common, **{"data.path": write(out / "sums.jsonl", sums), "training.steps": 1000})
+    more = {"objective.name": "preference", "checkpoint.initial_load_path": first, "optimizer.lr": 2e-4}
+    more |= {"data.path": write(out / "pairs.jsonl", pairs), "training.steps": 100}
     second = train(out / "dpo", **common, **more)
-    return exact_match(first, test), exact_match(second, test)
+    return exact_match(first, tested), exact_match(second, tested)
+
+
+def without_carry(question: str) -> str:
+    """The answer of someone who forgets the carry."""
+    a, b = map(int, re.findall(r"\d+", question))
+    ones, tens = a % 10 + b % 10, a // 10 + b // 10
+    return f"{a % 10} + {b % 10} = {ones}, {a // 10} + {b // 10} = {tens}, so {10 * tens + ones % 10}."
 
 
 def exact_match(model: Path, test: Path) -> float:
