@@ -133,7 +133,8 @@ def check_start(config: Config) -> None:
         return
     if load:
         try:
-            check_weights(Path(load), parameter_shapes(spec), spec.own_name, spec.carries)
+            shapes = lambda names: spec.as_stored(names, {}).in_files(parameter_shapes(spec))  # noqa: E731
+            check_weights(Path(load), shapes, spec.own_name, spec.carries)
         except UserError as error:
             raise UserError(f"{error}{hub_hint(load)}") from None
         assets.check_generation(assets.folder_of(load))

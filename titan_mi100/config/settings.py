@@ -169,6 +169,7 @@ class TrainingConfig:
     loss_spike_sigmas: float = _key(6.0, "log a step's rows if its loss is so many deviations above the mean; 0: off")
     skip_loss_spikes: bool = _key(False, "do not update the weights in a step whose loss is a spike")
     seed: int = _key(42, "seed of initial weights and row order", high=2**63 - 1)
+    train_router: bool = _key(False, "train what chooses experts, too; it stays as it is in most fine-tuning")
     mixed_precision_param: str = _key(
         "bfloat16",
         "dtype of the computation; master weights are float32 (float64: they too, to compare layouts digit by digit); "

@@ -114,10 +114,13 @@ def parallelize(model: CausalLM, config: Config, layout: Layout, mesh: DeviceMes
     # LoRA first: it replaces modules, and tensor parallel must split the adapters too.
     if lora.rank:
         apply_lora(model, lora, compute_dtype(training))
-    # Trained weights get the master dtype, frozen ones the compute dtype. The DTensors made below keep these dtypes.
+    for layer in () if training.train_router else model.model.blocks():
+        for name in layer.routers:
+            layer.get_submodule(name).requires_grad_(False)
+    # Trained weights get the master dtype, a base under adapters the compute dtype, which the DTensors made below keep.
     wide = {id(parameter) for layer in model.model.blocks() for parameter in layer.fp32_parameters()}
     for parameter in model.parameters():
-        dtype = master if parameter.requires_grad else compute_dtype(training)
+        dtype = master if parameter.requires_grad or not lora.rank else compute_dtype(training)
         dtype = torch.promote_types(dtype, torch.float32) if id(parameter) in wide else dtype
         parameter.data = parameter.data.to(dtype)
     if layout.tp > 1:
@@ -143,7 +146,8 @@ def apply_compile(model: CausalLM, config: CompileConfig, is_whole: bool) -> Non
     whole = is_whole and model.model.backend.is_traceable
     if config.enable:
         for layer in model.model.blocks():
-            for name in ("forward",) if whole else ("before", "after"):
+            is_one = whole and "forward" in layer.compiled
+            for name in ("forward",) if is_one else {"before", "after"}.intersection(layer.compiled):
                 part, dynamic = getattr(layer, name), layer.is_dynamic
                 setattr(layer, name, torch.compile(part, backend=config.backend, fullgraph=True, dynamic=dynamic))
 
@@ -160,5 +164,7 @@ def apply_activation_checkpointing(model: CausalLM, mode: str, is_random: bool, 
     for layer in model.model.blocks():
         for name in parts:
             method = getattr(layer, name)
-            recomputed = functools.partial(checkpoint, method, use_reentrant=False, preserve_rng_state=is_random)
+            recomputed = functools.partial(
+                checkpoint, method, use_reentrant=False, preserve_rng_state=is_random, context_fn=layer.contexts
+            )
             setattr(layer, name, inputs_on_host(recomputed) if on_host else recomputed)

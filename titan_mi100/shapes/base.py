@@ -42,6 +42,8 @@ class Parameter(NamedTuple):
             logarithm of a value between 0.01 and 16).
         held_as: the last parts of its name in the model; "": as in files. It has no parts then.
         in_fp32: files keep it in fp32, also beside weights of 16 bits.
+        experts: matrices of so many experts, one after the other in its rows; 0: it is one matrix. See experts.py.
+        is_transposed: of each expert the rows are the inputs.
     """
 
     shape: tuple[int, ...]
@@ -50,6 +52,8 @@ class Parameter(NamedTuple):
     start: str = "normal"
     held_as: str = ""
     in_fp32: bool = False
+    experts: int = 0
+    is_transposed: bool = False
 
     @property
     def size(self) -> int:
@@ -125,8 +129,8 @@ class LayerShape(NamedTuple):
 
     @property
     def largest(self) -> int:
-        """Number of values of its largest matrix."""
-        return max(parameter.size for parameter in self.parameters.values() if parameter.role == "matrix")
+        """Number of values of its largest matrix; of experts each is one."""
+        return max(p.size // max(p.experts, 1) for p in self.parameters.values() if p.role == "matrix")
 
 
 class AttentionShape(NamedTuple):
@@ -149,6 +153,7 @@ class ModelSpec:
     model_type: ClassVar[str]
     norm_start: ClassVar[str] = "ones"  # of the final norm
     of_files: ClassVar[Collection[str]] = ()  # fields that say how files are written
+    experts_fused: bool = False  # see experts.py
     logits_error: ClassVar[float] = 1e-5  # the order of sums of thousands of products matters
     vocab_size: int
     hidden_size: int
@@ -226,6 +231,16 @@ class ModelSpec:
     def stored_name(self, name: str) -> str:
         """The name in an HF folder that is written, of our name."""
         return name
+
+    def as_stored(self, names: Collection[str], saved: Mapping[str, Any]) -> "ModelSpec":
+        """The shape with the form of experts in files of these names. Args: saved: a checkpoint's fingerprint, which
+        says it if the names do not.
+        """
+        return self
+
+    def in_files(self, kinds: Mapping[str, Any]) -> dict[str, Any]:
+        """Shapes, or shapes and dtypes, by our names -> the same with experts in the form of files."""
+        return dict(kinds)
 
     @cached_property
     def pieces(self) -> dict[str, Piece]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_object, refuse_code
 from titan_mi100.files.schema import validated
-from titan_mi100.shapes import qwen3, qwen3_5
+from titan_mi100.shapes import qwen3, qwen3_5, qwen3_moe
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.wording import shown
 
@@ -40,6 +40,7 @@ _QWEN3_5 = Family(
 )
 FAMILIES = {
     "qwen3": Family(qwen3.Qwen3Spec, qwen3.PRESETS, qwen3.LINEARS, qwen3.read, qwen3.to_hf),
+    "qwen3_moe": Family(qwen3_moe.Qwen3MoeSpec, qwen3_moe.PRESETS, qwen3_moe.LINEARS, qwen3_moe.read, qwen3_moe.to_hf),
     "qwen3_5": _QWEN3_5,
     "qwen3_5_text": _QWEN3_5,
 }
@@ -60,7 +61,7 @@ def read_hf_config(folder: str | Path) -> ModelSpec:
     family = FAMILIES.get(str(raw.get("model_type")))
     if family is None:
         only = ", ".join(map(repr, FAMILIES))
-        raise UserError(f"{path}: model_type = {shown(raw.get('model_type'))}; only {only} (dense) is supported")
+        raise UserError(f"{path}: model_type = {shown(raw.get('model_type'))}; only {only} are supported")
     return family.read(path, raw)
 
 
