@@ -49,6 +49,7 @@ from titan_mi100.trainer import Trainer
 from titan_mi100.watch.heartbeat import Heartbeat
 from titan_mi100.watch.stragglers import Stragglers
 from titan_mi100.weights.load import load_weights
+from titan_mi100.weights.source import open_weights
 
 STOP, SAVE_FAILED = "stop", "save failed"  # flags that ranks raise on their own
 
@@ -155,6 +156,10 @@ def _start(
     data = data or load_data(config, world, folder, heartbeat)
     found = find_start(checkpoint, folder, world, config.checkpoint.load_step)
     progress = Progress()
+    with raise_together():  # an export will have the form of the folder that was read
+        saved = found.manifest.get("fingerprints", {}).get("model", {}) if found else {}
+        named = config.checkpoint.initial_load_path
+        spec = spec.as_stored(open_weights(named).kinds if named and spec.of_files and not found else (), saved)
     if found is not None:
         check_is_run_checkpoint(found)
         config = keep_global_batch(config, world, found.manifest)
