@@ -42,14 +42,18 @@ CHOSEN = {
         ("one process", True, 2), ("FSDP2 x2", False, 2), ("DDP x2", False, 2), ("TP2", False, 2),
         ("PP2 1F1B", True, 2), ("TP2 x PP2", True, 2),
     },
+    "qwen3_moe": {
+        ("FSDP2 x2", False, 2), ("DDP x2", True, 2), ("TP2", False, 2), ("PP2 ZBVZeroBubble", False, 4),
+        ("TP2 x PP2", True, 2),
+    },
 }  # fmt: skip
 
 
 def test_layouts_train_as_one_process_does(full: bool, tmp_path: Path) -> None:
-    """With --full every cell of Qwen3's table, of eight processes those with two microbatches; of Qwen3.5 each layout
-    of fewer processes once. Its whole table is made by hand, see docs/TESTING.md.
+    """With --full every cell of Qwen3's table, of eight processes those with two microbatches; of the other families
+    each layout of fewer processes once. Their whole tables are made by hand, see docs/TESTING.md.
     """
-    jobs, more = cells_of_two_steps(), cells_of_two_steps("qwen3.5")
+    jobs, more = cells_of_two_steps(), [*cells_of_two_steps("qwen3.5"), *cells_of_two_steps("qwen3_moe")]
     if full:
         jobs = [cell for cell in jobs if cell.processes < 8 or cell.accumulation == 2]
         jobs += [cell for cell in more if cell.processes < 8 and (cell.accumulation, cell.tied) == (4, True)]
@@ -74,10 +78,11 @@ def test_a_checkpoint_of_each_layout_goes_on_in_another(full: bool, tmp_path: Pa
     assert_within_the_bars(results)
 
 
-def test_a_checkpoint_of_qwen3_5_goes_on_in_another_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3.5", pytest.param("qwen3_moe", marks=pytest.mark.full)])
+def test_a_checkpoint_of_another_family_goes_on_in_another_layout(family: str, tmp_path: Path) -> None:
     pairs = [("FSDP2 x2", "TP2")]
     assert_within_the_bars(
-        parity.resume("float64", tmp_path, pairs=pairs, models=(True,), steps=2, layers=2, family="qwen3.5")
+        parity.resume("float64", tmp_path, pairs=pairs, models=(True,), steps=2, layers=2, family=family)
     )
 
 

@@ -249,7 +249,7 @@ class Mixture(nn.Module):
     def _routes(self, probabilities: Tensor) -> Routes:
         kept = _KEPT.get()
         if kept is not None and kept.is_again:
-            return kept.routes.pop(0)
+            return next(kept.left)
         order = probabilities.sort(dim=-1, descending=True, stable=True).indices
         routes = Routes(order[:, : self.slots].contiguous(), probabilities.shape[1])
         if kept is not None:
@@ -270,6 +270,7 @@ class _Kept:
         self.routes, self.is_again = routes, is_again
 
     def __enter__(self) -> None:
+        self.left = iter(self.routes)  # a zero-bubble schedule recomputes twice
         self._token = _KEPT.set(self)
 
     def __exit__(self, *_: object) -> None:
