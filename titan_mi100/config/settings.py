@@ -302,7 +302,9 @@ class LoRAConfig:
     rank: int = _key(0, "train only LoRA adapters of this rank: W + alpha / rank * B A; 0: train all weights")
     alpha: float = _key(16.0, "the adapters are scaled by alpha / rank")
     dropout: float = _key(0.0, "dropout of the adapters' inputs")
-    target_modules: tuple[str, ...] = _key(families.LINEARS, "linear layers that get adapters; all-linear: all")
+    target_modules: tuple[str, ...] = _key(
+        families.LINEARS, "linear layers that get adapters; all-linear: all but experts"
+    )
     base: str = _key(
         "whole",
         "format of frozen weights: whole: the computation's dtype; nf4: 4 bits (QLoRA)",
@@ -449,5 +451,5 @@ def lora_identity(lora: LoRAConfig, modules: Collection[str]) -> dict[str, Any]:
     Args:
         modules: linear layers that the model has; other targets name none.
     """
-    targets = [name for name in families.LINEARS if name in lora.target_modules and name in modules]
+    targets = [name for name in families.ADAPTED if name in lora.target_modules and name in modules]
     return {"rank": lora.rank, "alpha": lora.alpha, "target_modules": targets, "dropout": lora.dropout}

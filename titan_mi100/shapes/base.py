@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 ALL_LINEAR = "all-linear"  # peft's word for all linear layers that can have an adapter
+EXPERTS = "experts"  # all matrices of all experts of a layer, as a target of LoRA
 
 
 class Split(NamedTuple):
@@ -170,6 +171,11 @@ class ModelSpec:
         raise NotImplementedError
 
     @property
+    def adapted(self) -> tuple[str, ...]:
+        """The names of the linear layers that LoRA can adapt in any layer."""
+        return tuple(dict.fromkeys(name for layer in self.layers for name in layer.adapted))
+
+    @property
     def attention(self) -> AttentionShape:
         raise NotImplementedError
 
@@ -275,7 +281,15 @@ def adapter_shapes(spec: ModelSpec, rank: int, targets: Collection[str]) -> dict
     shapes: dict[str, tuple[int, ...]] = {}
     for name, parameter in spec.parameters.items():
         module = name.removesuffix(".weight")
-        if parameter.role == "matrix" and module.rsplit(".", 1)[-1] in targets:
+        if parameter.experts:  # those of all experts are below each other; of gate and up there is one A
+            sizes = parameter.shape[0] // parameter.experts, parameter.shape[1]
+            outputs, inputs = sizes[::-1] if parameter.is_transposed else sizes
+            for matrix, size in (("A", inputs), ("B", outputs)) if EXPERTS in targets else ():
+                if not (matrix == "A" and module.endswith(".up_proj")):
+                    shapes[f"{module}.lora_{matrix}.weight"] = (parameter.experts * rank, size)
+        elif parameter.role == "matrix" and (last := module.rsplit(".", 1)[-1]) in targets:
+            if last not in spec.layers[int(module.split(".")[2])].adapted:
+                continue
             shapes[f"{module}.lora_A.weight"] = (rank, parameter.shape[1])
             shapes[f"{module}.lora_B.weight"] = (parameter.shape[0], rank)
     return shapes
@@ -296,8 +310,9 @@ def adapter_pieces(spec: ModelSpec, rank: int) -> dict[str, Piece]:
 
 
 def modules_of(adapter: Iterable[str]) -> set[str]:
-    """The linear layers that LoRA matrices of these names are beside; the last part of their names."""
-    return {name.rpartition(".lora_")[0].rpartition(".")[2] for name in adapter}
+    """The linear layers that LoRA matrices of these names are beside; the last part of their names, or EXPERTS."""
+    modules = (name.rpartition(".lora_")[0] for name in adapter)
+    return {EXPERTS if f".{EXPERTS}." in module else module.rpartition(".")[2] for module in modules}
 
 
 def differences(a: ModelSpec, b: ModelSpec) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from titan_mi100.shapes.base import INPUTS, WHOLE, ModelSpec, Parameter, Values
 
-INSIDE, TARGET = ".mlp.experts.", "experts"  # in the names of their tensors; LoRA's word for them
+INSIDE = ".mlp.experts."  # in the names of their tensors
 _SEPARATE = re.compile(r"\.mlp\.experts\.\d+\.\w+_proj\.weight$")
 _FUSED = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
 

@@ -10,7 +10,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_object, refuse_code
 from titan_mi100.files.schema import validated
 from titan_mi100.shapes import qwen3, qwen3_5, qwen3_moe
-from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.shapes.base import EXPERTS, ModelSpec
 from titan_mi100.wording import shown
 
 
@@ -45,7 +45,8 @@ FAMILIES = {
     "qwen3_5_text": _QWEN3_5,
 }
 PRESETS = {name: spec for family in FAMILIES.values() for name, spec in family.presets.items()}
-LINEARS = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.adapted))
+ADAPTED = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.adapted))
+LINEARS = tuple(name for name in ADAPTED if name != EXPERTS)  # experts have adapters on request only: they are large
 _FIRST = "qwen3"  # fingerprints of its models are without model_type, as there was no other family
 
 

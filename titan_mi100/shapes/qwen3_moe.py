@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from titan_mi100.shapes import experts, hf_config, qwen3
-from titan_mi100.shapes.base import LayerShape, Values
+from titan_mi100.shapes.base import EXPERTS, LayerShape, Values
 from titan_mi100.wording import shown
 
-LINEARS = (*qwen3.LINEARS, experts.TARGET)
+LINEARS = (*qwen3.LINEARS[:4], EXPERTS)
 SPARSE = "sparse"  # kind of the layers with experts; the others are Qwen3's
 
 
@@ -37,7 +37,8 @@ class Qwen3MoeSpec(qwen3.Qwen3Spec):
 
     @cached_property
     def layers(self) -> tuple[LayerShape, ...]:
-        dense, step = super().layers[0], self.decoder_sparse_step
+        # peft takes gate_proj, up_proj and down_proj of any layer of such a model for the experts'
+        dense, step = super().layers[0]._replace(adapted=qwen3.LINEARS[:4]), self.decoder_sparse_step
         sparse = self._sparse(dense)
         is_dense = (n in self.mlp_only_layers or (n + 1) % step for n in range(self.num_hidden_layers))
         return tuple(dense if each else sparse for each in is_dense)
@@ -54,7 +55,7 @@ class Qwen3MoeSpec(qwen3.Qwen3Spec):
         return dense._replace(
             kind=SPARSE,
             parameters=rest | mixture,
-            adapted=(*qwen3.LINEARS[:4], experts.TARGET),
+            adapted=(*dense.adapted, EXPERTS),
             products=dense.products - 3 * hidden * mlp + hidden * (3 * slots * inner + self.num_experts),
             last_product=slots * hidden * inner,
             kept={**dense.kept, "none": dense.kept["none"] + instead},

@@ -1,6 +1,6 @@
 """Experts between the forms of files and ours, see shapes/experts.py: read a box of ours, write theirs."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -9,7 +9,10 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.model import tensor_problems
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.experts import INSIDE, as_in_files, places, stacks
-from titan_mi100.weights.base import Kind, Weights, dtype_name
+from titan_mi100.weights.base import Kind, Weights, box, dtype_name
+
+# peft's: gate_up_proj is wrapped first, so it is the inner one, `experts.base_layer`; down_proj is `experts` itself
+TARGET_PARAMETERS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
 class StackedWeights(Weights):
@@ -42,8 +45,12 @@ class StackedWeights(Weights):
             place, rows_of, columns_of = found[expert], (start, end - start), (column, columns)
             if is_transposed:
                 rows_of, columns_of = columns_of, rows_of
-            box = [(0 if place.expert is None else place.expert, 1), (rows_of[0] + place.start, rows_of[1]), columns_of]
-            at, lengths = zip(*box[-len(place.shape) :], strict=True)
+            where = [
+                (0 if place.expert is None else place.expert, 1),
+                (rows_of[0] + place.start, rows_of[1]),
+                columns_of,
+            ]
+            at, lengths = zip(*where[-len(place.shape) :], strict=True)
             matrix = self._stored.read(place.name, torch.Size(place.shape), at, lengths).view(lengths[-2:])
             begin = expert * each + start - first
             part[begin : begin + end - start] = matrix.t() if is_transposed else matrix
@@ -69,3 +76,54 @@ def in_files(spec: ModelSpec | None, tensors: Iterable[tuple[str, Tensor]]) -> I
             before = parts
         else:
             yield found[0].name, parts.contiguous()
+
+
+def as_peft_has_experts(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """Adapters by our names -> by peft's.
+
+    Ours have the matrices of all experts below each other. Of peft's that is so for A alone; the columns of B are
+    ordered by rank, then by expert: (experts x rank, outputs) -> (outputs, rank x experts).
+    """
+    found = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        module, _, matrix = name.rpartition(".lora_")
+        experts, _, kind = module.rpartition(".")
+        if not module.endswith((".experts.gate_proj", ".experts.up_proj", ".experts.down_proj")):
+            found[name] = tensor
+            continue
+        theirs = f"{experts}.lora_{matrix}" if kind == "down_proj" else f"{experts}.base_layer.lora_{matrix}"
+        if matrix.startswith("B"):
+            tensor = tensor.unflatten(0, (-1, rank)).permute(2, 1, 0).flatten(1)
+        found[theirs] = torch.cat((found[theirs], tensor)) if kind == "up_proj" else tensor
+    return found
+
+
+class AdapterOfExperts(Weights):
+    """An adapter of experts by our names, of a folder as peft writes it."""
+
+    def __init__(self, stored: Weights, rank: int) -> None:
+        self.source, self._stored, self._rank, self.kinds = stored.source, stored, rank, {}
+        self._names = dict[str, tuple[str, slice]]()
+        for name, kind in stored.kinds.items():
+            module, _, matrix = name.rpartition(".lora_")
+            experts, is_inner = module.removesuffix(".base_layer"), module.endswith(".base_layer")
+            if not experts.endswith(".experts"):
+                self._names[name], self.kinds[name] = (name, slice(None)), kind
+                continue
+            rows, columns = kind.shape
+            half = rows // 2
+            parts = {"down_proj": slice(0, rows)}
+            if is_inner:
+                parts = {"gate_proj": slice(0, half), "up_proj": slice(half, rows)}
+                parts = {"gate_proj": slice(0, rows)} if matrix.startswith("A") else parts
+            for part, mine in parts.items():
+                own = f"{experts}.{part}.lora_{matrix}"
+                shape = (rows, columns) if matrix.startswith("A") else (columns, mine.stop - mine.start)
+                self._names[own], self.kinds[own] = (name, mine), Kind(shape, kind.dtype)
+
+    def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        stored, rows = self._names[name]
+        whole = self._stored.tensor(stored)[rows]
+        if name.endswith("B.weight") and ".experts." in name:
+            whole = whole.unflatten(1, (self._rank, -1)).permute(2, 1, 0).flatten(0, 1)
+        return whole[box(offset, size)]
