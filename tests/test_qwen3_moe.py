@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import supervised_of
+from conftest import REPO, random_documents, supervised_of, torchrun
+from gloo.job_parity import open_split
 from lifted import lifted
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -15,12 +16,15 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 from titan_mi100.attention.backends import make_backend
 from titan_mi100.attention.base import Documents
 from titan_mi100.model.decode import Sampling, generate
-from titan_mi100.model.experts import Mixture, Routes
+from titan_mi100.model.experts import Mixture, Routes, choose_products
+from titan_mi100.model.init import initial_values
+from titan_mi100.model.lora import lora_values
 from titan_mi100.model.qwen3_moe import Qwen3Moe
 from titan_mi100.parallel.build import apply_activation_checkpointing
-from titan_mi100.parallel.distributed import fill_parameters
+from titan_mi100.parallel.distributed import World, fill_parameters
+from titan_mi100.shapes.base import adapter_shapes
 from titan_mi100.shapes.families import to_hf_config
-from titan_mi100.shapes.qwen3_moe import Qwen3MoeSpec
+from titan_mi100.shapes.qwen3_moe import LINEARS, Qwen3MoeSpec
 from titan_mi100.weights.base import Kind, Weights
 from titan_mi100.weights.pieces import joined
 
@@ -199,3 +203,104 @@ def test_decoding_a_batch_is_as_each_prompt_alone_and_as_without_a_cache() -> No
             assert token == model(torch.tensor([rows]))[0, -1].argmax().item()
             rows.append(token)
         assert alone.ids == answer.ids
+
+
+WIDE = Qwen3MoeSpec(  # for blocks of 64 values, also if two ranks split them
+    320, 128, 128, 2, 4, 2, 32, False, 1e4, initializer_range=0.1, moe_intermediate_size=128, num_experts=4,
+    num_experts_per_tok=2, norm_topk_prob=True,
+)  # fmt: skip
+
+
+def wide_case() -> dict[str, Any]:
+    documents = []
+    for row in range(8):
+        documents += random_documents(320, ([32], [17, 15], [20, 8, 4], [1, 2, 29])[row % 4], seed=row)
+    read = lambda *where: initial_values(WIDE, 1, *where)  # noqa: E731
+    weights = {
+        n: read(n, torch.Size(p.shape), (0,) * len(p.shape), p.shape).double() for n, p in WIDE.parameters.items()
+    }
+    for name, shape in adapter_shapes(WIDE, 4, LINEARS).items():
+        weights[name] = lora_values(2, name.replace("lora_B", "lora_A"), torch.Size(shape), (0, 0), shape)
+    return {"spec": WIDE, "weights": weights, "documents": documents, "seq_len": 32}
+
+
+@pytest.mark.full
+def test_adapters_and_small_states_are_the_same_in_every_layout(tmp_path: Path, world: World) -> None:
+    lora, of_attention = {"rank": 4, "target_modules": LINEARS}, {"rank": 4, "base": "nf4"}
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {  # layouts that it meets, and its options
+        "lora": ("fsdp tp pp ddp", {"lora": lora, "param": "float64"}),
+        "nf4": ("fsdp tp pp", {"lora": {**lora, "base": "nf4"}, "param": "float32"}),
+        "nf4 below attention's": ("fsdp tp", {"lora": of_attention, "param": "float32", "checkpointing": "full"}),
+        "8bit": ("fsdp tp pp", {"optimizer": {"state": "8bit"}, "param": "float32"}),
+        "compiled": ("fsdp tp", {"compile": True, "param": "float64", "checkpointing": "selective"}),
+        "recomputed": ("tp ddp", {"checkpointing": "selective", "param": "float64"}),
+        "on the host": ("fsdp", {"checkpointing": "full", "param": "float64", "memory": {"offload": "optimizer"}}),
+    }
+    tp, pp = {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}
+    layouts = {"fsdp": (2, {}), "tp": (1, tp), "pp": (1, pp), "ddp": (2, {"zero_stage": 0})}
+    case, runs = wide_case(), {}
+    for kind, (names, options) in kinds.items():
+        for layout in names.split():
+            ranks, degrees = layouts[layout]
+            size = {"local_batch_size": 4 // ranks, "accumulation": 2, "backend": "eager"}
+            runs[f"{kind} {layout}"] = {"case": "wide", **size, "parallelism": degrees, **options, "stop": 3}
+    job = tmp_path / "job.pt"
+    torch.save({"cases": {"wide": case}, "splits": [], "runs": runs}, job)
+    torchrun(str(REPO / "tests/gloo/job_lora.py"), str(job), str(tmp_path), processes=2, timeout=900)
+    records = torch.load(tmp_path / "rank-0.pt", weights_only=False)["runs"]
+    torch._dynamo.reset()
+    for kind, (names, options) in kinds.items():
+        split = {"case": "wide", "local_batch_size": 4, "accumulation": 2, "backend": "eager", "max_norm": 1.0}
+        run = open_split(world, case, {**split, **options})
+        alone = [run.step().loss for _ in range(3)]
+        assert alone[2] < alone[0]
+        for name in (f"{kind} {layout}" for layout in names.split()):
+            bar = {"8bit": 1e-3}.get(kind, 5e-6 if options["param"] == "float32" else 1e-11)
+            assert records[name]["losses"] == pytest.approx(alone, rel=bar), name
+
+
+@pytest.mark.parametrize("problem", ["", "fails", "differs"])
+def test_torchs_grouped_product_is_taken_where_it_computes_the_same(
+    problem: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def grouped(x: Tensor, matrices: Tensor, *, offs: Tensor) -> Tensor:
+        if problem == "fails":
+            raise RuntimeError("no kernel\nfor this")
+        parts = x.split(offs.diff(prepend=offs.new_zeros(1)).tolist())
+        y = torch.cat([part @ matrix for part, matrix in zip(parts, matrices, strict=True)])
+        return y * 1.01 if problem else y
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", grouped, raising=False)
+    torch.manual_seed(0)
+    mixture, x = Mixture(64, 32, 5, 2, is_normalised=True), torch.randn(3, 20, 64)
+    for parameter in mixture.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.2)
+    expected = mixture(x)
+    with caplog.at_level("INFO"):
+        choose_products(mixture, torch.float32, x.device)
+    words = {"": "grouped by torch, as a trial showed", "fails": "fails: no kernel)", "differs": "differs by 1e-02)"}
+    assert f"products of experts: {'a loop' if problem else 'grouped'}" in caplog.text and words[problem] in caplog.text
+    monkeypatch.setattr(Routes, "counts", property(lambda _: pytest.fail("the host waits")))
+    assert mixture.experts.down_proj.by_kernel == (not problem)
+    if not problem:
+        assert (mixture(x) - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_products_that_are_chosen_here_have_the_loops_gradients(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    mixture = Mixture(64, 32, 5, 2, is_normalised=True).to(dtype)
+    for parameter in mixture.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.2)
+    results, x = [], torch.randn(3, 20, 64, dtype=dtype)
+    for _ in range(2):
+        mixture.zero_grad()
+        own = x.clone().requires_grad_()
+        mixture(own).square().sum().backward()
+        results.append([own.grad, *(p.grad for p in mixture.parameters())])
+        choose_products(mixture, dtype, x.device)  # for the second time
+    bar = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float64: 0.0}[dtype]
+    has_kernel = hasattr(torch.nn.functional, "grouped_mm") and dtype != torch.float64
+    assert all(layer.by_kernel == has_kernel for layer in mixture.experts.children())
+    for one, other in zip(*results, strict=True):
+        assert one is not None and (one - other).abs().max() <= bar * one.abs().max()

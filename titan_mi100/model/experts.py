@@ -162,11 +162,11 @@ def choose_products(model: nn.Module, dtype: torch.dtype, device: torch.device) 
     layers = [module for module in model.modules() if isinstance(module, ExpertLinear)]
     problems = dict[tuple[Any, ...], str]()
     for layer in layers:
-        rows, columns = (layer.weight.to_local() if isinstance(layer.weight, DTensor) else layer.weight).shape
         if isinstance(layer, NF4Linear):
             problems["nf4"] = "weights in 4 bits"
             continue
-        key = (rows // layer.experts, columns, layer.is_transposed)
+        local = layer.weight.to_local() if isinstance(layer.weight, DTensor) else layer.weight
+        key = (layer.out_features // layer.experts, local.shape[1], layer.is_transposed)
         if key not in problems:
             problems[key] = _trial(*key, dtype, device)
         layer.by_kernel = not problems[key]

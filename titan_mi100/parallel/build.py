@@ -13,6 +13,7 @@ from titan_mi100.config.layout import Batch, Layout, Stage, stages_of
 from titan_mi100.config.settings import CompileConfig, Config, MemoryConfig
 from titan_mi100.log import log
 from titan_mi100.model.decoder import CausalLM
+from titan_mi100.model.experts import choose_products
 from titan_mi100.model.families import MODELS
 from titan_mi100.model.lora import apply_lora
 from titan_mi100.model.loss import HeadMemory
@@ -72,8 +73,12 @@ def build_model(
         return model
 
     def part(stage: Stage | None = None) -> CausalLM:
+        if make:
+            return make(lambda: build(stage))
         place = torch.device("cpu") if config.memory.offload == "weights" else device
-        return make(lambda: build(stage)) if make else build(stage).to_empty(device=place)
+        model = build(stage).to_empty(device=place)
+        choose_products(model, compute_dtype(config.training), device)
+        return model
 
     model: ParallelModel
     if layout.pp > 1:
