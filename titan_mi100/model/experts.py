@@ -24,7 +24,7 @@ from titan_mi100.model.layers import Linear, at_least_fp32, local_weight
 from titan_mi100.model.nf4 import BLOCK, NF4Linear, dequantize
 from titan_mi100.wording import shortened
 
-_BUSY = 8  # experts that have rows if there are no values to count
+_BUSY = 2  # experts that have rows if there are no values to count
 
 
 class Routes:

@@ -45,20 +45,24 @@ class NF4LoRALinear(LoRALinear, NF4Linear):
 
 class LoRAExpertLinear(ExpertLinear):
     """Frozen experts with an adapter each: all A below each other, (experts x rank, inputs), and all B, transposed,
-    (experts x rank, outputs).
+    (experts x rank, outputs). Attributes: shares: the layer whose A it reads, in a tuple; it has none of its own then.
     """
+
+    shares: tuple["LoRAExpertLinear", ...] = ()
 
     def __init__(self, base: ExpertLinear, config: LoRAConfig) -> None:
         super().__init__(base.in_features, base.out_features, base.experts, base.is_transposed)
         self.weight = base.weight
         sizes = base.in_features, base.out_features // base.experts
         inputs, outputs = sizes[::-1] if base.is_transposed else sizes
-        self.lora_A = ExpertLinear(inputs, base.experts * config.rank, base.experts, False)
+        self.lora_A: ExpertLinear | None = ExpertLinear(inputs, base.experts * config.rank, base.experts, False)
         self.lora_B = ExpertLinear(outputs, base.experts * config.rank, base.experts, True)
         self.scale = config.alpha / config.rank
 
     def forward(self, x: Tensor, routes: Routes) -> Tensor:  # type: ignore[override]
-        return super().forward(x, routes) + self.scale * self.lora_B(self.lora_A(x, routes), routes)
+        first = self.shares[0].lora_A if self.shares else self.lora_A
+        assert first is not None
+        return super().forward(x, routes) + self.scale * self.lora_B(first(x, routes), routes)
 
 
 class NF4LoRAExpertLinear(LoRAExpertLinear, NF4ExpertLinear):  # type: ignore[misc]  # as NF4ExpertLinear
@@ -102,7 +106,7 @@ def apply_lora(model: CausalLM, config: LoRAConfig, dtype: torch.dtype) -> None:
                 if of_parts and isinstance(child, LoRALinear):  # one A for all parts, as for one weight
                     child.lora_A = parent[0].lora_A  # type: ignore[assignment, index]
                 elif isinstance(child, LoRAExpertLinear) and name == "up_proj":  # peft sees gate and up as one weight
-                    child.lora_A = parent.gate_proj.lora_A  # type: ignore[union-attr, assignment]
+                    child.lora_A, child.shares = None, (parent.gate_proj,)  # type: ignore[assignment]
 
 
 def is_adapter(name: str) -> bool:
