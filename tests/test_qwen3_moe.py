@@ -1,7 +1,10 @@
 """Qwen3 with experts against transformers' in fp64, with its casts to fp32 lifted, and what experts must keep."""
 
+import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +25,7 @@ from titan_mi100.model.lora import lora_values
 from titan_mi100.model.qwen3_moe import Qwen3Moe
 from titan_mi100.parallel.build import apply_activation_checkpointing
 from titan_mi100.parallel.distributed import World, fill_parameters
+from titan_mi100.run.expert_load import ExpertLoad
 from titan_mi100.shapes.base import adapter_shapes
 from titan_mi100.shapes.families import to_hf_config
 from titan_mi100.shapes.qwen3_moe import LINEARS, Qwen3MoeSpec
@@ -304,3 +308,28 @@ def test_the_products_that_are_chosen_here_have_the_loops_gradients(dtype: torch
     assert all(layer.by_kernel == has_kernel for layer in mixture.experts.children())
     for one, other in zip(*results, strict=True):
         assert one is not None and (one - other).abs().max() <= bar * one.abs().max()
+
+
+def test_the_load_of_experts_is_reported_and_those_without_rows_are_named(
+    tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = replace(SPECS["every second layer"], mlp_only_layers=())  # layers 1 and 3 have experts
+    model = Qwen3Moe(spec)
+    lines: list[dict[str, Any]] = []
+    reporter = SimpleNamespace(
+        values=lambda step, values: lines.append({"step": step, **values}), warn_once_on_disk_error=nullcontext
+    )
+    layout = SimpleNamespace(parts=[model], device=world.device, tp_degree=1)
+    load = ExpertLoad(tmp_path, reporter, layout, spec, log_freq=60, steps=130)  # type: ignore[arg-type]
+    for step in range(1, 131):
+        for layer in model.model.blocks():
+            if isinstance(layer.mlp, Mixture):
+                counts = torch.tensor([4, 1, 1, 1, 1, 0, int(step == 130), 0])
+                layer.mlp.load = counts if layer.mlp.load is None else layer.mlp.load + counts
+        load.after_step(step, None)  # type: ignore[arg-type]
+    assert [line["step"] for line in lines] == [60, 120, 130]
+    assert lines[0] == {"step": 60, "busiest_expert": 4.0, "idle_experts": 6} and lines[2]["idle_experts"] == 4
+    found = json.loads((tmp_path / "experts.json").read_text())
+    assert found == {"last_step": 130, "rows_of_layers": {key: [520, 130, 130, 130, 130, 0, 1, 0] for key in "13"}}
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "for 100 steps (layer.expert): 1.5, 1.6, 1.7" in warning

@@ -39,6 +39,7 @@ from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.build import build_model
 from titan_mi100.parallel.distributed import World, from_rank_zero, raise_together, same_on_all_ranks
+from titan_mi100.run.expert_load import ExpertLoad
 from titan_mi100.run.faults import FaultWatch
 from titan_mi100.run.forecast import Forecast
 from titan_mi100.run.profiling import SNAPSHOT, open_profiler
@@ -109,6 +110,8 @@ def open_run(
     if folder is not None:
         reporter = open_record(folder, config, world, spec, model, rows, progress, steps)
         observers += [reporter] if reporter else []
+        if any(parameter.experts for parameter in spec.parameters.values()):
+            observers.append(ExpertLoad(folder, reporter, model, spec, config.metrics.log_freq, steps))
         with raise_together():
             accept_ledger(data, folder, world)
             observers.append(FaultWatch(stream, folder, world, progress, config.training.max_nonfinite_steps))

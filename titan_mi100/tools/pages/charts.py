@@ -38,6 +38,7 @@ _KINDS = {
     "loss": "Training loss (mean over supervised tokens, nats)",
     "validation_loss": "Validation loss (nats per token)",
     "tokens_per_second": "Throughput (tokens/s)",
+    "busiest_expert": "Rows of the busiest expert (relative to the mean of its layer)",
 }
 
 

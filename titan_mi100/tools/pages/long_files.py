@@ -20,7 +20,7 @@ _LONGEST_SAMPLE = 1 << 20  # bytes of a line of samples.jsonl
 _MOST_BYTES = 1 << 33  # largest file; a metrics.jsonl of 10,000,000 steps has half of it
 SERIES = {
     "loss", "grad_norm", "lr", "tokens_per_second", "mfu", "peak_memory_gib", "data_wait", "loss_scale", "seconds",
-    "validation_loss", "bits_per_byte",
+    "validation_loss", "bits_per_byte", "busiest_expert", "idle_experts",
 }  # fmt: skip
 SOURCE = "validation_loss/"  # prefix of the key of one source's validation loss
 _SUMS = ("seconds", "tokens", "supervised_tokens")
