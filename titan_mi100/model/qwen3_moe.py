@@ -9,7 +9,6 @@ from typing import ClassVar
 from titan_mi100.attention.base import Backend
 from titan_mi100.model.decoder import CausalLM, Layer
 from titan_mi100.model.experts import Mixture, keeping_routes
-from titan_mi100.model.layers import merge_weights
 from titan_mi100.model.qwen3 import Block
 from titan_mi100.shapes.base import LayerShape
 from titan_mi100.shapes.qwen3_moe import SPARSE, Qwen3MoeSpec
@@ -27,10 +26,6 @@ class SparseBlock(Block):
         super().__init__(spec, shape, backend)
         sizes = spec.hidden_size, spec.moe_intermediate_size, spec.num_experts, spec.num_experts_per_tok
         self.mlp = Mixture(*sizes, spec.norm_topk_prob)  # type: ignore[assignment]
-
-    def merge(self) -> None:
-        attention = self.self_attn
-        attention.merged = merge_weights((attention.q_proj, attention.k_proj, attention.v_proj))
 
 
 class Qwen3Moe(CausalLM):

@@ -9,12 +9,14 @@ three, FSDP2 the rows, and blocks of a row never straddle experts. Files have on
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from titan_mi100.shapes.base import INPUTS, WHOLE, ModelSpec, Parameter, Values
+from titan_mi100.shapes.base import EXPERTS, INPUTS, WHOLE, LayerShape, ModelSpec, Parameter, Values
 
 INSIDE = ".mlp.experts."  # in the names of their tensors
+# peft takes these names, in any layer of such a model, for the experts'; so an MLP has no adapters
+_MLP = ("gate_proj", "up_proj", "down_proj")
 _SEPARATE = re.compile(r"\.mlp\.experts\.\d+\.\w+_proj\.weight$")
 _FUSED = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
 
@@ -34,24 +36,44 @@ class Place(NamedTuple):
     start: int
 
 
-def stacked(hidden: int, inner: int, experts: int) -> dict[str, Parameter]:
-    """The parameters of a layer's router and experts."""
+def with_experts(
+    layer: LayerShape, kind: str, hidden: int, inner: int, experts: int, slots: int, mlp: int, is_shared: bool = False
+) -> LayerShape:
+    """A layer with a router and experts in place of its MLP.
+
+    Args:
+        mlp: the inner size of the layer's MLP.
+        is_shared: the MLP stays beside the experts, times a gate of its own.
+    """
     matrix = Parameter((experts * hidden, inner), INPUTS, experts=experts, is_transposed=True)
-    return {
-        "mlp.gate.weight": Parameter((experts, hidden), WHOLE, "other"),
+    small = Parameter((experts, hidden), WHOLE, "other")
+    parameters = {name: p for name, p in layer.parameters.items() if not name.startswith("mlp.")} | {
+        "mlp.gate.weight": small,
         "mlp.experts.gate_proj.weight": matrix,
         "mlp.experts.up_proj.weight": matrix,
         "mlp.experts.down_proj.weight": matrix._replace(is_transposed=False),
     }
+    if is_shared:
+        shared = {n.replace("mlp.", "mlp.shared_expert."): p for n, p in layer.parameters.items() if n[:4] == "mlp."}
+        parameters |= shared | {"mlp.shared_expert_gate.weight": small._replace(shape=(1, hidden))}
+    gone = 0 if is_shared else mlp
+    # rows, gate, up, their products and weights; probabilities and the order of rows
+    kept = Values(slots * (hidden + 5 * inner) + experts - 4 * gone, experts + 8 * slots)
+    moving = Values(2 * slots * (inner + hidden) - 2 * gone - 2 * hidden)
+    return layer._replace(
+        kind=kind,
+        parameters=parameters,
+        adapted=(*(name for name in layer.adapted if name not in _MLP), EXPERTS),
+        products=layer.products + hidden * (3 * slots * inner + experts + is_shared - 3 * gone),
+        last_product=hidden * (slots * inner + is_shared * mlp),
+        kept={**layer.kept, "none": layer.kept["none"] + kept},
+        inside={mode: v + moving + (Values(0) if mode == "none" else kept) for mode, v in layer.inside.items()},
+    )
 
 
-def kept(hidden: int, inner: int, experts: int, slots: int) -> Values:
-    """What a mixture keeps per token: rows, gate, up and their products; probabilities and the order of rows."""
-    return Values(slots * (hidden + 5 * inner) + experts, experts + 8 * slots)
-
-
-def is_fused(names: Collection[str]) -> bool | None:
+def is_fused(spec: ModelSpec, stored: Iterable[str]) -> bool | None:
     """The form of a folder with tensors of these names; None: ours, as in a run's checkpoints."""
+    names = [name for name in stored if not spec.carries(name)]
     if any(name.endswith(_FUSED) for name in names):
         return True
     return False if any(map(_SEPARATE.search, names)) else None

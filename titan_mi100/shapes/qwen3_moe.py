@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from titan_mi100.shapes import experts, hf_config, qwen3
-from titan_mi100.shapes.base import EXPERTS, LayerShape, Values
+from titan_mi100.shapes.base import EXPERTS, LayerShape
 from titan_mi100.wording import shown
 
 LINEARS = (*qwen3.LINEARS[:4], EXPERTS)
@@ -37,36 +37,16 @@ class Qwen3MoeSpec(qwen3.Qwen3Spec):
 
     @cached_property
     def layers(self) -> tuple[LayerShape, ...]:
-        # peft takes gate_proj, up_proj and down_proj of any layer of such a model for the experts'
-        dense, step = super().layers[0]._replace(adapted=qwen3.LINEARS[:4]), self.decoder_sparse_step
-        sparse = self._sparse(dense)
+        dense, step = super().layers[0], self.decoder_sparse_step
+        sizes = self.hidden_size, self.moe_intermediate_size, self.num_experts, self.num_experts_per_tok
+        sparse = experts.with_experts(dense, SPARSE, *sizes, self.intermediate_size)
+        dense = dense._replace(adapted=sparse.adapted[:-1])
         is_dense = (n in self.mlp_only_layers or (n + 1) % step for n in range(self.num_hidden_layers))
         return tuple(dense if each else sparse for each in is_dense)
 
-    def _sparse(self, dense: LayerShape) -> LayerShape:
-        """A layer with experts, from one without."""
-        hidden, inner, slots, mlp = (
-            self.hidden_size, self.moe_intermediate_size, self.num_experts_per_tok, self.intermediate_size,
-        )  # fmt: skip
-        mixture = experts.stacked(hidden, inner, self.num_experts)
-        rest = {name: p for name, p in dense.parameters.items() if not name.startswith("mlp.")}
-        instead = experts.kept(hidden, inner, self.num_experts, slots) + Values(-4 * mlp)
-        moving = Values(2 * slots * (inner + hidden) - 2 * mlp - 2 * hidden)
-        return dense._replace(
-            kind=SPARSE,
-            parameters=rest | mixture,
-            adapted=(*dense.adapted, EXPERTS),
-            products=dense.products - 3 * hidden * mlp + hidden * (3 * slots * inner + self.num_experts),
-            last_product=slots * hidden * inner,
-            kept={**dense.kept, "none": dense.kept["none"] + instead},
-            inside={
-                mode: each + moving + (Values(0) if mode == "none" else instead) for mode, each in dense.inside.items()
-            },
-        )
-
     def as_stored(self, names: Collection[str], saved: Mapping[str, Any]) -> "Qwen3MoeSpec":
-        form = experts.is_fused(names)
-        return replace(self, experts_fused=saved.get("experts_fused", False) if form is None else form)
+        form = experts.is_fused(self, names)
+        return replace(self, experts_fused=saved.get("experts_fused", self.experts_fused) if form is None else form)
 
     def in_files(self, kinds: Mapping[str, Any]) -> dict[str, Any]:
         return experts.as_in_files(self, kinds, self.experts_fused)
@@ -110,16 +90,13 @@ _ONLY = {
     "shared_expert_intermediate_size": 0,
 }  # fmt: skip
 # The coefficient belongs to a loss that is computed only with output_router_logits.
-_KNOWN = ("router_aux_loss_coef", "output_router_logits", "num_local_experts")
+KNOWN = ("router_aux_loss_coef", "output_router_logits", "num_local_experts")
 
 
 def read(path: Path, raw: Mapping[str, Any]) -> Qwen3MoeSpec:
     """The shape that a `config.json` describes; see qwen3.read."""
     known = [field.name for field in fields(Qwen3MoeSpec) if field.name not in Qwen3MoeSpec.of_files]
-    found = hf_config.unsupported(raw, [*known, *_KNOWN], _ONLY)
-    if raw.get("output_router_logits"):
-        what = "output_router_logits adds an auxiliary loss, which depends on how rows are grouped into microbatches"
-        found.append(f"{what}; set it to false")
+    found = hf_config.unsupported(raw, [*known, *KNOWN], _ONLY) + loss_problems(raw)
     values = {**qwen3.DEFAULTS, **qwen3.checked_rope(raw, found), **raw}
     if "num_local_experts" in raw:  # as transformers 5 names it
         values.setdefault("num_experts", raw["num_local_experts"])
@@ -131,6 +108,11 @@ def read(path: Path, raw: Mapping[str, Any]) -> Qwen3MoeSpec:
         found.append(f"mlp_only_layers = {shown(dense)} is not a list of the numbers of layers")
     values["mlp_only_layers"] = tuple(dense) if isinstance(dense, list) else ()
     return hf_config.build(path, Qwen3MoeSpec, values, found)
+
+
+def loss_problems(raw: Mapping[str, Any]) -> list[str]:
+    what = "output_router_logits adds an auxiliary loss, which depends on how rows are grouped into microbatches"
+    return [f"{what}; set it to false"] if raw.get("output_router_logits") else []
 
 
 def to_hf(spec: Qwen3MoeSpec) -> dict[str, Any]:

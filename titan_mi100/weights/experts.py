@@ -21,7 +21,7 @@ class StackedWeights(Weights):
     def __init__(self, stored: Weights, spec: ModelSpec, fused: bool) -> None:
         """Raises UserError: experts are missing, or have other shapes than the model's, or several dtypes."""
         self.source, self._stored = stored.source, stored
-        there = {name: kind for name, kind in stored.kinds.items() if INSIDE in name}
+        there = {name: kind for name, kind in stored.kinds.items() if INSIDE in name and not spec.carries(name)}
         wanted = as_in_files(spec, {name: parameter.shape for name, parameter in stacks(spec)}, fused)
         problems = tensor_problems({n: (shape, dtype_name(dtype)) for n, (shape, dtype) in there.items()}, wanted)
         self.kinds = {name: kind for name, kind in stored.kinds.items() if name not in there}

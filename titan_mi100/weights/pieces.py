@@ -52,7 +52,7 @@ def joined(stored: Weights, spec: ModelSpec) -> Weights:
         raise UserError(f"{stored.source}: {what}; remove one of each")
     if any(own != name for own, name in names.items()):
         stored = RenamedWeights(stored, names)
-    if (fused := is_fused(stored.kinds)) is not None and next(stacks(spec), None):
+    if (fused := is_fused(spec, stored.kinds)) is not None and next(stacks(spec), None):
         stored = StackedWeights(stored, spec, fused)
     ranks = (kind.shape[0] for name, kind in stored.kinds.items() if name.endswith(".lora_A.weight"))
     pieces = spec.pieces | adapter_pieces(spec, next(ranks, 0))
