@@ -89,14 +89,13 @@ _ONLY = {
     **hf_config.ONLY, "partial_rotary_factor": 1.0, "qkv_bias": False, "use_qk_norm": True,
     "shared_expert_intermediate_size": 0,
 }  # fmt: skip
-# The coefficient belongs to a loss that is computed only with output_router_logits.
-KNOWN = ("router_aux_loss_coef", "output_router_logits", "num_local_experts")
+_KNOWN = (*hf_config.LOSS_OF_ROUTERS, "num_local_experts")
 
 
 def read(path: Path, raw: Mapping[str, Any]) -> Qwen3MoeSpec:
     """The shape that a `config.json` describes; see qwen3.read."""
     known = [field.name for field in fields(Qwen3MoeSpec) if field.name not in Qwen3MoeSpec.of_files]
-    found = hf_config.unsupported(raw, [*known, *KNOWN], _ONLY) + loss_problems(raw)
+    found = hf_config.unsupported(raw, [*known, *_KNOWN], _ONLY) + hf_config.loss_problems(raw)
     values = {**qwen3.DEFAULTS, **qwen3.checked_rope(raw, found), **raw}
     if "num_local_experts" in raw:  # as transformers 5 names it
         values.setdefault("num_experts", raw["num_local_experts"])
@@ -108,11 +107,6 @@ def read(path: Path, raw: Mapping[str, Any]) -> Qwen3MoeSpec:
         found.append(f"mlp_only_layers = {shown(dense)} is not a list of the numbers of layers")
     values["mlp_only_layers"] = tuple(dense) if isinstance(dense, list) else ()
     return hf_config.build(path, Qwen3MoeSpec, values, found)
-
-
-def loss_problems(raw: Mapping[str, Any]) -> list[str]:
-    what = "output_router_logits adds an auxiliary loss, which depends on how rows are grouped into microbatches"
-    return [f"{what}; set it to false"] if raw.get("output_router_logits") else []
 
 
 def to_hf(spec: Qwen3MoeSpec) -> dict[str, Any]:
