@@ -24,8 +24,6 @@ from titan_mi100.model.layers import Linear, at_least_fp32, local_weight
 from titan_mi100.model.nf4 import BLOCK, NF4Linear, dequantize
 from titan_mi100.wording import shortened
 
-_BUSY = 2  # experts that have rows if there are no values to count
-
 
 class Routes:
     """Where the rows of a forward go.
@@ -46,11 +44,8 @@ class Routes:
     @cached_property
     def counts(self) -> list[int]:
         """Rows of each expert, on the host, which waits for the device."""
-        rows, experts = len(self.order), len(self.ends)
-        if isinstance(self.ends, FakeTensor):  # the memory counter's: no values
-            busy = min(experts, _BUSY)
-            return [rows // busy + (e < rows % busy) if e < busy else 0 for e in range(experts)]
-        ends = self.ends.tolist()
+        # the memory counter's tensors have no values
+        ends = [len(self.order)] * len(self.ends) if isinstance(self.ends, FakeTensor) else self.ends.tolist()
         return [end - start for start, end in zip((0, *ends), ends, strict=False)]
 
     def spread(self, x: Tensor) -> Tensor:
@@ -98,13 +93,13 @@ class _Loop(torch.autograd.Function):
         x, *stored = ctx.saved_tensors
         of_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         of_weight = torch.zeros_like(stored[0]) if ctx.needs_input_grad[3] else None  # zeros for experts without rows
-        grad = grad.contiguous()
+        grad, parts = grad.contiguous(), () if of_weight is None else of_weight.chunk(len(ctx.counts))
         for expert, rows, matrix in _with_rows(ctx.counts, stored):
             if of_x is not None:
                 torch.mm(grad[rows], matrix.t() if ctx.is_transposed else matrix, out=of_x[rows])
-            if of_weight is not None:
+            if parts:
                 left, right = (x, grad) if ctx.is_transposed else (grad, x)
-                torch.mm(left[rows].t(), right[rows], out=of_weight.chunk(len(ctx.counts))[expert])
+                torch.mm(left[rows].t(), right[rows], out=parts[expert])
         return of_x, None, None, of_weight, *(None for _ in stored[1:])
 
 
@@ -178,7 +173,7 @@ def choose_products(model: nn.Module, dtype: torch.dtype, device: torch.device) 
 
 def _trial(rows: int, columns: int, is_transposed: bool, dtype: torch.dtype, device: torch.device) -> str:
     """Why torch's grouped product cannot compute such matrices here; "": it can, forward and backward."""
-    counts, by = [24, 0, 40], torch.Generator().manual_seed(0)
+    counts, by = [23, 0, 41], torch.Generator().manual_seed(0)
     ends = torch.tensor(counts, device=device).cumsum(0, dtype=torch.int32)
     sizes = [(64, rows if is_transposed else columns), (3 * rows, columns), (64, columns if is_transposed else rows)]
     x, weight, grad = (torch.randn(size, generator=by).to(device, dtype) for size in sizes)
@@ -195,7 +190,8 @@ def _trial(rows: int, columns: int, is_transposed: bool, dtype: torch.dtype, dev
             return f"torch's grouped product fails: {shortened(str(error).splitlines()[0])}"
     bar = max(8 * torch.finfo(dtype).eps, 1e-5)
     errors = [((a - b).abs().max() / a.abs().max()).item() for a, b in zip(*found, strict=True)]
-    return "" if max(errors) < bar else f"torch's grouped product differs by {max(errors):.0e}"
+    worst = [error for error in errors if not error < bar]  # not a number, too
+    return f"torch's grouped product differs by {worst[0]:.0e}" if worst else ""
 
 
 class Router(nn.Module):

@@ -111,7 +111,8 @@ def open_run(
         reporter = open_record(folder, config, world, spec, model, rows, progress, steps)
         observers += [reporter] if reporter else []
         if any(parameter.experts for parameter in spec.parameters.values()):
-            observers.append(ExpertLoad(folder, reporter, model, spec, config.metrics.log_freq, steps))
+            freq = config.metrics.log_freq
+            observers.append(ExpertLoad(folder, reporter, model, spec, freq, progress.step, steps))
         with raise_together():
             accept_ledger(data, folder, world)
             observers.append(FaultWatch(stream, folder, world, progress, config.training.max_nonfinite_steps))

@@ -9,7 +9,8 @@ three, FSDP2 the rows, and blocks of a row never straddle experts. Files have on
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from titan_mi100.shapes.base import EXPERTS, INPUTS, WHOLE, LayerShape, ModelSpec, Parameter, Values
@@ -97,13 +98,49 @@ def stacks(spec: ModelSpec) -> Iterator[tuple[str, Parameter]]:
     return ((name, parameter) for name, parameter in spec.parameters.items() if parameter.experts)
 
 
-def as_in_files(spec: ModelSpec, kinds: Mapping[str, Any], fused: bool) -> dict[str, Any]:
-    """See ModelSpec.in_files."""
-    found, every = dict[str, Any](), spec.parameters
-    for name, kind in kinds.items():
-        if name not in every or not every[name].experts:
-            found[name] = kind
-            continue
-        for place in places(name, every[name], fused):
-            found[place.name] = kind._replace(shape=place.shape) if hasattr(kind, "_replace") else place.shape
-    return found
+class MixtureSpec(ModelSpec):
+    """What families with experts share; it comes before the family's own class among the bases.
+
+    Attributes:
+        experts_fused: files have the experts of a layer in one tensor.
+    """
+
+    moe_intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    experts_fused: bool
+
+    def as_stored(self, names: Collection[str], saved: Mapping[str, Any]) -> "MixtureSpec":
+        form = is_fused(self, names)
+        known = saved.get("experts_fused", self.experts_fused) if form is None else form
+        return replace(self, experts_fused=known)  # type: ignore[type-var]  # of a dataclass
+
+    def in_files(self, kinds: Mapping[str, Any], fused: bool | None = None) -> dict[str, Any]:
+        found, form = dict[str, Any](), self.experts_fused if fused is None else fused
+        for name, kind in kinds.items():
+            parameter = self.parameters.get(name)
+            if parameter is None or not parameter.experts:
+                found[name] = kind
+                continue
+            for place in places(name, parameter, form):
+                found[place.name] = kind._replace(shape=place.shape) if hasattr(kind, "_replace") else place.shape
+        return found
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        sizes = {**super().tensor_parallel_sizes(), "moe_intermediate_size": self.moe_intermediate_size}
+        return {name: size for name, size in sizes.items() if self._has(name)}
+
+    def input_sizes(self) -> dict[str, tuple[int, bool]]:
+        sizes = {**super().input_sizes(), "moe_intermediate_size": (self.moe_intermediate_size, True)}
+        return {name: size for name, size in sizes.items() if self._has(name)}
+
+    def _has(self, name: str) -> bool:
+        """Whether there are matrices of this size: config.json also has that of an MLP that no layer has."""
+        is_mlp, of_experts = name == "intermediate_size", name == "moe_intermediate_size"
+        used = (p for n, p in self.parameters.items() if n.endswith(".down_proj.weight"))
+        return not (is_mlp or of_experts) or any(bool(p.experts) == of_experts for p in used)
+
+    def problems(self) -> list[str]:
+        more = self.num_experts_per_tok > self.num_experts
+        what = f"num_experts_per_tok = {self.num_experts_per_tok} is more than num_experts = {self.num_experts}"
+        return super().problems() + [what] * more

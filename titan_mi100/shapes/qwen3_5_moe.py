@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from titan_mi100.shapes import experts, hf_config, qwen3_5, qwen3_moe
+from titan_mi100.shapes import experts, hf_config, qwen3_5
 from titan_mi100.shapes.base import EXPERTS, LayerShape
 from titan_mi100.shapes.qwen3_5 import Qwen3_5Spec, every_fourth
 
@@ -15,7 +15,7 @@ LINEARS = (*qwen3_5.LINEARS[:-3], EXPERTS)  # without the MLP's
 
 
 @dataclass(frozen=True)
-class Qwen3_5MoeSpec(Qwen3_5Spec):
+class Qwen3_5MoeSpec(experts.MixtureSpec, Qwen3_5Spec):
     """The shape of a Qwen3.5 with experts.
 
     Attributes:
@@ -40,21 +40,6 @@ class Qwen3_5MoeSpec(Qwen3_5Spec):
             for layer in {layer.kind: layer for layer in dense}.values()
         }
         return tuple(kinds[kind] for kind in self.layer_types)
-
-    as_stored = qwen3_moe.Qwen3MoeSpec.as_stored
-    in_files = qwen3_moe.Qwen3MoeSpec.in_files
-
-    def tensor_parallel_sizes(self) -> dict[str, int]:
-        return {**super().tensor_parallel_sizes(), "moe_intermediate_size": self.moe_intermediate_size}
-
-    def input_sizes(self) -> dict[str, tuple[int, bool]]:
-        return {**super().input_sizes(), "moe_intermediate_size": (self.moe_intermediate_size, True)}
-
-    def problems(self) -> list[str]:
-        found = super().problems()
-        if (slots := self.num_experts_per_tok) > self.num_experts:
-            found.append(f"num_experts_per_tok = {slots} is more than num_experts = {self.num_experts}")
-        return found
 
 
 # Source: the config.json of each repository.

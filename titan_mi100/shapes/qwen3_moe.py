@@ -15,14 +15,13 @@ SPARSE = "sparse"  # kind of the layers with experts; the others are Qwen3's
 
 
 @dataclass(frozen=True)
-class Qwen3MoeSpec(qwen3.Qwen3Spec):
+class Qwen3MoeSpec(experts.MixtureSpec, qwen3.Qwen3Spec):
     """The shape of a Qwen3 with experts.
 
     Attributes:
         intermediate_size: of the layers without experts.
         decoder_sparse_step: each layer whose number, from 1, is a multiple of it has experts.
         mlp_only_layers: numbers, from 0, of layers that have none nevertheless.
-        experts_fused: files have the experts of a layer in one tensor.
     """
 
     model_type: ClassVar[str] = "qwen3_moe"
@@ -44,29 +43,8 @@ class Qwen3MoeSpec(qwen3.Qwen3Spec):
         is_dense = (n in self.mlp_only_layers or (n + 1) % step for n in range(self.num_hidden_layers))
         return tuple(dense if each else sparse for each in is_dense)
 
-    def as_stored(self, names: Collection[str], saved: Mapping[str, Any]) -> "Qwen3MoeSpec":
-        form = experts.is_fused(self, names)
-        return replace(self, experts_fused=saved.get("experts_fused", self.experts_fused) if form is None else form)
-
-    def in_files(self, kinds: Mapping[str, Any]) -> dict[str, Any]:
-        return experts.as_in_files(self, kinds, self.experts_fused)
-
-    def tensor_parallel_sizes(self) -> dict[str, int]:
-        found = {**super().tensor_parallel_sizes(), "moe_intermediate_size": self.moe_intermediate_size}
-        return {name: size for name, size in found.items() if self._is_used(name)}
-
-    def input_sizes(self) -> dict[str, tuple[int, bool]]:
-        found = {**super().input_sizes(), "moe_intermediate_size": (self.moe_intermediate_size, True)}
-        return {name: size for name, size in found.items() if self._is_used(name)}
-
-    def _is_used(self, name: str) -> bool:
-        kinds = {layer.kind for layer in self.layers}
-        return kinds != {SPARSE} if name == "intermediate_size" else name[:4] != "moe_" or SPARSE in kinds
-
     def problems(self) -> list[str]:
         found = super().problems()
-        if (slots := self.num_experts_per_tok) > self.num_experts:
-            found.append(f"num_experts_per_tok = {slots} is more than num_experts = {self.num_experts}")
         if wrong := [n for n in self.mlp_only_layers if not 0 <= n < self.num_hidden_layers]:
             found.append(f"mlp_only_layers names layer {wrong[0]}, but there are {self.num_hidden_layers}, from 0")
         return found

@@ -8,7 +8,7 @@ from torch import Tensor
 from titan_mi100.errors import UserError
 from titan_mi100.files.model import tensor_problems
 from titan_mi100.shapes.base import ModelSpec
-from titan_mi100.shapes.experts import INSIDE, as_in_files, places, stacks
+from titan_mi100.shapes.experts import INSIDE, MixtureSpec, places, stacks
 from titan_mi100.weights.base import Kind, Weights, box, dtype_name
 
 # peft's: gate_up_proj is wrapped first, so it is the inner one, `experts.base_layer`; down_proj is `experts` itself
@@ -22,7 +22,8 @@ class StackedWeights(Weights):
         """Raises UserError: experts are missing, or have other shapes than the model's, or several dtypes."""
         self.source, self._stored = stored.source, stored
         there = {name: kind for name, kind in stored.kinds.items() if INSIDE in name and not spec.carries(name)}
-        wanted = as_in_files(spec, {name: parameter.shape for name, parameter in stacks(spec)}, fused)
+        assert isinstance(spec, MixtureSpec)
+        wanted = spec.in_files({name: parameter.shape for name, parameter in stacks(spec)}, fused)
         problems = tensor_problems({n: (shape, dtype_name(dtype)) for n, (shape, dtype) in there.items()}, wanted)
         self.kinds = {name: kind for name, kind in stored.kinds.items() if name not in there}
         self._places = {}
@@ -103,27 +104,19 @@ class AdapterOfExperts(Weights):
 
     def __init__(self, stored: Weights, rank: int) -> None:
         self.source, self._stored, self._rank, self.kinds = stored.source, stored, rank, {}
-        self._names = dict[str, tuple[str, slice]]()
+        self._places = dict[str, tuple[str, slice, bool]]()
         for name, kind in stored.kinds.items():
-            module, _, matrix = name.rpartition(".lora_")
-            experts, is_inner = module.removesuffix(".base_layer"), module.endswith(".base_layer")
-            if not experts.endswith(".experts"):
-                self._names[name], self.kinds[name] = (name, slice(None)), kind
-                continue
-            rows, columns = kind.shape
-            half = rows // 2
-            parts = {"down_proj": slice(0, rows)}
-            if is_inner:
-                parts = {"gate_proj": slice(0, half), "up_proj": slice(half, rows)}
-                parts = {"gate_proj": slice(0, rows)} if matrix.startswith("A") else parts
-            for part, mine in parts.items():
-                own = f"{experts}.{part}.lora_{matrix}"
-                shape = (rows, columns) if matrix.startswith("A") else (columns, mine.stop - mine.start)
-                self._names[own], self.kinds[own] = (name, mine), Kind(shape, kind.dtype)
+            is_inner, is_b = ".experts.base_layer." in name, name.endswith("B.weight") and ".experts." in name
+            parts = ("gate_proj", "up_proj") if is_inner and is_b else ("gate_proj",) if is_inner else ("down_proj",)
+            rows, columns = kind.shape[0] // len(parts), kind.shape[1]
+            for number, part in enumerate(parts):
+                own = name.replace(".base_layer", "").replace(".experts.", f".experts.{part}.")
+                self._places[own] = name, slice(number * rows, (number + 1) * rows), is_b
+                self.kinds[own] = Kind((columns, rows) if is_b else (rows, columns), kind.dtype)
 
     def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-        stored, rows = self._names[name]
+        stored, rows, is_b = self._places[name]
         whole = self._stored.tensor(stored)[rows]
-        if name.endswith("B.weight") and ".experts." in name:
+        if is_b:
             whole = whole.unflatten(1, (self._rank, -1)).permute(2, 1, 0).flatten(0, 1)
         return whole[box(offset, size)]
