@@ -73,7 +73,12 @@ WIDE = replace(PRESETS["0.6B"], num_hidden_layers=3, vocab_size=20_000)
 UNTIED = replace(WIDE, tie_word_embeddings=False, vocab_size=8_000)
 NARROW = replace(WIDE, hidden_size=256, intermediate_size=1024, num_hidden_layers=6)
 EXPERTS = replace(
-    PRESETS["30B-A3B"], num_hidden_layers=2, vocab_size=8_000, hidden_size=512, num_experts=16, moe_intermediate_size=256
+    PRESETS["30B-A3B"],
+    num_hidden_layers=2,
+    vocab_size=8_000,
+    hidden_size=512,
+    num_experts=16,
+    moe_intermediate_size=256,
 )
 QLORA, OF_EXPERTS = {"lora.rank": 8, "lora.base": "nf4"}, {"lora.target_modules": ("q_proj", "experts")}
 REAL = {

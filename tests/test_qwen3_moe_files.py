@@ -1,5 +1,9 @@
 """Folders of Qwen3 with experts in both forms, with random weights: there and back, training, adapters."""
 
+import dataclasses
+import json
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +15,16 @@ from safetensors.torch import load_file, save_file
 from test_convert import same, tensors, tool, with_tokenizer
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from titan_mi100.config.check import check
+from titan_mi100.config.settings import Config, ModelConfig
 from titan_mi100.data.made_up import made_up, random_rows
+from titan_mi100.errors import UserError
+from titan_mi100.files.stored import StoredTensors
 from titan_mi100.open_run.run import Run
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World
-from titan_mi100.shapes.families import read_hf_config
+from titan_mi100.shapes.base import parameter_shapes
+from titan_mi100.shapes.families import PRESETS, read_hf_config, to_hf_config
 from titan_mi100.weights import convert
 from titan_mi100.weights.source import open_source
 
@@ -144,3 +153,87 @@ def test_an_adapter_has_the_same_logits_in_peft(
     ours = dict(run.model.trained_parameters())
     for name, parameter in again.model.trained_parameters():
         assert torch.equal(parameter, ours[name]), name
+
+
+def changed(folder: Path, where: Path, config: dict[str, Any], stored: dict[str, torch.Tensor] | None = None) -> Path:
+    where.mkdir()
+    before = json.loads((folder / "config.json").read_text())
+    after = {key: value for key, value in {**before, **config}.items() if value is not None}
+    (where / "config.json").write_text(json.dumps(after))
+    rewritten(where, tensors(folder) if stored is None else stored)
+    return where
+
+
+def test_folders_that_are_not_whole_or_not_ours_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    for number, (config, expected) in enumerate((
+        (fp8, "quantization_config ('fp8'): quantized weights are not supported; use the model's unquantized folder"),
+        ({"output_router_logits": True}, "output_router_logits adds an auxiliary loss"),
+        ({"mlp_only_layers": [3]}, "mlp_only_layers names layer 3, but there are 3, from 0"),
+        ({"mlp_only_layers": ["1"]}, "mlp_only_layers = ['1'] is not a list of the numbers of layers"),
+        ({"num_experts_per_tok": 6}, "num_experts_per_tok = 6 is more than num_experts = 5"),
+        ({"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size = 64 is not supported"),
+    )):  # fmt: skip
+        with pytest.raises(UserError, match=re.escape(expected)):
+            read_hf_config(changed(folders["separate"], tmp_path / str(number), config))
+    harmless = {"router_aux_loss_coef": 0.001, "output_router_logits": False, "norm_topk_prob": None}
+    spec = read_hf_config(changed(folders["separate"], tmp_path / "harmless", harmless))
+    assert spec.norm_topk_prob is False  # type: ignore[attr-defined]
+    for form, name, change, expected in (
+        ("separate", "mlp.experts.3.up_proj.weight", None, "missing: model.layers.2.mlp.experts.3.up_proj.weight"),
+        ("separate", "mlp.experts.3.up_proj.weight", torch.float16, "have dtypes bfloat16, float16; use one"),
+        ("fused", "mlp.experts.down_proj", None, "missing: model.layers.2.mlp.experts.down_proj"),
+    ):  # fmt: skip
+        stored = tensors(folders[form])
+        whole = stored.pop(f"model.layers.2.{name}")
+        stored |= {f"model.layers.2.{name}": whole.to(change)} if change else {}
+        broken = changed(folders[form], tmp_path / f"{form} {change}", {}, stored)
+        with pytest.raises(UserError, match=re.escape(expected)):
+            open_source(broken)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            {"lora": {"rank": 4, "target_modules": ("q_proj", "gate_proj")}},
+            "names gate_proj, which",
+        ),
+        (
+            {"lora": {"rank": 4, "target_modules": ("experts",), "dropout": 0.1}},
+            "peft would not load",
+        ),
+        ({"training": {"train_router": True}, "lora": {"rank": 4}}, "has no effect: adapters leave it as it is"),
+        ({"model": {"flavor": "debug"}, "training": {"train_router": True}}, "has no effect: this model has none"),
+        (
+            {"model": {"flavor": "debug"}, "lora": {"rank": 4, "target_modules": ("experts",)}},
+            "names experts, which",
+        ),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(settings: dict[str, dict[str, Any]], expected: str) -> None:
+    config = Config(model=ModelConfig(flavor="moe-debug"))
+    for section, values in settings.items():
+        config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
+    assert any(expected in str(problem) for problem in check(config, 1, with_files=False))
+
+
+@pytest.mark.full
+def test_thousands_of_experts_take_one_read_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 experts in 48 layers, as in the 30B: reading all of them reads each tensor of the folder once."""
+    spec = dataclasses.replace(PRESETS["30B-A3B"], vocab_size=64, hidden_size=16, head_dim=8, num_attention_heads=2,
+                               num_key_value_heads=1, moe_intermediate_size=8)  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(to_hf_config(spec)))
+    shapes = spec.in_files(parameter_shapes(spec))
+    rewritten(tmp_path, {name: torch.full(shape, 1.0).bfloat16() for name, shape in shapes.items()})
+    source, reads = open_source(tmp_path), Counter[str]()
+    read = StoredTensors.read
+
+    def counted(self: StoredTensors, name: str, *more: Any) -> torch.Tensor:
+        reads.update([name])
+        return read(self, name, *more)
+
+    monkeypatch.setattr(StoredTensors, "read", counted)
+    for name in source.weights.kinds:
+        source.weights.tensor(name)
+    assert len(shapes) == 18_432 + 48 * 9 + 3 and reads == dict.fromkeys(shapes, 1)

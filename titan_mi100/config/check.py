@@ -205,6 +205,9 @@ def _check_model(config: Config, spec: ModelSpec) -> Iterator[Problem]:
         what = f"leaves layers of kind {some(sorted(without))} without an adapter, so a pipeline's stage might have "
         what += "none; name a linear layer of each kind"
         yield Problem("lora.target_modules", what, (*_MODEL, "parallelism.pipeline_parallel_degree"))
+    if config.training.train_router and (lora.rank or EXPERTS not in spec.adapted):
+        what = "adapters leave it as it is" if lora.rank else "this model has none"
+        yield Problem("training.train_router", f"= true has no effect: {what}; set it to false", (*_MODEL, "lora.rank"))
     named = spec.tensor_parallel_sizes()
     if wrong := [f"{name} = {n}" for name, n in {**named, "seq_len": seq_len}.items() if n % tp]:
         divisors = range(1, min(tp, *named.values()) + 1)
