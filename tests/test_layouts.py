@@ -42,19 +42,24 @@ CHOSEN = {
         ("one process", True, 2), ("FSDP2 x2", False, 2), ("DDP x2", False, 2), ("TP2", False, 2),
         ("PP2 1F1B", True, 2), ("TP2 x PP2", True, 2),
     },
+    "qwen3_moe": {
+        ("FSDP2 x2", False, 2), ("DDP x2", True, 2), ("TP2", False, 2), ("PP2 ZBVZeroBubble", False, 4),
+        ("TP2 x PP2", True, 2),
+    },
 }  # fmt: skip
 
 
 def test_layouts_train_as_one_process_does(full: bool, tmp_path: Path) -> None:
-    """With --full every cell of Qwen3's table, of eight processes those with two microbatches; of Qwen3.5 each layout
-    of fewer processes once. Its whole table is made by hand, see docs/TESTING.md.
+    """With --full every cell of Qwen3's table, of eight processes those with two microbatches; of the other families
+    each layout of fewer processes once. Their whole tables are made by hand, see docs/TESTING.md.
     """
-    jobs, more = cells_of_two_steps(), cells_of_two_steps("qwen3.5")
+    others = ("qwen3.5", "qwen3_moe", "qwen3.5_moe")
+    jobs, more = cells_of_two_steps(), [cell for family in others for cell in cells_of_two_steps(family)]
     if full:
         jobs = [cell for cell in jobs if cell.processes < 8 or cell.accumulation == 2]
         jobs += [cell for cell in more if cell.processes < 8 and (cell.accumulation, cell.tied) == (4, True)]
     else:
-        jobs = [c for c in (*jobs, *more) if (c.layout, c.tied, c.accumulation) in CHOSEN[c.family]]
+        jobs = [c for c in (*jobs, *more) if (c.layout, c.tied, c.accumulation) in CHOSEN.get(c.family, ())]
         assert len(jobs) == sum(map(len, CHOSEN.values()))
     results = parity.measure(jobs, tmp_path)
     assert len(results) == len(jobs)
@@ -74,10 +79,11 @@ def test_a_checkpoint_of_each_layout_goes_on_in_another(full: bool, tmp_path: Pa
     assert_within_the_bars(results)
 
 
-def test_a_checkpoint_of_qwen3_5_goes_on_in_another_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3.5", pytest.param("qwen3_moe", marks=pytest.mark.full)])
+def test_a_checkpoint_of_another_family_goes_on_in_another_layout(family: str, tmp_path: Path) -> None:
     pairs = [("FSDP2 x2", "TP2")]
     assert_within_the_bars(
-        parity.resume("float64", tmp_path, pairs=pairs, models=(True,), steps=2, layers=2, family="qwen3.5")
+        parity.resume("float64", tmp_path, pairs=pairs, models=(True,), steps=2, layers=2, family=family)
     )
 
 

@@ -24,6 +24,7 @@ from titan_mi100.planning import memory
 from titan_mi100.planning.memory import CATEGORIES, estimate
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.families import PRESETS
+from titan_mi100.shapes.qwen3_5 import every_fourth
 from titan_mi100.tools.rehearsal import counter
 from titan_mi100.tools.rehearsal.counter import Count, count, ranks_of_stages
 
@@ -71,6 +72,15 @@ def allocated(config: Config, ranks: int, rank: int, monkeypatch: pytest.MonkeyP
 WIDE = replace(PRESETS["0.6B"], num_hidden_layers=3, vocab_size=20_000)
 UNTIED = replace(WIDE, tie_word_embeddings=False, vocab_size=8_000)
 NARROW = replace(WIDE, hidden_size=256, intermediate_size=1024, num_hidden_layers=6)
+EXPERTS = replace(
+    PRESETS["30B-A3B"],
+    num_hidden_layers=2,
+    vocab_size=8_000,
+    hidden_size=512,
+    num_experts=16,
+    moe_intermediate_size=256,
+)
+QLORA, OF_EXPERTS = {"lora.rank": 8, "lora.base": "nf4"}, {"lora.target_modules": ("q_proj", "experts")}
 REAL = {
     "one process": (WIDE, 1, {}),
     "one process, 8 bits": (UNTIED, 1, {**LEAN, **FULL}),
@@ -87,6 +97,8 @@ REAL = {
     "state on the host": (UNTIED, 1, {**LEAN, **FULL, **STATE_ON_HOST}),
     "state on the host, FSDP2": (WIDE, 2, {**FULL, **STATE_ON_HOST}),
     "tensor parallel x FSDP2, LoRA": (WIDE, 4, {**TP, "lora.rank": 8}),
+    "experts": (EXPERTS, 1, {**LEAN, "activation_checkpoint.mode": "none"}),
+    "experts in 4 bits, with adapters": (EXPERTS, 1, {**QLORA, **OF_EXPERTS, **FULL}),
 }
 
 
@@ -155,6 +167,14 @@ PLANNED = {
     "weights on the host, ZeRO-1": (
         "8B", 2, {**LEAN, **FULL, "memory.offload": "weights", "parallelism.zero_stage": 1}
     ),
+    "experts, QLoRA": ("30B-A3B", 1, {**FULL, **QLORA}),
+    "experts, QLoRA with adapters of theirs": ("30B-A3B", 1, {**FULL, **QLORA, **OF_EXPERTS}),
+    "experts, LoRA, FSDP2": ("30B-A3B", 2, {**FULL, "lora.rank": 16}),
+    "experts, nothing recomputed": ("30B-A3B", 1, {"lora.rank": 8, "activation_checkpoint.mode": "none"}),
+    "experts, selective": ("30B-A3B", 1, {"lora.rank": 8, "training.local_batch_size": 4}),
+    "experts, all weights, FSDP2": ("30B-A3B", 2, {**LEAN, **FULL}),
+    "experts, tensor parallel": ("30B-A3B", 2, {**FULL, **QLORA, **TP}),
+    "shared experts, QLoRA": ("qwen3.5-35B-A3B", 1, {**FULL, **QLORA}),
     "fp32": ("0.6B", 2, {**FULL, "training.mixed_precision_param": "float32", "training.local_batch_size": 4}),
 }  # fmt: skip
 
@@ -187,7 +207,9 @@ def compare(config: Config, ranks: int, least: float, most: float, apart: float)
 @pytest.mark.parametrize("name", mostly_full(PLANNED))
 def test_the_plan_is_near_the_count(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flavor, ranks, settings = PLANNED[name]
-    spec = replace(PRESETS[flavor], num_hidden_layers=8 if flavor == "0.6B" or PP.items() <= settings.items() else 4)
+    layers = 8 if flavor == "0.6B" or PP.items() <= settings.items() else 4
+    kinds = {"layer_types": every_fourth(layers)} if flavor.startswith("qwen3.5") else {}
+    spec = replace(PRESETS[flavor], num_hidden_layers=layers, **kinds)
     config = config_of(spec, {"training.gradient_accumulation_steps": 8, **settings}, monkeypatch)
     compare(config, ranks, -0.03, 0.10, 0.17)
 

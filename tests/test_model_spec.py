@@ -42,7 +42,7 @@ def test_a_config_written_by_transformers_is_read(tmp_path: Path) -> None:
     ("change", "expected"),
     [
         ({"model_type": "llama"}, "model_type = 'llama'; only 'qwen3'"),
-        ({"model_type": "qwen3_moe"}, "only 'qwen3'"),
+        ({"model_type": "qwen2_moe"}, "only 'qwen3'"),
         ({"hidden_size": None}, "hidden_size = None is not an int"),
         ({"hidden_size": "1024"}, "hidden_size = '1024' is not an int"),
         ({"rms_norm_eps": True}, "rms_norm_eps = True is not a finite float"),
@@ -66,7 +66,8 @@ def test_presets_have_the_parameters_of_the_published_models() -> None:
     published |= {"qwen3.5-0.8B": 752_393_024, "qwen3.5-2B": 1_881_825_088, "qwen3.5-4B": 4_205_751_296,
                   "qwen3.5-9B": 8_953_803_264}  # fmt: skip  # as transformers counts
     published |= dict.fromkeys(("qwen3.5-27B", "qwen3.6-27B", "qwen3.8-27B"), 26_895_998_464)
-    small = {"debug": 886_144, "qwen3.5-debug": 957_752}
+    published |= dict.fromkeys(("30B-A3B", "30B-A3B-2507", "Coder-30B-A3B"), 30_532_122_624)
+    small = {"debug": 886_144, "qwen3.5-debug": 957_752, "moe-debug": 1_086_848}
     assert {name: parameter_count(spec) for name, spec in PRESETS.items()} == small | published
 
 

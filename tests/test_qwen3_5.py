@@ -1,13 +1,13 @@
 """Qwen3.5 against transformers' in fp64, with its casts to fp32 lifted, and the isolation of documents."""
 
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from conftest import REPO, random_documents, supervised_of, torchrun
 from gloo.job_parity import open_split
+from lifted import lifted as logits_in_fp64
 from torch import Tensor
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5
@@ -33,32 +33,8 @@ SPECS = {
 }
 
 
-class _Wide(ModuleType):
-    """torch, whose float32 is float64."""
-
-    float32 = torch.float64
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
 def lifted(hf: Any, ids: Tensor) -> Tensor:
-    """Logits of transformers' model, whose layers compute in the dtype of their weights; only the rotary tables stay in
-    fp32, as ours.
-    """
-    narrow, rotary = Tensor.float, modeling_qwen3_5.Qwen3_5TextRotaryEmbedding.forward
-
-    def forward(*arguments: Any, **options: Any) -> Any:
-        with pytest.MonkeyPatch.context() as inside:
-            inside.setattr(Tensor, "float", narrow)
-            inside.setattr(modeling_qwen3_5, "torch", torch)
-            return rotary(*arguments, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modeling_qwen3_5, "torch", _Wide("torch"))
-        patch.setattr(modeling_qwen3_5.Qwen3_5TextRotaryEmbedding, "forward", forward)
-        patch.setattr(Tensor, "float", Tensor.double)
-        return hf(ids).logits
+    return logits_in_fp64(hf, ids, modeling_qwen3_5, "Qwen3_5TextRotaryEmbedding")
 
 
 def reference(spec: Qwen3_5Spec) -> Any:

@@ -53,6 +53,8 @@ from titan_mi100.run.samples import answer_greedily
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.qwen3 import Qwen3Spec
 from titan_mi100.shapes.qwen3_5 import Qwen3_5Spec, every_fourth
+from titan_mi100.shapes.qwen3_5_moe import Qwen3_5MoeSpec
+from titan_mi100.shapes.qwen3_moe import Qwen3MoeSpec
 
 STEPS, ROWS, SEQ_LEN = 8, 16, 32  # ROWS per step
 CHUNK = 8  # tokens that the delta rule computes at once: a row has several
@@ -145,13 +147,18 @@ def spec_of(cell: Cell) -> ModelSpec:
     """Grouped heads; initial weights large enough that attention is not uniform; documents hold the padding token."""
     rest = {"rope_theta": 10_000.0, "initializer_range": 0.1, "pad_token_id": 208}
     size = 2 if cell.is_lean else 1  # wide enough for blocks of the optimizer's state
-    if cell.family == "qwen3.5":
+    mixture = {"moe_intermediate_size": 32 * size**2, "num_experts": 5, "num_experts_per_tok": 2}
+    if cell.family.startswith("qwen3.5"):
         kinds, heads = every_fourth(cell.layers, 2), (4, 2, 2, 4)
         sizes = {"head_dim": 16, "linear_key_head_dim": 8 * size, "linear_value_head_dim": 16}
-        return Qwen3_5Spec(
-            320, 64 * size, 128 * size if cell.is_lean else 96, cell.layers, *heads, cell.tied, kinds, **sizes, **rest
-        )
-    return Qwen3Spec(320, 64 * size, 128 * size if cell.is_lean else 96, cell.layers, 4, 2, 16, cell.tied, **rest)
+        dims = (320, 64 * size, 128 * size if cell.is_lean else 96, cell.layers, *heads, cell.tied, kinds)
+        if cell.family == "qwen3.5_moe":
+            return Qwen3_5MoeSpec(*dims, **sizes, **rest, **mixture)
+        return Qwen3_5Spec(*dims, **sizes, **rest)
+    sizes = (320, 64 * size, 128 * size if cell.is_lean else 96, cell.layers, 4, 2, 16, cell.tied)
+    if cell.family == "qwen3_moe":
+        return Qwen3MoeSpec(*sizes, **mixture, norm_topk_prob=cell.tied, mlp_only_layers=(1,), **rest)
+    return Qwen3Spec(*sizes, **rest)
 
 
 def dataset() -> PackedDataset:
@@ -349,7 +356,7 @@ def main() -> int:
     parser.add_argument("--clip", type=float, default=0.0, help="max_norm; 0: off")
     parser.add_argument("--resume", action="store_true", help="every layout's checkpoint into every other")
     parser.add_argument("--output", type=Path, help="folder for parity.md and parity.json")
-    parser.add_argument("--family", default="qwen3", choices=("qwen3", "qwen3.5"))
+    parser.add_argument("--family", default="qwen3", choices=("qwen3", "qwen3.5", "qwen3_moe", "qwen3.5_moe"))
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:

@@ -344,7 +344,7 @@ class Checkpointer:
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The checkpoint's tensors that this rank holds, by their names, which are the same in every layout."""
-        for name, parameter in self._model.trained_parameters():
+        for name, parameter in self._model.saved_parameters():
             yield name, parameter.detach()
         yield from self._model.carried.items()
         for name, tensor in self._optimizer.named_state():
@@ -353,7 +353,7 @@ class Checkpointer:
     def _written_here(self) -> dict[str, Tensor]:
         """The tensors that this rank writes: those of which it is the first holder."""
         copies = set(map(id, self._model.copies()))
-        owned = {name for name, parameter in self._model.trained_parameters() if id(parameter) not in copies}
+        owned = {name for name, parameter in self._model.saved_parameters() if id(parameter) not in copies}
         owned |= self._model.carried.keys()
 
         def is_first(tensor: Tensor) -> bool:

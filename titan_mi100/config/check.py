@@ -17,8 +17,8 @@ from titan_mi100.config.settings import FINGERPRINTS, NF4_BLOCK, Config, DataCon
 from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.files.model import check_weights
 from titan_mi100.files.patterns import matching_files, nearby
-from titan_mi100.shapes.base import ALL_LINEAR, ModelSpec, adapter_shapes, parameter_shapes
-from titan_mi100.shapes.families import FAMILIES, LINEARS, known_fields
+from titan_mi100.shapes.base import ALL_LINEAR, EXPERTS, ModelSpec, adapter_shapes, parameter_shapes
+from titan_mi100.shapes.families import ADAPTED, FAMILIES, LINEARS, known_fields
 from titan_mi100.text import assets
 from titan_mi100.wording import bytes_in_words, has_control_characters, some
 
@@ -134,7 +134,8 @@ def check_start(config: Config) -> None:
         return
     if load:
         try:
-            check_weights(Path(load), parameter_shapes(spec), spec.own_name, spec.carries)
+            shapes = lambda names: spec.as_stored(names, {}).in_files(parameter_shapes(spec))  # noqa: E731
+            check_weights(Path(load), shapes, spec.own_name, spec.carries)
         except UserError as error:
             raise UserError(f"{error}{hub_hint(load)}") from None
         assets.check_generation(assets.folder_of(load))
@@ -196,15 +197,18 @@ def _check_model(config: Config, spec: ModelSpec) -> Iterator[Problem]:
     if seq_len > (most := spec.max_position_embeddings):
         what = f"= {seq_len} is more than the model's max_position_embeddings = {most}; use at most {most}"
         yield Problem("training.seq_len", what, _MODEL)
-    targets, family = lora.target_modules, FAMILIES[spec.model_type]
-    if lora.rank and targets != LINEARS and (absent := [name for name in targets if name not in family.adapted]):
-        what = f"names {some(absent)}, which this model does not have; it has {', '.join(family.adapted)}"
+    targets = lora.target_modules
+    if lora.rank and targets != LINEARS and (absent := [name for name in targets if name not in spec.adapted]):
+        what = f"names {some(absent)}, which this model does not have; it has {', '.join(spec.adapted)}"
         yield Problem("lora.target_modules", what, _MODEL)
     without = {layer.kind for layer in spec.layers if not {*layer.adapted} & {*targets}}
     if lora.rank and pp > 1 and without:
         what = f"leaves layers of kind {some(sorted(without))} without an adapter, so a pipeline's stage might have "
         what += "none; name a linear layer of each kind"
         yield Problem("lora.target_modules", what, (*_MODEL, "parallelism.pipeline_parallel_degree"))
+    if config.training.train_router and (lora.rank or EXPERTS not in spec.adapted):
+        what = "adapters leave it as it is" if lora.rank else "this model has none"
+        yield Problem("training.train_router", f"= true has no effect: {what}; set it to false", (*_MODEL, "lora.rank"))
     named = spec.tensor_parallel_sizes()
     if wrong := [f"{name} = {n}" for name, n in {**named, "seq_len": seq_len}.items() if n % tp]:
         divisors = range(1, min(tp, *named.values()) + 1)
@@ -433,10 +437,10 @@ def _check_profiling(profiling: ProfilingConfig, world_size: int | None) -> Iter
 
 
 def _check_lora(lora: LoRAConfig) -> Iterator[Problem]:
-    known = (*LINEARS, ALL_LINEAR)
+    known = (*ADAPTED, ALL_LINEAR)
     if ALL_LINEAR in lora.target_modules:
         yield Problem("lora.target_modules", f'names "{ALL_LINEAR}" beside others; it stands alone, for all of them')
-    elif wrong := [name for name in lora.target_modules if name not in LINEARS]:
+    elif wrong := [name for name in lora.target_modules if name not in ADAPTED]:
         for name in wrong:
             what = f"names {name!r}, which is none of {', '.join(known)}{did_you_mean(name, known)}"
             reasons = (family.not_adapted[name] for family in FAMILIES.values() if name in family.not_adapted)
@@ -445,6 +449,9 @@ def _check_lora(lora: LoRAConfig) -> Iterator[Problem]:
     if lora.rank and not lora.target_modules:
         what = f"is empty, but rank = {lora.rank}; name some, or set rank to 0"
         yield Problem("lora.target_modules", what, ("lora.rank",))
+    if EXPERTS in lora.target_modules and lora.dropout:
+        what = f"= {lora.dropout} is not for adapters of experts, which peft would not load; set it to 0"
+        yield Problem("lora.dropout", what, ("lora.target_modules",))
     if lora.rank and not lora.alpha:
         what = "= 0 switches the adapters off: nothing would be learned; the usual is 2 x rank"
         yield Problem("lora.alpha", what, ("lora.rank",))

@@ -172,6 +172,7 @@ class TrainingConfig:
     loss_spike_sigmas: float = _key(6.0, "log a step's rows if its loss is so many deviations above the mean; 0: off")
     skip_loss_spikes: bool = _key(False, "do not update the weights in a step whose loss is a spike")
     seed: int = _key(42, "seed of initial weights and row order", high=2**63 - 1)
+    train_router: bool = _key(False, "train what chooses experts, too; it stays as it is in most fine-tuning")
     mixed_precision_param: str = _key(
         "bfloat16",
         "dtype of the computation; master weights are float32 (float64: they too, to compare layouts digit by digit); "
@@ -304,7 +305,9 @@ class LoRAConfig:
     rank: int = _key(0, "train only LoRA adapters of this rank: W + alpha / rank * B A; 0: train all weights")
     alpha: float = _key(16.0, "the adapters are scaled by alpha / rank")
     dropout: float = _key(0.0, "dropout of the adapters' inputs")
-    target_modules: tuple[str, ...] = _key(families.LINEARS, "linear layers that get adapters; all-linear: all")
+    target_modules: tuple[str, ...] = _key(
+        families.LINEARS, "linear layers that get adapters; all-linear: all but experts"
+    )
     base: str = _key(
         "whole",
         "format of frozen weights: whole: the computation's dtype; nf4: 4 bits (QLoRA)",
@@ -503,5 +506,5 @@ def lora_identity(lora: LoRAConfig, modules: Collection[str]) -> dict[str, Any]:
     Args:
         modules: linear layers that the model has; other targets name none.
     """
-    targets = [name for name in families.LINEARS if name in lora.target_modules and name in modules]
+    targets = [name for name in families.ADAPTED if name in lora.target_modules and name in modules]
     return {"rank": lora.rank, "alpha": lora.alpha, "target_modules": targets, "dropout": lora.dropout}

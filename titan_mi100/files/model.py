@@ -3,7 +3,7 @@
 weights/ opens the same files later, to read values.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from os.path import lexists
 from pathlib import Path
 
@@ -85,12 +85,15 @@ def tensor_problems(tensors: Mapping[str, tuple[Sequence[int], str]], shapes: Ma
 
 
 def check_weights(
-    path: Path, shapes: Mapping[str, Sequence[int]], own_name: Callable[[str], str], carries: Callable[[str], bool]
+    path: Path,
+    shapes: Callable[[Collection[str]], Mapping[str, Sequence[int]]],
+    own_name: Callable[[str], str],
+    carries: Callable[[str], bool],
 ) -> None:
     """Check that weights are complete and, for an HF folder, those of the model.
 
     Args:
-        shapes: the model's tensors by our names.
+        shapes: names of tensors -> the model's tensors in the form of files that these have.
         own_name, carries: see ModelSpec.
 
     Raises:
@@ -101,5 +104,5 @@ def check_weights(
     table = call_in_child(f"files.tables:{_READERS[kind]}", file, *more)
     if kind == HF:  # else what is in there, and under which names, is known when it is opened
         tensors = {own_name(name): (shape, dtype) for name, (dtype, shape, _) in table.items() if not carries(name)}
-        if problems := tensor_problems(tensors, shapes):
+        if problems := tensor_problems(tensors, shapes(tensors)):
             raise UserError("\n".join(f"{path}: {problem}" for problem in problems))

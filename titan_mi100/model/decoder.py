@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import noop_context_fn
 
 from titan_mi100.attention.base import Backend, Documents
 from titan_mi100.attention.plain import Eager, cached
@@ -34,9 +35,15 @@ class Layer(nn.Module):
         scatters: modules whose outputs are partial sums under tensor parallel: they are summed over the ranks, and each
             keeps a part of the sequence.
         in_fp32: modules whose weights are fp32 in every computation; each is called as a module.
+        routers: modules that are not trained unless training.train_router is set.
+        compiled: methods that torch.compile can compile, each as one graph.
+        contexts: torch.utils.checkpoint's context_fn.
     """
 
     in_fp32: ClassVar[Collection[str]] = ()
+    routers: ClassVar[Collection[str]] = ()
+    compiled: ClassVar[Collection[str]] = ("forward", "before", "after")
+    contexts: Callable[[], Any] = staticmethod(noop_context_fn)
     is_dynamic: ClassVar[bool | None] = None  # torch.compile's `dynamic`; False: a graph for each batch and length
     gathers: ClassVar[Collection[str]]
     scatters: ClassVar[Collection[str]]

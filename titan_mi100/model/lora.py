@@ -7,7 +7,8 @@ is B, (outputs, rank). W keeps its name. Parts of a weight (see shapes.base.Para
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.model.decoder import CausalLM
+from titan_mi100.model.experts import ExpertLinear, NF4ExpertLinear, Routes
 from titan_mi100.model.init import Read, draw
 from titan_mi100.model.layers import Linear
 from titan_mi100.model.nf4 import NF4Linear
@@ -41,6 +43,38 @@ class NF4LoRALinear(LoRALinear, NF4Linear):
     """A frozen NF4 linear layer with an adapter. `super().forward` in LoRALinear is NF4Linear's here."""
 
 
+class LoRAExpertLinear(ExpertLinear):
+    """Frozen experts with an adapter each: all A below each other, (experts x rank, inputs), and all B, transposed,
+    (experts x rank, outputs). Attributes: shares: the layer whose A it reads, in a tuple; it has none of its own then.
+    """
+
+    shares: tuple["LoRAExpertLinear", ...] = ()
+
+    def __init__(self, base: ExpertLinear, config: LoRAConfig) -> None:
+        super().__init__(base.in_features, base.out_features, base.experts, base.is_transposed)
+        self.weight = base.weight
+        sizes = base.in_features, base.out_features // base.experts
+        inputs, outputs = sizes[::-1] if base.is_transposed else sizes
+        self.lora_A: ExpertLinear | None = ExpertLinear(inputs, base.experts * config.rank, base.experts, False)
+        self.lora_B = ExpertLinear(outputs, base.experts * config.rank, base.experts, True)
+        self.scale = config.alpha / config.rank
+
+    def forward(self, x: Tensor, routes: Routes) -> Tensor:  # type: ignore[override]
+        first = self.shares[0].lora_A if self.shares else self.lora_A
+        assert first is not None
+        return super().forward(x, routes) + self.scale * self.lora_B(first(x, routes), routes)
+
+
+class NF4LoRAExpertLinear(LoRAExpertLinear, NF4ExpertLinear):  # type: ignore[misc]  # as NF4ExpertLinear
+    """The same with experts in 4 bits."""
+
+
+_WITH_ADAPTER: dict[tuple[type[Linear], bool], Callable[[Any, LoRAConfig], Linear]] = {  # (layer, is it in 4 bits)
+    (Linear, False): LoRALinear, (Linear, True): NF4LoRALinear,
+    (ExpertLinear, False): LoRAExpertLinear, (ExpertLinear, True): NF4LoRAExpertLinear,
+}  # fmt: skip
+
+
 def apply_lora(model: CausalLM, config: LoRAConfig, dtype: torch.dtype) -> None:
     """Freeze a model (or a pipeline stage) and add adapters to its linear layers, in place.
 
@@ -54,11 +88,16 @@ def apply_lora(model: CausalLM, config: LoRAConfig, dtype: torch.dtype) -> None:
             for name, child in list(parent.named_children()):
                 if not isinstance(child, Linear):
                     continue
-                in_4_bits = config.base == "nf4"
+                kind, in_4_bits = type(child), config.base == "nf4"
                 of_parts = isinstance(parent, nn.ModuleList)  # a part of a weight, see shapes.base.Parameter
                 with torch.device("meta"):
-                    if (path.rpartition(".")[2] if of_parts else name) in config.target_modules:
-                        child = (NF4LoRALinear if in_4_bits else LoRALinear)(child, config)
+                    target = path.rpartition(".")[2] if of_parts or kind is ExpertLinear else name
+                    if target in config.target_modules and target in layer.shape.adapted:
+                        child = _WITH_ADAPTER[kind, in_4_bits](child, config)
+                    elif isinstance(child, ExpertLinear) and in_4_bits:
+                        child = NF4ExpertLinear(
+                            child.in_features, child.out_features, child.experts, child.is_transposed
+                        )
                     elif in_4_bits:  # layers without an adapter are quantised too
                         child = NF4Linear(child.in_features, child.out_features)
                 if isinstance(child, NF4Linear):
@@ -66,6 +105,8 @@ def apply_lora(model: CausalLM, config: LoRAConfig, dtype: torch.dtype) -> None:
                 setattr(parent, name, child)
                 if of_parts and isinstance(child, LoRALinear):  # one A for all parts, as for one weight
                     child.lora_A = parent[0].lora_A  # type: ignore[assignment, index]
+                elif isinstance(child, LoRAExpertLinear) and name == "up_proj":  # peft sees gate and up as one weight
+                    child.lora_A, child.shares = None, (parent.gate_proj,)  # type: ignore[assignment]
 
 
 def is_adapter(name: str) -> bool:

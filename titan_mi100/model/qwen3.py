@@ -77,7 +77,10 @@ class MLP(nn.Module):
         self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size)
         self.up_proj = Linear(spec.hidden_size, spec.intermediate_size)
         self.down_proj = Linear(spec.intermediate_size, spec.hidden_size)
-        self.merged: Tensor | None = None  # weights of gate and up; see Block.merge
+        self.merged: Tensor | None = None  # weights of gate and up
+
+    def merge(self) -> None:
+        self.merged = merge_weights((self.gate_proj, self.up_proj))
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = outputs_of((self.gate_proj, self.up_proj), x, self.merged)
@@ -110,9 +113,9 @@ class Block(AttentionLayer):
         return x + self.mlp(self.post_attention_layernorm(x))
 
     def merge(self) -> None:
-        attention, mlp = self.self_attn, self.mlp
+        attention = self.self_attn
         attention.merged = merge_weights((attention.q_proj, attention.k_proj, attention.v_proj))
-        mlp.merged = merge_weights((mlp.gate_proj, mlp.up_proj))
+        self.mlp.merge()
 
 
 class Qwen3(CausalLM):

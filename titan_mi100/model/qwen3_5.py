@@ -174,9 +174,9 @@ class AttentionBlock(GatedBlock, AttentionLayer):
         return self.add(x, self.self_attn.o_proj((found * gate.sigmoid()).flatten(2)))
 
     def merge(self) -> None:
-        attention, mlp = self.self_attn, self.mlp
+        attention = self.self_attn
         attention.merged = merge_weights((attention.q_proj, attention.k_proj, attention.v_proj))
-        mlp.merged = merge_weights((mlp.gate_proj, mlp.up_proj))
+        self.mlp.merge()
 
 
 class DeltaBlock(GatedBlock):
@@ -225,9 +225,9 @@ class DeltaBlock(GatedBlock):
         return self.add(x, net.out_proj(net.norm(found, z.view_as(found)).flatten(2)))
 
     def merge(self) -> None:
-        net, mlp = self.linear_attn, self.mlp
+        net = self.linear_attn
         net.merged = merge_weights((*net.in_proj_qkv, net.in_proj_z))  # type: ignore[arg-type]
-        mlp.merged = merge_weights((mlp.gate_proj, mlp.up_proj))
+        self.mlp.merge()
 
 
 class Qwen3_5(CausalLM):

@@ -10,7 +10,7 @@ from titan_mi100.config.layout import Batch, Layout
 from titan_mi100.config.settings import Config, lora_identity
 from titan_mi100.data.prepared import Prepared
 from titan_mi100.shapes.base import ModelSpec
-from titan_mi100.shapes.families import FAMILIES, fingerprint
+from titan_mi100.shapes.families import fingerprint
 from titan_mi100.weights.load import base_identity
 
 
@@ -19,7 +19,7 @@ def about_run(
 ) -> dict[str, Any]:
     """Layout, data and fingerprints of the run, for the manifests of its checkpoints. A collective."""
     lora, load = dict[str, Any](), config.checkpoint.initial_load_path
-    identity = lora_identity(config.lora, FAMILIES[spec.model_type].adapted)
+    identity = lora_identity(config.lora, spec.adapted)
     if config.lora.rank:
         form = {"base": config.lora.base} if config.lora.base != "whole" else {}
         lora = {"lora": {**identity, **form}, "base": base_identity(load, config.training.seed, spec)}

@@ -43,6 +43,7 @@ from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.build import build_model
 from titan_mi100.parallel.distributed import World, from_rank_zero, raise_together, same_on_all_ranks
 from titan_mi100.run.answers import AnswerWatch
+from titan_mi100.run.expert_load import ExpertLoad
 from titan_mi100.run.faults import FaultWatch
 from titan_mi100.run.forecast import Forecast
 from titan_mi100.run.profiling import SNAPSHOT, open_profiler
@@ -53,6 +54,7 @@ from titan_mi100.trainer import Trainer
 from titan_mi100.watch.heartbeat import VALIDATION, Heartbeat
 from titan_mi100.watch.stragglers import Stragglers
 from titan_mi100.weights.load import base_identity, load_weights
+from titan_mi100.weights.source import open_weights
 
 STOP, SAVE_FAILED = "stop", "save failed"  # flags that ranks raise on their own
 
@@ -125,6 +127,9 @@ def open_run(
     if folder is not None:
         reporter = open_record(folder, config, world, spec, model, rows, progress, steps)
         observers += [reporter] if reporter else []
+        if any(parameter.experts for parameter in spec.parameters.values()):
+            freq = config.metrics.log_freq
+            observers.append(ExpertLoad(folder, reporter, model, spec, freq, progress.step, steps))
         with raise_together():
             accept_ledger(data, folder, world)
             observers.append(AnswerWatch())
@@ -176,6 +181,10 @@ def _start(
     data = with_columns(data, columns) if config.objective.name in ("preference", "distill") else data
     found = find_start(checkpoint, folder, world, config.checkpoint.load_step)
     progress = Progress()
+    with raise_together():  # an export will have the form of the folder that was read
+        saved = found.manifest.get("fingerprints", {}).get("model", {}) if found else {}
+        named = config.checkpoint.initial_load_path
+        spec = spec.as_stored(open_weights(named).kinds if named and spec.of_files and not found else (), saved)
     if found is not None:
         check_is_run_checkpoint(found)
         config = keep_global_batch(config, world, found.manifest)

@@ -22,6 +22,7 @@ from titan_mi100.attention.base import Documents
 from titan_mi100.data.microbatch import ENDS, READ_ON_HOST, SUPERVISED, Microbatch, for_the_model
 from titan_mi100.device.accelerator import to_device
 from titan_mi100.model.decoder import CausalLM, Decoder
+from titan_mi100.model.lora import is_adapter
 from titan_mi100.objectives.base import Objective
 from titan_mi100.objectives.sft import SFT
 from titan_mi100.parallel.distributed import Gradients, measure_gradients
@@ -179,8 +180,14 @@ class ParallelModel(ABC):
             yield from part.named_parameters()
 
     def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that are not frozen. Only these are optimised, counted in the gradient norm and saved."""
+        """The parameters that are not frozen. Only these are optimised, and counted in the gradient norm."""
         return ((name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad)
+
+    def saved_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of a checkpoint: adapters alone, or without them all, also those that are frozen."""
+        named = list(self.named_parameters())
+        adapters = [(name, parameter) for name, parameter in named if is_adapter(name)]
+        return iter(adapters or named)
 
     def extra_state(self) -> dict[str, Tensor]:
         """State of the layout on this rank beside weights and optimizer state, for the checkpoint: name -> tensor."""

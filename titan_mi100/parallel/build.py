@@ -13,6 +13,7 @@ from titan_mi100.config.layout import Batch, Layout, Stage, stages_of
 from titan_mi100.config.settings import CompileConfig, Config, MemoryConfig
 from titan_mi100.log import log
 from titan_mi100.model.decoder import CausalLM
+from titan_mi100.model.experts import choose_products
 from titan_mi100.model.families import MODELS
 from titan_mi100.model.lora import apply_lora
 from titan_mi100.model.loss import HeadMemory
@@ -72,8 +73,12 @@ def build_model(
         return model
 
     def part(stage: Stage | None = None) -> CausalLM:
+        if make:
+            return make(lambda: build(stage))
         place = torch.device("cpu") if config.memory.offload == "weights" else device
-        return make(lambda: build(stage)) if make else build(stage).to_empty(device=place)
+        model = build(stage).to_empty(device=place)
+        choose_products(model, compute_dtype(config.training), device)
+        return model
 
     model: ParallelModel
     if layout.pp > 1:
@@ -115,10 +120,13 @@ def parallelize(model: CausalLM, config: Config, layout: Layout, mesh: DeviceMes
     # LoRA first: it replaces modules, and tensor parallel must split the adapters too.
     if lora.rank:
         apply_lora(model, lora, compute_dtype(training))
-    # Trained weights get the master dtype, frozen ones the compute dtype. The DTensors made below keep these dtypes.
+    for layer in () if training.train_router else model.model.blocks():
+        for name in layer.routers:
+            layer.get_submodule(name).requires_grad_(False)
+    # Trained weights get the master dtype, a base under adapters the compute dtype, which the DTensors made below keep.
     wide = {id(parameter) for layer in model.model.blocks() for parameter in layer.fp32_parameters()}
     for parameter in model.parameters():
-        dtype = master if parameter.requires_grad else compute_dtype(training)
+        dtype = master if parameter.requires_grad or not lora.rank else compute_dtype(training)
         dtype = torch.promote_types(dtype, torch.float32) if id(parameter) in wide else dtype
         parameter.data = parameter.data.to(dtype)
     if layout.tp > 1:
@@ -144,7 +152,8 @@ def apply_compile(model: CausalLM, config: CompileConfig, is_whole: bool) -> Non
     whole = is_whole and model.model.backend.is_traceable
     if config.enable:
         for layer in model.model.blocks():
-            for name in ("forward",) if whole else ("before", "after"):
+            is_one = whole and "forward" in layer.compiled
+            for name in ("forward",) if is_one else {"before", "after"}.intersection(layer.compiled):
                 part, dynamic = getattr(layer, name), layer.is_dynamic
                 setattr(layer, name, torch.compile(part, backend=config.backend, fullgraph=True, dynamic=dynamic))
 
@@ -161,5 +170,7 @@ def apply_activation_checkpointing(model: CausalLM, mode: str, is_random: bool, 
     for layer in model.model.blocks():
         for name in parts:
             method = getattr(layer, name)
-            recomputed = functools.partial(checkpoint, method, use_reentrant=False, preserve_rng_state=is_random)
+            recomputed = functools.partial(
+                checkpoint, method, use_reentrant=False, preserve_rng_state=is_random, context_fn=layer.contexts
+            )
             setattr(layer, name, inputs_on_host(recomputed) if on_host else recomputed)

@@ -88,7 +88,7 @@ class ReplicatedModel(ParallelModel):
         return reduced.then(lambda _: buffer.copy_(sent))
 
     def copies(self) -> list[nn.Parameter]:
-        return [parameter for _, parameter in self.trained_parameters()] if self._replica else []
+        return [parameter for _, parameter in self.saved_parameters()] if self._replica else []
 
     def extra_state(self) -> dict[str, Tensor]:
         return {} if self._compression is None else self._compression.memory()

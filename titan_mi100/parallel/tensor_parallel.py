@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.model.layers import local_weight
-from titan_mi100.model.lora import LoRALinear
+from titan_mi100.model.lora import LoRAExpertLinear, LoRALinear
 from titan_mi100.parallel.distributed import all_gather_tensor, reduce_scatter_tensor
 
 
@@ -42,13 +42,17 @@ def apply_tensor_parallel(model: CausalLM, mesh: DeviceMesh) -> None:
         return scatter_sequence(output, group.group_name)
 
     for layer in model.model.blocks():
-        held = [(name, p.split.dim) for whole, p in layer.shape.parameters.items() for name in p.held(whole)]
-        for name, dim in held:
-            module, by_output = layer.get_submodule(name.rpartition(".")[0]), dim == 0
-            _distribute(module, mesh, Replicate() if dim is None else Shard(dim))
-            if isinstance(module, LoRALinear):  # A reads the layer's input, B writes its output: split like the layer
-                _distribute(module.lora_A, mesh, Replicate() if by_output else Shard(1))
-                _distribute(module.lora_B, mesh, Shard(0) if by_output else Replicate())
+        held = [(name, p) for whole, p in layer.shape.parameters.items() for name in p.held(whole)]
+        for name, parameter in held:
+            module, dim = layer.get_submodule(name.rpartition(".")[0]), parameter.split.dim
+            split: Shard | Replicate = Replicate() if dim is None else Shard(dim)
+            _distribute(module, mesh, split)
+            # A reads the layer's input, B writes its output: split like the layer
+            if isinstance(module, LoRALinear | LoRAExpertLinear):
+                by_output = dim == 0 or parameter.is_transposed
+                if module.lora_A is not None:
+                    _distribute(module.lora_A, mesh, Replicate() if by_output else Shard(1))
+                _distribute(module.lora_B, mesh, split if by_output else Replicate())
         for names, hook in ((layer.gathers, gather), (layer.scatters, scatter)):
             for name in names:
                 layer.get_submodule(name).register_forward_hook(hook)

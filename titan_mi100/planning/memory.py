@@ -157,6 +157,9 @@ class _Rank:
             names = {name.replace(" ", "_"): name for name in CATEGORIES}
             return {**held, **{names[key]: held[names[key]] + value for key, value in more.items()}}
 
+        if len(self.layers) > 2 and self.layout.zero_stage == 3:  # one block computes, two are on their way
+            gathered = self._gathered(3 * self.block_bytes)
+            yield "forward of a block", at(gradients=before, activations=kept, communication=gathered)
         # the gradient of a vocabulary matrix, before its reduction
         end = 0.0 if self.lora else self.vocabulary * (self.compute if self.is_fsdp else self.master)
         if self.last:

@@ -147,16 +147,20 @@ class Reporter:
         self._write(step, found, prefix="validation/")
         log.info(f"step {step}  {words}" + "".join(f"  {name} {own:.4f}" for name, own in sources.items()))
 
+    def values(self, step: int, values: dict[str, float]) -> None:
+        """Further curves of a step."""
+        self._write(step, {"step": step, **values}, prefix="train/")
+
     def samples(self, step: int, answered: Sequence[dict[str, Any]]) -> None:
         """Args: answered: entries of samples.jsonl without their step."""
         lines = [json.dumps({"step": step, **entry}, ensure_ascii=False) + "\n" for entry in answered]
-        with self._warn_once_on_disk_error(self._samples), self._samples.open("a", encoding="utf-8") as file:
+        with self.warn_once_on_disk_error(self._samples), self._samples.open("a", encoding="utf-8") as file:
             file.write("".join(lines))
         for number, entry in enumerate(answered, 1):
             log.info(f"step {step}  {sample_line(number, entry)}")
             prompt = entry["prompt"][-1]["content"]
             parts = {"prompt": prompt, "reference": entry["reference"], "answer": entry["answer"]}
-            with self._warn_once_on_disk_error("tensorboard"):  # an indented block is shown as it is
+            with self.warn_once_on_disk_error("tensorboard"):  # an indented block is shown as it is
                 text = "\n\n".join(f"{name}\n\n{indent(part, '    ')}" for name, part in parts.items())
                 for sink in self._sinks:
                     sink.text(f"samples/{number}", text, step)
@@ -164,7 +168,7 @@ class Reporter:
         log.info(f"step {step}  {equal} of {len(answered)} held-out prompts are answered exactly as expected")
 
     def _write(self, step: int, values: dict[str, Any], prefix: str) -> None:
-        with self._warn_once_on_disk_error(self._file.name):
+        with self.warn_once_on_disk_error(self._file.name):
             self._file.write(json.dumps(values) + "\n")
             self._file.flush()
             named = {prefix + name.removeprefix("validation_"): value for name, value in values.items()}
@@ -174,7 +178,7 @@ class Reporter:
                 sink.scalars(shown, step)
 
     @contextmanager
-    def _warn_once_on_disk_error(self, path: Path | str) -> Iterator[None]:
+    def warn_once_on_disk_error(self, path: Path | str) -> Iterator[None]:
         """Warn once about a full disk, and continue. The next save fails and ends the run on all ranks together."""
         try:
             yield
@@ -186,10 +190,10 @@ class Reporter:
     def close(self, stopped_early: bool = False) -> None:
         """Args: stopped_early: the run is done before its last step."""
         self._bar.close()
-        with self._warn_once_on_disk_error(self._file.name):  # it tries once more to write what it could not
+        with self.warn_once_on_disk_error(self._file.name):  # it tries once more to write what it could not
             self._file.close()
         for sink in self._sinks:
-            with self._warn_once_on_disk_error("tensorboard"):
+            with self.warn_once_on_disk_error("tensorboard"):
                 sink.close(is_done=stopped_early or self._step == self._steps)
 
 

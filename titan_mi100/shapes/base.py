@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 ALL_LINEAR = "all-linear"  # peft's word for all linear layers that can have an adapter
+EXPERTS = "experts"  # all matrices of all experts of a layer, as a target of LoRA
 
 
 class Split(NamedTuple):
@@ -42,6 +43,8 @@ class Parameter(NamedTuple):
             logarithm of a value between 0.01 and 16).
         held_as: the last parts of its name in the model; "": as in files. It has no parts then.
         in_fp32: files keep it in fp32, also beside weights of 16 bits.
+        experts: matrices of so many experts, one after the other in its rows; 0: it is one matrix. See experts.py.
+        is_transposed: of each expert the rows are the inputs.
     """
 
     shape: tuple[int, ...]
@@ -50,6 +53,8 @@ class Parameter(NamedTuple):
     start: str = "normal"
     held_as: str = ""
     in_fp32: bool = False
+    experts: int = 0
+    is_transposed: bool = False
 
     @property
     def size(self) -> int:
@@ -125,8 +130,8 @@ class LayerShape(NamedTuple):
 
     @property
     def largest(self) -> int:
-        """Number of values of its largest matrix."""
-        return max(parameter.size for parameter in self.parameters.values() if parameter.role == "matrix")
+        """Number of values of its largest matrix; of experts each is one."""
+        return max(p.size // max(p.experts, 1) for p in self.parameters.values() if p.role == "matrix")
 
 
 class AttentionShape(NamedTuple):
@@ -149,6 +154,7 @@ class ModelSpec:
     model_type: ClassVar[str]
     norm_start: ClassVar[str] = "ones"  # of the final norm
     of_files: ClassVar[Collection[str]] = ()  # fields that say how files are written
+    experts_fused: bool = False  # see experts.py
     logits_error: ClassVar[float] = 1e-5  # the order of sums of thousands of products matters
     vocab_size: int
     hidden_size: int
@@ -163,6 +169,11 @@ class ModelSpec:
     def layers(self) -> tuple[LayerShape, ...]:
         """In the order of the computation."""
         raise NotImplementedError
+
+    @property
+    def adapted(self) -> tuple[str, ...]:
+        """The names of the linear layers that LoRA can adapt in any layer."""
+        return tuple(dict.fromkeys(name for layer in self.layers for name in layer.adapted))
 
     @property
     def attention(self) -> AttentionShape:
@@ -227,6 +238,16 @@ class ModelSpec:
         """The name in an HF folder that is written, of our name."""
         return name
 
+    def as_stored(self, names: Collection[str], saved: Mapping[str, Any]) -> "ModelSpec":
+        """The shape with the form of experts in files of these names. Args: saved: a checkpoint's fingerprint, which
+        says it if the names do not.
+        """
+        return self
+
+    def in_files(self, kinds: Mapping[str, Any]) -> dict[str, Any]:
+        """Shapes, or shapes and dtypes, by our names -> the same with experts in the form of files."""
+        return dict(kinds)
+
     @cached_property
     def pieces(self) -> dict[str, Piece]:
         """The parameters that the model holds in another form than files do, by their names in the model."""
@@ -260,7 +281,15 @@ def adapter_shapes(spec: ModelSpec, rank: int, targets: Collection[str]) -> dict
     shapes: dict[str, tuple[int, ...]] = {}
     for name, parameter in spec.parameters.items():
         module = name.removesuffix(".weight")
-        if parameter.role == "matrix" and module.rsplit(".", 1)[-1] in targets:
+        if parameter.experts:  # those of all experts are below each other; of gate and up there is one A
+            sizes = parameter.shape[0] // parameter.experts, parameter.shape[1]
+            outputs, inputs = sizes[::-1] if parameter.is_transposed else sizes
+            for matrix, size in (("A", inputs), ("B", outputs)) if EXPERTS in targets else ():
+                if not (matrix == "A" and module.endswith(".up_proj")):
+                    shapes[f"{module}.lora_{matrix}.weight"] = (parameter.experts * rank, size)
+        elif parameter.role == "matrix" and (last := module.rsplit(".", 1)[-1]) in targets:
+            if last not in spec.layers[int(module.split(".")[2])].adapted:
+                continue
             shapes[f"{module}.lora_A.weight"] = (rank, parameter.shape[1])
             shapes[f"{module}.lora_B.weight"] = (parameter.shape[0], rank)
     return shapes
@@ -281,8 +310,9 @@ def adapter_pieces(spec: ModelSpec, rank: int) -> dict[str, Piece]:
 
 
 def modules_of(adapter: Iterable[str]) -> set[str]:
-    """The linear layers that LoRA matrices of these names are beside; the last part of their names."""
-    return {name.rpartition(".lora_")[0].rpartition(".")[2] for name in adapter}
+    """The linear layers that LoRA matrices of these names are beside; the last part of their names, or EXPERTS."""
+    modules = (name.rpartition(".lora_")[0] for name in adapter)
+    return {EXPERTS if f".{EXPERTS}." in module else module.rpartition(".")[2] for module in modules}
 
 
 def differences(a: ModelSpec, b: ModelSpec) -> list[str]:

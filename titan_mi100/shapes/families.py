@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_object, refuse_code
 from titan_mi100.files.schema import validated
-from titan_mi100.shapes import qwen3, qwen3_5
-from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.shapes import qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
+from titan_mi100.shapes.base import EXPERTS, ModelSpec
 from titan_mi100.wording import shown
 
 
@@ -38,13 +38,21 @@ class Family(NamedTuple):
 _QWEN3_5 = Family(
     qwen3_5.Qwen3_5Spec, qwen3_5.PRESETS, qwen3_5.LINEARS, qwen3_5.read, qwen3_5.to_hf, qwen3_5.NOT_ADAPTED
 )
+_QWEN3_5_MOE = Family(
+    qwen3_5_moe.Qwen3_5MoeSpec, qwen3_5_moe.PRESETS, qwen3_5_moe.LINEARS, qwen3_5_moe.read, qwen3_5.to_hf,
+    qwen3_5.NOT_ADAPTED,
+)  # fmt: skip
 FAMILIES = {
     "qwen3": Family(qwen3.Qwen3Spec, qwen3.PRESETS, qwen3.LINEARS, qwen3.read, qwen3.to_hf),
+    "qwen3_moe": Family(qwen3_moe.Qwen3MoeSpec, qwen3_moe.PRESETS, qwen3_moe.LINEARS, qwen3_moe.read, qwen3_moe.to_hf),
     "qwen3_5": _QWEN3_5,
     "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe": _QWEN3_5_MOE,
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
 }
 PRESETS = {name: spec for family in FAMILIES.values() for name, spec in family.presets.items()}
-LINEARS = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.adapted))
+ADAPTED = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.adapted))
+LINEARS = tuple(name for name in ADAPTED if name != EXPERTS)  # experts have adapters on request only: they are large
 _FIRST = "qwen3"  # fingerprints of its models are without model_type, as there was no other family
 
 
@@ -60,7 +68,7 @@ def read_hf_config(folder: str | Path) -> ModelSpec:
     family = FAMILIES.get(str(raw.get("model_type")))
     if family is None:
         only = ", ".join(map(repr, FAMILIES))
-        raise UserError(f"{path}: model_type = {shown(raw.get('model_type'))}; only {only} (dense) is supported")
+        raise UserError(f"{path}: model_type = {shown(raw.get('model_type'))}; only {only} are supported")
     return family.read(path, raw)
 
 

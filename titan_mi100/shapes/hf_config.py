@@ -40,6 +40,7 @@ WITHOUT_EFFECT = frozenset(
     begin_suppress_tokens epsilon_cutoff eta_cutoff
     """.split()  # noqa: SIM905 (a list of that many strings hides the names)
 )
+LOSS_OF_ROUTERS = ("output_router_logits", "router_aux_loss_coef")  # without the first, the second has no effect
 ROPES = ("rope_scaling", "rope_parameters")  # the rotary embedding's dict, as transformers 4 and 5 write it
 
 
@@ -77,12 +78,21 @@ def build(path: Path, kind: type[Spec], values: Mapping[str, Any], found: list[s
 def unsupported(raw: Mapping[str, Any], known: Collection[str], only: Mapping[str, Any]) -> list[str]:
     """Keys that are unknown, or have values that our model does not compute. Args: only: key -> its only value."""
     found = unknown(raw, {*known, *only, *WITHOUT_EFFECT, *ROPES, "layer_types", "quantization_config"})
-    if raw.get("quantization_config") is not None:
-        found.append("quantization_config: quantized weights are not supported; use the model's unquantized folder")
+    if (quantized := raw.get("quantization_config")) is not None:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        named = f" ({shown(method)})" if method else ""
+        what = f"quantization_config{named}: quantized weights are not supported"
+        found.append(f"{what}; use the model's unquantized folder")
     for key, value in only.items():
         if raw.get(key, value) != value:
             found.append(f"{key} = {shortened(repr(raw[key]))} is not supported; only {value!r}")
     return found
+
+
+def loss_problems(raw: Mapping[str, Any]) -> list[str]:
+    """A problem if a mixture of experts adds an auxiliary loss."""
+    what = "output_router_logits adds an auxiliary loss, which depends on how rows are grouped into microbatches"
+    return [f"{what}; set it to false"] if raw.get("output_router_logits") else []
 
 
 def rope_of(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -108,7 +108,7 @@ PRESETS: Mapping[str, Qwen3Spec] = {
 
 
 # transformers' defaults for keys that a Qwen3's config.json may leave out
-_DEFAULTS = {"tie_word_embeddings": False, "head_dim": 128, "rope_theta": 10_000.0, "max_position_embeddings": 32768}
+DEFAULTS = {"tie_word_embeddings": False, "head_dim": 128, "rope_theta": 10_000.0, "max_position_embeddings": 32768}
 
 
 def read(path: Path, raw: Mapping[str, Any]) -> Qwen3Spec:
@@ -124,14 +124,18 @@ def read(path: Path, raw: Mapping[str, Any]) -> Qwen3Spec:
     """
     only = {**hf_config.ONLY, "partial_rotary_factor": 1.0}
     found = hf_config.unsupported(raw, [field.name for field in fields(Qwen3Spec)], only)
+    return hf_config.build(path, Qwen3Spec, {**DEFAULTS, **checked_rope(raw, found), **raw}, found)
+
+
+def checked_rope(raw: Mapping[str, Any], found: list[str]) -> dict[str, Any]:
+    """rope_theta, if the rotary embedding's dict has it. Args: found: receives problems, also of layer_types."""
     layers, count = raw.get("layer_types"), raw.get("num_hidden_layers")
     is_full = isinstance(layers, list) and len(layers) == count and {*map(str, layers)} == {"full_attention"}
     if layers is not None and not is_full:
         what = f"layer_types = {shortened(repr(layers))} is not supported"
         found.append(f"{what}; only 'full_attention' for each of the num_hidden_layers")
     found += hf_config.rope_problems(raw, ["rope_theta"])
-    rope = {name: value for name, value in hf_config.rope_of(raw).items() if name == "rope_theta"}
-    return hf_config.build(path, Qwen3Spec, {**_DEFAULTS, **rope, **raw}, found)
+    return {name: value for name, value in hf_config.rope_of(raw).items() if name == "rope_theta"}
 
 
 def to_hf(spec: Qwen3Spec) -> dict[str, Any]:

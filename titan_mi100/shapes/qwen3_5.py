@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from titan_mi100.shapes import hf_config
@@ -49,6 +50,8 @@ class Qwen3_5Spec(ModelSpec):
     model_type: ClassVar[str] = "qwen3_5"
     norm_start: ClassVar[str] = "zeros"  # its gain is 1 + weight
     of_files: ClassVar[Collection[str]] = ("is_wrapped",)
+    architecture: ClassVar[str] = "Qwen3_5"  # begins the names of transformers' classes
+    renamed: ClassVar[Mapping[str, str]] = MappingProxyType({})  # keys of config.json -> our fields
     logits_error: ClassVar[float] = 2e-4  # transformers sums the decay of a chunk in fp32, and takes differences
     vocab_size: int
     hidden_size: int
@@ -248,17 +251,20 @@ _OF_WRAPPER = (
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
-def read(path: Path, raw: Mapping[str, Any]) -> Qwen3_5Spec:
+def read(
+    path: Path, raw: Mapping[str, Any], family: type[Qwen3_5Spec] = Qwen3_5Spec, known: Collection[str] = ()
+) -> Qwen3_5Spec:
     """The shape that a `config.json` describes, of a folder with or without a vision tower; see
     families.read_hf_config.
 
     Args:
-        path: of the file, for messages. raw: its content.
+        path: of the file, for messages. raw: its content. known: keys that change nothing.
 
     Raises:
         UserError: a key that makes transformers compute something else than this model, or might.
     """
     text, found, is_wrapped = raw, [], "text_config" in raw
+    of_text = f"{family.model_type}_text"
     if is_wrapped:
         inner = raw["text_config"]
         text = inner if isinstance(inner, dict) else {}
@@ -270,16 +276,18 @@ def read(path: Path, raw: Mapping[str, Any]) -> Qwen3_5Spec:
             what = f"tie_word_embeddings is {outer!r}, and {own!r} in text_config"
             found.append(f"{what}; keep the one that fits the weights: untied folders have lm_head.weight")
         text = {**text, **({} if outer is None else {"tie_word_embeddings": outer})}
-        kind = text.get("model_type", "qwen3_5_text")
-        if kind != "qwen3_5_text":
-            found.append(f"text_config: model_type = {shown(kind)} is not supported; only 'qwen3_5_text'")
-    own_names = [field.name for field in fields(Qwen3_5Spec) if field.name != "is_wrapped"]
-    found += hf_config.unsupported(text, [*own_names, *_WITHOUT_EFFECT, "full_attention_interval", *_OF_IMAGES], _ONLY)
+        kind = text.get("model_type", of_text)
+        if kind != of_text:
+            found.append(f"text_config: model_type = {shown(kind)} is not supported; only {of_text!r}")
+    text = {family.renamed.get(key, key): value for key, value in text.items()}
+    known = [*(field.name for field in fields(family) if field.name not in family.of_files), *known]
+    found += hf_config.unsupported(text, [*known, *_WITHOUT_EFFECT, "full_attention_interval", *_OF_IMAGES], _ONLY)
+    found += hf_config.loss_problems(text)
     found += hf_config.rope_problems(text, ["rope_theta", "partial_rotary_factor"], _OF_IMAGES)
     rope = {name: value for name, value in hf_config.rope_of(text).items() if name not in _OF_IMAGES}
     values = {**_DEFAULTS, **rope, **text, "is_wrapped": is_wrapped}
     values["layer_types"] = _layer_types(text, found)
-    return hf_config.build(path, Qwen3_5Spec, values, found)
+    return hf_config.build(path, family, values, found)
 
 
 def _layer_types(text: Mapping[str, Any], found: list[str]) -> tuple[str, ...]:
@@ -301,10 +309,11 @@ def to_hf(spec: Qwen3_5Spec) -> dict[str, Any]:
     """The `config.json` that transformers reads back into the same model; without what it says of a vision tower."""
     rope = {"rope_type": "default", "rope_theta": spec.rope_theta, "partial_rotary_factor": spec.partial_rotary_factor}
     values = {**asdict(spec), "layer_types": list(spec.layer_types)}
-    names = [name for name in values if name not in (*rope, "is_wrapped")]
-    text = {"model_type": "qwen3_5_text", "hidden_act": "silu", "attention_bias": False, "rope_parameters": rope}
-    text |= {name: values[name] for name in names}
+    text = {"model_type": f"{spec.model_type}_text", "hidden_act": "silu", "attention_bias": False}
+    text["rope_parameters"] = rope
+    stored = {name: key for key, name in spec.renamed.items()}
+    text |= {stored.get(name, name): v for name, v in values.items() if name not in (*rope, *spec.of_files)}
     if not spec.is_wrapped:
-        return {"architectures": ["Qwen3_5ForCausalLM"], **text}
+        return {"architectures": [f"{spec.architecture}ForCausalLM"], **text}
     outer = {"model_type": spec.model_type, "tie_word_embeddings": spec.tie_word_embeddings, "text_config": text}
-    return {"architectures": ["Qwen3_5ForConditionalGeneration"], **outer}
+    return {"architectures": [f"{spec.architecture}ForConditionalGeneration"], **outer}

@@ -12,7 +12,7 @@ from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.errors import UserError
 from titan_mi100.log import log
 from titan_mi100.model.lora import base_fingerprint
-from titan_mi100.shapes.base import ModelSpec, adapter_shapes, parameter_shapes
+from titan_mi100.shapes.base import EXPERTS, ModelSpec, adapter_shapes, parameter_shapes
 from titan_mi100.text.assets import (
     PROMPTS,
     Assets,
@@ -95,9 +95,21 @@ class MergedWeights(Weights):
         # Only the requested part is merged, so a rank that reads its shard never holds a whole matrix of the base.
         part = self._base.read(name, shape, offset, size)
         a, b = (f"{name.removesuffix('weight')}lora_{matrix}.weight" for matrix in "AB")
-        if a not in self._adapter.kinds:
+        if b not in self._adapter.kinds:
             return part
         rows, columns = box(offset, size)
+        if f".{EXPERTS}." in name:
+            return part.float() + self._scale * self._of_experts(a, b, shape, rows, columns)
         # Only the part's rows of B (out, rank) and columns of A (rank, in) are multiplied.
         product = self._adapter.tensor(b)[rows].float() @ self._adapter.tensor(a)[:, columns].float()
         return part.float() + self._scale * product
+
+    def _of_experts(self, a: str, b: str, shape: torch.Size, rows: slice, columns: slice) -> Tensor:
+        """B A of the experts in these rows, as the base has it: of gate and up transposed."""
+        first, second = self._adapter.tensor(a.replace(".up_proj.", ".gate_proj.")), self._adapter.tensor(b)
+        by_row, by_column = (second, first) if ".down_proj." in a else (first, second)
+        each = by_row.shape[1]  # rows of an expert
+        start, end, rank = rows.start // each, -(-rows.stop // each), len(first) * each // shape[0]
+        left, right = (x[start * rank : end * rank].float().unflatten(0, (-1, rank)) for x in (by_row, by_column))
+        product = torch.bmm(left.mT, right[:, :, columns]).flatten(0, 1)
+        return product[rows.start - start * each : rows.stop - start * each]

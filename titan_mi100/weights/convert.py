@@ -36,6 +36,7 @@ from titan_mi100.weights import peft as peft_io
 from titan_mi100.weights.adapter import merged_source
 from titan_mi100.weights.base import Kind, Kinds, Weights, dtype_name, raw_bytes
 from titan_mi100.weights.dcp import MODEL_FILE, DCPWeights, read_torch_weights, write_dcp, write_torch
+from titan_mi100.weights.experts import in_files
 from titan_mi100.weights.hf import HFWeights, is_hf_folder, write_hf
 from titan_mi100.weights.pieces import joined
 from titan_mi100.weights.source import ModelSource, open_source, verify_files
@@ -90,10 +91,11 @@ def to_dcp(source: ModelSource, output: Path, dtype: str = "keep", verify: str =
     verify = _resolve_verify(verify, _total(kinds), source.path, needed)
     with _new_folder(source, output, kinds, verify) as aside:
         files, digests = HashedFiles(), Digests()
-        write_dcp(files, aside, _tensors_to_write(source, kinds, digests))
+        write_dcp(files, aside, in_files(source.spec, _tensors_to_write(source, kinds, digests)))
         for name, content in naming_dtype(source.assets, dtype).items():
             files.write(aside / name, content)
-        written = DCPWeights(aside)
+        written: Weights = DCPWeights(aside)
+        written = joined(written, source.spec) if source.spec else written
         _compare(written, digests, verify)
         if verify == "logits":
             _compare_logits(source.path, written, source.spec)
@@ -125,9 +127,9 @@ def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = 
     with _new_folder(source, output, kinds, verify) as aside:
         _write_assets(aside, _assets_of_export(source, source.spec, kinds))
         digests = Digests()
-        stored = source.spec.stored_name
-        tensors = ((stored(name), tensor) for name, tensor in _tensors_to_write(source, kinds, digests))
-        write_hf(aside, {stored(name): kind for name, kind in kinds.items()}, tensors, SHARD_BYTES)
+        stored, tensors = source.spec.stored_name, in_files(source.spec, _tensors_to_write(source, kinds, digests))
+        there = {stored(name): kind for name, kind in source.spec.in_files(kinds).items()}
+        write_hf(aside, there, ((stored(name), tensor) for name, tensor in tensors), SHARD_BYTES)
         for file in aside.glob("*.safetensors"):
             safe_open(file, framework="pt")  # the reader that other programs use accepts the file as well
         written = joined(HFWeights(aside), source.spec)
@@ -146,8 +148,9 @@ def to_torch(source: ModelSource, output: Path, dtype: str = "keep", verify: str
     verify = _resolve_verify(verify, _total(kinds), source.path, "an HF folder to compare with")
     with _new_folder(source, output, kinds, verify) as aside:
         digests = Digests()
-        write_torch(aside, _tensors_to_write(source, kinds, digests))
-        _compare(read_torch_weights(aside / MODEL_FILE), digests, verify)
+        write_torch(aside, in_files(source.spec, _tensors_to_write(source, kinds, digests)))
+        written: Weights = read_torch_weights(aside / MODEL_FILE)
+        _compare(joined(written, source.spec) if source.spec else written, digests, verify)
         _write_assets(aside, naming_dtype(source.assets, dtype))
 
 

@@ -19,11 +19,13 @@ from titan_mi100.optim.state import NamedState
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import raise_together
-from titan_mi100.shapes.base import ModelSpec, adapter_shapes, parameter_count, parameter_shapes, stored_shapes
+from titan_mi100.shapes.base import EXPERTS, ModelSpec, adapter_shapes, parameter_count, parameter_shapes, stored_shapes
 from titan_mi100.weights.base import Weights
 from titan_mi100.weights.peft import open_adapter
 from titan_mi100.weights.pieces import joined, read_pieces
 from titan_mi100.weights.source import open_weights, verify_files
+
+_QUANTIZED_ROWS = 1 << 14  # of a matrix at once: experts are one matrix of many rows
 
 
 def load_weights(
@@ -85,16 +87,18 @@ def _fill_in_4_bits(name: str, layer: NF4Linear, read: Read) -> None:
     Codes are packed, `per_value` weights in each stored value, so the shard's offset and size are scaled by it.
     """
     codes, largest = layer.weight, layer.largest
-    local, dtype = (x.to_local() if isinstance(x, DTensor) else x for x in (codes, largest)), codes.dtype
+    local, dtype = [x.to_local() if isinstance(x, DTensor) else x for x in (codes, largest)], codes.dtype
     size, offset = tuple(codes.shape), tuple[int, ...]((0, 0))
     if isinstance(codes, DTensor):
         size, offset = compute_local_shape_and_global_offset(codes.shape, codes.device_mesh, codes.placements)
     per_value = codes_per_value(dtype)
-    whole = torch.Size((layer.out_features, layer.in_features))
-    part = read(name, whole, (offset[0], offset[1] * per_value), (size[0], size[1] * per_value))
-    with torch.no_grad():
-        for tensor, value in zip(local, quantize(part, dtype), strict=True):
-            tensor.copy_(value)
+    whole, (column, columns) = torch.Size((layer.out_features, layer.in_features)), (offset[1], size[1])
+    for first in range(0, size[0], _QUANTIZED_ROWS):
+        rows = min(_QUANTIZED_ROWS, size[0] - first)
+        part = read(name, whole, (offset[0] + first, column * per_value), (rows, columns * per_value))
+        with torch.no_grad():
+            for tensor, value in zip(local, quantize(part, dtype), strict=True):
+                tensor[first : first + rows].copy_(value)
 
 
 def _load_adapter(
@@ -111,8 +115,9 @@ def _load_adapter(
                 read, origin = open_adapter(lora, shapes).read_exactly, f"from {lora.initial_load_path}"
         read = optimizer.keep_residuals(read_pieces(spec, read, lora.rank))
         distributed.fill_parameters(model.trained_parameters(), read)
-    trained, kinds = sum(map(math.prod, shapes.values())), Counter(name.rsplit(".", 3)[1] for name in shapes)
-    everything, words = parameter_count(spec) + trained, ", ".join(f"{n // 2} {kind}" for kind, n in kinds.items())
+    trained, modules = sum(map(math.prod, shapes.values())), (n[: -len(".lora_B.weight")] for n in shapes if "_B." in n)
+    kinds = Counter(m.rpartition("mlp." if f".{EXPERTS}." in m else ".")[2] for m in modules)
+    everything, words = parameter_count(spec) + trained, ", ".join(f"{n} {kind}" for kind, n in kinds.items())
     log.info(
         f"LoRA: {trained:,} of {everything:,} parameters are trained ({trained / everything:.2%}), with rank "
         f"{lora.rank} and alpha {lora.alpha:g} on {words}; {origin}"

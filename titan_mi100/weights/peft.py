@@ -18,14 +18,17 @@ from titan_mi100.config.settings import LoRAConfig, lora_identity
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_object, refuse_code
 from titan_mi100.files.stored import open_safetensors
-from titan_mi100.shapes.base import modules_of
-from titan_mi100.shapes.families import LINEARS, own_name
+from titan_mi100.shapes.base import EXPERTS, modules_of
+from titan_mi100.shapes.families import ADAPTED, LINEARS, own_name
 from titan_mi100.weights.base import StoredWeights, Weights
+from titan_mi100.weights.experts import TARGET_PARAMETERS, AdapterOfExperts, as_peft_has_experts
 from titan_mi100.wording import shortened, some
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # PEFT puts it before the model's own names
-_NAME = re.compile(rf"{re.escape(_PREFIX)}(?:\w+\.)+layers\.\d+\.\w+\.({'|'.join(LINEARS)})\.lora_[AB]\.weight")
+_NAME = re.compile(
+    rf"{re.escape(_PREFIX)}(?:\w+\.)+layers\.\d+\.\w+\.({'|'.join(ADAPTED)})(?:\.base_layer)?\.lora_[AB]\.weight"
+)
 # Keys of adapter_config.json that do not change the result of an adapter with given tensors. Any other key that is set
 # is refused: the adapter would compute something else here than in peft.
 _HARMLESS = {
@@ -49,8 +52,10 @@ def write_adapter(folder: str | Path, tensors: Mapping[str, Tensor], lora: LoRAC
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    contiguous = {_PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    stored = as_peft_has_experts(tensors, lora.rank)
+    contiguous = {_PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in stored.items()}
     save_file(contiguous, folder / WEIGHTS, metadata={"format": "pt"})
+    named = modules_of(tensors)
     hub_name, commit = cached_model(base_model_name) if base_model_name else ("", "")
     config = {
         "peft_type": "LORA",
@@ -62,7 +67,8 @@ def write_adapter(folder: str | Path, tensors: Mapping[str, Tensor], lora: LoRAC
         # a whole number as an int, as peft itself writes it
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": lora_identity(lora, modules_of(tensors))["target_modules"],
+        "target_modules": [name for name in lora_identity(lora, named)["target_modules"] if name != EXPERTS],
+        **({"target_parameters": [*TARGET_PARAMETERS]} if EXPERTS in named else {}),
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
@@ -76,7 +82,7 @@ def base_of(folder: str | Path) -> str:
     return _read_config(Path(folder) / CONFIG).get("base_model_name_or_path") or ""
 
 
-def read_adapter(folder: str | Path) -> tuple[LoRAConfig, StoredWeights]:
+def read_adapter(folder: str | Path) -> tuple[LoRAConfig, Weights]:
     """Read an adapter's settings, and its matrices by our names. The folder is treated as untrusted.
 
     The caller must compare names and shapes with the model (`Weights.check`).
@@ -104,7 +110,9 @@ def read_adapter(folder: str | Path) -> tuple[LoRAConfig, StoredWeights]:
     # The file's tensors tell the targets. But peft drops matrices that target_modules lacks, so that would be another
     # adapter there than here. A text is a regular expression, which is not evaluated; peft never saves null.
     if isinstance(targets, list):
-        ends, modules = tuple(f".{target}" for target in targets), {name.rsplit(".", 2)[0] for name in found}
+        of_experts = [f".{EXPERTS}", f".{EXPERTS}.base_layer"] if raw.get("target_parameters") else []
+        ends = (*(f".{target}" for target in targets), *of_experts)
+        modules = {name.rsplit(".", 2)[0] for name in found}
         if left_out := sorted(module for module in modules if not module.endswith(ends)):
             what = f"target_modules lacks {some(left_out)}, so peft would ignore their matrices in {WEIGHTS}"
             raise UserError(f"{path.with_name(CONFIG)}: {what}; name them there, or save the adapter without them")
@@ -112,9 +120,11 @@ def read_adapter(folder: str | Path) -> tuple[LoRAConfig, StoredWeights]:
         rank=raw["r"],
         alpha=float(raw["lora_alpha"]),
         dropout=float(raw["lora_dropout"]),
-        target_modules=tuple(name for name in LINEARS if name in named),
+        target_modules=tuple(name for name in ADAPTED if name in named),
     )
-    return lora, StoredWeights(path, stored, {own_name(name.removeprefix(_PREFIX)): name for name in stored.kinds})
+    names = {own_name(name.removeprefix(_PREFIX)): name for name in stored.kinds}
+    weights: Weights = StoredWeights(path, stored, names)
+    return lora, AdapterOfExperts(weights, lora.rank) if EXPERTS in named else weights
 
 
 def open_adapter(lora: LoRAConfig, shapes: Mapping[str, tuple[int, ...]]) -> Weights:
@@ -129,7 +139,7 @@ def open_adapter(lora: LoRAConfig, shapes: Mapping[str, tuple[int, ...]]) -> Wei
     folder = lora.initial_load_path
     found, weights = read_adapter(folder)
     modules = modules_of(shapes)
-    ours, theirs = lora_identity(lora, modules), lora_identity(found, {*LINEARS})
+    ours, theirs = lora_identity(lora, modules), lora_identity(found, {*ADAPTED})
     if differing := [
         f"{key} = {theirs[key]}, not {ours[key]}" for key in ours if key != "dropout" and ours[key] != theirs[key]
     ]:
@@ -157,7 +167,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     base = raw.get("base_model_name_or_path") or ""
     if not isinstance(base, str) or len(base) > _LONGEST_NAME:
         problems.append(f"base_model_name_or_path = {shortened(repr(base))} is neither a name nor a path")
-    for key in sorted(raw.keys() - _HARMLESS):
+    targets = raw.get("target_parameters")
+    is_known = isinstance(targets, list) and sorted(map(str, targets)) == sorted(TARGET_PARAMETERS)
+    for key in sorted(raw.keys() - _HARMLESS - ({"target_parameters"} if is_known else set())):
         if raw[key] and raw[key] != "none":
             remedy = "merge the adapter into its base, or train without it"
             problems.append(f"{shortened(key)} = {shortened(repr(raw[key]))} is not supported; {remedy}")

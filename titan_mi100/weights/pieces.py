@@ -9,7 +9,9 @@ from torch import Tensor
 from titan_mi100.errors import UserError
 from titan_mi100.model.init import Read
 from titan_mi100.shapes.base import ModelSpec, Piece, adapter_pieces
+from titan_mi100.shapes.experts import INSIDE, is_fused, stacks
 from titan_mi100.weights.base import Kind, Weights, box
+from titan_mi100.weights.experts import StackedWeights
 from titan_mi100.wording import some
 
 
@@ -50,7 +52,10 @@ def joined(stored: Weights, spec: ModelSpec) -> Weights:
         raise UserError(f"{stored.source}: {what}; remove one of each")
     if any(own != name for own, name in names.items()):
         stored = RenamedWeights(stored, names)
-    ranks = (kind.shape[0] for name, kind in stored.kinds.items() if name.endswith(".lora_A.weight"))
+    if (fused := is_fused(spec, stored.kinds)) is not None and next(stacks(spec), None):
+        stored = StackedWeights(stored, spec, fused)
+    matrices = (name for name in stored.kinds if name.endswith(".lora_A.weight") and INSIDE not in name)
+    ranks = (stored.kinds[name].shape[0] for name in matrices)
     pieces = spec.pieces | adapter_pieces(spec, next(ranks, 0))
     return JoinedWeights(stored, pieces) if not pieces.keys().isdisjoint(stored.kinds) else stored
 

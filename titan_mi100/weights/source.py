@@ -133,6 +133,7 @@ def open_source(path: str | Path, assets_folder: str | Path = "") -> ModelSource
         targets = tuple(adapter["target_modules"])
         lora = LoRAConfig(adapter["rank"], adapter["alpha"], adapter["dropout"], targets)
     if spec is not None:
+        spec = spec.as_stored(weights.kinds, trained or {})
         weights = joined(weights, spec)
         every = stored_shapes(spec, weights.kinds)
         shapes = adapter_shapes(spec, lora.rank, lora.target_modules) if lora else every

@@ -45,6 +45,7 @@ _KINDS = {
     "cross_entropy": "Cross-entropy of the labels (nats per token)",
     "agreement": "Tokens whose likeliest id is the teacher's (share)",
     "tokens_per_second": "Throughput (tokens/s)",
+    "busiest_expert": "Rows of the busiest expert (relative to the mean of its layer)",
 }
 _BESIDE = {"reward_chosen": "reward_rejected", "logp_chosen": "logp_rejected"}  # drawn in the same chart
 

@@ -24,7 +24,8 @@ MEASURES = {  # of objectives
 }  # fmt: skip
 SERIES = {
     "loss", "grad_norm", "lr", "tokens_per_second", "mfu", "peak_memory_gib", "data_wait", "loss_scale", "seconds",
-    "validation_loss", "bits_per_byte", *MEASURES, *(f"validation_{name}" for name in MEASURES),
+    "validation_loss", "bits_per_byte", "busiest_expert", "idle_experts", *MEASURES,
+    *(f"validation_{name}" for name in MEASURES),
 }  # fmt: skip
 SOURCE = "validation_loss/"  # prefix of the key of one source's validation loss
 _SUMS = ("seconds", "tokens", "supervised_tokens")

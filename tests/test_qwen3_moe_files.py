@@ -1,0 +1,239 @@
+"""Folders of Qwen3 with experts in both forms, with random weights: there and back, training, adapters."""
+
+import dataclasses
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from gloo.job_parity import config_of, save
+from safetensors.torch import load_file, save_file
+from test_convert import same, tensors, tool, with_tokenizer
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from titan_mi100.config.check import check
+from titan_mi100.config.settings import Config, ModelConfig
+from titan_mi100.data.made_up import made_up, random_rows
+from titan_mi100.errors import UserError
+from titan_mi100.files.stored import StoredTensors
+from titan_mi100.open_run.run import Run
+from titan_mi100.open_run.start import open_run
+from titan_mi100.parallel.distributed import World
+from titan_mi100.shapes.base import parameter_shapes
+from titan_mi100.shapes.families import PRESETS, read_hf_config, to_hf_config
+from titan_mi100.weights import convert
+from titan_mi100.weights.source import open_source
+
+SETTINGS = {
+    "vocab_size": 709, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "moe_intermediate_size": 64, "num_experts": 5, "num_experts_per_tok": 2,
+    "norm_topk_prob": True, "mlp_only_layers": [1], "max_position_embeddings": 512, "eos_token_id": 702,
+    "initializer_range": 0.1, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}  # fmt: skip
+FORMS = ("separate", "fused")
+
+
+def rewritten(folder: Path, stored: dict[str, torch.Tensor]) -> None:
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same model in both forms. transformers writes the separate one."""
+    found = {form: tmp_path_factory.mktemp("published") / form for form in FORMS}
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SETTINGS)).bfloat16()
+    for folder in found.values():
+        model.save_pretrained(folder, max_shard_size="100KB")
+        with_tokenizer(folder)
+    rewritten(found["fused"], {name: tensor.clone() for name, tensor in model.state_dict().items()})
+    return found
+
+
+def opened(folder: Path, world: World, **split: Any) -> Run:
+    """A run on random rows that starts from the folder."""
+    config = config_of({"seq_len": 32}, {"local_batch_size": 4, "accumulation": 2, "load": str(folder), **split})
+    return open_run(config, world, spec=read_hf_config(folder), data=made_up(random_rows(8, 32, 700, 0.5)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_published_folder_comes_back_bit_for_bit(form: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = folders[form]
+    tool("hf_to_dcp", "--input_dir", folder, "--output_dir", tmp_path / "dcp", "--verify", "logits")
+    tool("dcp_to_hf", "--input_dir", tmp_path / "dcp", "--output_dir", tmp_path / "hf", "--verify", "logits")
+    before, after = tensors(folder), tensors(tmp_path / "hf")
+    assert same(before, after)
+    assert ("model.layers.0.mlp.experts.gate_up_proj" in after) == (form == "fused")
+    assert ("model.layers.2.mlp.experts.4.down_proj.weight" in after) == (form == "separate")
+    other = open_source(folders[FORMS[form == "separate"]])
+    for name in (source := open_source(folder)).weights.kinds:
+        assert torch.equal(source.weights.tensor(name), other.weights.tensor(name)), name
+
+
+def test_every_expert_is_in_its_place(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Each matrix holds its own number, so that a permutation of experts, or of gate and up, would show."""
+    stored = tensors(folders["separate"])
+    experts = sorted(name for name in stored if ".experts." in name)
+    for number, name in enumerate(experts):
+        stored[name] = (torch.arange(stored[name].numel()).view(stored[name].shape) % 61 + 64 * number).float()
+    changed = tmp_path / "numbered"
+    changed.mkdir()
+    (changed / "config.json").write_text((folders["separate"] / "config.json").read_text())
+    rewritten(changed, stored)
+    source = open_source(changed)
+    for name in experts:
+        *_, layer, _, _, expert, kind, _ = name.split(".")
+        own = f"model.layers.{layer}.mlp.experts.{kind}.weight"
+        whole = source.weights.tensor(own)
+        matrix = whole.view(5, 64, 64)[int(expert)]
+        assert torch.equal(matrix if kind == "down_proj" else matrix.T, stored[name]), name
+        part = source.weights.read(own, torch.Size((320, 64)), (40, 8), (230, 16))
+        assert torch.equal(part, whole[40:270, 8:24])
+    convert.to_hf(source, tmp_path / "hf", verify="bytes")
+    assert same(stored, tensors(tmp_path / "hf"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_was_trained_is_loaded_by_transformers(
+    form: str, folders: dict[str, Path], tmp_path: Path, world: World
+) -> None:
+    run = opened(folders[form], world)
+    run.step()
+    save(run, tmp_path / "saved")
+    source = open_source(tmp_path / "saved" / "step-1", folders[form])
+    convert.to_hf(source, tmp_path / "hf", "keep", verify="logits")
+    before, after = tensors(folders[form]), tensors(tmp_path / "hf")
+    assert before.keys() == after.keys()
+    for name in before:  # the router is frozen
+        assert torch.equal(before[name].float(), after[name]) == name.endswith("mlp.gate.weight"), name
+    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    ids = torch.arange(24)[None]
+    with torch.no_grad():
+        expected, found = theirs(ids).logits, run.model.parts[0](ids)
+    assert (expected - found).abs().max() < 1e-5 * expected.abs().max()
+
+
+TARGETS = ("q_proj", "o_proj", "experts")
+
+
+@pytest.mark.parametrize("targets", [TARGETS, ("experts",), ("q_proj", "k_proj", "v_proj", "o_proj")])
+def test_an_adapter_has_the_same_logits_in_peft(
+    targets: tuple[str, ...], folders: dict[str, Path], tmp_path: Path, world: World
+) -> None:
+    folder = folders["separate"]
+    run = opened(folder, world, lora={"rank": 3, "target_modules": targets})
+    for _ in range(2):
+        run.step()
+    save(run, tmp_path / "saved")
+    source = open_source(tmp_path / "saved" / "step-2", folder)
+    convert.to_hf(source, tmp_path / "adapter", verify="logits")
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    for name in ("base_layer.lora_A", "base_layer.lora_B", "lora_A", "lora_B"):
+        own = f"base_model.model.model.layers.0.mlp.experts.{name}.weight"
+        assert (own in stored) == ("experts" in targets)
+    named = {"base": folder, "adapter": tmp_path / "adapter", "output_dir": tmp_path / "merged", "dtype": "float32"}
+    tool("merge_lora", *(part for name, value in named.items() for part in (f"--{name}", value)))
+    base = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.arange(24)[None]
+    with torch.no_grad():
+        before = base(ids).logits
+        expected = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")(input_ids=ids).logits
+        assert (before - expected).abs().max() > 1e-2 * expected.abs().max()  # every adapter does something
+        merged = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)(ids).logits
+        for found in (merged, run.model.parts[0](ids)):
+            assert (expected - found).abs().max() < 1e-5 * expected.abs().max()
+    lora = {"rank": 3, "target_modules": targets, "initial_load_path": str(tmp_path / "adapter")}
+    again = opened(folder, world, lora=lora)
+    ours = dict(run.model.trained_parameters())
+    for name, parameter in again.model.trained_parameters():
+        assert torch.equal(parameter, ours[name]), name
+
+
+def changed(folder: Path, where: Path, config: dict[str, Any], stored: dict[str, torch.Tensor] | None = None) -> Path:
+    where.mkdir()
+    before = json.loads((folder / "config.json").read_text())
+    after = {key: value for key, value in {**before, **config}.items() if value is not None}
+    (where / "config.json").write_text(json.dumps(after))
+    rewritten(where, tensors(folder) if stored is None else stored)
+    return where
+
+
+def test_folders_that_are_not_whole_or_not_ours_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    for number, (config, expected) in enumerate((
+        (fp8, "quantization_config ('fp8'): quantized weights are not supported; use the model's unquantized folder"),
+        ({"output_router_logits": True}, "output_router_logits adds an auxiliary loss"),
+        ({"mlp_only_layers": [3]}, "mlp_only_layers names layer 3, but there are 3, from 0"),
+        ({"mlp_only_layers": ["1"]}, "mlp_only_layers = ['1'] is not a list of the numbers of layers"),
+        ({"num_experts_per_tok": 6}, "num_experts_per_tok = 6 is more than num_experts = 5"),
+        ({"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size = 64 is not supported"),
+    )):  # fmt: skip
+        with pytest.raises(UserError, match=re.escape(expected)):
+            read_hf_config(changed(folders["separate"], tmp_path / str(number), config))
+    harmless = {"router_aux_loss_coef": 0.001, "output_router_logits": False, "norm_topk_prob": None}
+    spec = read_hf_config(changed(folders["separate"], tmp_path / "harmless", harmless))
+    assert spec.norm_topk_prob is False  # type: ignore[attr-defined]
+    for form, name, change, expected in (
+        ("separate", "mlp.experts.3.up_proj.weight", None, "missing: model.layers.2.mlp.experts.3.up_proj.weight"),
+        ("separate", "mlp.experts.3.up_proj.weight", torch.float16, "have dtypes bfloat16, float16; use one"),
+        ("fused", "mlp.experts.down_proj", None, "missing: model.layers.2.mlp.experts.down_proj"),
+    ):  # fmt: skip
+        stored = tensors(folders[form])
+        whole = stored.pop(f"model.layers.2.{name}")
+        stored |= {f"model.layers.2.{name}": whole.to(change)} if change else {}
+        broken = changed(folders[form], tmp_path / f"{form} {change}", {}, stored)
+        with pytest.raises(UserError, match=re.escape(expected)):
+            open_source(broken)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            {"lora": {"rank": 4, "target_modules": ("q_proj", "gate_proj")}},
+            "names gate_proj, which",
+        ),
+        (
+            {"lora": {"rank": 4, "target_modules": ("experts",), "dropout": 0.1}},
+            "peft would not load",
+        ),
+        ({"training": {"train_router": True}, "lora": {"rank": 4}}, "has no effect: adapters leave it as it is"),
+        ({"model": {"flavor": "debug"}, "training": {"train_router": True}}, "has no effect: this model has none"),
+        (
+            {"model": {"flavor": "debug"}, "lora": {"rank": 4, "target_modules": ("experts",)}},
+            "names experts, which",
+        ),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(settings: dict[str, dict[str, Any]], expected: str) -> None:
+    config = Config(model=ModelConfig(flavor="moe-debug"))
+    for section, values in settings.items():
+        config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
+    assert any(expected in str(problem) for problem in check(config, 1, with_files=False))
+
+
+@pytest.mark.full
+def test_thousands_of_experts_take_one_read_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 experts in 48 layers, as in the 30B: reading all of them reads each tensor of the folder once."""
+    spec = dataclasses.replace(PRESETS["30B-A3B"], vocab_size=64, hidden_size=16, head_dim=8, num_attention_heads=2,
+                               num_key_value_heads=1, moe_intermediate_size=8)  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(to_hf_config(spec)))
+    shapes = spec.in_files(parameter_shapes(spec))
+    rewritten(tmp_path, {name: torch.full(shape, 1.0).bfloat16() for name, shape in shapes.items()})
+    source, reads = open_source(tmp_path), Counter[str]()
+    read = StoredTensors.read
+
+    def counted(self: StoredTensors, name: str, *more: Any) -> torch.Tensor:
+        reads.update([name])
+        return read(self, name, *more)
+
+    monkeypatch.setattr(StoredTensors, "read", counted)
+    for name in source.weights.kinds:
+        source.weights.tensor(name)
+    assert len(shapes) == 18_432 + 48 * 9 + 3 and reads == dict.fromkeys(shapes, 1)

@@ -1,0 +1,285 @@
+"""Mixtures of experts: the router, and matrix products of rows that are grouped by expert.
+
+Each token goes to its k most probable experts. Its k copies ("rows") are sorted by expert, multiplied with their
+expert's matrices and summed again: a permutation and its inverse, without atomic additions, so the bits do not depend
+on a device's timing. Sorting is stable: of equal probabilities the lower expert's counts first, on every device.
+
+Rows are multiplied expert by expert, which the host must know the counts for: it waits for the device once per layer.
+Where a trial shows that torch's grouped product computes the same, forward and backward, that is used, without waiting.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+
+from titan_mi100.log import log
+from titan_mi100.model.layers import Linear, at_least_fp32, local_weight
+from titan_mi100.model.nf4 import BLOCK, NF4Linear, dequantize
+from titan_mi100.wording import shortened
+
+
+class Routes:
+    """Where the rows of a forward go.
+
+    Attributes:
+        index: (tokens, k), the experts of each token, most probable first.
+        order: (tokens x k,), of each sorted row its number as token x k + slot; inverse: the other way.
+        ends: (experts,) int32, where each expert's rows end.
+    """
+
+    def __init__(self, index: Tensor, experts: int) -> None:
+        self.index, self.slots = index, index.shape[1]
+        sorted_experts, self.order = index.flatten().sort(stable=True)
+        self.inverse = self.order.argsort()
+        numbers = torch.arange(experts, device=index.device)
+        self.ends = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Rows of each expert, on the host, which waits for the device."""
+        # the memory counter's tensors have no values
+        ends = [len(self.order)] * len(self.ends) if isinstance(self.ends, FakeTensor) else self.ends.tolist()
+        return [end - start for start, end in zip((0, *ends), ends, strict=False)]
+
+    def spread(self, x: Tensor) -> Tensor:
+        """(tokens, width) -> the sorted rows, (tokens x k, width)."""
+        return _Permuted.apply(x, self.order // self.slots, self.inverse, self.slots, False)  # type: ignore[no-any-return]
+
+    def sum(self, rows: Tensor) -> Tensor:
+        """Sorted rows -> the sum of each token's, (tokens, width)."""
+        return _Permuted.apply(rows, self.order // self.slots, self.inverse, self.slots, True)  # type: ignore[no-any-return]
+
+    def sort(self, x: Tensor) -> Tensor:
+        """(tokens, k) -> (tokens x k, 1), sorted as the rows are."""
+        return _Permuted.apply(x.reshape(-1, 1), self.order, self.inverse, 1, False)  # type: ignore[no-any-return]
+
+
+class _Permuted(torch.autograd.Function):
+    """Tokens to sorted rows, or rows to sums of each token's. Each is the other's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token: Tensor, inverse: Tensor, slots: int, is_sum: bool) -> Tensor:
+        ctx.save_for_backward(token, inverse)
+        ctx.slots, ctx.is_sum = slots, is_sum
+        return x[inverse].view(-1, slots, x.shape[1]).sum(1) if is_sum else x[token]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        return _Permuted.apply(grad, *ctx.saved_tensors, ctx.slots, not ctx.is_sum), None, None, None, None
+
+
+class _Loop(torch.autograd.Function):
+    """Rows times their expert's matrix, expert by expert. One in 4 bits is restored for each of its products."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: list[int], is_transposed: bool, *stored: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *stored)
+        ctx.counts, ctx.is_transposed = counts, is_transposed
+        columns = stored[0].shape[1] if len(stored) == 1 else stored[1].shape[1] * BLOCK
+        y = x.new_empty(len(x), columns if is_transposed else len(stored[0]) // len(counts))
+        for _, rows, matrix in _with_rows(counts, stored):
+            torch.mm(x[rows], matrix if is_transposed else matrix.t(), out=y[rows])
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, *stored = ctx.saved_tensors
+        of_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        of_weight = torch.zeros_like(stored[0]) if ctx.needs_input_grad[3] else None  # zeros for experts without rows
+        grad, parts = grad.contiguous(), () if of_weight is None else of_weight.chunk(len(ctx.counts))
+        for expert, rows, matrix in _with_rows(ctx.counts, stored):
+            if of_x is not None:
+                torch.mm(grad[rows], matrix.t() if ctx.is_transposed else matrix, out=of_x[rows])
+            if parts:
+                left, right = (x, grad) if ctx.is_transposed else (grad, x)
+                torch.mm(left[rows].t(), right[rows], out=parts[expert])
+        return of_x, None, None, of_weight, *(None for _ in stored[1:])
+
+
+def _with_rows(counts: list[int], stored: Sequence[Tensor]) -> Iterator[tuple[int, slice, Tensor]]:
+    """Each expert that has rows, its rows, and its matrix."""
+    start, parts = 0, [tensor.chunk(len(counts)) for tensor in stored[:2]]
+    for expert, count in enumerate(counts):
+        if count:
+            codes, *scales = (part[expert] for part in parts)
+            matrix = dequantize(codes, scales[0], stored[2]) if scales else codes
+            yield expert, slice(start, start + count), matrix
+        start += count
+
+
+class ExpertLinear(Linear):
+    """One projection of all experts, whose matrices are below each other in `weight`.
+
+    Attributes:
+        is_transposed: the rows of an expert's matrix are its inputs, not its outputs.
+        by_kernel: torch's grouped product computes it, see `choose_products`.
+    """
+
+    by_kernel = False
+
+    def __init__(self, columns: int, rows: int, experts: int, is_transposed: bool) -> None:
+        super().__init__(columns, rows)
+        self.experts, self.is_transposed = experts, is_transposed
+
+    def stored(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return (local_weight(self.weight, dtype),)
+
+    def forward(self, x: Tensor, routes: Routes) -> Tensor:  # type: ignore[override]
+        stored = self.stored(x.dtype)
+        if self.by_kernel:
+            return _by_kernel(x, stored[0], routes.ends, self.is_transposed)
+        return _Loop.apply(x, routes.counts, self.is_transposed, *stored)  # type: ignore[no-any-return]
+
+
+class NF4ExpertLinear(ExpertLinear, NF4Linear):  # type: ignore[misc]  # forward also takes routes
+    """The same in 4 bits."""
+
+    def stored(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return local_weight(self.weight, dtype), local_weight(self.largest, dtype), self._pairs
+
+
+def _by_kernel(x: Tensor, weight: Tensor, ends: Tensor, is_transposed: bool) -> Tensor:
+    """As _Loop, by torch's grouped product, which the host does not wait for."""
+    product = getattr(F, "grouped_mm", None) or torch._grouped_mm
+    matrices = weight.view(len(ends), -1, weight.shape[1])
+    return product(x, matrices if is_transposed else matrices.mT, offs=ends)  # type: ignore[no-any-return]
+
+
+def choose_products(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Let torch's grouped product compute where it works, by a trial. Call it when the model is on its device."""
+    layers = [module for module in model.modules() if isinstance(module, ExpertLinear)]
+    problems = dict[tuple[Any, ...], str]()
+    for layer in layers:
+        if isinstance(layer, NF4Linear):
+            problems["nf4"] = "weights in 4 bits"
+            continue
+        local = layer.weight.to_local() if isinstance(layer.weight, DTensor) else layer.weight
+        key = (layer.out_features // layer.experts, local.shape[1], layer.is_transposed)
+        if key not in problems:
+            problems[key] = _trial(*key, dtype, device)
+        layer.by_kernel = not problems[key]
+    if layers:
+        reasons = ", ".join(dict.fromkeys(filter(None, problems.values())))
+        loop = f"a loop, for which the host waits for the device once per layer ({reasons})"
+        log.info(f"products of experts: {loop if reasons else 'grouped by torch, as a trial showed'}")
+
+
+def _trial(rows: int, columns: int, is_transposed: bool, dtype: torch.dtype, device: torch.device) -> str:
+    """Why torch's grouped product cannot compute such matrices here; "": it can, forward and backward."""
+    counts, by = [23, 0, 41], torch.Generator().manual_seed(0)
+    ends = torch.tensor(counts, device=device).cumsum(0, dtype=torch.int32)
+    sizes = [(64, rows if is_transposed else columns), (3 * rows, columns), (64, columns if is_transposed else rows)]
+    x, weight, grad = (torch.randn(size, generator=by).to(device, dtype) for size in sizes)
+    found = []
+    for product in (
+        lambda a, b: _Loop.apply(a, counts, is_transposed, b),
+        lambda a, b: _by_kernel(a, b, ends, is_transposed),
+    ):
+        inputs = [tensor.clone().requires_grad_() for tensor in (x, weight)]
+        try:
+            y = product(*inputs)
+            found.append([y.detach(), *torch.autograd.grad(y, inputs, grad)])
+        except (RuntimeError, NotImplementedError, AttributeError) as error:
+            return f"torch's grouped product fails: {shortened(str(error).splitlines()[0])}"
+    bar = max(8 * torch.finfo(dtype).eps, 1e-5)
+    errors = [((a - b).abs().max() / a.abs().max()).item() for a, b in zip(*found, strict=True)]
+    worst = [error for error in errors if not error < bar]  # not a number, too
+    return f"torch's grouped product differs by {worst[0]:.0e}" if worst else ""
+
+
+class Router(nn.Module):
+    """The probabilities of the experts, and which of them a token goes to."""
+
+    def __init__(self, hidden: int, experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(tokens, hidden) -> (tokens, experts), in fp32 or fp64."""
+        return at_least_fp32(F.linear(x, local_weight(self.weight, x.dtype))).softmax(-1)
+
+
+class Experts(nn.Module):
+    """SwiGLU by each row's expert, times the row's weight."""
+
+    def __init__(self, hidden: int, inner: int, experts: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (ExpertLinear(inner, experts * hidden, experts, True) for _ in range(2))
+        self.down_proj = ExpertLinear(inner, experts * hidden, experts, False)
+
+    def forward(self, rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
+        inside = F.silu(self.gate_proj(rows, routes)) * self.up_proj(rows, routes)
+        return self.down_proj(inside * weights, routes)  # type: ignore[no-any-return]  # narrower than its outputs
+
+
+class Mixture(nn.Module):
+    """A router and its experts, in place of an MLP.
+
+    Attributes:
+        load: rows that each expert has computed in training, on the device; None: none yet.
+    """
+
+    def __init__(self, hidden: int, inner: int, experts: int, slots: int, is_normalised: bool) -> None:
+        super().__init__()
+        self.gate, self.experts = Router(hidden, experts), Experts(hidden, inner, experts)
+        self.slots, self.is_normalised = slots, is_normalised
+        self.load: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, -2)
+        probabilities = self.gate(flat)
+        routes = self._routes(probabilities.detach())
+        weights = probabilities.gather(1, routes.index)
+        if self.is_normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        weights = routes.sort(weights.to(x.dtype))
+        return routes.sum(self.experts(routes.spread(flat), weights, routes)).view_as(x)
+
+    def merge(self) -> None:
+        """Experts have nothing to merge."""
+
+    def _routes(self, probabilities: Tensor) -> Routes:
+        kept = _KEPT.get()
+        if kept is not None and kept.is_again:
+            return next(kept.left)
+        order = probabilities.sort(dim=-1, descending=True, stable=True).indices
+        routes = Routes(order[:, : self.slots].contiguous(), probabilities.shape[1])
+        if kept is not None:
+            kept.routes.append(routes)
+        if self.training and torch.is_grad_enabled():
+            ends = routes.ends.long()
+            counts = ends - F.pad(ends[:-1], (1, 0))
+            self.load = counts if self.load is None else self.load + counts
+        return routes
+
+
+class _Kept:
+    """Context of a forward that keeps its routes, or of its recomputation, which takes them instead of computing them:
+    a rounding that differs would otherwise send a row elsewhere. Nor does the host wait again.
+    """
+
+    def __init__(self, routes: list[Routes], is_again: bool) -> None:
+        self.routes, self.is_again = routes, is_again
+
+    def __enter__(self) -> None:
+        self.left = iter(self.routes)  # a zero-bubble schedule recomputes twice
+        self._token = _KEPT.set(self)
+
+    def __exit__(self, *_: object) -> None:
+        _KEPT.reset(self._token)
+
+
+_KEPT: ContextVar[_Kept | None] = ContextVar("kept routes", default=None)
+
+
+def keeping_routes() -> tuple[_Kept, _Kept]:
+    """The contexts of a part of a layer, and of its recomputation; see torch.utils.checkpoint's context_fn."""
+    routes: list[Routes] = []
+    return _Kept(routes, False), _Kept(routes, True)

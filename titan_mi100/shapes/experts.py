@@ -1,0 +1,146 @@
+"""Experts as data: what a mixture's layer holds and costs, and the two forms that files have of it. Imports no torch.
+
+We hold one matrix for all experts of a projection, `mlp.experts.{gate,up,down}_proj.weight`. Its rows are the experts
+one after the other, each (hidden, inner): gate's and up's are transposed. So tensor parallel splits the columns of all
+three, FSDP2 the rows, and blocks of a row never straddle experts. Files have one of two forms:
+
+    separate: `mlp.experts.N.gate_proj.weight` (inner, hidden), up_proj the same, `.down_proj.weight` (hidden, inner)
+    fused: `mlp.experts.gate_up_proj` (experts, 2 x inner, hidden), `mlp.experts.down_proj` (experts, hidden, inner)
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from titan_mi100.shapes.base import EXPERTS, INPUTS, WHOLE, LayerShape, ModelSpec, Parameter, Values
+
+INSIDE = ".mlp.experts."  # in the names of their tensors
+# peft takes these names, in any layer of such a model, for the experts'; so an MLP has no adapters
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_SEPARATE = re.compile(r"\.mlp\.experts\.\d+\.\w+_proj\.weight$")
+_FUSED = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
+
+
+class Place(NamedTuple):
+    """Where a file has an expert's matrix.
+
+    Attributes:
+        name, shape: of the tensor in the file.
+        expert: number of the expert in a fused tensor; None: the tensor is one expert's.
+        start: its first row there, of one expert.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    expert: int | None
+    start: int
+
+
+def with_experts(
+    layer: LayerShape, kind: str, hidden: int, inner: int, experts: int, slots: int, mlp: int, is_shared: bool = False
+) -> LayerShape:
+    """A layer with a router and experts in place of its MLP.
+
+    Args:
+        mlp: the inner size of the layer's MLP.
+        is_shared: the MLP stays beside the experts, times a gate of its own.
+    """
+    matrix = Parameter((experts * hidden, inner), INPUTS, experts=experts, is_transposed=True)
+    small = Parameter((experts, hidden), WHOLE, "other")
+    parameters = {name: p for name, p in layer.parameters.items() if not name.startswith("mlp.")} | {
+        "mlp.gate.weight": small,
+        "mlp.experts.gate_proj.weight": matrix,
+        "mlp.experts.up_proj.weight": matrix,
+        "mlp.experts.down_proj.weight": matrix._replace(is_transposed=False),
+    }
+    if is_shared:
+        shared = {n.replace("mlp.", "mlp.shared_expert."): p for n, p in layer.parameters.items() if n[:4] == "mlp."}
+        parameters |= shared | {"mlp.shared_expert_gate.weight": small._replace(shape=(1, hidden))}
+    gone = 0 if is_shared else mlp
+    # rows, gate, up, their products and weights; probabilities and the order of rows
+    kept = Values(slots * (hidden + 5 * inner) + experts - 4 * gone, experts + 8 * slots)
+    moving = Values(2 * slots * (inner + hidden) - 2 * gone - 2 * hidden)
+    return layer._replace(
+        kind=kind,
+        parameters=parameters,
+        adapted=(*(name for name in layer.adapted if name not in _MLP), EXPERTS),
+        products=layer.products + hidden * (3 * slots * inner + experts + is_shared - 3 * gone),
+        last_product=hidden * (slots * inner + is_shared * mlp),
+        kept={**layer.kept, "none": layer.kept["none"] + kept},
+        inside={mode: v + moving + (Values(0) if mode == "none" else kept) for mode, v in layer.inside.items()},
+    )
+
+
+def is_fused(spec: ModelSpec, stored: Iterable[str]) -> bool | None:
+    """The form of a folder with tensors of these names; None: ours, as in a run's checkpoints."""
+    names = [name for name in stored if not spec.carries(name)]
+    if any(name.endswith(_FUSED) for name in names):
+        return True
+    return False if any(map(_SEPARATE.search, names)) else None
+
+
+def places(name: str, parameter: Parameter, fused: bool) -> list[Place]:
+    """Where a file has each expert of one of our matrices."""
+    (rows, inner), experts, is_transposed = parameter.shape, parameter.experts, parameter.is_transposed
+    hidden, (module, _, kind) = rows // experts, name.removesuffix(".weight").rpartition(".")
+    if not fused:
+        shape = (inner, hidden) if is_transposed else (hidden, inner)
+        return [Place(f"{module}.{expert}.{kind}.weight", shape, None, 0) for expert in range(experts)]
+    start = inner if kind == "up_proj" else 0
+    whole = f"{module}.gate_up_proj" if is_transposed else f"{module}.down_proj"
+    rows, columns = (2 * inner, hidden) if is_transposed else (hidden, inner)
+    return [Place(whole, (experts, rows, columns), expert, start) for expert in range(experts)]
+
+
+def stacks(spec: ModelSpec) -> Iterator[tuple[str, Parameter]]:
+    """Our matrices of experts, by their names."""
+    return ((name, parameter) for name, parameter in spec.parameters.items() if parameter.experts)
+
+
+class MixtureSpec(ModelSpec):
+    """What families with experts share; it comes before the family's own class among the bases.
+
+    Attributes:
+        experts_fused: files have the experts of a layer in one tensor.
+    """
+
+    moe_intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    experts_fused: bool
+
+    def as_stored(self, names: Collection[str], saved: Mapping[str, Any]) -> "MixtureSpec":
+        form = is_fused(self, names)
+        known = saved.get("experts_fused", self.experts_fused) if form is None else form
+        return replace(self, experts_fused=known)  # type: ignore[type-var]  # of a dataclass
+
+    def in_files(self, kinds: Mapping[str, Any], fused: bool | None = None) -> dict[str, Any]:
+        found, form = dict[str, Any](), self.experts_fused if fused is None else fused
+        for name, kind in kinds.items():
+            parameter = self.parameters.get(name)
+            if parameter is None or not parameter.experts:
+                found[name] = kind
+                continue
+            for place in places(name, parameter, form):
+                found[place.name] = kind._replace(shape=place.shape) if hasattr(kind, "_replace") else place.shape
+        return found
+
+    def tensor_parallel_sizes(self) -> dict[str, int]:
+        sizes = {**super().tensor_parallel_sizes(), "moe_intermediate_size": self.moe_intermediate_size}
+        return {name: size for name, size in sizes.items() if self._has(name)}
+
+    def input_sizes(self) -> dict[str, tuple[int, bool]]:
+        sizes = {**super().input_sizes(), "moe_intermediate_size": (self.moe_intermediate_size, True)}
+        return {name: size for name, size in sizes.items() if self._has(name)}
+
+    def _has(self, name: str) -> bool:
+        """Whether there are matrices of this size: config.json also has that of an MLP that no layer has."""
+        is_mlp, of_experts = name == "intermediate_size", name == "moe_intermediate_size"
+        used = (p for n, p in self.parameters.items() if n.endswith(".down_proj.weight"))
+        return not (is_mlp or of_experts) or any(bool(p.experts) == of_experts for p in used)
+
+    def problems(self) -> list[str]:
+        more = self.num_experts_per_tok > self.num_experts
+        what = f"num_experts_per_tok = {self.num_experts_per_tok} is more than num_experts = {self.num_experts}"
+        return super().problems() + [what] * more

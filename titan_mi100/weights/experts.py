@@ -1,0 +1,122 @@
+"""Experts between the forms of files and ours, see shapes/experts.py: read a box of ours, write theirs."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from titan_mi100.errors import UserError
+from titan_mi100.files.model import tensor_problems
+from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.shapes.experts import INSIDE, MixtureSpec, places, stacks
+from titan_mi100.weights.base import Kind, Weights, box, dtype_name
+
+# peft's: gate_up_proj is wrapped first, so it is the inner one, `experts.base_layer`; down_proj is `experts` itself
+TARGET_PARAMETERS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+class StackedWeights(Weights):
+    """Weights by our names, of a folder that has experts in one of the forms of files. Reads few bytes besides."""
+
+    def __init__(self, stored: Weights, spec: ModelSpec, fused: bool) -> None:
+        """Raises UserError: experts are missing, or have other shapes than the model's, or several dtypes."""
+        self.source, self._stored = stored.source, stored
+        there = {name: kind for name, kind in stored.kinds.items() if INSIDE in name and not spec.carries(name)}
+        assert isinstance(spec, MixtureSpec)
+        wanted = spec.in_files({name: parameter.shape for name, parameter in stacks(spec)}, fused)
+        problems = tensor_problems({n: (shape, dtype_name(dtype)) for n, (shape, dtype) in there.items()}, wanted)
+        self.kinds = {name: kind for name, kind in stored.kinds.items() if name not in there}
+        self._places = {}
+        for name, parameter in stacks(spec) if not problems else ():
+            self._places[name] = places(name, parameter, fused), parameter.is_transposed
+            dtypes = {there[place.name].dtype for place in self._places[name][0]}
+            self.kinds[name] = Kind(parameter.shape, min(dtypes, key=dtype_name))
+            if len(dtypes) > 1:
+                problems.append(f"experts of {name} have dtypes {', '.join(sorted(map(dtype_name, dtypes)))}; use one")
+        if problems:
+            raise UserError("\n".join(f"{self.source}: {problem}" for problem in problems))
+
+    def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        if name not in self._places:
+            return self._stored.read(name, shape, offset, size)
+        (found, is_transposed), (first, column), (rows, columns) = self._places[name], offset, size
+        each, part = shape[0] // len(found), torch.empty(size, dtype=self.kinds[name].dtype)
+        for expert in range(first // each, -(-(first + rows) // each)):
+            start, end = max(first - expert * each, 0), min(first + rows - expert * each, each)
+            place, rows_of, columns_of = found[expert], (start, end - start), (column, columns)
+            if is_transposed:
+                rows_of, columns_of = columns_of, rows_of
+            where = [
+                (0 if place.expert is None else place.expert, 1),
+                (rows_of[0] + place.start, rows_of[1]),
+                columns_of,
+            ]
+            at, lengths = zip(*where[-len(place.shape) :], strict=True)
+            matrix = self._stored.read(place.name, torch.Size(place.shape), at, lengths).view(lengths[-2:])
+            begin = expert * each + start - first
+            part[begin : begin + end - start] = matrix.t() if is_transposed else matrix
+        return part
+
+
+def in_files(spec: ModelSpec | None, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors by our names, gate's before up's -> the same with experts in the form of files."""
+    before = torch.empty(0)
+    for name, tensor in tensors:
+        parameter = spec.parameters.get(name) if spec else None
+        if spec is None or parameter is None or not parameter.experts:
+            yield name, tensor
+            continue
+        parts = tensor.unflatten(0, (parameter.experts, -1))
+        parts = parts.mT if parameter.is_transposed else parts
+        found = places(name, parameter, spec.experts_fused)
+        if found[0].expert is None:
+            yield from ((place.name, part.contiguous()) for place, part in zip(found, parts, strict=True))
+        elif found[0].start:
+            yield found[0].name, torch.cat((before, parts), dim=1)
+        elif parameter.is_transposed:
+            before = parts
+        else:
+            yield found[0].name, parts.contiguous()
+
+
+def as_peft_has_experts(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """Adapters by our names -> by peft's.
+
+    Ours have the matrices of all experts below each other. Of peft's that is so for A alone; the columns of B are
+    ordered by rank, then by expert: (experts x rank, outputs) -> (outputs, rank x experts).
+    """
+    found = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        module, _, matrix = name.rpartition(".lora_")
+        experts, _, kind = module.rpartition(".")
+        if not module.endswith((".experts.gate_proj", ".experts.up_proj", ".experts.down_proj")):
+            found[name] = tensor
+            continue
+        theirs = f"{experts}.lora_{matrix}" if kind == "down_proj" else f"{experts}.base_layer.lora_{matrix}"
+        if matrix.startswith("B"):
+            tensor = tensor.unflatten(0, (-1, rank)).permute(2, 1, 0).flatten(1)
+        found[theirs] = torch.cat((found[theirs], tensor)) if kind == "up_proj" else tensor
+    return found
+
+
+class AdapterOfExperts(Weights):
+    """An adapter of experts by our names, of a folder as peft writes it."""
+
+    def __init__(self, stored: Weights, rank: int) -> None:
+        self.source, self._stored, self._rank, self.kinds = stored.source, stored, rank, {}
+        self._places = dict[str, tuple[str, slice, bool]]()
+        for name, kind in stored.kinds.items():
+            is_inner, is_b = ".experts.base_layer." in name, name.endswith("B.weight") and ".experts." in name
+            parts = ("gate_proj", "up_proj") if is_inner and is_b else ("gate_proj",) if is_inner else ("down_proj",)
+            rows, columns = kind.shape[0] // len(parts), kind.shape[1]
+            for number, part in enumerate(parts):
+                own = name.replace(".base_layer", "").replace(".experts.", f".experts.{part}.")
+                self._places[own] = name, slice(number * rows, (number + 1) * rows), is_b
+                self.kinds[own] = Kind((columns, rows) if is_b else (rows, columns), kind.dtype)
+
+    def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        stored, rows, is_b = self._places[name]
+        whole = self._stored.tensor(stored)[rows]
+        if is_b:
+            whole = whole.unflatten(1, (self._rank, -1)).permute(2, 1, 0).flatten(0, 1)
+        return whole[box(offset, size)]
