@@ -186,7 +186,7 @@ def config_of(tmp_path: Path, **more: str) -> Config:
     given = {
         "model.flavor": "debug", "model.tokenizer_path": str(ASSETS / "tokenizer"), "data.path": str(path),
         "data.cache_folder": str(tmp_path / "cache"), "data.validation_fraction": "0.2", "training.seq_len": "64",
-        "training.steps": "4", "training.mixed_precision_param": "float32", "job.run_folder": str(tmp_path / "run"),
+        "training.steps": "4", "training.gradient_accumulation_steps": "1", "training.mixed_precision_param": "float32", "job.run_folder": str(tmp_path / "run"),
         "objective.name": "preference", "metrics.enable_tensorboard": "false", "training.local_batch_size": "2", **more,
     }  # fmt: skip
     return load_config([word for key, value in given.items() for word in (f"--{key}", value)], 1)
@@ -219,6 +219,8 @@ def test_a_reference_is_made_once_goes_on_after_a_stop_and_is_refused_if_stale(
     again = open_run(config, world, folder)  # resumes at step 2; the reference is that of step 0
     assert again.step().loss == straight
     again.close()
+    with pytest.raises(UserError, match=r"differs from it: objective.beta \(0.1, now 0.3\)"):
+        open_run(config_of(tmp_path, **{"objective.beta": "0.3"}), world, folder)
     for change, words in (({"weights": "x"}, "other weights"), ({"tokens": "x"}, "other rows"))[: 2 if full else 1]:
         about = folder / "reference" / "store.json"
         before = about.read_text()

@@ -104,6 +104,7 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
         yield Problem("validation.patience", what, ("validation.freq",))
     known = [*FINGERPRINTS, *(f"model.{name}" for name in known_fields())]
     known += [f"lora.{name}" for name in settings.lora_identity(config.lora, ())]
+    known += [f"objective.{name}" for name in config.objective.identity]
     for name in config.checkpoint.allow_changed:
         if name not in known:
             listed = f"{', '.join(FINGERPRINTS)}{did_you_mean(name, known)}"

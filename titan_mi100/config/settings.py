@@ -18,7 +18,7 @@ from titan_mi100.shapes.base import ALL_LINEAR, ModelSpec, differences
 from titan_mi100.text import assets
 
 # what must not change on resume
-FINGERPRINTS = ("model", "tokenizer", "data", "seed", "global_batch_size", "lora", "base")
+FINGERPRINTS = ("model", "tokenizer", "data", "seed", "global_batch_size", "lora", "base", "objective")
 
 
 def _key(
@@ -356,6 +356,14 @@ class ObjectiveConfig:
     def answers(self) -> str:
         """The kind of rows that it needs: "" conversations or texts, "pairs" of answers, "labels": answers with one."""
         return "" if self.name != "preference" else "pairs" if self.preference.is_paired else "labels"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must not change on resume, as JSON values; empty for sft."""
+        if self.name == "preference":
+            return {"name": self.name, "loss": self.loss, **self.factors._asdict(), "sft_weight": self.sft_weight}
+        kept = {"teacher_weight": self.teacher_weight, "rest": self.rest}
+        return {"name": self.name, **kept} if self.name == "distill" else {}
 
     @property
     def ids_per_token(self) -> int:
