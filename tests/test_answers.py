@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from titan_mi100.data.strict_json import BadRecord
 from titan_mi100.errors import Preempted, UserError
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World
+from titan_mi100.run.answers import AnswerWatch
+from titan_mi100.tools import inspect_data
 
 ASK, GOOD, BAD = "2 + 3?", "5", "6"
 USER = {"role": "user", "content": ASK}
@@ -186,7 +189,8 @@ def config_of(tmp_path: Path, **more: str) -> Config:
     given = {
         "model.flavor": "debug", "model.tokenizer_path": str(ASSETS / "tokenizer"), "data.path": str(path),
         "data.cache_folder": str(tmp_path / "cache"), "data.validation_fraction": "0.2", "training.seq_len": "64",
-        "training.steps": "4", "training.gradient_accumulation_steps": "1", "training.mixed_precision_param": "float32", "job.run_folder": str(tmp_path / "run"),
+        "training.steps": "4", "training.gradient_accumulation_steps": "1",
+        "training.mixed_precision_param": "float32", "job.run_folder": str(tmp_path / "run"),
         "objective.name": "preference", "metrics.enable_tensorboard": "false", "training.local_batch_size": "2", **more,
     }  # fmt: skip
     return load_config([word for key, value in given.items() for word in (f"--{key}", value)], 1)
@@ -282,3 +286,44 @@ def test_settings_that_do_not_fit_each_other(case: str, tmp_path: Path) -> None:
         str(refused.value).replace("[objective] ", "objective.").replace("[data] ", "data.").replace("[lora] ", "lora.")
     )
     assert words.replace(": ", " ", 1) in told or words in told, told
+
+
+def measured(accuracy: float, chosen: float, margin: float) -> Any:
+    return SimpleNamespace(skipped=False, measures={"accuracy": accuracy, "reward_chosen": chosen, "margin": margin})
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ((1.0, 0.1, 0.1), "every pair was right within three steps"),
+        ((0.7, -0.6, 0.2), "the chosen answers have become less likely (reward -0.57"),
+        ((0.9, 0.1, 25.0), "the margin is 24: nearly all pairs are learned"),
+        ((0.9, 0.1, 1.0), ""),
+    ],
+)
+def test_a_run_warns_once_of_what_goes_wrong(
+    values: tuple[float, float, float], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = AnswerWatch()
+    for step in range(1, 60):
+        watch.after_step(step, measured(0.5, 0.0, 0.0) if step == 1 else measured(*values))
+    said = [record.message for record in caplog.records]
+    assert len(said) == bool(words) and all(words in message for message in said)
+
+
+def arguments_of(config: Config) -> list[str]:
+    folder, (path,) = config.tokenizer_path(), config.data.path
+    given = {"model.flavor": "debug", "model.tokenizer_path": folder, "data.path": path, "training.seq_len": "64"}
+    given["objective.name"] = "preference"
+    return [word for key, value in given.items() for word in (f"--{key}", value)]
+
+
+def test_the_data_page_shows_both_answers_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = arguments_of(config_of(tmp_path))
+    assert inspect_data.main([*given, "--row", "0"]) == 0
+    text = capsys.readouterr().out
+    assert "── pair 0, chosen: " in text and "── pair 0, rejected: " in text
+    assert inspect_data.main([*given, "--html", str(tmp_path / "page.html")]) == 0
+    html = (tmp_path / "page.html").read_text()
+    assert html.count('<div class="pair"><div>') == html.count("</div></div>") > 0
+    assert "one copy of each would save" in html
