@@ -103,7 +103,19 @@ def distillation(out: Path, seed: int) -> tuple[float, float]:
         f'overlong = "split"\n[training]\nlocal_batch_size = 4\nseed = {seed}\n'
     )
     if not (folder / "run_state.json").exists():
-        run("teach", "--job.config_file", student, "--model", teacher, "--top_k", 32, "--nproc_per_node", 1)
+        run(
+            "teach",
+            "--job.config_file",
+            student,
+            "--model",
+            teacher,
+            "--out",
+            folder,
+            "--top_k",
+            32,
+            "--nproc_per_node",
+            1,
+        )
     distilled = {"objective.name": "distill", "objective.teacher": folder, "objective.teacher_weight": 0.7}
     taught = train(out / "taught", **wanted, **distilled)
     return validation_loss(alone.parent, "validation_loss"), validation_loss(taught.parent, "validation_cross_entropy")
