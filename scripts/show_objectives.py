@@ -44,6 +44,9 @@ def train(folder: Path, **settings: object) -> Path:
 
 
 def write(path: Path, rows: list[dict]) -> Path:
+    """Rows as JSONL; a file that is there stays: the pages change, and a run goes on with its own."""
+    if path.exists():
+        return path
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
@@ -103,19 +106,8 @@ def distillation(out: Path, seed: int) -> tuple[float, float]:
         f'overlong = "split"\n[training]\nlocal_batch_size = 4\nseed = {seed}\n'
     )
     if not (folder / "run_state.json").exists():
-        run(
-            "teach",
-            "--job.config_file",
-            student,
-            "--model",
-            teacher,
-            "--out",
-            folder,
-            "--top_k",
-            32,
-            "--nproc_per_node",
-            1,
-        )
+        given = {"job.config_file": student, "model": teacher, "out": folder, "top_k": 32, "nproc_per_node": 1}
+        run("teach", *(word for k, v in given.items() for word in (f"--{k}", v)))
     distilled = {"objective.name": "distill", "objective.teacher": folder, "objective.teacher_weight": 0.7}
     taught = train(out / "taught", **wanted, **distilled)
     return validation_loss(alone.parent, "validation_loss"), validation_loss(taught.parent, "validation_cross_entropy")
