@@ -72,6 +72,11 @@ def write_store(folder: Path, k: int, **other: Any) -> AnswerStore:
     return store
 
 
+def opened(folder: Path) -> AnswerStore:
+    data = data_of(make_case())
+    return open_teacher(folder, data, tokens_hash([data.train]))  # type: ignore[list-item]
+
+
 @cache
 def expected(k: int, weight: float, renormalise: bool) -> tuple[float, dict[str, float], dict[str, Tensor]]:
     """Loss, measures and gradients, document by document, from the teacher's probabilities as they are stored."""
@@ -220,11 +225,11 @@ def test_a_pass_goes_on_where_it_was_stopped_and_refuses_what_is_not_its_own(
     store = write_store(tmp_path, 4, rows=16)
     assert store.about.parts == 6 and not store.is_complete
     with pytest.raises(UserError, match="1 of 6 parts are there; run titan-mi100 teach again: it goes on"):
-        open_teacher(tmp_path, data_of(make_case()))
+        opened(tmp_path)
     [part] = tmp_path.glob("part-*")
     for number in range(1, 6):
         store.write(number, {"documents": np.zeros(0, np.int64), "tokens": np.zeros(0, np.int64)})
-    open_teacher(tmp_path, data_of(make_case())).verify()
+    opened(tmp_path).verify()
     content = bytearray(part.read_bytes())
     content[-1] ^= 1
     part.write_bytes(bytes(content))
@@ -239,7 +244,7 @@ def test_a_pass_goes_on_where_it_was_stopped_and_refuses_what_is_not_its_own(
         other.mkdir()
         (other / "store.json").write_text(json.dumps(about))
         with pytest.raises(UserError, match=words):
-            open_teacher(other, data_of(make_case()))
+            opened(other)
         shutil.rmtree(other)
     with pytest.raises(UserError, match="holds no teacher's answers; make it of this run's data"):
         open_split(world, make_case(), split(other, 1), data=data_of(make_case()))
@@ -305,7 +310,8 @@ def test_what_vllm_says_is_checked_position_by_position(tmp_path: Path) -> None:
 
     vllm_answers.read_answers(config, write(lines), out, 2)
     learns = student(tmp_path, **{"objective.name": "distill", "objective.teacher": str(out)})
-    store = open_teacher(out, prepare_run(learns, None))
+    data = prepare_run(learns, None)
+    store = open_teacher(out, data, tokens_hash([data.train]))  # type: ignore[list-item]
     arrays = store.load(0)
     assert arrays["ids"].tolist() == [[7, 8]] * int(arrays["tokens"].sum())
     assert np.allclose(arrays["log_p"], [-0.5, -1.5])

@@ -25,7 +25,7 @@ from titan_mi100.data.answer_store import (
     teacher_columns,
     tokens_hash,
 )
-from titan_mi100.data.answers import LABEL, REFERENCE
+from titan_mi100.data.answers import LABEL, LABELS, REFERENCE
 from titan_mi100.data.loader import validation_batches
 from titan_mi100.data.prepare import cache_folder
 from titan_mi100.data.prepared import PADDING_ROW, PackedDataset, Prepared, SourceRows
@@ -118,7 +118,8 @@ class Pass:
             Preempted: told to stop; the parts before are kept.
             UserError: the store cannot be written.
         """
-        about, missing = store.about, [n for n in range(store.about.parts) if n not in store.parts]
+        about = store.about
+        missing: list[int] = from_rank_zero(lambda: [n for n in range(about.parts) if n not in store.parts])
         with raise_together():
             if self._world.rank == 0:
                 _make_room(store, self._size(about) * len(missing) // max(1, about.parts))
@@ -230,11 +231,12 @@ class Reference:
                 self._store = AnswerStore(folder / FOLDER, about, remedy)
         before = self._store.about if self._store else about
         self._is_elsewhere = (before.layout, before.attention) != (about.layout, about.attention)
+        self._is_complete = from_rank_zero(lambda: self._store is not None and self._store.is_complete)
 
     @property
     def needs_base(self) -> bool:
         """Whether the weights that training starts from must be loaded: to read the reference, or to compare."""
-        return self._store is None or not self._store.is_complete or self._is_elsewhere
+        return not self._is_complete or self._is_elsewhere
 
     def read(self, model: ParallelModel, stop: Callable[[], bool], beat: Callable[[], None], cache: Path) -> None:
         """With these weights in the model, if needs_base. A collective."""
@@ -246,7 +248,7 @@ class Reference:
                 sums[arrays["documents"]] = arrays["sums"]
             sums = from_rank_zero(lambda: sums)
         else:
-            if not store.is_complete:
+            if not self._is_complete:
                 reading.fill(model, store, stop, beat)
             with raise_together():
                 store = AnswerStore(store.folder, store.about, "start again")
@@ -270,26 +272,31 @@ class Reference:
 
 
 def columns_of(config: Config, world: World, data: Prepared) -> dict[str, Column]:
-    """The further arrays that are known before the model is. Raises UserError: the teacher's folder does not fit."""
+    """The further arrays that are known before the model is. A collective.
+
+    Raises:
+        UserError: on all ranks; the teacher's folder does not fit.
+    """
     columns = dict[str, Column]()
-    if config.objective.answers:
+    if config.objective.answers == LABELS:
         labels = _packed(data.sources[0]).documents.labels
         assert labels is not None
         columns[LABEL] = by_document(labels)
     if config.objective.name == "distill":
-        store = open_teacher(Path(config.objective.teacher), data)
-        if world.rank == 0:
-            store.verify(cache_folder(config.data) if data.facts.files else None)
-        columns |= teacher_columns(store)
+        digest = from_rank_zero(lambda: tokens_hash(map(_packed, data.sources)))
+        with raise_together():
+            store = open_teacher(Path(config.objective.teacher), data, digest)
+            if world.rank == 0:
+                store.verify(cache_folder(config.data) if data.facts.files else None)
+            columns |= teacher_columns(store)
         log.info(f"teacher: {store.about.k} ids per token, in {store.folder}, of {store.about.weights}")
     return columns
 
 
-def open_teacher(folder: Path, data: Prepared) -> AnswerStore:
-    """Raises UserError: it is not complete, or of other rows."""
-    [first, *_] = sets = [_packed(source) for source in (*data.sources, *data.validation)]
-    shape = len(first.documents.starts) - 1, 0, data.facts.seq_len, 0
-    about = About("teacher", "", tokens_hash(sets), data.facts.tokenizer, *shape, "")
+def open_teacher(folder: Path, data: Prepared, digest: str) -> AnswerStore:
+    """Args: digest: tokens_hash of the data. Raises UserError: it is not complete, or of other rows."""
+    shape = len(_packed(data.sources[0]).documents.starts) - 1, 0, data.facts.seq_len, 0
+    about = About("teacher", "", digest, data.facts.tokenizer, *shape, "")
     remedy = "make it of this run's data: titan-mi100 teach"
     if not (folder / "store.json").exists():
         raise UserError(f"objective.teacher = {str(folder)!r} holds no teacher's answers; {remedy}")
