@@ -49,6 +49,10 @@ FORMS = {
     },
     "alpaca": {"instruction": "2 +", "input": "3?", "chosen": GOOD, "rejected": BAD},
     "axolotl": {"messages": [USER], "chosen": says(GOOD), "rejected": says(BAD)},
+    "system beside a conversation": {
+        "system": "Be brief.", "chosen": [USER, says(GOOD)], "rejected": [USER, says(BAD)],
+        "chat_template_kwargs": {"enable_thinking": None},
+    },
     "orca": {"system": "Be brief.", "question": ASK, "chosen": GOOD, "rejected": BAD},
 }  # fmt: skip
 
@@ -57,7 +61,7 @@ FORMS = {
 def test_every_form_of_a_pair(form: str) -> None:
     example = choose_format("", DataConfig(), PAIRS).read_row(FORMS[form], frozenset(), Findings())
     prompt = [{"role": "user", "content": "2 +\n3?"}] if form == "alpaca" else [USER]
-    prompt = [SYSTEM, *prompt] if form == "orca" else prompt
+    prompt = [SYSTEM, *prompt] if "system" in FORMS[form] else prompt
     assert (example.messages, example.rejected) == ([*prompt, says(GOOD)], [*prompt, says(BAD)])
     assert example.idle == ""
 
@@ -87,6 +91,18 @@ REFUSED = {
     ),
     "a number": ({"prompt": ASK, "chosen": 5, "rejected": BAD}, "wrong type: chosen must be a text"),
     "a part": ({"prompt": ASK, "context": "sums", "chosen": GOOD, "rejected": BAD}, "part not read: context"),
+    "history beside a conversation": (
+        {"history": [["a", "b"]], "chosen": [USER, says(GOOD)], "rejected": [USER, says(BAD)]},
+        "part not read: history beside the conversation",
+    ),
+    "input beside messages": (
+        {"prompt": [USER], "input": "all of it", "chosen": GOOD, "rejected": BAD}, "part not read: input beside prompt",
+    ),
+    "two systems": (
+        {"system": "A", "messages": [SYSTEM, USER], "chosen": GOOD, "rejected": BAD}, "two system messages: one is",
+    ),
+    "no message": ({"prompt": ASK, "chosen": [1], "rejected": BAD}, "chosen: message 1: must be an object"),
+    "a label": (FORMS["texts"] | {"label": True}, "preference: label in a row of format pairs"),
     "by row": (
         {"prompt": ASK, "chosen": GOOD, "rejected": BAD, "chat_template_kwargs": {"enable_thinking": False}},
         "unknown key: chat_template_kwargs",
@@ -151,8 +167,8 @@ def test_answers_with_a_label(tmp_path: Path) -> None:
     data = prepared(tmp_path, rows, LABELS)
     assert isinstance(data.train, PackedDataset) and data.train.documents.labels is not None
     assert data.train.documents.labels.tolist() == [1, -1]
-    kto = [{"messages": [USER, says(GOOD)], "kto_tag": True}]
-    assert prepared(tmp_path, kto, LABELS).train_counts.documents == 1
+    kto = [{"messages": [USER, says("first"), USER, says(GOOD)], "kto_tag": False}]
+    assert texts_of(prepared(tmp_path, kto, LABELS)) == [["5<|im_end|>"]]  # the label is that of the last answer
     for row, words in (
         (rows[0] | {"label": 1}, "label must be true or false, is a number"),
         ({"prompt": ASK, "completion": GOOD}, r"expected label \(true or false\)"),
@@ -204,7 +220,7 @@ def folder_of(config: Config) -> Path:
 def test_a_reference_is_made_once_goes_on_after_a_stop_and_is_refused_if_stale(
     full: bool, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answer_store, "_MOST_ROWS", 3)
+    monkeypatch.setattr(answer_store, "_ROWS_OF_A_PART", 3)
     config = config_of(tmp_path)
     folder, stops = folder_of(config), iter([False, False, True])
     with pytest.raises(Preempted, match=r"the reference is complete in 2 of [0-9]+ parts, which are kept"):
@@ -288,21 +304,23 @@ def test_settings_that_do_not_fit_each_other(case: str, tmp_path: Path) -> None:
     assert words.replace(": ", " ", 1) in told or words in told, told
 
 
-def measured(accuracy: float, chosen: float, margin: float) -> Any:
-    return SimpleNamespace(skipped=False, measures={"accuracy": accuracy, "reward_chosen": chosen, "margin": margin})
+def measured(accuracy: float, chosen: float, margin: float, *kl: float) -> Any:
+    names = ("accuracy", "reward_chosen", "margin", "kl")
+    return SimpleNamespace(skipped=False, measures=dict(zip(names, (accuracy, chosen, margin, *kl), strict=False)))
 
 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
         ((1.0, 0.1, 0.1), "every pair was right within three steps"),
-        ((0.7, -0.6, 0.2), "the chosen answers have become less likely (reward -0.57"),
+        ((0.7, -0.6, 0.2, 1.0), "the chosen answers have become less likely (reward -0.57"),
         ((0.9, 0.1, 25.0), "the margin is 24: nearly all pairs are learned"),
-        ((0.9, 0.1, 1.0), ""),
+        ((0.9, 0.1, 1.0, 1.0), ""),
+        ((0.9, -2.0, 1.0), ""),  # without a reference the reward is a level, not a change
     ],
 )
 def test_a_run_warns_once_of_what_goes_wrong(
-    values: tuple[float, float, float], words: str, caplog: pytest.LogCaptureFixture
+    values: tuple[float, ...], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch = AnswerWatch()
     for step in range(1, 60):

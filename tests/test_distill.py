@@ -205,11 +205,14 @@ def test_the_likeliest_ids_of_blocks_of_the_vocabulary(memory: HeadMemory) -> No
     weight[2400] = weight[3]  # equal logits in different blocks: the least id comes first
     predicted = token_losses(hidden, weight, of_labels(torch.zeros(1, 9, dtype=torch.long), tokens), memory=memory)
     for k in (1, 20, 2500):
-        ids, log_p = likeliest(hidden, weight, tokens, predicted.best, k, memory=memory)
+        ids, log_p = likeliest(hidden, weight, tokens, predicted, k, 2500, memory=memory)
         exact = (hidden[0, tokens] @ weight.T).log_softmax(-1)
         order = exact.argsort(stable=True, dim=1, descending=True)[:, :k]
         assert (ids == order).float().mean() > 0.99  # neighbours may differ by rounding
         torch.testing.assert_close(log_p, exact.gather(1, order), rtol=1e-5, atol=1e-5)
+    ids, log_p = likeliest(hidden, weight, tokens, predicted, 100, 100, memory=memory)  # the others are padding
+    assert ids.sort(1).values.tolist() == [list(range(100))] * 3
+    torch.testing.assert_close(log_p, exact.gather(1, ids), rtol=1e-5, atol=1e-5)
 
 
 def test_a_rest_of_nothing_has_a_finite_gradient() -> None:
@@ -221,7 +224,7 @@ def test_a_rest_of_nothing_has_a_finite_gradient() -> None:
 def test_a_pass_goes_on_where_it_was_stopped_and_refuses_what_is_not_its_own(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answer_store, "_MOST_ROWS", 3)
+    monkeypatch.setattr(answer_store, "_ROWS_OF_A_PART", 3)
     store = write_store(tmp_path, 4, rows=16)
     assert store.about.parts == 6 and not store.is_complete
     with pytest.raises(UserError, match="1 of 6 parts are there; run titan-mi100 teach again: it goes on"):
@@ -271,7 +274,7 @@ def test_a_teacher_writes_its_folder_and_a_student_learns_from_it(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the product's own config of a pass, whose adapter changes nothing; and the folder goes on after a stop."""
-    monkeypatch.setattr(answer_store, "_MOST_ROWS", 3)
+    monkeypatch.setattr(answer_store, "_ROWS_OF_A_PART", 3)
     config, out = student(tmp_path), tmp_path / "teacher"
     model = tmp_path / "run"
     model.mkdir()
