@@ -273,44 +273,61 @@ def _packed(instruction: Instruction, _: Any) -> Run:
 
 
 def _matrix(instruction: Instruction, _: Any) -> Run:
-    """D = A B + C, 16 x 16, a sum in fp64. Lane l has row l % 16 of A and column l % 16 of B; lanes l // 16 have
-    successive values of k, whose order changes nothing here. The registers of D have rows l // 16 * 4, + 1, + 2, + 3.
-    Source: AMD's matrix instruction calculator (ROCm/amd_matrix_instruction_calculator)."""
+    """Lane l has row l % 16 of A and column l % 16 of B; lanes l // 16 have successive values of k. The registers of D
+    have rows l // 16 * 4, + 1, + 2, + 3. Source: AMD's matrix instruction calculator
+    (ROCm/amd_matrix_instruction_calculator)."""
     k, kind = operations.matrix_shape(instruction.name)
+    size = k * (4 if kind == "f32" else 2) // 16
+    return multiply(
+        instruction, k, kind, (4, size), lambda raw: raw, lambda raw: raw.reshape(4, 4, 16).transpose(1, 0, 2)
+    )
+
+
+def multiply(
+    instruction: Instruction, k: int, kind: str, counts: tuple[int, int], factor: Callable, square: Callable
+) -> Run:
+    """D = A B + C, 16 x 16, a sum in fp64; the order of successive values of k changes nothing.
+
+    Args:
+        counts: registers of D and of a factor.
+        factor: the registers of a factor -> those that are used, 16 lanes for each value of k or two of them.
+        square: the registers of D or C -> its rows.
+    """
     target, a, b, c = instruction.operands
-    if target.count != 4 or a.count != b.count or a.count * 16 != k * (4 if kind == "f32" else 2):
+    if (target.count, a.count, b.count) != (counts[0], counts[1], counts[1]):
         raise Unknown("registers that do not fit the shape")
     for operand in (a, b, c):
         instruction.reads.update(operand.registers)
     instruction.writes.update(target.registers)
 
-    def factor(operand: Operand) -> Fetch:  # -> (k, rows or columns)
-        first, count = operand.register, operand.count
-        parts = np.empty((2, count, 64), u32)
+    def values(operand: Operand) -> Fetch:  # -> (k, rows or columns)
+        first, end = operand.registers[0], operand.registers[-1] + 1
 
         def fetch(wave: Wave) -> Any:
-            raw = wave.v[first : first + count]
+            raw = factor(wave.v[first:end])
             if kind == "f32":
                 return raw.view(f32).reshape(k, 16).astype(f64)
             if kind == "f16":
                 return raw.view(f16).reshape(k // 2, 16, 2).transpose(0, 2, 1).astype(f64, "C").reshape(k, 16)
+            parts = np.empty((2, *raw.shape), u32)
             parts[0], parts[1] = raw << u32(16), raw & u32(0xFFFF0000)
             return parts.view(f32).reshape(k, 16).astype(f64)
 
         return fetch
 
-    def sums(operand: Operand) -> Fetch:  # -> (groups of lanes, registers, columns)
-        first = operand.register
-        return lambda wave: wave.v[first : first + 4].view(f32).reshape(4, 4, 16).transpose(1, 0, 2)
+    def sums(operand: Operand) -> Fetch:
+        first, end = operand.registers[0], operand.registers[-1] + 1
+        return lambda wave: square(wave.v[first:end].view(f32))
 
-    rows_of, columns_of, result = factor(a), factor(b), sums(target)
+    rows_of, columns_of, result = values(a), values(b), sums(target)
     start = _constant(c.text, "f") if c.register is None else None
     added = (lambda wave: start) if c.register is None else sums(c)
 
     def run(wave: Wave) -> None:
         if wave.active is not wave.all:
             raise Fault("a matrix instruction while some lanes are off, which the documents leave open")
-        result(wave)[...] = (rows_of(wave).T @ columns_of(wave)).reshape(4, 4, 16) + added(wave)
+        into = result(wave)
+        into[...] = (rows_of(wave).T @ columns_of(wave)).reshape(into.shape) + added(wave)
 
     return run
 

@@ -126,7 +126,7 @@ class Wave:
     """Of CDNA: 64 lanes, whose flags are in a pair of SGPRs."""
 
     who: Who  # since the last barrier
-    all = np.ones(64, bool)  # the lanes, all on
+    all, words = np.ones(64, bool), 2  # the lanes, all on; registers for a flag of each
     counters: tuple[str, ...] = ("vmcnt", "lgkmcnt")
 
     def __init__(self, number: int, memory: Memory, shared: Memory) -> None:
@@ -153,12 +153,13 @@ class Wave:
     mask, set_mask = pair, set_pair  # flags of the lanes as an integer
 
     def flags(self, register: int) -> np.ndarray:
-        return np.unpackbits(self.s[register : register + 2].view(np.uint8), bitorder="little").view(bool)
+        return np.unpackbits(self.s[register : register + self.words].view(np.uint8), bitorder="little").view(bool)
 
     def set_flags(self, register: int, flags: Any) -> None:
+        flags = flags & self.active
+        self.s[register : register + self.words] = np.packbits(flags, bitorder="little").view(u32)
         if register == EXEC:
-            raise Unknown("a vector operation that writes exec")
-        self.s[register : register + 2] = np.packbits(flags & self.active, bitorder="little").view(u32)
+            self.active = self.all if flags.all() else flags
 
     def put(self, register: int, values: Any) -> None:
         """Write a vector register in the active lanes."""

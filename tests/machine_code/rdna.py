@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from machine_code import instructions
 from machine_code.assembly import EXEC, VCC, Instruction, Operand, Program, Unknown, V, half_of, parse_instruction
-from machine_code.instructions import Fetch, Run
+from machine_code.instructions import Run
 from machine_code.machine import NAN, Fault, Memory, Wave
-from machine_code.operations import LOGIC, LOW32, SCALAR, VECTOR, f16, f32, f64, fma, u32
+from machine_code.operations import LOGIC, LOW32, SCALAR, VECTOR, f32, fma, u32
 from machine_code.wait_states import TRANSCENDENTAL
 
 
 class Wave32(Wave):
-    all = np.ones(32, bool)
+    all, words = np.ones(32, bool), 1
     counters = ("vmcnt", "lgkmcnt", "vscnt")
 
     def __init__(self, number: int, memory: Memory, shared: Memory) -> None:
@@ -35,12 +35,6 @@ class Wave32(Wave):
         self.s[register] = value & LOW32
         if register == EXEC:
             self.active = self.all if value & LOW32 == LOW32 else self.flags(EXEC)
-
-    def flags(self, register: int) -> np.ndarray:
-        return np.unpackbits(self.s[register : register + 1].view(np.uint8), bitorder="little").view(bool)
-
-    def set_flags(self, register: int, flags: Any) -> None:
-        self.set_mask(register, int(np.packbits(flags & self.active, bitorder="little").view(u32)[0]))
 
 
 # --- the names that CDNA has
@@ -155,44 +149,16 @@ def _two(instruction: Instruction, program: Program) -> Run:
 
 
 def _matrix(instruction: Instruction, _: Program) -> Run:
-    """D = A B + C, 16 x 16 with k = 16, a sum in fp64. Lanes l and l + 16 have both row l of A and column l of B, and
-    each register two successive values of k. Register r of D has row 2 r in the lower lanes and 2 r + 1 in the upper.
-    """
+    """Lanes l and l + 16 have both row l of A and column l of B, and each register two successive values of k. Register
+    r of D has row 2 r in the lower lanes and 2 r + 1 in the upper."""
     kind = instruction.name.rpartition("_")[2]
-    target, *factors, added = instruction.operands
-    if kind not in ("f16", "bf16") or any(each.count != 8 for each in (target, *factors)):
-        raise Unknown("no such matrix instruction here")
-    for operand in (*factors, added):
-        instruction.reads.update(operand.registers)
-    instruction.writes.update(target.registers)
+    return instructions.multiply(instruction, 16, kind, (8, 8), _one_half, lambda raw: raw.reshape(16, 16))
 
-    def factor(operand: Operand) -> Fetch:  # -> (k, rows or columns)
-        first = operand.registers[0]
 
-        def fetch(wave: Wave) -> Any:
-            raw = wave.v[first : first + 8]
-            if (raw[:, :16] != raw[:, 16:]).any():
-                raise Fault("a factor of which both halves of the wave do not hold the same")
-            raw = np.ascontiguousarray(raw[:, :16])
-            if kind == "f16":
-                return raw.view(f16).reshape(8, 16, 2).transpose(0, 2, 1).astype(f64, "C").reshape(16, 16)
-            return np.stack([raw << u32(16), raw & u32(0xFFFF0000)], 1).view(f32).reshape(16, 16).astype(f64)
-
-        return fetch
-
-    def sums(operand: Operand) -> Fetch:
-        first = operand.registers[0]
-        return lambda wave: wave.v[first : first + 8].view(f32).reshape(16, 16)
-
-    (rows_of, columns_of), result = map(factor, factors), sums(target)
-    start = sums(added) if added.registers else lambda wave, value=float(added.text): value
-
-    def run(wave: Wave) -> None:
-        if wave.active is not wave.all:
-            raise Fault("a matrix instruction while some lanes are off, which the documents leave open")
-        result(wave)[...] = rows_of(wave).T @ columns_of(wave) + start(wave)
-
-    return run
+def _one_half(raw: np.ndarray) -> np.ndarray:
+    if (raw[:, :16] != raw[:, 16:]).any():
+        raise Fault("a factor of which both halves of the wave do not hold the same")
+    return np.ascontiguousarray(raw[:, :16])
 
 
 def _scratch(instruction: Instruction, program: Program) -> Run:
@@ -329,5 +295,6 @@ def build(program: Program) -> Program:
         halves = {(each.register, each.half) for each in instruction.operands if each.half is not None}
         whole = instruction.touched - {register for register, _ in halves}
         numbers = halves | {(register, half) for register in whole if register >= V for half in (0, 1)}
-        instruction.touched |= {half_of(*each) for each in numbers}
+        # a load of half a register waits for one of the whole, as LLVM's code does; LDS would answer in order
+        instruction.touched |= {half_of(*each) for each in numbers} | {register for register, _ in halves}
     return program
