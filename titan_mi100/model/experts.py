@@ -129,6 +129,7 @@ class ExpertLinear(Linear):
     def __init__(self, columns: int, rows: int, experts: int, is_transposed: bool) -> None:
         super().__init__(columns, rows)
         self.experts, self.is_transposed = experts, is_transposed
+        self.sizes = columns, rows, experts, is_transposed
 
     def stored(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         return (local_weight(self.weight, dtype),)
