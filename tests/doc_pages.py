@@ -1,9 +1,10 @@
 """What README.md and docs/ show: fenced blocks, the commands in them, links and headings.
 
 The rules for a block: `sh` holds commands, `toml` a config or a part of one, `jsonl` rows of data; `text` or no
-language is output; `python` and `yaml` are files of other trainers. A line `# not run by our tests: what it needs`
-marks the whole block if it is the first one, else the command below it. Output that begins with `$ ` and a command,
-and has lines with ERROR, shows a mistake: the command must be refused with these messages.
+language is output; `python` and `yaml` are files of other trainers. A block is not run if the line above it is
+`<!-- not run by our tests: what it needs -->`. A line `# not run by our tests: what it needs` inside marks the command
+below it, or as the first line the block. Output that begins with `$ ` and a command, and has lines with ERROR, shows a
+mistake: the command must be refused with these messages.
 """
 
 import os
@@ -19,7 +20,11 @@ REPO = Path(__file__).parents[1]
 LANGUAGES = ("sh", "toml", "jsonl", "text", "", "python", "yaml")
 MARK = "# not run by our tests: "
 
-_FENCE = re.compile(r"^(\s*)```(\S*)\n(.*?)^\1```$", re.S | re.M)
+_FENCE = re.compile(
+    r"^(?: *<!-- not run by our tests: (?P<needs>\w[^\n]*) -->\n)?(?P<indent> *)(?P<ticks>```)(?P<language>\S*)\n"
+    r"(?P<text>.*?)^(?P=indent)```$",
+    re.S | re.M,
+)
 _LINK = re.compile(r"(?<!\\)\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)|(?:src|srcset|href)=\"([^\"]+)\"")
 _MACHINE = re.compile(r"(?<![\w.~])/(?:work|tmp|home|root|Users|models)/[^\s`)\"]*")
 
@@ -65,8 +70,9 @@ class Page:
     def blocks(self) -> list[Block]:
         found = []
         for fence in _FENCE.finditer(self.text):
-            text = re.sub(f"^{fence[1]}", "", fence[3], flags=re.M)  # in a list it is indented
-            found.append(Block(fence[2], text, self.text.count("\n", 0, fence.start()) + 1))
+            text = re.sub(f"^{fence['indent']}", "", fence["text"], flags=re.M)  # in a list it is indented
+            mark = f"{MARK}{fence['needs']}\n" if fence["needs"] else ""
+            found.append(Block(fence["language"], mark + text, self.text.count("\n", 0, fence.start("ticks")) + 1))
         return found
 
     @cached_property

@@ -8,6 +8,7 @@ import ast
 import functools
 import json
 import re
+import runpy
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -167,6 +168,9 @@ def test_every_block_has_a_form_that_is_checked(page: Page) -> None:
         assert block.language in LANGUAGES, f"{page.name}:{block.line}: a block of {block.language}; see doc_pages.py"
     fences = len(re.findall(r"^\s*(?:```|~~~)", page.text, re.M))
     assert fences == 2 * len(page.blocks), f"{page.name}: a fence is not closed, or is not ```"
+    above = sum(block.text.startswith(MARK) for block in page.blocks)
+    inside = len(re.findall(f"^\\s*```sh\n{MARK}", page.text, re.M))
+    assert page.text.count("<!-- not run") == above - inside, f"{page.name}: a mark is above no block"
     for block in page.blocks:
         marks = [line for line in block.text.splitlines() if "not run by our tests" in line]
         assert all(re.match(f"{MARK}\\w", line) and block.language == "sh" for line in marks), (
@@ -273,6 +277,17 @@ def test_no_page_holds_a_path_of_one_machine(page: Page) -> None:
     assert not found, f"{page.name}: {found}"
 
 
+def test_readme_is_short_and_its_table_is_the_planners() -> None:
+    """One screen of text. No figure of the table is written by hand: scripts/what_fits.py prints it."""
+    text, planned = (
+        Page(REPO / "README.md").text,
+        "\n".join(runpy.run_path(str(REPO / "scripts/what_fits.py"))["table"]()),
+    )
+    assert planned in text, "README.md: put in what scripts/what_fits.py prints"
+    rest = text.replace(planned, "")
+    assert (len(rest.splitlines()) <= 110, len(rest.encode()) <= 7000) == (True, True)
+
+
 def test_the_index_names_every_page() -> None:
     index = Page(REPO / "docs" / "README.md")
     named = {(index.path.parent / link.partition("#")[0]).resolve() for link in index.links()}
@@ -333,7 +348,9 @@ def test_wrong_links_paths_and_configs_are_found(parsing: Path, tmp_path: Path) 
 
 def test_a_mark_is_for_its_block_or_for_one_command(tmp_path: Path) -> None:
     page = Page(tmp_path / "page.md")
-    page.path.write_text(f"```sh\n{MARK}GPUs\na\nb \\\n  c\n```\n```sh\na\n{MARK}GPUs\nb > f\nX=1 c | d\n```\n")
+    page.path.write_text(
+        f"<!-- not run by our tests: GPUs -->\n```sh\na\nb \\\n  c\n```\n```sh\na\n{MARK}GPUs\nb > f\nX=1 c | d\n```\n"
+    )
     found = [(command.words, command.is_marked) for command in page.commands()]
     assert found == [(["a"], True), (["b", "c"], True), (["a"], False), (["b"], True), (["c"], False)]
     assert [(command.variables, command.output) for command in page.commands()][-2:] == [({}, "f"), ({"X": "1"}, "")]

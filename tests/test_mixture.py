@@ -235,7 +235,7 @@ def test_names_are_given_around_those_that_are_chosen() -> None:
 def test_how_often_sources_are_read_is_said_and_extremes_are_refused() -> None:
     mixture = Mixture([source("a", 1, 0.5), source("b", 1000, 0.5)], 1, "repeat")
     said, warnings = mixture.describe(100)
-    assert said[0].startswith("source a: 50.0000% of the rows; 1 rows, read 50.00 times")
+    assert said[0].startswith("source a: 50.0000% of the rows; 1 row, read 50.00 times")
     assert len(warnings) == 1 and warnings[0].endswith("the model will memorise it")
     with pytest.raises(UserError, match="the limit is 1,000 times: lower its weight"):
         mixture.describe(4000)

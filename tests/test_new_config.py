@@ -137,7 +137,7 @@ def test_what_the_size_cannot_suit_is_said() -> None:
     assert change["training"] == {"seq_len": 1024, "target_tokens_per_step": 8 * 1024, "epochs": 10}
     assert "10 steps, 50% padding; 1 of the documents for validation (share 10%)" in lines
     change, lines = new.sized_run(config.training, config.batch(1), rows_of([9], refused=3))
-    assert "data" not in change and "; 0 of the documents" in lines and "WARNING 3 rows are refused" in lines
+    assert "data" not in change and "; 0 of the documents" in lines and "WARNING refused: 3 rows" in lines
     _, lines = new.sized_run(config.training, config.batch(2), rows_of([1000] * 100, share=0.004))
     assert "in the first 0.4% of the data, read for 10 seconds" in lines and "32 rows of" in lines
     with pytest.raises(UserError, match="no row can be learned"):
@@ -195,7 +195,7 @@ def test_data_that_cannot_be_counted_leave_the_usual_size(run: Run) -> None:
     assert (code, err) == (0, "") and "WARNING the tokens were not counted, so the size of the run may not" in out
     assert "train.jsonl: rows have the keys a; expected messages" in out and "epochs" not in Path("x.toml").read_text()
     Path("train.jsonl").write_text('{"question": "a", "answer": "b"}\n{"question": 1, "answer": "b"}\n')
-    assert "WARNING 1 rows are refused; titan-mi100 inspect names them" in run(*options, "--output", "y.toml")[1]
+    assert "WARNING refused: 1 row; titan-mi100 inspect names them" in run(*options, "--output", "y.toml")[1]
 
 
 @pytest.mark.parametrize(

@@ -416,7 +416,7 @@ def test_what_is_easily_a_mistake_is_warned_of(tmp_path: Path) -> None:
     data = load(path, max_lost_share=1.0)
     assert [re.split("[,;]", line)[0] for line in data.facts.warnings] == [
         f"{path}: 33.3% of the rows and 92.0% of the tokens are lost to training.seq_len",
-        "1 rows have reasoning that the template leaves out",
+        "1 row with reasoning that the template leaves out",
     ]
     assert ledger(data)[1]["reason"] == "earlier reasoning left out: of 1 turns, by the template"
     assert not load(path, earlier_thinking="unroll", overlong="split").facts.warnings

@@ -121,7 +121,7 @@ def test_a_spike_is_logged_with_its_rows_and_skipped_where_that_is_asked_for(
     assert "far above the steps before (0.85 is the limit)" in caplog.text
     assert run.progress.skipped_steps == run.progress.skipped_spikes == skips
     log_where_everything_is(tmp_path, run.config, run.progress, 2)
-    assert (f"1 steps were skipped: their loss was a spike; rows: {tmp_path}/loss_spikes.csv" in caplog.text) == skips
+    assert (f"skipped 1 step: the loss was a spike; rows: {tmp_path}/loss_spikes.csv" in caplog.text) == skips
     assert "nonfinite_rows.csv" not in caplog.text
     assert ("was skipped on all ranks" if skips else "updated all the same") in caplog.text
     assert list(csv.reader((tmp_path / "loss_spikes.csv").open())) == [["2", "rows.jsonl", str(result.first_row)]]

@@ -70,7 +70,7 @@ def test_the_ranks_agree_in_one_collective_per_step(world: World, monkeypatch: p
 
 def test_much_padding_is_warned_of(world: World, caplog: pytest.LogCaptureFixture) -> None:
     factors = "local_batch_size x gradient_accumulation_steps x data-parallel ranks"
-    said = f"the data fill 1 rows, a step has 2 ({factors}): 50% of an epoch is padding"
+    said = f"the data fill 1 row, a step has 2 ({factors}): 50% of an epoch is padding"
     for rows, told in ((6, []), (5, []), (1, [said])):
         caplog.clear()
         opened(world, rows=rows)

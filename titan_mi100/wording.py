@@ -42,6 +42,11 @@ def as_key(name: str) -> str:
     return shortened(repr(name)[1:-1])
 
 
+def plural(number: int, what: str) -> str:
+    """A number with its noun: "1 row", "2,000 rows"."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
 def some(names: Iterable[object], most: int = 8) -> str:
     """The first `most` names, and the number of the others: "a, b and 3 more"."""
     shown = [shortened(str(name), 500) for name in names]

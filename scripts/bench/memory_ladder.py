@@ -1,6 +1,6 @@
 """Peak memory per card of Qwen3-8B (or another size) on two cards, and how much each technique saves.
 
-Each of the first rows adds one technique to the rows above it. Each row "instead: ..." is an alternative of its own.
+Each of the first rows adds one technique to the rows above it. Each of the others is an alternative of its own.
 The first three of these have the weights, optimizer state and reduction of the row "+ gradients reduced in bf16". The
 peak is counted by category on fake tensors (titan_mi100/tools/rehearsal/counter.py), not measured on a GPU.
 --png draws it (needs matplotlib).
@@ -28,21 +28,21 @@ STEPS: list[tuple[str, dict[str, dict[str, Any]]]] = [
     ("+ recompute everything", {"activation_checkpoint": {"mode": "full"}}),
     ("+ AdamW state in 8 bits", {"optimizer": {"state": "8bit"}}),
     ("+ weights in 24 bits", {"optimizer": {"state": "8bit", "master": "24bit"}}),
-    ("+ weights in bf16 instead (stochastic rounding)", {"optimizer": _BF16}),
+    ("+ weights in bf16 in place of 24 bits (stochastic rounding)", {"optimizer": _BF16}),
     ("+ gradients reduced in bf16", {"training": {"mixed_precision_reduce": "bfloat16"}}),
 ]
 WAYS: list[tuple[str, dict[str, dict[str, Any]]]] = [
-    ("instead: pipeline of 2", {"optimizer": _BF16, "parallelism": {"pipeline_parallel_degree": 2}}),
+    ("a pipeline of 2 in place of FSDP2", {"optimizer": _BF16, "parallelism": {"pipeline_parallel_degree": 2}}),
     (
-        "instead: FSDP2, gradients and state on the host",
+        "FSDP2 with gradients and state on the host",
         {"optimizer": _BF16, "memory": {"offload": "optimizer"}},
     ),
     (
-        "instead: FSDP2, weights, gradients and state on the host",
+        "FSDP2 with weights, gradients and state on the host",
         {"optimizer": _BF16, "memory": {"offload": "weights"}},
     ),
-    ("instead: LoRA, rank 16", {"lora": {"rank": 16}}),
-    ("instead: QLoRA, rank 16", {"lora": {"rank": 16, "base": "nf4"}}),
+    ("LoRA of rank 16 in place of all weights", {"lora": {"rank": 16}}),
+    ("QLoRA of rank 16 in place of all weights", {"lora": {"rank": 16, "base": "nf4"}}),
 ]
 
 

@@ -32,7 +32,7 @@ from titan_mi100.text.assets import VARIABLES
 from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer, tokenizer_files
-from titan_mi100.wording import shortened, some
+from titan_mi100.wording import plural, shortened, some
 
 _PACKAGE = Path(__file__).parents[1]
 _CODE = ("data/[!.]*.py", "text/[!.]*.py", "files/templates.py", "wording.py")
@@ -243,7 +243,7 @@ def _pack(tokens: _Tokens, chosen: np.ndarray, seq_len: int, together: int) -> P
     """Pack the documents of a set. Args: chosen: (records,) bool, the records in the set."""
     documents = np.flatnonzero(chosen[tokens.records])
     if len(documents) > _MANY_DOCUMENTS:
-        log.info(f"packing {len(documents):,} documents into rows of {seq_len:,} tokens")
+        log.info(f"packing {plural(len(documents), 'document')} into rows of {seq_len:,} tokens")
     packing = pack_together(np.diff(tokens.starts)[documents], seq_len, together)
     return Packing(packing.starts, documents[packing.documents])
 
@@ -290,7 +290,7 @@ def _thinking_default(ledger: Ledger, chosen: np.ndarray, given: bool | None) ->
     if not without + with_it:
         return given, []
     thinks = with_it >= without if given is None else given
-    counts = f"{without:,} rows answer without thinking, {with_it:,} with it"
+    counts = f"rows that answer without thinking: {without:,}, with it: {with_it:,}"
     return thinks, [f"prompts: {counts}; generation and evaluation will set enable_thinking = {str(thinks).lower()}"]
 
 
@@ -324,6 +324,6 @@ def _format_lines(sources: Sequence[Source], config: DataConfig) -> list[str]:
 
 def _describe(count: SetFacts, seq_len: int) -> str:
     return (
-        f"{count.documents:,} documents, {count.tokens:,} tokens, {count.supervised:,} supervised, "
-        f"in {count.rows:,} rows of {seq_len} ({count.tokens / (count.rows * seq_len):.1%} real)"
+        f"{plural(count.documents, 'document')}, {plural(count.tokens, 'token')}, {count.supervised:,} supervised, "
+        f"in {plural(count.rows, 'row')} of {seq_len} ({count.tokens / (count.rows * seq_len):.1%} real)"
     )

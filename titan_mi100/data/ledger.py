@@ -25,7 +25,7 @@ from titan_mi100.data.files import BLANK, BOM, BROKEN_ARRAY, CRLF, label
 from titan_mi100.data.strict_json import listed
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import copy
-from titan_mi100.wording import some
+from titan_mi100.wording import plural, some
 
 LEDGER, REFUSED_LEDGER = "ledger.csv", "ledger.refused.csv"  # in a run folder
 _SHOWN, _SHOWN_OF_A_KIND = 20, 5  # bad records listed in a message, in all and per kind; the others are counted
@@ -154,8 +154,8 @@ class Ledger:
     def summary(self) -> list[str]:
         """Lines for the log: totals, one line for each status other than kept that occurs, and the ignored keys."""
         statuses, tokens = self.records["status"], self.records["tokens"]
-        read = f"{len(statuses):,} rows read, {int(tokens.sum()):,} tokens"
-        lines = [f"ledger: {read}; {np.count_nonzero(statuses == KEPT):,} rows kept"]
+        read = f"{plural(len(statuses), 'row')} read, {plural(int(tokens.sum()), 'token')}"
+        lines = [f"ledger: {read}; {plural(int(np.count_nonzero(statuses == KEPT)), 'row')} kept"]
         for status, name in enumerate(STATUSES):
             of_status = np.flatnonzero(statuses == status)
             if not of_status.size or status == KEPT:
@@ -163,11 +163,10 @@ class Ledger:
             reasons = _top_kinds(self._count_kinds(of_status), 4)
             if status == DUPLICATE:
                 left_out, train, validation = np.bincount(self.records["set"][of_status], minlength=len(_SETS)).tolist()
-                used = {"left out": left_out, "trained on again": train, "validation": validation}
+                used = {"left out": left_out, "repeated in training": train, "repeated in validation": validation}
                 reasons = ", ".join(f"{name}: {number:,}" for name, number in used.items() if number)
             first = f", the first at {self.where(of_status[0])}" if status in (DROPPED, DUPLICATE, REJECTED) else ""
-            plural = "s" * (len(of_status) != 1)
-            line = f"  {name}: {len(of_status):,} row{plural}, {int(tokens[of_status].sum()):,} tokens"
+            line = f"  {name}: {plural(len(of_status), 'row')}, {plural(int(tokens[of_status].sum()), 'token')}"
             lines.append(line + (f" ({reasons}{first})" if reasons or first else ""))
         kept = statuses == KEPT
         if shared := int(self.records["shared"][kept].sum()):
@@ -238,7 +237,7 @@ class Ledger:
         for kind, (what, remedy) in _WARNED.items():
             if count := kinds.get(kind, 0):
                 first = self.where(np.flatnonzero(self.records["kind"] == self._kinds.index(kind))[0])
-                lines.append(f"{count:,} rows have {what}, the first at {first}; {remedy}")
+                lines.append(f"{plural(count, 'row')} with {what}, the first at {first}; {remedy}")
         return lines
 
     def write(self, path: Path) -> None:

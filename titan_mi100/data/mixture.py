@@ -17,6 +17,7 @@ from titan_mi100.data.mixture_schedule import RowSchedule, shares_of
 from titan_mi100.data.prepared import PADDING_ROW, SourceRows
 from titan_mi100.data.rows import Row
 from titan_mi100.errors import UserError
+from titan_mi100.wording import plural
 
 _MANY_EPOCHS, _TOO_MANY_EPOCHS = 10, 1000  # epochs of a source in a run: more are warned of, or refused
 
@@ -157,8 +158,8 @@ class Mixture:
         consumed, period = consumed_at(segment, self._seed, stop), sum(segment.shares.values())
         for key, source in self.sources.items():
             times = consumed[key] / len(source.rows)
-            line = f"{source.name}: {segment.shares[key] / period:.4%} of the rows; {len(source.rows):,} rows, "
-            line += f"{_times(times)} by the end of the run"
+            line = f"{source.name}: {segment.shares[key] / period:.4%} of the rows; "
+            line += f"{plural(len(source.rows), 'row')}, {_times(times)} by the end of the run"
             said.append(f"source {line}")
             if times > _TOO_MANY_EPOCHS:
                 raise UserError(f"{line}; the limit is {_TOO_MANY_EPOCHS:,} times: lower its weight, or leave it out")

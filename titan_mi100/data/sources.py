@@ -9,6 +9,7 @@ from titan_mi100.data.corpus import Corpus, CorpusRows, read_corpus
 from titan_mi100.data.prepared import DataFacts, Prepared, SetFacts, SourceRows
 from titan_mi100.data.sets import HELD_OUT, file_sources, set_name
 from titan_mi100.errors import UserError
+from titan_mi100.wording import plural
 
 
 def open_sources(config: DataConfig, files: Prepared | None, tokenizer: str, seq_len: int) -> Prepared:
@@ -74,7 +75,8 @@ def _open_corpus(
     # Everything that decides the content of row number n belongs into this fingerprint.
     own = hashlib.sha256(f"{fingerprint} {seq_len} {len(kept)} {form}".encode()).hexdigest()
     all_documents, all_tokens = sum(corpus.documents), sum(corpus.tokens)
-    found, said = list[SourceRows](), f"{source.name}: corpus of {all_documents:,} documents, {all_tokens:,} tokens"
+    found = list[SourceRows]()
+    said = f"{source.name}: corpus of {plural(all_documents, 'document')}, {all_tokens:,} tokens"
     for rows, words in ((kept, "to train on"), (held_out, "to validate on")):
         if rows:
             view = CorpusRows(folder, corpus, seq_len, rows, config.concatenate)
@@ -84,7 +86,7 @@ def _open_corpus(
             supervised = max(0, view.tokens - documents - len(rows))
             counts = SetFacts(documents, view.tokens, supervised, supervised_bytes=0, rows=len(rows))
             found.append(SourceRows(source.name, view, counts, own))
-            said += f", {len(rows):,} rows of {seq_len:,} {words}"
+            said += f", {plural(len(rows), 'row')} of {seq_len:,} {words}"
     made_of = {f"corpus {source.name}": own}
     facts = DataFacts(seq_len, corpus.pad_id, corpus.n_vocab, corpus.tokenizer, [], own, [], made_of, {}, [said], [])
     return found, facts

@@ -20,6 +20,7 @@ from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World, raise_together, same_on_all_ranks
 from titan_mi100.run.progress import Progress
 from titan_mi100.watch.heartbeat import START, WATCHED, Heartbeat
+from titan_mi100.wording import plural
 
 _PATIENCE = 24  # times watchdog.start_seconds
 
@@ -89,9 +90,9 @@ def keep_global_batch(config: Config, world: World, manifest: dict[str, Any]) ->
 def log_layout(layout: Layout, batch: Batch, training: TrainingConfig, offload: str = "nothing") -> None:
     tokens, target = batch.global_batch_size * training.seq_len, training.target_tokens_per_step
     log.info(
-        f"layout: {layout.describe()}; a step is {batch.global_batch_size} rows = local_batch_size "
-        f"{batch.local_batch_size} x accumulation {batch.gradient_accumulation_steps} x {batch.dp_degree} ranks, "
-        f"{tokens:,} tokens"
+        f"layout: {layout.describe()}; a step is {plural(batch.global_batch_size, 'row')} = local_batch_size "
+        f"{batch.local_batch_size} x accumulation {batch.gradient_accumulation_steps} x "
+        f"{plural(batch.dp_degree, 'rank')}, {tokens:,} tokens"
     )
     if 0 < 1.5 * target < tokens:  # more than rounding can explain
         log.warning(f"target_tokens_per_step = {target:,}: one forward on all ranks has more; lower local_batch_size")

@@ -37,6 +37,7 @@ from titan_mi100.run.next_commands import after_run, shown_path
 from titan_mi100.run.progress import Progress
 from titan_mi100.run.sinks import Explanation, open_sinks
 from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.wording import plural
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
@@ -162,9 +163,9 @@ def log_where_everything_is(folder: Path, config: Config, progress: Progress, st
     checkpoints = list_checkpoints(folder / "checkpoint")
     spikes = progress.skipped_spikes
     if count := progress.skipped_steps - spikes:
-        log.warning(f"{count} steps were skipped: loss or gradients not finite; rows: {folder / FILE}")
+        log.warning(f"skipped {plural(count, 'step')}: loss or gradients not finite; rows: {folder / FILE}")
     if spikes:
-        log.warning(f"{spikes} steps were skipped: their loss was a spike; rows: {folder / SPIKES}")
+        log.warning(f"skipped {plural(spikes, 'step')}: the loss was a spike; rows: {folder / SPIKES}")
     log.info(f"done. Everything is in {shown_path(folder)}:")
     log.info(f"  checkpoint/   {', '.join(path.name for path in checkpoints)}")
     if config.checkpoint.export_hf:

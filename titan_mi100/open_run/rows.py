@@ -9,6 +9,7 @@ from titan_mi100.data.prepared import Prepared
 from titan_mi100.errors import UserError
 from titan_mi100.log import log
 from titan_mi100.run.progress import Progress
+from titan_mi100.wording import plural
 
 _MUCH_PADDING = 0.2  # share of an epoch's rows
 
@@ -24,7 +25,7 @@ def open_rows(
     [source] = data.sources
     rows = ShuffledEpochs(source.rows, seed, size, source.fingerprint, epochs)
     if (padding := 1 - len(source.rows) / rows.rows_per_epoch) > _MUCH_PADDING:
-        what = f"the data fill {len(source.rows):,} rows, a step has {size:,}"
+        what = f"the data fill {plural(len(source.rows), 'row')}, a step has {size:,}"
         keys = "training.target_tokens_per_step" if training.target_tokens_per_step else "the rows of a step"
         factors = "local_batch_size x gradient_accumulation_steps x data-parallel ranks"
         more = ", which a pipeline computes like rows" * is_pipeline

@@ -36,6 +36,7 @@ from titan_mi100.planning.plan import GIB, Plan, make_plan, with_settings
 from titan_mi100.run.next_commands import command
 from titan_mi100.shapes.families import read_hf_config
 from titan_mi100.text.assets import has_tokenizer
+from titan_mi100.wording import plural
 
 Change = dict[str, dict[str, Any]]  # section -> key -> value
 
@@ -257,11 +258,12 @@ def sized_run(training: TrainingConfig, batch: Batch, found: Survey) -> tuple[Ch
         change |= {"data": {"validation_fraction": share}, "validation": {"freq": -(-size.steps // 5)}}
     read = "" if found.share == 1 else f" in the first {found.share:.1%} of the data, read for {_SECONDS:.0f} seconds"
     lines = [
-        f"counted: {documents:,} documents of {int(found.lengths.sum()):,} tokens{read}",
-        f"chosen for them: {size.step} rows of {size.seq_len:,} tokens in a step, {size.epochs} epochs: {size.steps:,} "
-        f"steps, {size.padding:.0%} padding; {held_out[share]:,} of the documents for validation (share {share:.0%})",
+        f"counted: {plural(documents, 'document')} of {int(found.lengths.sum()):,} tokens{read}",
+        f"chosen for them: {plural(size.step, 'row')} of {size.seq_len:,} tokens in a step, "
+        f"{plural(size.epochs, 'epoch')}: {plural(size.steps, 'step')}, {size.padding:.0%} padding; "
+        f"{held_out[share]:,} of the documents for validation (share {share:.0%})",
     ]
-    lines += [f"WARNING {found.refused:,} rows are refused; titan-mi100 inspect names them"] * (found.refused > 0)
+    lines += [f"WARNING refused: {plural(found.refused, 'row')}; titan-mi100 inspect names them"] * (found.refused > 0)
     if end := found.own_end:
         lines.append(f"a base model: its eos_token ends no turn, {end} does, which such a model has hardly trained")
         lines.append("with few rows or LoRA start from the chat model (docs/HF.md, Base models)")

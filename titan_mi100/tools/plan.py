@@ -24,7 +24,7 @@ from titan_mi100.planning.device import NAMES, find_card, positive, positive_flo
 from titan_mi100.planning.memory import CATEGORIES
 from titan_mi100.planning.plan import ABOVE, BELOW, EFFICIENCY, GIB, Plan, make_plan, remedy, search
 from titan_mi100.tools import rehearse
-from titan_mi100.wording import bytes_in_words, duration_in_words
+from titan_mi100.wording import bytes_in_words, duration_in_words, plural
 
 _SHOWN = 10  # layouts that --search prints
 
@@ -64,8 +64,9 @@ def _lines(plan: Plan, gpu: Gpu, tokens: float) -> list[str]:
     layout, batch = plan.config.layout(plan.ranks), plan.config.batch(plan.ranks)
     found = [
         f"{plan.ranks} x {gpu.name}, {plan.card / GIB:.1f} GiB each: {layout.describe()}",
-        f"a step: {batch.global_batch_size} rows of {plan.config.training.seq_len} tokens, {plan.tokens:,} tokens; "
-        f"{batch.gradient_accumulation_steps} forwards of {batch.local_batch_size} rows",
+        f"a step: {plural(batch.global_batch_size, 'row')} of {plan.config.training.seq_len} tokens, "
+        f"{plan.tokens:,} tokens; {plural(batch.gradient_accumulation_steps, 'forward')} of "
+        f"{plural(batch.local_batch_size, 'row')}",
         "",
         f"{'GiB at the peak':<22}" + "".join(f"{_column(plan, n):>12}" for n in range(len(plan.memory))),
     ]

@@ -24,7 +24,7 @@ from titan_mi100.planning.memory import CATEGORIES
 from titan_mi100.planning.plan import GIB, make_plan, remedy, with_unseen
 from titan_mi100.planning.scaling import EFFICIENCY, StepTime, step_of
 from titan_mi100.planning.traffic import by_axis
-from titan_mi100.wording import bytes_in_words
+from titan_mi100.wording import bytes_in_words, plural
 
 if TYPE_CHECKING:
     from titan_mi100.tools.rehearsal.session import Rehearsed
@@ -114,8 +114,9 @@ def _lines(
     heading = "".join(f"{f'rank {rehearsed.rank}':>14}" for rehearsed in found)
     lines = [
         f"{ranks} x {gpu.name}, {card / GIB:.1f} GiB each, {gpu.per_node} a node: {layout.describe()}",
-        f"a step: {batch.global_batch_size:,} rows, {batch.global_batch_size * seq_len:,} tokens; "
-        f"{batch.gradient_accumulation_steps} forwards of {batch.local_batch_size} rows of {seq_len:,}",
+        f"a step: {plural(batch.global_batch_size, 'row')}, {batch.global_batch_size * seq_len:,} tokens; "
+        f"{plural(batch.gradient_accumulation_steps, 'forward')} of "
+        f"{plural(batch.local_batch_size, 'row')} of {seq_len:,}",
         "",
         f"{'GiB at the peak':<22}{heading}",
     ]

@@ -110,7 +110,10 @@ def _plan(run: dict[str, Any]) -> str:
         planned = f"{least / _GIB:.2f} to {most / _GIB:.2f}"
         rows.append(("Memory, GiB", planned, _formatted(early, ".2f"), f"{peak['max']:.2f} (peak)" if peak else ""))
         if not plan["card"] and early is not None:
-            notes.append("Measured early: without what the process held before the model. The whole run: with it.")
+            notes.append(
+                "The early figure leaves out what the process held before it built the model. "
+                "The figure of the whole run includes it."
+            )
     for name, key, in_run, form in (
         ("Time of a step, s", "step_seconds", "seconds", ".3g"),
         ("MFU", "mfu", "mfu", ".1%"),

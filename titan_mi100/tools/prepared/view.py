@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from titan_mi100.tools.pages.document import html_document
 from titan_mi100.tools.prepared.report import visible
-from titan_mi100.wording import printable
+from titan_mi100.wording import plural, printable
 
 
 class Piece(NamedTuple):
@@ -88,12 +88,13 @@ def report_lines(report: dict[str, Any], table: bool) -> Iterator[Line]:
     yield from ([Piece(line["says"])] for line in report.get("where", []))
     for row in report["shown"]:
         real = len(row["id"]) - row["padding"]
-        yield _heading(f"row {row['row']} of {report['set']}: {len(row['documents'])} documents, {real:,} tokens")
+        documents = plural(len(row["documents"]), "document")
+        yield _heading(f"row {row['row']} of {report['set']}: {documents}, {plural(real, 'token')}")
         yield [Piece("supervised: "), Piece("so", "supervised")]
         start = 0
         for place, document in enumerate(row["documents"]):
             inside = range(start, start := start + document["tokens"])
-            count = f"{document['tokens']:,} tokens, {document['supervised']:,} supervised"
+            count = f"{plural(document['tokens'], 'token')}, {document['supervised']:,} supervised"
             role = document["role"]
             name = f"pair {place // 2}, {role}" if role else f"document {place}"
             if role:
