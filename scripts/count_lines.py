@@ -36,7 +36,7 @@ CORE = (
     ),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )
-BUDGETS = {"core": 8985, "titan_mi100": 23840, "scripts": 1850}  # lines of code
+BUDGETS = {"core": 9010, "titan_mi100": 23865, "scripts": 1850}  # lines of code
 FOLDERS = {  # the same, of folders in titan_mi100/ with all below them
     "attention": 935, "checkpoint": 710, "config": 1900, "data": 3280, "device": 105, "files": 1045, "generation": 275,
     "launch": 1470, "model": 1140, "objectives": 45, "open_run": 705, "optim": 615, "parallel": 1095, "planning": 750,
