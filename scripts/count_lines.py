@@ -40,7 +40,7 @@ BUDGETS = {"core": 9530, "titan_mi100": 24570, "scripts": 1850}  # lines of code
 FOLDERS = {  # the same, of folders in titan_mi100/ with all below them
     "attention": 935, "checkpoint": 710, "config": 1900, "data": 3280, "device": 105, "files": 1047, "generation": 275,
     "launch": 1470, "model": 1375, "objectives": 45, "open_run": 715, "optim": 615, "parallel": 1110, "planning": 752,
-    "run": 1380, "shapes": 937, "text": 1360, "tools": 4100, "watch": 690, "weights": 1115,
+    "run": 1385, "shapes": 937, "text": 1360, "tools": 4100, "watch": 690, "weights": 1115,
 }  # fmt: skip
 BUDGETS |= {f"titan_mi100/{folder}": budget for folder, budget in FOLDERS.items()}
 LONG_FUNCTION, LONG_FILE = 80, 450  # lines above which a function or a file is named, as a reason to look at it
