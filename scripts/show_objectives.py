@@ -4,8 +4,8 @@
 
 preferences: a model learns sums from data in which most carries are forgotten, then from pairs of a right answer and
 one without the carry; exact match on sums that it has not seen, before and after. distillation: a model of 10M
-parameters learns the pages of docs/; one of 3M learns them from its distributions or from the text alone, in as many
-steps; validation loss of both.
+parameters learns the pages of docs/; one of 3M learns a quarter of them from its distributions or from the text alone,
+in as many steps; loss of both on pages that no one has learned.
 """
 
 import argparse
@@ -44,6 +44,9 @@ def train(folder: Path, **settings: object) -> Path:
 
 
 def write(path: Path, rows: list[dict]) -> Path:
+    """Rows as JSONL; a file that is there stays: the pages change, and a run goes on with its own."""
+    if path.exists():
+        return path
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
@@ -65,8 +68,13 @@ def preferences(out: Path, seed: int) -> tuple[float, float]:
     ]
     tested, common = write(out / "test.jsonl", test), {"training.seed": seed, "training.local_batch_size": 2}
     first = train(out / "sft", **common, **{"data.path": write(out / "sums.jsonl", sums), "training.steps": 1000})
-    more = {"objective.name": "preference", "checkpoint.initial_load_path": first, "optimizer.lr": 2e-4}
-    more |= {"data.path": write(out / "pairs.jsonl", pairs), "training.steps": 100}
+    more = {
+        "objective.name": "preference",
+        "checkpoint.initial_load_path": first,
+        "optimizer.lr": 3e-5,
+        "objective.sft_weight": 0.2,
+    }
+    more |= {"data.path": write(out / "pairs.jsonl", pairs), "training.steps": 60}
     second = train(out / "dpo", **common, **more)
     return exact_match(first, tested), exact_match(second, tested)
 
@@ -87,24 +95,30 @@ def distillation(out: Path, seed: int) -> tuple[float, float]:
     """Validation loss of the student that learns from the text alone, and of the one that learns from the teacher."""
     texts = [part for page in sorted((REPO / "docs").glob("*.md")) for part in page.read_text().split("\n\n")]
     rows = [{"text": "\n\n".join(texts[start : start + 8])} for start in range(0, len(texts), 8)]
-    data = write(out / "pages.jsonl", rows)
+    held_out, rows = rows[::8], [row for place, row in enumerate(rows) if place % 8]
+    folder = out.parent  # one teacher for all seeds
+    every, few = write(folder / "pages.jsonl", rows), write(folder / "few.jsonl", rows[::4])
     common = {
-        "data.path": data, "data.validation_fraction": 0.1, "data.overlong": "split", "training.seed": seed,
-        "training.local_batch_size": 4, "optimizer.lr": 2e-3, "model.flavor": "", "checkpoint.export_hf": "true",
+        "data.validation_path": write(folder / "held_out.jsonl", held_out), "data.validation_fraction": 0,
+        "data.overlong": "split", "training.local_batch_size": 4, "optimizer.lr": 2e-3, "model.flavor": "",
     }  # fmt: skip
-    big = random_model(out / "big", 384, 1152, 5, seed)
+    big = random_model(folder / "big", 384, 1152, 5, 0)
+    teacher = train(
+        folder / "teacher", **common,
+        **{"data.path": every, "training.steps": 250, "checkpoint.initial_load_path": big})  # fmt: skip
     small = random_model(out / "small", 256, 512, 3, seed)
-    teacher = train(out / "teacher", **common, **{"training.steps": 300, "checkpoint.initial_load_path": big})
-    wanted = {**common, "training.steps": 150, "checkpoint.initial_load_path": small}
+    wanted = {**common, "data.path": few, "training.seed": seed, "training.steps": 150}
+    wanted |= {"checkpoint.initial_load_path": small}
     alone = train(out / "alone", **wanted)
-    student, folder = out / "student.toml", out / "answers"
+    student, answers = out / "student.toml", folder / "answers"
     student.write_text(
-        f'base = "{REPO}/train_configs/debug.toml"\n[data]\npath = "{data}"\nvalidation_fraction = 0.1\n'
-        f'overlong = "split"\n[training]\nlocal_batch_size = 4\nseed = {seed}\n'
+        f'base = "{REPO}/train_configs/debug.toml"\n[data]\npath = "{few}"\nvalidation_fraction = 0.0\n'
+        f'validation_path = "{folder}/held_out.jsonl"\noverlong = "split"\n[training]\nlocal_batch_size = 4\n'
     )
-    if not (folder / "run_state.json").exists():
-        run("teach", "--job.config_file", student, "--model", teacher, "--top_k", 32, "--nproc_per_node", 1)
-    distilled = {"objective.name": "distill", "objective.teacher": folder, "objective.teacher_weight": 0.7}
+    if not (answers / "run_state.json").exists():
+        given = {"job.config_file": student, "model": teacher, "out": answers, "top_k": 32, "nproc_per_node": 1}
+        run("teach", *(word for k, v in given.items() for word in (f"--{k}", v)))
+    distilled = {"objective.name": "distill", "objective.teacher": answers, "objective.teacher_weight": 0.8}
     taught = train(out / "taught", **wanted, **distilled)
     return validation_loss(alone.parent, "validation_loss"), validation_loss(taught.parent, "validation_cross_entropy")
 

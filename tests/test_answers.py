@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from titan_mi100.data.strict_json import BadRecord
 from titan_mi100.errors import Preempted, UserError
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World
+from titan_mi100.run.answers import AnswerWatch
+from titan_mi100.tools import inspect_data
 
 ASK, GOOD, BAD = "2 + 3?", "5", "6"
 USER = {"role": "user", "content": ASK}
@@ -46,6 +49,10 @@ FORMS = {
     },
     "alpaca": {"instruction": "2 +", "input": "3?", "chosen": GOOD, "rejected": BAD},
     "axolotl": {"messages": [USER], "chosen": says(GOOD), "rejected": says(BAD)},
+    "system beside a conversation": {
+        "system": "Be brief.", "chosen": [USER, says(GOOD)], "rejected": [USER, says(BAD)],
+        "chat_template_kwargs": {"enable_thinking": None},
+    },
     "orca": {"system": "Be brief.", "question": ASK, "chosen": GOOD, "rejected": BAD},
 }  # fmt: skip
 
@@ -54,7 +61,7 @@ FORMS = {
 def test_every_form_of_a_pair(form: str) -> None:
     example = choose_format("", DataConfig(), PAIRS).read_row(FORMS[form], frozenset(), Findings())
     prompt = [{"role": "user", "content": "2 +\n3?"}] if form == "alpaca" else [USER]
-    prompt = [SYSTEM, *prompt] if form == "orca" else prompt
+    prompt = [SYSTEM, *prompt] if "system" in FORMS[form] else prompt
     assert (example.messages, example.rejected) == ([*prompt, says(GOOD)], [*prompt, says(BAD)])
     assert example.idle == ""
 
@@ -84,6 +91,18 @@ REFUSED = {
     ),
     "a number": ({"prompt": ASK, "chosen": 5, "rejected": BAD}, "wrong type: chosen must be a text"),
     "a part": ({"prompt": ASK, "context": "sums", "chosen": GOOD, "rejected": BAD}, "part not read: context"),
+    "history beside a conversation": (
+        {"history": [["a", "b"]], "chosen": [USER, says(GOOD)], "rejected": [USER, says(BAD)]},
+        "part not read: history beside the conversation",
+    ),
+    "input beside messages": (
+        {"prompt": [USER], "input": "all of it", "chosen": GOOD, "rejected": BAD}, "part not read: input beside prompt",
+    ),
+    "two systems": (
+        {"system": "A", "messages": [SYSTEM, USER], "chosen": GOOD, "rejected": BAD}, "two system messages: one is",
+    ),
+    "no message": ({"prompt": ASK, "chosen": [1], "rejected": BAD}, "chosen: message 1: must be an object"),
+    "a label": (FORMS["texts"] | {"label": True}, "preference: label in a row of format pairs"),
     "by row": (
         {"prompt": ASK, "chosen": GOOD, "rejected": BAD, "chat_template_kwargs": {"enable_thinking": False}},
         "unknown key: chat_template_kwargs",
@@ -148,8 +167,8 @@ def test_answers_with_a_label(tmp_path: Path) -> None:
     data = prepared(tmp_path, rows, LABELS)
     assert isinstance(data.train, PackedDataset) and data.train.documents.labels is not None
     assert data.train.documents.labels.tolist() == [1, -1]
-    kto = [{"messages": [USER, says(GOOD)], "kto_tag": True}]
-    assert prepared(tmp_path, kto, LABELS).train_counts.documents == 1
+    kto = [{"messages": [USER, says("first"), USER, says(GOOD)], "kto_tag": False}]
+    assert texts_of(prepared(tmp_path, kto, LABELS)) == [["5<|im_end|>"]]  # the label is that of the last answer
     for row, words in (
         (rows[0] | {"label": 1}, "label must be true or false, is a number"),
         ({"prompt": ASK, "completion": GOOD}, r"expected label \(true or false\)"),
@@ -186,7 +205,8 @@ def config_of(tmp_path: Path, **more: str) -> Config:
     given = {
         "model.flavor": "debug", "model.tokenizer_path": str(ASSETS / "tokenizer"), "data.path": str(path),
         "data.cache_folder": str(tmp_path / "cache"), "data.validation_fraction": "0.2", "training.seq_len": "64",
-        "training.steps": "4", "training.mixed_precision_param": "float32", "job.run_folder": str(tmp_path / "run"),
+        "training.steps": "4", "training.gradient_accumulation_steps": "1",
+        "training.mixed_precision_param": "float32", "job.run_folder": str(tmp_path / "run"),
         "objective.name": "preference", "metrics.enable_tensorboard": "false", "training.local_batch_size": "2", **more,
     }  # fmt: skip
     return load_config([word for key, value in given.items() for word in (f"--{key}", value)], 1)
@@ -200,7 +220,7 @@ def folder_of(config: Config) -> Path:
 def test_a_reference_is_made_once_goes_on_after_a_stop_and_is_refused_if_stale(
     full: bool, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answer_store, "_MOST_ROWS", 3)
+    monkeypatch.setattr(answer_store, "_ROWS_OF_A_PART", 3)
     config = config_of(tmp_path)
     folder, stops = folder_of(config), iter([False, False, True])
     with pytest.raises(Preempted, match=r"the reference is complete in 2 of [0-9]+ parts, which are kept"):
@@ -219,6 +239,8 @@ def test_a_reference_is_made_once_goes_on_after_a_stop_and_is_refused_if_stale(
     again = open_run(config, world, folder)  # resumes at step 2; the reference is that of step 0
     assert again.step().loss == straight
     again.close()
+    with pytest.raises(UserError, match=r"differs from it: objective.beta \(0.1, now 0.3\)"):
+        open_run(config_of(tmp_path, **{"objective.beta": "0.3"}), world, folder)
     for change, words in (({"weights": "x"}, "other weights"), ({"tokens": "x"}, "other rows"))[: 2 if full else 1]:
         about = folder / "reference" / "store.json"
         before = about.read_text()
@@ -280,3 +302,46 @@ def test_settings_that_do_not_fit_each_other(case: str, tmp_path: Path) -> None:
         str(refused.value).replace("[objective] ", "objective.").replace("[data] ", "data.").replace("[lora] ", "lora.")
     )
     assert words.replace(": ", " ", 1) in told or words in told, told
+
+
+def measured(accuracy: float, chosen: float, margin: float, *kl: float) -> Any:
+    names = ("accuracy", "reward_chosen", "margin", "kl")
+    return SimpleNamespace(skipped=False, measures=dict(zip(names, (accuracy, chosen, margin, *kl), strict=False)))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ((1.0, 0.1, 0.1), "every pair was right within three steps"),
+        ((0.7, -0.6, 0.2, 1.0), "the chosen answers have become less likely (reward -0.57"),
+        ((0.9, 0.1, 25.0), "the margin is 24: nearly all pairs are learned"),
+        ((0.9, 0.1, 1.0, 1.0), ""),
+        ((0.9, -2.0, 1.0), ""),  # without a reference the reward is a level, not a change
+    ],
+)
+def test_a_run_warns_once_of_what_goes_wrong(
+    values: tuple[float, ...], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = AnswerWatch()
+    for step in range(1, 60):
+        watch.after_step(step, measured(0.5, 0.0, 0.0) if step == 1 else measured(*values))
+    said = [record.message for record in caplog.records]
+    assert len(said) == bool(words) and all(words in message for message in said)
+
+
+def arguments_of(config: Config) -> list[str]:
+    folder, (path,) = config.tokenizer_path(), config.data.path
+    given = {"model.flavor": "debug", "model.tokenizer_path": folder, "data.path": path, "training.seq_len": "64"}
+    given["objective.name"] = "preference"
+    return [word for key, value in given.items() for word in (f"--{key}", value)]
+
+
+def test_the_data_page_shows_both_answers_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = arguments_of(config_of(tmp_path))
+    assert inspect_data.main([*given, "--row", "0"]) == 0
+    text = capsys.readouterr().out
+    assert "── pair 0, chosen: " in text and "── pair 0, rejected: " in text
+    assert inspect_data.main([*given, "--html", str(tmp_path / "page.html")]) == 0
+    html = (tmp_path / "page.html").read_text()
+    assert html.count('<div class="pair"><div>') == html.count("</div></div>") > 0
+    assert "one copy of each would save" in html

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from titan_mi100.attention.base import Documents
-from titan_mi100.model.delta_rule import causal_convolution, delta_rule, document_ids, recurrence
+from titan_mi100.model.delta_rule import _Chunks, causal_convolution, delta_rule, document_ids, recurrence
 from titan_mi100.shapes import delta_rule as costs
 from titan_mi100.shapes.delta_rule import DeltaRuleCost
 
@@ -207,6 +207,16 @@ def test_a_prompt_in_pieces_and_token_by_token() -> None:
             outs.append((out, tap))
             start += length
         assert_near([*(torch.cat(y, 1) for y in zip(*outs, strict=True)), state], [whole, smooth, after])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fast_decays_leave_no_tiny_numbers(dtype: torch.dtype) -> None:
+    """Products of them are denormal numbers, which take a CPU a hundred times as long."""
+    (q, k, v, g, beta, _), _, ids = case([300], "alike").to(dtype)
+    g = -torch.linspace(0.5, 30, 4).to(dtype).expand_as(g)
+    chunks = _Chunks.of(64, ids[:, :1], ids, q, k, v, g, beta)
+    for x in (chunks.decay, chunks.entry, chunks.inverse):
+        assert not ((x != 0) & (x.abs() < torch.finfo(dtype).eps ** 2)).any()
 
 
 def test_one_graph_for_any_documents() -> None:

@@ -9,21 +9,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, random_documents, torchrun
+from conftest import ASSETS, REPO, random_documents, torchrun
 from gloo.job_answers import data_of, recorded
 from gloo.job_parity import open_split, run_split
 from test_model import reference as transformers_model
 from torch import Tensor
 
+from titan_mi100.config.as_text import to_toml
+from titan_mi100.config.load import load_config
+from titan_mi100.config.settings import Config
 from titan_mi100.data import answer_store
 from titan_mi100.data.answer_store import About, AnswerStore, tokens_hash
-from titan_mi100.errors import UserError
+from titan_mi100.data.prepare import prepare_run
+from titan_mi100.errors import Preempted, UserError
 from titan_mi100.losses import log_of_rest
 from titan_mi100.model.loss import HeadMemory, likeliest, of_labels, token_losses
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.open_run.answers import open_teacher
+from titan_mi100.open_run.answers import teach as write_teacher
+from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.qwen3 import Qwen3Spec
+from titan_mi100.tools import teach, vllm_answers
 
 SPEC = Qwen3Spec(320, 32, 48, 4, 4, 2, 8, False, rope_theta=1e4)
 SEQ_LEN, ROWS, VOCABULARY = 32, 8, 320
@@ -63,6 +70,11 @@ def write_store(folder: Path, k: int, **other: Any) -> AnswerStore:
     }  # fmt: skip
     store.write(0, arrays)
     return store
+
+
+def opened(folder: Path) -> AnswerStore:
+    data = data_of(make_case())
+    return open_teacher(folder, data, tokens_hash([data.train]))  # type: ignore[list-item]
 
 
 @cache
@@ -193,11 +205,14 @@ def test_the_likeliest_ids_of_blocks_of_the_vocabulary(memory: HeadMemory) -> No
     weight[2400] = weight[3]  # equal logits in different blocks: the least id comes first
     predicted = token_losses(hidden, weight, of_labels(torch.zeros(1, 9, dtype=torch.long), tokens), memory=memory)
     for k in (1, 20, 2500):
-        ids, log_p = likeliest(hidden, weight, tokens, predicted.best, k, memory=memory)
+        ids, log_p = likeliest(hidden, weight, tokens, predicted, k, 2500, memory=memory)
         exact = (hidden[0, tokens] @ weight.T).log_softmax(-1)
         order = exact.argsort(stable=True, dim=1, descending=True)[:, :k]
         assert (ids == order).float().mean() > 0.99  # neighbours may differ by rounding
         torch.testing.assert_close(log_p, exact.gather(1, order), rtol=1e-5, atol=1e-5)
+    ids, log_p = likeliest(hidden, weight, tokens, predicted, 100, 100, memory=memory)  # the others are padding
+    assert ids.sort(1).values.tolist() == [list(range(100))] * 3
+    torch.testing.assert_close(log_p, exact.gather(1, ids), rtol=1e-5, atol=1e-5)
 
 
 def test_a_rest_of_nothing_has_a_finite_gradient() -> None:
@@ -209,15 +224,15 @@ def test_a_rest_of_nothing_has_a_finite_gradient() -> None:
 def test_a_pass_goes_on_where_it_was_stopped_and_refuses_what_is_not_its_own(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answer_store, "_MOST_ROWS", 3)
+    monkeypatch.setattr(answer_store, "_ROWS_OF_A_PART", 3)
     store = write_store(tmp_path, 4, rows=16)
     assert store.about.parts == 6 and not store.is_complete
     with pytest.raises(UserError, match="1 of 6 parts are there; run titan-mi100 teach again: it goes on"):
-        open_teacher(tmp_path, data_of(make_case()))
+        opened(tmp_path)
     [part] = tmp_path.glob("part-*")
     for number in range(1, 6):
         store.write(number, {"documents": np.zeros(0, np.int64), "tokens": np.zeros(0, np.int64)})
-    open_teacher(tmp_path, data_of(make_case())).verify()
+    opened(tmp_path).verify()
     content = bytearray(part.read_bytes())
     content[-1] ^= 1
     part.write_bytes(bytes(content))
@@ -232,7 +247,7 @@ def test_a_pass_goes_on_where_it_was_stopped_and_refuses_what_is_not_its_own(
         other.mkdir()
         (other / "store.json").write_text(json.dumps(about))
         with pytest.raises(UserError, match=words):
-            open_teacher(other, data_of(make_case()))
+            opened(other)
         shutil.rmtree(other)
     with pytest.raises(UserError, match="holds no teacher's answers; make it of this run's data"):
         open_split(world, make_case(), split(other, 1), data=data_of(make_case()))
@@ -240,3 +255,79 @@ def test_a_pass_goes_on_where_it_was_stopped_and_refuses_what_is_not_its_own(
 
 def test_what_a_model_thinks_of_rows_on_one_process(world: World) -> None:
     assert_recorded(dict(recorded(world, make_case(), {**split(Path(), 2), "k": 6})), 6)
+
+
+def student(folder: Path, **more: str) -> Config:
+    rows = [{"prompt": f"{i} + 3?", "completion": str(i + 3)} for i in range(20)]
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {
+        "model.flavor": "debug", "model.tokenizer_path": str(ASSETS / "tokenizer"), "data.path": str(path),
+        "data.cache_folder": str(folder / "cache"), "training.seq_len": "64", "training.steps": "2",
+        "training.gradient_accumulation_steps": "1", "training.mixed_precision_param": "float32",
+        "metrics.enable_tensorboard": "false", **more,
+    }  # fmt: skip
+    return load_config([word for key, value in given.items() for word in (f"--{key}", value)], 1)
+
+
+def test_a_teacher_writes_its_folder_and_a_student_learns_from_it(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the product's own config of a pass, whose adapter changes nothing; and the folder goes on after a stop."""
+    monkeypatch.setattr(answer_store, "_ROWS_OF_A_PART", 3)
+    config, out = student(tmp_path), tmp_path / "teacher"
+    model = tmp_path / "run"
+    model.mkdir()
+    run = open_run(config, world, model)
+    run.save()
+    run.close()
+    (tmp_path / "student.toml").write_text(to_toml(config))
+    options = ["--job.config_file", str(tmp_path / "student.toml"), "--model", str(model / "checkpoint" / "step-0")]
+    path = teach._write_config(teach._parser().parse_args([*options, "--out", str(out), "--top_k", "5"]))
+    own = load_config(["--job.config_file", str(path)], 1)
+    stops = iter([False, True])
+    with pytest.raises(Preempted, match="the teacher is complete in 1 of"):
+        write_teacher(open_run(own, world, out, wants_to_stop=lambda: next(stops)))
+    write_teacher(open_run(own, world, out))
+    taught = {"objective.name": "distill", "objective.teacher": str(out)}
+    learns = student(tmp_path, **taught, **{"checkpoint.initial_load_path": str(model / "checkpoint" / "step-0")})
+    result = open_run(learns, world).step()  # the student is its own teacher
+    assert result.measures["kl"] == pytest.approx(0, abs=1e-4) and result.measures["agreement"] == 1
+    other = student(tmp_path, **taught, **{"data.loss": "all"})
+    with pytest.raises(UserError, match="was made of other rows, or other settings"):
+        open_run(other, world)
+
+
+def test_what_vllm_says_is_checked_position_by_position(tmp_path: Path) -> None:
+    config, out, ids = student(tmp_path), tmp_path / "teacher", tmp_path / "ids.jsonl"
+    vllm_answers.write_ids(config, ids)
+    lines = [json.loads(line) for line in ids.read_text().splitlines()]
+    for line in lines:  # as vLLM does: the likeliest two and, if it is another one, the id that stands there
+        best = {"7": {"logprob": -0.5}, "8": {"logprob": -1.5}}
+        line["prompt_logprobs"] = [None, *({str(t): {"logprob": -3.0}, **best} for t in line["prompt_token_ids"][1:])]
+    answers = tmp_path / "answers.jsonl"
+
+    def write(given: list[dict[str, Any]]) -> Path:
+        answers.write_text("".join(json.dumps(line) + "\n" for line in given))
+        return answers
+
+    vllm_answers.read_answers(config, write(lines), out, 2)
+    learns = student(tmp_path, **{"objective.name": "distill", "objective.teacher": str(out)})
+    data = prepare_run(learns, None)
+    store = open_teacher(out, data, tokens_hash([data.train]))  # type: ignore[list-item]
+    arrays = store.load(0)
+    assert arrays["ids"].tolist() == [[7, 8]] * int(arrays["tokens"].sum())
+    assert np.allclose(arrays["log_p"], [-0.5, -1.5])
+    shifted = {**lines[0], "prompt_logprobs": [None, *lines[0]["prompt_logprobs"][:0:-1]]}
+    for given, words in (
+        (lines[:-1], "has 19 lines, the data have 20 documents"),
+        ([*lines, lines[0]], "a line more than the data have documents"),
+        ([lines[1], *lines[1:]], r"prompt_token_ids are not those of document 0: id \d+ is"),
+        ([shifted, *lines[1:]], "lacks the id .* that stands there: the positions are not those of the ids"),
+        ([{**lines[0], "prompt_logprobs": None}, *lines[1:]], "prompt_logprobs must be a list"),
+    ):
+        with pytest.raises(UserError, match=words):
+            vllm_answers.read_answers(config, write(given), tmp_path / "other", 2)
+        shutil.rmtree(tmp_path / "other", ignore_errors=True)
+    with pytest.raises(UserError, match="a token has 3 ids; ask vLLM for prompt_logprobs = 4"):
+        vllm_answers.read_answers(config, write(lines), tmp_path / "more", 4)

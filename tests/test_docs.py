@@ -25,6 +25,7 @@ from titan_mi100.config.check import ALTERNATIVES
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import DataConfig
 from titan_mi100.config.toml_file import tomllib
+from titan_mi100.data.answers import PAIRS
 from titan_mi100.data.columns import Findings
 from titan_mi100.data.files import read_records
 from titan_mi100.data.formats import choose_format, parse_record
@@ -252,7 +253,7 @@ def test_rows_of_data_can_be_read(page: Page, tmp_path: Path) -> None:
     for block in page.blocks:
         if block.language == "jsonl":
             (path := tmp_path / "rows.jsonl").write_text(block.text, encoding="utf-8")
-            form = choose_format(str(path), DataConfig())
+            form = choose_format(str(path), DataConfig(), PAIRS if '"rejected"' in block.text else "")
             for record in read_records(str(path)):
                 form.read_row(parse_record(record), frozenset(), Findings())
 

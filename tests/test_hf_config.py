@@ -91,7 +91,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "a padding token outside": ({"pad_token_id": 311}, "pad_token_id = 311 is not in the vocabulary"),
     "a padding token of -1": ({"pad_token_id": -1}, "pad_token_id = -1 is not in the vocabulary"),
     "a padding token as a float": ({"pad_token_id": 3.0}, "pad_token_id = 3.0 is not an int or null"),
-    "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config: quantized weights are not"),
+    "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config (None): quantized weights are not"),
     "settings of a layer": ({"per_layer_config": {"0": {"hidden_act": "gelu"}}}, "per_layer_config = {"),
     "a key that is not known": ({"attention_sinks": 4}, "attention_sinks = 4 is not known here; remove it if"),
     "a false one": ({"use_qk_norm": False}, "use_qk_norm = False is not known here"),

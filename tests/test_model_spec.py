@@ -67,6 +67,7 @@ def test_presets_have_the_parameters_of_the_published_models() -> None:
                   "qwen3.5-9B": 8_953_803_264}  # fmt: skip  # as transformers counts
     published |= dict.fromkeys(("qwen3.5-27B", "qwen3.6-27B", "qwen3.8-27B"), 26_895_998_464)
     published |= dict.fromkeys(("30B-A3B", "30B-A3B-2507", "Coder-30B-A3B"), 30_532_122_624)
+    published |= dict.fromkeys(("qwen3.5-35B-A3B", "qwen3.6-35B-A3B"), 34_660_610_688)  # as transformers counts
     small = {"debug": 886_144, "qwen3.5-debug": 957_752, "moe-debug": 1_086_848}
     assert {name: parameter_count(spec) for name, spec in PRESETS.items()} == small | published
 

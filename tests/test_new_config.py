@@ -78,6 +78,17 @@ def test_options_alone_write_a_config_that_fits_and_name_the_next_commands(run: 
     assert Path("qwen3-0.6b-full.toml").exists() and Path("qwen3-0.6b-full-2.toml").exists()
 
 
+def test_pairs_of_answers_get_their_objective_a_low_rate_and_no_dropout(run: Run) -> None:
+    rows = [{"prompt": f"{i} + 1?", "chosen": str(i + 1), "rejected": str(i)} for i in range(200)]
+    Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for method, rate in (("full", 1e-6), ("lora", 1e-5)):
+        given = ("--model", "Qwen3-0.6B", "--data", "pairs.jsonl", "--cards", "1", "--memory", "32GB")
+        code, out, err = run(*given, "--method", method, "--output", f"{method}.toml")
+        assert (code, err) == (0, "") and "counted: 200 documents" in out
+        config = load_config(["--job.config_file", f"{method}.toml"], 1)
+        assert config.objective.name == "preference" and config.optimizer.lr == rate and not config.lora.dropout
+
+
 def test_a_config_that_cannot_be_written_whole_is_not_there(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of it would be taken for a config: every key that is missing has a default."""
     before, whole = resource.getrlimit(resource.RLIMIT_FSIZE), new.as_toml

@@ -31,7 +31,7 @@ def recorded(world: World, case: dict, split: dict) -> Arrays:
     data = data_of(case)
     run = open_split(world, case, {**split, "objective": {}}, data=data)
     layout, batch = run.config.layout(world.size), run.stream.batch
-    reading = Pass(run.config, world, data, layout, batch, run.stream.dp_rank)
+    reading = Pass(run.config, world, case["spec"], data, layout, batch, run.stream.dp_rank)
     return reading.read(run.model, range(2 * len(data.train)), split["k"], lambda: None)
 
 

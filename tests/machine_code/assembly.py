@@ -8,8 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-VCC, M0, EXEC, SCC, V, A = 106, 124, 126, 128, 256, 512
-_NAMED = {"vcc": (VCC, 2), "vcc_lo": (VCC, 1), "vcc_hi": (VCC + 1, 1), "m0": (M0, 1), "exec": (EXEC, 2)}
+VCC, M0, NULL, EXEC, SCC, V, A = 106, 124, 125, 126, 128, 256, 512
+_NAMED = {
+    "vcc": (VCC, 2), "vcc_lo": (VCC, 1), "vcc_hi": (VCC + 1, 1), "m0": (M0, 1), "null": (NULL, 1),
+    "exec": (EXEC, 2), "exec_lo": (EXEC, 1),
+}  # fmt: skip
 _FILES = {"s": 0, "v": V, "a": A}
 
 
@@ -24,6 +27,7 @@ class Operand:
     count: int = 1
     negative: bool = False
     absolute: bool = False
+    half: int | None = None  # 0, 1: the lower or upper half of a register, v1.l or v1.h
 
     @property
     def registers(self) -> range:
@@ -55,7 +59,20 @@ class Program:
     header: dict[str, int]
     arguments: list[tuple[int, int, str]]  # offset, bytes, kind
     cell: int  # bytes of its smallest access to memory, 2 if that is larger
+    shared_cell: int  # the same of LDS, up to 4
+    wave: Any = None  # the class of its waves, and of what watches the distances between a wave's instructions
+    hazards: Any = None
     events: list[tuple[str, int]] = field(default_factory=list)  # that something must wait for; see wait_states.py
+
+    @property
+    def lanes(self) -> int:
+        """Of a wave."""
+        return len(self.wave.all)
+
+
+def half_of(register: int, half: int) -> int:
+    """A number of its own for half of a register, which a load may write alone."""
+    return register + 1024 * (half + 1)
 
 
 def parse_operand(text: str) -> Operand:
@@ -63,8 +80,9 @@ def parse_operand(text: str) -> Operand:
     modifiers = {"negative": bool(sign), "absolute": bool(bars)}
     if body in _NAMED:
         return Operand(body, *_NAMED[body], **modifiers)
-    if found := re.fullmatch(r"([sva])(\d+)", body):
-        return Operand(body, _FILES[found[1]] + int(found[2]), **modifiers)
+    if found := re.fullmatch(r"([sva])(\d+)(?:\.([lh]))?", body):
+        half = found[3] and "lh".index(found[3])
+        return Operand(body, _FILES[found[1]] + int(found[2]), half=half, **modifiers)
     if found := re.fullmatch(r"([sva])\[(\d+):(\d+)\]", body):
         first, last = int(found[2]), int(found[3])
         return Operand(body, _FILES[found[1]] + first, last - first + 1, **modifiers)
@@ -104,5 +122,9 @@ def parse(text: str) -> Program:
     arch = re.search(r'amdgcn_target "amdgcn-amd-amdhsa--(\w+)', text)[1]  # type: ignore[index]
     found_arguments = re.findall(r"\.offset:\s+(\d+)\s+\.size:\s+(\d+)\s+\.value_kind:\s+(\w+)", text)
     arguments = [(int(offset), int(size), kind) for offset, size, kind in found_arguments]
-    cell = 1 if any(re.search(r"byte|_[bu]8$", each.name) for each in instructions) else 2
-    return Program(arch, instructions, labels, header, arguments, cell)
+    names = [each.name for each in instructions]
+    cell = 1 if any(re.search(r"^global_.*(byte|u8|b8)", name) for name in names) else 2
+    sizes = [
+        int(found[1]) // 8 for name in names if (found := re.search(r"^ds_(?:read|write|load|store).*_[bu](\d+)", name))
+    ]
+    return Program(arch, instructions, labels, header, arguments, cell, min([4, *sizes]))

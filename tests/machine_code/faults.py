@@ -14,13 +14,15 @@ from machine_code.machine import Fault
 
 
 def _swap_factors(line: str) -> str:
-    return re.sub(r"(v_mfma\S+ \S+, )(\S+), (\S+),", r"\1\3, \2,", line)
+    return re.sub(r"(v_\w?m\S+ \S+, )(\S+), (\S+),", r"\1\3, \2,", line)
 
 
 def _other_accumulator(line: str) -> str:
     """What it adds to, if that is its result, too; else the result: what it adds to then may be zeros, as the other."""
-    start, target, factors, added = re.findall(r"(v_mfma\S+ )(\S+), (.*), (\S+)", line)[0]
-    other = re.sub(r"\d+", lambda number: str(int(number[0]) ^ 4), target)
+    start, target, factors, added = re.findall(r"(v_\S+ )(\S+), (.*), (\S+)", line)[0]
+    first, last = map(int, re.findall(r"\d+", target))
+    first, count = first ^ last - first + 1, last - first
+    other = f"{target[0]}[{first}:{first + count}]"
     return f"{start}{target}, {factors}, {other}" if added == target else f"{start}{other}, {factors}, {added}"
 
 
@@ -37,14 +39,15 @@ def _other_pair(line: str) -> str:
 
 
 KINDS: dict[str, tuple[str, Callable[[str], str]]] = {  # the lines, and what becomes of one
-    "s_waitcnt removed": (r"s_waitcnt", lambda line: ""),
-    "s_waitcnt for one operation less": (r"s_waitcnt", _wait_for_less),
+    "s_waitcnt removed": (r"s_waitcnt ", lambda line: ""),
+    "s_waitcnt for one operation less": (r"s_waitcnt ", _wait_for_less),
+    "s_waitcnt_depctr removed": (r"s_waitcnt_depctr", lambda line: ""),
     "s_barrier removed": (r"s_barrier", lambda line: ""),
     "s_nop removed": (r"s_nop", lambda line: ""),
-    "MFMA: A and B exchanged": (r"v_mfma", _swap_factors),
-    "MFMA: another accumulator": (r"v_mfma", _other_accumulator),
-    "LDS: another offset": (r"ds_(read|write)_\w+ .*offset:\d+", _move_16_bytes),
-    "LDS: another second offset": (r"ds_(read|write)2\w+ .*offset1:\d+", _other_pair),
+    "matrix instruction: A and B exchanged": (r"v_(mfma|wmma)", _swap_factors),
+    "matrix instruction: another accumulator": (r"v_(mfma|wmma)", _other_accumulator),
+    "LDS: another offset": (r"ds_(read|write|load|store)_\w+ .*offset:\d+", _move_16_bytes),
+    "LDS: another second offset": (r"ds_(read2|write2|load_2|store_2)\w+ .*offset1:\d+", _other_pair),
 }
 
 

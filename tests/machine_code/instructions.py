@@ -1,35 +1,45 @@
 """Makes of each instruction a function of a wave. What is left of its options then is unknown, and an error."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from machine_code import operations
-from machine_code.assembly import EXEC, SCC, VCC, Instruction, Operand, Program, Unknown, V
-from machine_code.machine import ALL, LANES, Fault, Wave
+from machine_code.assembly import EXEC, NULL, SCC, VCC, Instruction, Operand, Program, Unknown, V, half_of
+from machine_code.machine import Fault, Wave
 from machine_code.operations import LOGIC, LOW32, LOW64, PACKED, SCALAR, VECTOR, f16, f32, f64, fma, i32, i64, u32, u64
 
 Fetch = Callable[[Wave], Any]
 Run = Callable[[Wave], bool | None]
-_LANE = np.arange(LANES)
+Make = Callable[[Instruction, Program], Run]
 
 
-def build(program: Program) -> Program:
-    """Give each instruction its function, and the registers that it reads and writes."""
+def build(program: Program, special: Mapping[str, Make] = MappingProxyType({})) -> Program:
+    """Give each instruction its function, and the registers that it reads and writes.
+
+    Args: special: how to make those that CDNA does not have.
+    """
     for instruction in program.instructions:
-        name = instruction.name
-        make = _SPECIAL.get(name) or next((make for start, make in _BY_START if name.startswith(start)), None)
         try:
-            if make is None:
-                raise Unknown("no such instruction here")
-            instruction.run = make(instruction, program.labels)
+            instruction.run = (special.get(instruction.name) or make)(instruction, program)
             instruction.touched = frozenset(instruction.reads | instruction.writes)
             if instruction.options:
                 raise Unknown(f"unknown options {instruction.options}")
+            if NULL in instruction.reads:
+                raise Unknown("null as a source")
         except (Unknown, ValueError, KeyError) as error:  # too many operands, a text that is no number, no such key
             raise Unknown(f"{instruction}: {error!r}") from None
     return program
+
+
+def make(instruction: Instruction, program: Program) -> Run:
+    name = instruction.name
+    maker = _SPECIAL.get(name) or next((maker for start, maker in _BY_START if name.startswith(start)), None)
+    if maker is None:
+        raise Unknown("no such instruction here")
+    return maker(instruction, program)
 
 
 # --- operands
@@ -62,23 +72,24 @@ def _bits_of(register: int, kind: str = "u") -> Fetch:
     return (lambda wave: wave.f[register]) if kind == "f" else lambda wave: wave.i[register]
 
 
-def _source(instruction: Instruction, operand: Operand, kind: str, part: str = "DWORD") -> Fetch:
+def vector_source(instruction: Instruction, operand: Operand, kind: str, part: str = "DWORD") -> Fetch:
     """-> function that fetches an operand of a vector instruction. part: of the 32 bits, as SDWA names it."""
     register = operand.register
     instruction.reads.update(operand.registers)
     signed = operand.negative or operand.absolute
-    fits = operand.count == (2 if kind in "UIB" else 1) or (register is None and kind != "B")
+    fits = operand.count == (2 if kind in "UIB" else 1) or (register is None and kind not in "Bb")
     if not fits or (signed and kind not in "fh"):
         raise Unknown(f"{operand.text} as {kind}")
     if register is None:
         value = _constant(operand.text, kind)
         return lambda wave: value
-    if kind == "B":
+    if kind in "Bb":
         return lambda wave: wave.flags(register)
     if kind in "UI":
         low, high = _bits_of(register), _bits_of(register + 1)
         both = lambda wave: operations.wide(low(wave)) | operations.wide(high(wave)) << u64(32)  # noqa: E731
         return both if kind == "U" else lambda wave: both(wave).view(i64)
+    part = part if operand.half is None else f"WORD_{operand.half}"
     if part == "DWORD" and kind != "h":
         fetch = _bits_of(register, kind)
     else:
@@ -104,27 +115,27 @@ def _integers(options: dict[str, str], key: str, default: list[int]) -> list[int
 # --- vector instructions
 
 
-def _vector(instruction: Instruction, _: Any) -> Run:
+def vector(instruction: Instruction, program: Program) -> Run:
     signature, compute = VECTOR[instruction.name]
-    kinds, results = signature.split(">")
+    kinds, results = (signature if program.lanes == 64 else signature.replace("B", "b")).split(">")
     options = instruction.options
     targets, sources = instruction.operands[: len(results)], instruction.operands[len(results) :]
     if "D" in kinds:
         sources, kinds = [*sources, targets[0]], kinds.replace("D", "f")
     if instruction.name == "v_div_fmas_f32":
-        sources = [*sources, Operand("vcc", VCC, 2)]
+        sources = [*sources, Operand("vcc", VCC, program.lanes // 32)]
     parts = [options.pop(f"src{n}_sel", "DWORD") for n in range(2)] + ["DWORD"] * 2
     fetch = [
-        _source(instruction, operand, kind, part)
+        vector_source(instruction, operand, kind, part)
         for (operand, kind), part in zip(zip(sources, kinds, strict=True), parts, strict=False)
     ]
     for target in targets:
         instruction.writes.update(target.registers)
     first = targets[0].register
     if "row_mask" in options:
-        return _across_lanes(instruction, fetch, compute, first, _PUT[results])
+        return _across_lanes(instruction, np.arange(program.lanes), fetch, compute, first, _PUT[results])
     result = _composed(compute, fetch)
-    if results == "B":
+    if results in "Bb":
         return lambda wave: wave.set_flags(first, result(wave))
     put = _PUT[results[0]]
     if len(results) == 2:
@@ -133,16 +144,25 @@ def _vector(instruction: Instruction, _: Any) -> Run:
         def run_two(wave: Wave) -> None:
             value, flags = result(wave)
             put(wave, first, value)
-            wave.set_flags(second, np.broadcast_to(flags, LANES))
+            wave.set_flags(second, flags)
 
         return run_two
     if options.pop("dst_unused", "UNUSED_PAD") != "UNUSED_PAD":
         raise Unknown("bits around the result that are kept")
+    if targets[0].half is not None:
+        return _put_half(instruction, first, targets[0].half, result)
     part = options.pop("dst_sel", "DWORD")
     if part != "DWORD":
         shift, mask = _place(part)
         return lambda wave: wave.put(first, (result(wave).view(u32) & mask) << shift)
     return lambda wave: put(wave, first, result(wave))
+
+
+def _put_half(instruction: Instruction, register: int, half: int, result: Fetch) -> Run:
+    """What was in the other half stays."""
+    instruction.reads.add(register)
+    shift, kept = u32(16 * half), u32(0xFFFF0000 >> 16 * half)
+    return lambda wave: wave.put(register, (wave.u[register] & kept) | (result(wave) & u32(0xFFFF)) << shift)
 
 
 def _composed(compute: Callable, fetch: list[Fetch]) -> Fetch:
@@ -166,7 +186,7 @@ _PUT: dict[str, Callable[[Wave, int, Any], None]] = {
 
 
 def _across_lanes(
-    instruction: Instruction, fetch: list[Fetch], compute: Callable, target: int, put: Callable[[Wave, int, Any], None]
+    instruction: Instruction, lane: Any, fetch: list[Fetch], compute: Callable, target: int, put: Callable[..., None]
 ) -> Run:
     """DPP: the first source comes from another lane, and only some lanes are written."""
     options = instruction.options
@@ -174,15 +194,15 @@ def _across_lanes(
     zero = options.pop("bound_ctrl", "") == "1"  # in place of a lane that does not exist; else nothing is written
     (kind,) = options
     how = options.pop(kind)
-    row, place = _LANE // 16, _LANE % 16
+    row, place, everywhere = lane // 16, lane % 16, lane >= 0
     if kind == "quad_perm":
-        other, exists = _LANE // 4 * 4 + np.array([int(x) for x in how[1:-1].split(",")])[_LANE % 4], ALL
+        other, exists = lane // 4 * 4 + np.array([int(x) for x in how[1:-1].split(",")])[lane % 4], everywhere
     elif kind == "row_shl":
-        other, exists = _LANE + int(how), place + int(how) < 16
+        other, exists = lane + int(how), place + int(how) < 16
     elif kind == "row_shr":
-        other, exists = _LANE - int(how), place >= int(how)
+        other, exists = lane - int(how), place >= int(how)
     elif kind == "row_bcast":
-        other, exists = {"15": (row * 16 - 1, row > 0), "31": (_LANE * 0 + 31, _LANE >= 32)}[how]
+        other, exists = {"15": (row * 16 - 1, row > 0), "31": (lane * 0 + 31, lane >= 32)}[how]
     else:
         raise Unknown(kind)
     other = np.where(exists, other, 0)
@@ -190,11 +210,11 @@ def _across_lanes(
     instruction.reads.add(target)
 
     def run(wave: Wave) -> None:
-        first = np.broadcast_to(fetch[0](wave), LANES)
+        first = np.broadcast_to(fetch[0](wave), len(lane))
         there = exists & wave.active[other]
         value = compute(np.where(there, first[other], first.dtype.type(0)), *[f(wave) for f in fetch[1:]])
         active = wave.active
-        wave.active = active & allowed & (ALL if zero else there)
+        wave.active = active & allowed & (everywhere if zero else there)
         put(wave, target, value)
         wave.active = active
 
@@ -208,19 +228,15 @@ def _mixed(instruction: Instruction, _: Any) -> Run:
     upper, is_half = (_integers(options, key, [0, 0, 0]) for key in ("op_sel", "op_sel_hi"))
     fetch = []
     for operand, place, halved in zip(sources, upper, is_half, strict=True):
-        fetch.append(_source(instruction, operand, "h" if halved else "f", f"WORD_{place}" if halved else "DWORD"))
+        fetch.append(
+            vector_source(instruction, operand, "h" if halved else "f", f"WORD_{place}" if halved else "DWORD")
+        )
     register = target.register
     instruction.writes.add(register)
     if instruction.name == "v_fma_mix_f32":
         return lambda wave: wave.put_floats(register, fma(*[f(wave) for f in fetch]))
-    instruction.reads.add(register)
-    shift, kept = (u32(0), u32(0xFFFF0000)) if instruction.name == "v_fma_mixlo_f16" else (u32(16), u32(0xFFFF))
-
-    def run(wave: Wave) -> None:
-        bits = operations.from_half(fma(*[f(wave) for f in fetch])) << shift
-        wave.put(register, (wave.u[register] & kept) | bits)
-
-    return run
+    half = int(instruction.name == "v_fma_mixhi_f16")
+    return _put_half(instruction, register, half, lambda wave: operations.from_half(fma(*[f(wave) for f in fetch])))
 
 
 def _packed(instruction: Instruction, _: Any) -> Run:
@@ -235,7 +251,7 @@ def _packed(instruction: Instruction, _: Any) -> Run:
             if operand.register is None and part:
                 raise Unknown("the upper half of a constant")
             register = None if operand.register is None else operand.register + part
-            found.append(_source(instruction, Operand(operand.text, register, 1, bool(minus)), kind))
+            found.append(vector_source(instruction, Operand(operand.text, register, 1, bool(minus)), kind))
         return found
 
     register = target.register
@@ -257,67 +273,85 @@ def _packed(instruction: Instruction, _: Any) -> Run:
 
 
 def _matrix(instruction: Instruction, _: Any) -> Run:
-    """D = A B + C, 16 x 16, a sum in fp64. Lane l has row l % 16 of A and column l % 16 of B; lanes l // 16 have
-    successive values of k, whose order changes nothing here. The registers of D have rows l // 16 * 4, + 1, + 2, + 3.
-    Source: AMD's matrix instruction calculator (ROCm/amd_matrix_instruction_calculator)."""
+    """Lane l has row l % 16 of A and column l % 16 of B; lanes l // 16 have successive values of k. The registers of D
+    have rows l // 16 * 4, + 1, + 2, + 3. Source: AMD's matrix instruction calculator
+    (ROCm/amd_matrix_instruction_calculator)."""
     k, kind = operations.matrix_shape(instruction.name)
+    size = k * (4 if kind == "f32" else 2) // 16
+    return multiply(
+        instruction, k, kind, (4, size), lambda raw: raw, lambda raw: raw.reshape(4, 4, 16).transpose(1, 0, 2)
+    )
+
+
+def multiply(
+    instruction: Instruction, k: int, kind: str, counts: tuple[int, int], factor: Callable, square: Callable
+) -> Run:
+    """D = A B + C, 16 x 16, a sum in fp64; the order of successive values of k changes nothing.
+
+    Args:
+        counts: registers of D and of a factor.
+        factor: the registers of a factor -> those that are used, 16 lanes for each value of k or two of them.
+        square: the registers of D or C -> its rows.
+    """
     target, a, b, c = instruction.operands
-    if target.count != 4 or a.count != b.count or a.count * 16 != k * (4 if kind == "f32" else 2):
+    if (target.count, a.count, b.count) != (counts[0], counts[1], counts[1]):
         raise Unknown("registers that do not fit the shape")
     for operand in (a, b, c):
         instruction.reads.update(operand.registers)
     instruction.writes.update(target.registers)
 
-    def factor(operand: Operand) -> Fetch:  # -> (k, rows or columns)
-        first, count = operand.register, operand.count
+    def values(operand: Operand) -> Fetch:  # -> (k, rows or columns)
+        first, end = operand.registers[0], operand.registers[-1] + 1
 
         def fetch(wave: Wave) -> Any:
-            raw = wave.v[first : first + count]
+            raw = factor(wave.v[first:end])
             if kind == "f32":
                 return raw.view(f32).reshape(k, 16).astype(f64)
             if kind == "f16":
                 return raw.view(f16).reshape(k // 2, 16, 2).transpose(0, 2, 1).astype(f64, "C").reshape(k, 16)
-            parts = np.array([raw << u32(16), raw & u32(0xFFFF0000)])
+            parts = np.empty((2, *raw.shape), u32)
+            parts[0], parts[1] = raw << u32(16), raw & u32(0xFFFF0000)
             return parts.view(f32).reshape(k, 16).astype(f64)
 
         return fetch
 
-    def sums(operand: Operand) -> Fetch:  # -> (groups of lanes, registers, columns)
-        first = operand.register
-        return lambda wave: wave.v[first : first + 4].view(f32).reshape(4, 4, 16).transpose(1, 0, 2)
+    def sums(operand: Operand) -> Fetch:
+        first, end = operand.registers[0], operand.registers[-1] + 1
+        return lambda wave: square(wave.v[first:end].view(f32))
 
-    rows_of, columns_of, result = factor(a), factor(b), sums(target)
+    rows_of, columns_of, result = values(a), values(b), sums(target)
     start = _constant(c.text, "f") if c.register is None else None
     added = (lambda wave: start) if c.register is None else sums(c)
 
     def run(wave: Wave) -> None:
-        if wave.active is not ALL:
+        if wave.active is not wave.all:
             raise Fault("a matrix instruction while some lanes are off, which the documents leave open")
-        result(wave)[...] = (rows_of(wave).T @ columns_of(wave)).reshape(4, 4, 16) + added(wave)
+        into = result(wave)
+        into[...] = (rows_of(wave).T @ columns_of(wave)).reshape(into.shape) + added(wave)
 
     return run
 
 
 def _read_lane(instruction: Instruction, _: Any) -> Run:
     target, source, *lanes = instruction.operands
-    fetch = _source(instruction, source, "u")
-    lane = _integer(instruction, lanes[0], "u") if lanes else lambda wave: int(np.argmax(wave.active))
+    fetch = vector_source(instruction, source, "u")
+    lane = scalar_source(instruction, lanes[0], "u") if lanes else lambda wave: int(np.argmax(wave.active))
     instruction.writes.update(target.registers)
-    return lambda wave: wave.s.__setitem__(target.register, fetch(wave)[lane(wave) & 63])
+    return lambda wave: wave.s.__setitem__(target.register, fetch(wave)[lane(wave) % len(wave.all)])
 
 
 def _write_lane(instruction: Instruction, _: Any) -> Run:
     target, source, lane_operand = instruction.operands
-    value, lane = _integer(instruction, source, "u"), _integer(instruction, lane_operand, "u")
+    value, lane = scalar_source(instruction, source, "u"), scalar_source(instruction, lane_operand, "u")
     instruction.writes.update(target.registers)
     instruction.reads.update(target.registers)
-    return lambda wave: wave.v[target.register].__setitem__(lane(wave) & 63, value(wave))
+    return lambda wave: wave.v[target.register].__setitem__(lane(wave) % len(wave.all), value(wave))
 
 
 # --- scalar instructions
 
 
-def _integer(instruction: Instruction, operand: Operand, kind: str) -> Fetch:
+def scalar_source(instruction: Instruction, operand: Operand, kind: str) -> Fetch:
     """-> function that fetches an operand of a scalar instruction, as an integer of Python."""
     register = operand.register
     instruction.reads.update(operand.registers)
@@ -333,13 +367,13 @@ def _integer(instruction: Instruction, operand: Operand, kind: str) -> Fetch:
     return lambda wave: int(wave.s[register].view(i32))
 
 
-def _scalar(instruction: Instruction, _: Any) -> Run:
+def scalar(instruction: Instruction, program: Program) -> Run:
     signature, compute = SCALAR[instruction.name]
     kinds, results = signature.split(">")
     sources = instruction.operands[len(results.removesuffix("s")) :]
     if "s" in kinds:
         sources = [*sources, Operand("scc", SCC)]
-    fetch = [_integer(instruction, o, kind.replace("s", "u")) for o, kind in zip(sources, kinds, strict=True)]
+    fetch = [scalar_source(instruction, o, kind.replace("s", "u")) for o, kind in zip(sources, kinds, strict=True)]
     if "s" in results:
         instruction.writes.add(SCC)
     if results == "s":
@@ -347,33 +381,36 @@ def _scalar(instruction: Instruction, _: Any) -> Run:
     target = instruction.operands[0]
     register = target.register
     instruction.writes.update(target.registers)
-    if target.count != (2 if results[0] == "U" else 1) or (EXEC in target.registers and target.count == 1):
+    is_exec = register == EXEC
+    if target.count != (2 if results[0] == "U" else 1) or (is_exec and target.count * 32 != program.lanes):
         raise Unknown(target.text)
 
     def run(wave: Wave) -> None:
         value = compute(*[f(wave) for f in fetch])
         if results[-1] == "s":
             value, wave.s[SCC] = value
-        if results[0] == "U":
-            wave.set_pair(register, value)
+        if results[0] == "U" or is_exec:
+            (wave.set_mask if is_exec else wave.set_pair)(register, value)
         else:
             wave.s[register] = value & LOW32
 
     return run
 
 
-def _save_exec(instruction: Instruction, _: Any) -> Run:
+def save_exec(instruction: Instruction, program: Program) -> Run:
     target, source = instruction.operands
     compute = LOGIC[instruction.name.split("_")[1]]
-    fetch = _integer(instruction, source, "U")
+    if target.count * 32 != program.lanes:
+        raise Unknown(target.text)
+    fetch = scalar_source(instruction, source, "U" if program.lanes == 64 else "u")
     instruction.reads.update((EXEC, EXEC + 1))
     instruction.writes.update((EXEC, EXEC + 1, SCC, *target.registers))
 
     def run(wave: Wave) -> None:
-        old = wave.pair(EXEC)
+        old = wave.mask(EXEC)
         new = compute(fetch(wave), old)
-        wave.set_pair(target.register, old)
-        wave.set_pair(EXEC, new)
+        wave.set_mask(target.register, old)
+        wave.set_mask(EXEC, new)
         wave.s[SCC] = new != 0
 
     return run
@@ -383,16 +420,16 @@ _CONDITIONS: dict[str, Callable[[Wave], bool]] = {
     "s_branch": lambda wave: True,
     "s_cbranch_scc0": lambda wave: not wave.s[SCC],
     "s_cbranch_scc1": lambda wave: bool(wave.s[SCC]),
-    "s_cbranch_vccz": lambda wave: wave.pair(VCC) == 0,
-    "s_cbranch_vccnz": lambda wave: wave.pair(VCC) != 0,
-    "s_cbranch_execz": lambda wave: wave.pair(EXEC) == 0,
-    "s_cbranch_execnz": lambda wave: wave.pair(EXEC) != 0,
+    "s_cbranch_vccz": lambda wave: wave.mask(VCC) == 0,
+    "s_cbranch_vccnz": lambda wave: wave.mask(VCC) != 0,
+    "s_cbranch_execz": lambda wave: wave.mask(EXEC) == 0,
+    "s_cbranch_execnz": lambda wave: wave.mask(EXEC) != 0,
 }
 
 
-def _branch(instruction: Instruction, labels: dict[str, int]) -> Run:
+def _branch(instruction: Instruction, program: Program) -> Run:
     (label,) = instruction.operands
-    target, is_taken = labels[label.text], _CONDITIONS[instruction.name]
+    target, is_taken = program.labels[label.text], _CONDITIONS[instruction.name]
 
     def run(wave: Wave) -> None:
         if is_taken(wave):
@@ -401,8 +438,8 @@ def _branch(instruction: Instruction, labels: dict[str, int]) -> Run:
     return run
 
 
-def _wait(instruction: Instruction, _: Any) -> Run:
-    counts = [(key, int(instruction.options.pop(key))) for key in ("vmcnt", "lgkmcnt") if key in instruction.options]
+def _wait(instruction: Instruction, program: Program) -> Run:
+    counts = [(key, int(instruction.options.pop(key))) for key in program.wave.counters if key in instruction.options]
     if not counts:
         raise Unknown("a wait for nothing")
 
@@ -429,7 +466,7 @@ def _barrier(instruction: Instruction, _: Any) -> Run:
 def _scalar_load(instruction: Instruction, _: Any) -> Run:
     target, base, offset = instruction.operands
     size = {"": 1, "x2": 2, "x4": 4, "x8": 8, "x16": 16}[instruction.name.removeprefix("s_load_dword")]
-    address, distance = _integer(instruction, base, "U"), int(offset.text, 0)
+    address, distance = scalar_source(instruction, base, "U"), int(offset.text, 0)
     if target.count != size:
         raise Unknown(target.text)
     instruction.writes.update(target.registers)
@@ -446,39 +483,57 @@ _SIZES = {"ubyte": 1, "byte": 1, "ushort": 2, "short": 2, "dword": 4, "dwordx2":
 
 
 def _global(instruction: Instruction, _: Any) -> Run:
-    _, direction, kind = instruction.name.split("_")
+    _, direction, kind, *half = instruction.name.split("_")  # half: d16, d16 hi
     size, offset = _SIZES[kind], int(instruction.options.pop("offset", "0"))
     is_load = direction == "load"
     first, second, base = instruction.operands
     data, address = (first, second) if is_load else (second, first)
-    fetch = _source(instruction, address, "U" if base.text == "off" else "u")
-    start = (lambda wave: 0) if base.text == "off" else _integer(instruction, base, "U")
+    fetch = vector_source(instruction, address, "U" if base.text == "off" else "u")
+    start = (lambda wave: 0) if base.text == "off" else scalar_source(instruction, base, "U")
 
     def addresses(wave: Wave) -> Any:
         return _active(wave, fetch(wave)).astype(i64) + (start(wave) + offset)
 
     if is_load:
-        return _load(instruction, data, size, "vmcnt", lambda wave: wave.memory.load(addresses(wave), size, wave.who))
+        load = lambda wave: wave.memory.load(addresses(wave), size, wave.who)  # noqa: E731
+        return _load(instruction, data, size, "vmcnt", load, len(half) - 1 if half else None)
+    if half:
+        raise Unknown("a store of half a register")
     instruction.reads.update(data.registers)
 
     def store(wave: Wave) -> None:
         wave.memory.store(addresses(wave), _lane_bytes(wave, data, size), wave.who)
-        wave.issue("vmcnt", "store", (), None)
+        wave.issue(wave.counters[-1] if len(wave.counters) > 2 else "vmcnt", "store", (), None)
 
     return store
 
 
-def _load(instruction: Instruction, target: Operand, size: int, counter: str, load: Fetch) -> Run:
-    """Lanes x bytes become registers x lanes."""
+def _load(
+    instruction: Instruction, target: Operand, size: int, counter: str, load: Fetch, half: int | None = None
+) -> Run:
+    """Lanes x bytes become registers x lanes. half: of a register, the other one stays."""
     if target.count != max(1, size // 4):
         raise Unknown(target.text)
-    instruction.writes.update(target.registers)
     dtype = {1: np.uint8, 2: np.uint16}.get(size, u32)
     kind = "shared" if counter == "lgkmcnt" else "load"
     rows = slice(target.registers[0], target.registers[-1] + 1)
 
+    def run_half(wave: Wave) -> None:
+        values, active = load(wave).view(dtype)[:, 0], wave.active
+
+        def write() -> None:
+            wave.v[rows].view(np.uint16)[0, half::2][active] = values
+
+        wave.issue(counter, kind, (half_of(rows.start, half),), write)
+
+    if half is not None:
+        if target.half != half:
+            raise Unknown("a load of half a register")
+        return run_half
+    instruction.writes.update(target.registers)
+
     def run(wave: Wave) -> None:
-        values, lanes = load(wave).view(dtype).T, slice(None) if wave.active is ALL else wave.active
+        values, lanes = load(wave).view(dtype).T, slice(None) if wave.active is wave.all else wave.active
         wave.issue(counter, kind, target.registers, lambda: wave.v.__setitem__((rows, lanes), values))
 
     return run
@@ -486,7 +541,7 @@ def _load(instruction: Instruction, target: Operand, size: int, counter: str, lo
 
 def _active(wave: Wave, values: Any) -> Any:
     """Of the last dimension, the lanes that are on."""
-    return values if wave.active is ALL else values[..., wave.active]
+    return values if wave.active is wave.all else values[..., wave.active]
 
 
 def _lane_bytes(wave: Wave, data: Operand, size: int, shift: int = 0) -> np.ndarray:
@@ -498,10 +553,10 @@ def _lane_bytes(wave: Wave, data: Operand, size: int, shift: int = 0) -> np.ndar
 
 
 def _shared(instruction: Instruction, _: Any) -> Run:
-    found = re.fullmatch(r"ds_(read|write)(2)?(st64)?_[bu](8|16|32|64|128)(_d16_hi)?", instruction.name)
+    found = re.fullmatch(r"ds_(read|write)(2)?(st64)?_[bu](8|16|32|64|128)(_d16)?(_hi)?", instruction.name)
     if found is None:
         raise Unknown("no such access to LDS here")
-    direction, two, far, bits, upper = found.groups()
+    direction, two, far, bits, in_half, upper = found.groups()
     size = int(bits) // 8
     unit = size * (64 if far else 1) if two else 1
     options = instruction.options
@@ -509,16 +564,16 @@ def _shared(instruction: Instruction, _: Any) -> Run:
     offsets = [int(options.pop(key, "0")) * unit for key in keys]
     if direction == "read":
         target, address = instruction.operands
-        at = _source(instruction, address, "u")
+        at = vector_source(instruction, address, "u")
 
         def load(wave: Wave) -> Any:
             base = _active(wave, at(wave)).astype(i64)
             parts = [wave.shared.load(base + offset, size, wave.who) for offset in offsets]
             return np.concatenate(parts, 1) if len(parts) > 1 else parts[0]
 
-        return _load(instruction, target, size * len(offsets), "lgkmcnt", load)
+        return _load(instruction, target, size * len(offsets), "lgkmcnt", load, int(bool(upper)) if in_half else None)
     address, *data = instruction.operands
-    at = _source(instruction, address, "u")
+    at = vector_source(instruction, address, "u")
     for operand in data:
         instruction.reads.update(operand.registers)
 
@@ -532,17 +587,18 @@ def _shared(instruction: Instruction, _: Any) -> Run:
     return write
 
 
-def _exchange(instruction: Instruction, _: Any) -> Run:
+def _exchange(instruction: Instruction, program: Program) -> Run:
     """Values of other lanes by way of LDS's crossbar, without its memory."""
     target = instruction.operands[0].register
     if instruction.name == "ds_swizzle_b32":
         (distance,) = re.fullmatch(r"swizzle\(SWAP,(1|2|4|8|16)\)", instruction.options.pop("offset")).groups()  # type: ignore[union-attr]
-        (data,), lane = instruction.operands[1:], lambda wave: _LANE ^ int(distance)
+        (data,), other = instruction.operands[1:], np.arange(program.lanes) ^ int(distance)
+        lane = lambda wave: other  # noqa: E731
     else:
         address, data = instruction.operands[1:]
-        at = _source(instruction, address, "u")
-        lane = lambda wave: (at(wave) >> u32(2)) & u32(63)  # noqa: E731
-    fetch = _source(instruction, data, "u")
+        at = vector_source(instruction, address, "u")
+        lane = lambda wave: (at(wave) >> u32(2)) % u32(program.lanes)  # noqa: E731
+    fetch = vector_source(instruction, data, "u")
     instruction.writes.add(target)
 
     def run(wave: Wave) -> None:
@@ -553,13 +609,13 @@ def _exchange(instruction: Instruction, _: Any) -> Run:
     return run
 
 
-_SPECIAL: dict[str, Callable[[Instruction, Any], Run]] = {
-    **dict.fromkeys(VECTOR, _vector),
-    **dict.fromkeys(SCALAR, _scalar),
+_SPECIAL: dict[str, Make] = {
+    **dict.fromkeys(VECTOR, vector),
+    **dict.fromkeys(SCALAR, scalar),
     **dict.fromkeys(_CONDITIONS, _branch),
     **dict.fromkeys([*PACKED, "v_pk_mov_b32"], _packed),
     **dict.fromkeys(["v_fma_mix_f32", "v_fma_mixlo_f16", "v_fma_mixhi_f16"], _mixed),
-    **dict.fromkeys([f"s_{name}_saveexec_b64" for name in LOGIC], _save_exec),
+    **dict.fromkeys([f"s_{name}_saveexec_b64" for name in LOGIC], save_exec),
     **dict.fromkeys(["v_readlane_b32", "v_readfirstlane_b32"], _read_lane),
     **dict.fromkeys(["s_barrier", "s_endpgm"], _barrier),
     **dict.fromkeys(["ds_swizzle_b32", "ds_bpermute_b32"], _exchange),

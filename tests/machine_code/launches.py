@@ -19,10 +19,10 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 from compile_report import GROUP, Tile, compiled_kernel, compiled_update, set_linker
+from machine_code import rdna, wait_states
 from machine_code.assembly import Program, parse
 from machine_code.instructions import build
 from machine_code.machine import Memory, Wave, Workgroup
-from machine_code.wait_states import add_rules
 
 _random = random.Random(1)
 ORDERS: dict[str, Callable[[list[Wave]], list[Wave]]] = {
@@ -41,6 +41,7 @@ class Attention(NamedTuple):
     head_dim: int
     tile: Tile
     kpack: int = 0  # 0: as the package asks for
+    parts: tuple[str, ...] = ("KEYS", "VALUES")  # whose gradients it makes, of the kernel for both
 
 
 class Update(NamedTuple):
@@ -84,13 +85,22 @@ def _compile(fields: list[Any]) -> list[Any]:
     else:
         from titan_mi100.attention import kernels
 
-        arch, name, dtype, head_dim, tile, kpack = fields
+        arch, name, dtype, head_dim, tile, kpack, parts = fields
         tile = Tile(*tile)
-        part = {"KEYS": True, "VALUES": True} if name == "keys_gradient_kernel" else {}
+        part = {each: each in parts for each in ("KEYS", "VALUES") if name == "keys_gradient_kernel"}
         changed = {"kpack": kpack} if kpack else {}
         compiled = compiled_kernel(getattr(kernels, name), arch, dtype, head_dim, tile, part, **changed)
         constants = {"GROUP": GROUP, "HEAD_DIM": head_dim, "BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, **part}
     return [compiled.asm["amdgcn"], compiled.metadata.shared, compiled.metadata.num_warps, constants]
+
+
+def load(text: str) -> Program:
+    """Raises: Unknown: something in the text."""
+    program = parse(text)
+    if program.arch.startswith("gfx11"):
+        return rdna.build(program)
+    program.wave, program.hazards = Wave, wait_states.WaitStates
+    return wait_states.add_rules(build(program))
 
 
 class Call(NamedTuple):
@@ -108,16 +118,20 @@ class Emulated:
     passed_over: set[str] = field(default_factory=set)
     lines: set[int] = field(default_factory=set)  # those that were
     call: Call | None = None  # the last, as it was before
+    other: "Emulated | None" = None  # of the gradients of k and v in a launch each, that of v
 
     @functools.cached_property
     def _program(self) -> Program:
         gc.freeze()  # else a hundred thousand small objects make it visit those of torch again and again
-        return add_rules(build(parse(self.compiled.text)))
+        return load(self.compiled.text)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **settings: Any) -> None:
+        if self.other is not None and settings["KEYS"] != self.compiled.constants["KEYS"]:
+            self.other[grid](*arguments, **settings)
+            return
         for name, value in self.compiled.constants.items():
             assert settings[name] == value, f"launched with {name} {settings[name]}, compiled for {value}"
         self.call = Call(grid, tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in arguments))

@@ -13,13 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from machine_code.assembly import EXEC, SCC, Program, Unknown
 from machine_code.operations import LOW32, LOW64, f32, i32, i64, u32
-from machine_code.wait_states import WaitStates
 
-LANES = 64
-ALL = np.ones(LANES, bool)
 NAN = 0x7FC0DEAD  # in what nobody wrote
 _WAVES, _EPOCHS = 32, 8192  # more than a workgroup has; an epoch is the time between two barriers
-_NOTHING, _OTHER_GROUP = -1, 1  # less than the number of any wave: no cell of an array; read by another workgroup
+_NOTHING, _OTHER_GROUP = 2**32 - 1, 1  # numbers of no wave: no cell of an array; read by another workgroup
 
 
 class Fault(Exception):
@@ -38,9 +35,18 @@ class Who(NamedTuple):
         start = (group + 1) * _EPOCHS * _WAVES
         return cls(start + epoch * _WAVES + wave, start + epoch * _WAVES, start)
 
-    def conflicts(self, before: np.ndarray) -> np.ndarray:
-        """Is that another workgroup, or another wave of this one that has not met it at a barrier since?"""
-        return (before != self.wave) & (before != 0) & ((before >= self.epoch) | (before < self.group))
+    def conflicts(self, before: np.ndarray) -> np.ndarray | None:
+        """Is that another workgroup, or another wave of this one that has not met it at a barrier since? None: nowhere.
+
+        Args: before: the numbers of waves, as u32; 0: none.
+        """
+        is_other = (before - u32(self.group)) >= u32(
+            self.epoch - self.group
+        )  # this group's, before this epoch, are not
+        if not is_other.any():
+            return None
+        is_other &= (before != self.wave) & (before != 0)
+        return is_other if is_other.any() else None
 
 
 class Memory:
@@ -54,83 +60,87 @@ class Memory:
 
     def __init__(self, size: int, base: int, alignment: int, cell: int) -> None:
         self._base, self._alignment, self._cell, self._next = base, alignment, cell, 0
-        self._cells = np.full(size // cell, 0xA5A5 >> 16 - 8 * cell, {1: np.uint8, 2: np.uint16}[cell])
-        self._users = np.full((size // cell, 2), _NOTHING, i32)  # who wrote a cell last, and who read it
+        self._cells = np.full(size // cell, 0xA5A5A5A5 >> 32 - 8 * cell, {1: np.uint8, 2: np.uint16, 4: u32}[cell])
+        self._writers = np.full(size // cell, _NOTHING, u32)  # who wrote a cell last
+        self._readers = self._writers.copy()  # and who read it
 
     def place(self, array: np.ndarray, gap: int = 4096) -> int:
         """-> the address of a copy of an array."""
         raw = np.ascontiguousarray(array).reshape(-1).view(self._cells.dtype)
         start, self._next = self._next, (self._next + array.nbytes + gap + 255) // 256 * 256
         cells = slice(start // self._cell, start // self._cell + raw.size)
-        self._cells[cells], self._users[cells] = raw, 0
+        self._cells[cells], self._writers[cells], self._readers[cells] = raw, 0, 0
         return self._base + start
 
     def read(self, address: int, like: np.ndarray) -> np.ndarray | None:
         """-> an array that was written, None if it was not."""
         start = (address - self._base) // self._cell
         cells = slice(start, start + like.nbytes // self._cell)
-        written = self._users[cells, 0] != 0
+        written = self._writers[cells] != 0
         if written.any() and not written.all():
             raise Fault("the launch writes only a part of a tensor")
         return self._cells[cells].view(like.dtype).reshape(like.shape) if written.any() else None
 
     def load(self, addresses: np.ndarray, size: int, who: Who) -> np.ndarray:
         """-> (addresses, cells of an access)"""
-        index, users, conflicts = self._at(addresses, size, who)
-        readers: Any = who.wave
-        if conflicts.any():
-            if conflicts[..., 0].any():
-                raise Fault("a race: it reads what another wave has written, without a barrier between")
-            several = np.where(users[..., 1] < who.group, _OTHER_GROUP, who.epoch + _WAVES - 1)
-            readers = np.where(conflicts[..., 1], several, who.wave)
-        self._users[index, 1] = readers
+        index, writers = self._at(addresses, size)
+        if who.conflicts(writers) is not None:
+            raise Fault("a race: it reads what another wave has written, without a barrier between")
+        readers = self._readers[index]
+        others, now = who.conflicts(readers), np.full(readers.shape, who.wave, u32)
+        if others is not None:
+            now[others] = np.where(readers[others] < who.group, _OTHER_GROUP, who.epoch + _WAVES - 1)
+        self._readers[index] = now
         return self._cells[index]
 
     def store(self, addresses: np.ndarray, values: np.ndarray, who: Who) -> None:
         """Args: values: (addresses, bytes)"""
-        index, _, conflicts = self._at(addresses, values.shape[1], who)
+        index, writers = self._at(addresses, values.shape[1])
         values = values.view(self._cells.dtype)
-        if conflicts.any():
-            if conflicts[..., 1].any():
-                raise Fault("a race: it writes what another wave has read, without a barrier between")
-            if (conflicts[..., 0] & (self._cells[index] != values)).any():
-                raise Fault("a race: it writes another value than another wave, without a barrier between")
-        self._users[index, 0] = who.wave
+        if who.conflicts(self._readers[index]) is not None:
+            raise Fault("a race: it writes what another wave has read, without a barrier between")
+        others = who.conflicts(writers)
+        if others is not None and (others & (self._cells[index] != values)).any():
+            raise Fault("a race: it writes another value than another wave, without a barrier between")
+        self._writers[index] = who.wave
         self._cells[index] = values
         if (self._cells[index] != values).any():
             raise Fault("two lanes write different values to one address")
 
-    def _at(self, addresses: np.ndarray, size: int, who: Who) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """-> the cells, who used them, and is that a conflict?"""
+    def _at(self, addresses: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """-> the cells, and who wrote them"""
         start = addresses.astype(i64) - self._base
         if (start & min(size, self._alignment) - 1).any():
             raise Fault("an address that is not aligned")
         index = (start // self._cell)[:, None] + np.arange(size // self._cell)
         try:  # a negative index means the end, where no array is
-            users = self._users[index]
+            writers = self._writers[index]
         except IndexError:
             raise Fault("an address outside of every array") from None
-        conflicts = who.conflicts(users)
-        if conflicts.any() and (users == _NOTHING).any():
+        if (writers == _NOTHING).any():
             raise Fault("an address outside of every array")
-        return index, users, conflicts
+        return index, writers
 
 
 class Wave:
+    """Of CDNA: 64 lanes, whose flags are in a pair of SGPRs."""
+
     who: Who  # since the last barrier
+    all, words = np.ones(64, bool), 2  # the lanes, all on; registers for a flag of each
+    counters: tuple[str, ...] = ("vmcnt", "lgkmcnt")
 
     def __init__(self, number: int, memory: Memory, shared: Memory) -> None:
         self.number, self.memory, self.shared = number, memory, shared
         self.s = np.full(SCC + 1, NAN, u32)
-        self.v = np.full((768, LANES), NAN, u32)  # rows by the numbers of assembly.py; 256 are not used
+        self.v = np.full((768, len(self.all)), NAN, u32)  # rows by the numbers of assembly.py; 256 are not used
         self.u, self.i, self.f = list(self.v), list(self.v.view(i32)), list(self.v.view(f32))  # the same rows
         self.s[SCC] = 0
         self.next = 0
         self.is_done = False
-        self.queues: dict[str, deque] = {"vmcnt": deque(), "lgkmcnt": deque()}
+        self.queues: dict[str, deque] = {counter: deque() for counter in self.counters}
         self.pending: set[int] = set()  # registers that a load will write
-        self.active = ALL
-        self.set_pair(EXEC, LOW64)
+        self.active = self.all
+        self.set_mask(EXEC, LOW64)
 
     def pair(self, register: int) -> int:
         return int(self.s[register]) | int(self.s[register + 1]) << 32
@@ -138,15 +148,18 @@ class Wave:
     def set_pair(self, register: int, value: int) -> None:
         self.s[register], self.s[register + 1] = value & LOW32, value >> 32 & LOW32
         if register == EXEC:
-            self.active = ALL if value & LOW64 == LOW64 else self.flags(EXEC)
+            self.active = self.all if value & LOW64 == LOW64 else self.flags(EXEC)
+
+    mask, set_mask = pair, set_pair  # flags of the lanes as an integer
 
     def flags(self, register: int) -> np.ndarray:
-        return np.unpackbits(self.s[register : register + 2].view(np.uint8), bitorder="little").view(bool)
+        return np.unpackbits(self.s[register : register + self.words].view(np.uint8), bitorder="little").view(bool)
 
     def set_flags(self, register: int, flags: Any) -> None:
+        flags = flags & self.active
+        self.s[register : register + self.words] = np.packbits(flags, bitorder="little").view(u32)
         if register == EXEC:
-            raise Unknown("a vector operation that writes exec")
-        self.s[register : register + 2] = np.packbits(flags & self.active, bitorder="little").view(u32)
+            self.active = self.all if flags.all() else flags
 
     def put(self, register: int, values: Any) -> None:
         """Write a vector register in the active lanes."""
@@ -183,10 +196,10 @@ class Workgroup:
     ) -> None:  # fmt: skip
         self._program, self._memory, self._number, self._lines = program, memory, number, lines
         self._is_known = is_known
-        self._shared = Memory(65_536 + 4096, 0, 8, program.cell)
-        self._shared.place(np.full(shared, 0xA5, np.uint8))
-        self._waves = [Wave(n, memory, self._shared) for n in range(waves)]
-        self._wait_states = [WaitStates(program) for _ in range(waves)]
+        self._shared = Memory(65_536 + 4096, 0, 8, program.shared_cell)
+        self._shared.place(np.full(-shared // 4 * -4, 0xA5, np.uint8))
+        self._waves = [program.wave(n, memory, self._shared) for n in range(waves)]
+        self._hazards = [program.hazards(program) for _ in range(waves)]
 
     def run(self, arguments: int, place: Sequence[int], order: Callable[[list[Wave]], list[Wave]]) -> None:
         """Args:
@@ -231,10 +244,10 @@ class Workgroup:
             if header[f"system_sgpr_workgroup_id_{axis}"]:
                 wave.s[register] = position
                 register += 1
-        wave.v[256] = np.arange(LANES) + LANES * wave.number
+        wave.v[256] = np.arange(len(wave.all)) + len(wave.all) * wave.number
 
     def _run_to_barrier(self, wave: Wave) -> None:
-        instructions, lines, late = self._program.instructions, self._lines, self._wait_states[wave.number].late
+        instructions, lines, late = self._program.instructions, self._lines, self._hazards[wave.number].late
         for _ in range(1_000_000):
             instruction = instructions[wave.next]
             wave.next += 1

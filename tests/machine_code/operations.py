@@ -1,7 +1,8 @@
 """What the ALUs compute: name -> (kinds of the sources > kinds of the results, function).
 
 Kinds of vector operands: u, i, f are 32 bits of each lane as unsigned, signed, float; U, I are pairs of registers;
-h is fp16 in the low half; B is a flag for each lane, in a pair of SGPRs; D is the old value of the target as float.
+h is fp16 in the low half; B is a flag for each lane, in a pair of SGPRs (with 32 lanes b, in one); D is the old value
+of the target as float.
 Kinds of scalar operands: u, i are 32 bits, U, I 64; s is scc, which no operand names.
 
 Written after AMD's "Instinct MI100 Instruction Set Architecture" (CDNA1), chapters 5, 6 and 12, and the same of MI200
@@ -68,7 +69,7 @@ def _select(cases: list[tuple[Any, Any]], other: Any) -> Any:
 def _div_scale(s0: Any, s1: Any, s2: Any) -> Any:
     """Scale s0, which is the denominator s1 or the numerator s2, where the steps of a division would overflow; the flag
     says that v_div_fmas must scale back."""
-    s0, s1, s2 = (np.broadcast_to(np.asarray(x, f32), 64) for x in (s0, s1, s2))
+    s0, s1, s2 = np.broadcast_arrays(*(np.asarray(x, f32) for x in (s0, s1, s2)))
     up, down = s0 * f32(2.0**64), s0 * f32(2.0**-64)
     inverse, quotient = 1 / s1.astype(f64), s2.astype(f64) / s1
     tiny_inverse = (inverse != 0) & (np.abs(inverse) < 2.0**-1022)
@@ -107,14 +108,14 @@ def _div_fixup(quotient: Any, s1: Any, s2: Any) -> Any:
 
 
 def _permute_bytes(high: Any, low: Any, selector: Any) -> Any:
-    choices = np.array([selector], u32).view(u8).reshape(-1, 4)  # of each lane, or of all
-    both = np.empty((64, 2), u32)
+    choices, lanes = np.array([selector], u32).view(u8).reshape(-1, 4), np.broadcast(high, low, selector).size
+    both = np.empty((lanes, 2), u32)
     both[:, 0], both[:, 1] = low, high
-    picked = both.view(u8)[np.arange(64)[:, None], choices & 7]
+    picked = both.view(u8)[np.arange(lanes)[:, None], choices & 7]
     if (choices > 7).any():
         assert not ((choices > 7) & (choices < 12)).any(), "v_perm_b32 that extends a sign"
         picked = np.where(choices > 7, np.where(choices > 12, u8(255), u8(0)), picked)
-    return picked.view(u32).reshape(64)
+    return picked.view(u32).reshape(lanes)
 
 
 def _is_of_class(x: Any, classes: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from machine_code.assembly import VCC, A, Instruction, Program, Unknown, V
 from machine_code.operations import matrix_shape
 
-_TRANSCENDENTAL = ("v_rcp_", "v_rsq_", "v_sqrt_", "v_exp_", "v_log_")
+TRANSCENDENTAL = ("v_rcp_", "v_rsq_", "v_sqrt_", "v_exp_", "v_log_")
 _ACCUMULATION = ("v_accvgpr_read_b32", "v_accvgpr_write_b32")
 
 
@@ -179,7 +179,7 @@ def _later(
         need("SDWA writes part of a register", read | written, 1)
         if _writes_part(instruction.text):
             note("SDWA writes part of a register", written)
-        if name.startswith(_TRANSCENDENTAL):
+        if name.startswith(TRANSCENDENTAL):
             note("a transcendental", written)
         else:
             need("a transcendental", read, 1)

@@ -45,7 +45,6 @@ from titan_mi100.config.settings import (
 from titan_mi100.data.made_up import made_up, packed
 from titan_mi100.data.prepared import PackedDataset
 from titan_mi100.data.prompts import held_out_prompts
-from titan_mi100.model.qwen3_5 import DeltaBlock
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
@@ -265,7 +264,7 @@ def launch(jobs: list[Cell], folder: Path) -> list[list[dict[str, Any]]]:
 
 def worker(folder: Path) -> None:
     world = distributed.init_distributed()
-    DeltaBlock.chunk = CHUNK
+    Qwen3_5Spec.chunk = CHUNK
     records = [run_cell(Cell(**cell), world) for cell in torch.load(folder / "cells.pt", weights_only=False)]
     torch.save(records, folder / f"rank-{world.rank}.pt")
     distributed.leave(0)

@@ -83,37 +83,13 @@ class Group final : public c10d::Backend {
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     return on_cpu(tensors, tensors, [options, gloo = gloo_](Tensors& cpu) { return gloo->allreduce(cpu, options); });
   }
-  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
-    c10d::AllreduceOptions each;
-    each.reduceOp = options.reduceOp;
-    startCoalescing();
-    for (const Tensor& tensor : tensors) {
-      Tensors one{tensor};
-      allreduce(one, each);
-    }
-    return endCoalescing();
-  }
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     return on_cpu(tensors, tensors, [options, gloo = gloo_](Tensors& cpu) { return gloo->broadcast(cpu, options); });
-  }
-  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    Tensors touched = outputs[0];
-    touched.push_back(inputs[0]);
-    return on_cpu(touched, outputs[0], [options, gloo = gloo_](Tensors& cpu) {
-      std::vector<Tensors> to{Tensors(cpu.begin(), cpu.end() - 1)};
-      Tensors from{cpu.back()};
-      return gloo->allgather(to, from, options);
-    });
   }
   WorkPtr _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {
     return on_cpu({output, input}, {output}, [options, gloo = gloo_](Tensors& cpu) {
       return gloo->_allgather_base(cpu[0], cpu[1], options);
     });
-  }
-  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    startCoalescing();
-    for (size_t k = 0; k < outputs.size(); k++) _allgather_base(outputs[k], inputs[k], options);
-    return endCoalescing();
   }
   WorkPtr _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
     c10d::AllreduceOptions all;  // gloo's own sums where it is waited for
@@ -124,11 +100,6 @@ class Group final : public c10d::Backend {
       return std::pair(gloo->allreduce(sum, all), Then(part));
     };
     return queue({start}, {output, input}, {output});
-  }
-  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
-    startCoalescing();
-    for (size_t k = 0; k < outputs.size(); k++) _reduce_scatter_base(outputs[k], inputs[k], options);
-    return endCoalescing();
   }
   WorkPtr send(Tensors& tensors, int rank, int tag) override {
     return on_cpu(tensors, {}, [rank, tag, gloo = gloo_](Tensors& cpu) {

@@ -18,6 +18,12 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
+
+if __name__ == "__main__":
+    sys.path += [str(Path(__file__).parent), os.environ["SIMGPU_LIBRARY"]]
+    if os.environ["SIMGPU_SCHEDULE"] != "cpu":
+        torch._import_device_backends()  # as torch's import does at its end; where this was forked, there is no device
+
 import torch_simgpu
 
 from titan_mi100.device import accelerator
@@ -25,14 +31,16 @@ from titan_mi100.model import loss
 from titan_mi100.open_run.run import Run
 from titan_mi100.optim import lean, optimizer
 from titan_mi100.parallel import build, distributed, offload
+from titan_mi100.watch.stragglers import Stragglers
 
 
 def as_on_the_device() -> None:
     """The same block sizes on the CPU and the device, and several of each; the same operators."""
     loss.HeadMemory.of = classmethod(lambda cls, _: cls.of_gpu(torch_simgpu.PROPERTIES.total_memory))  # type: ignore
-    lean.ELEMENTS = dict.fromkeys((False, True), 1 << 13)
-    offload._PIECE = 1 << 13
+    lean.ELEMENTS = dict.fromkeys((False, True), 1 << 14)
+    offload._PIECE = 1 << 14
     distributed.PIECE = 1 << 40  # of a norm on the CPU
+    Stragglers._count_products = lambda _: 1  # type: ignore  # else seconds of products for a card
     start = optimizer.AdamW.__init__
     optimizer.AdamW.__init__ = lambda *a, **named: start(*a, **{**named, "fused": True})  # type: ignore
     if accelerator.kind() == "cpu":
@@ -99,8 +107,6 @@ def take_code(sound: Any, broken: Any, module: str) -> None:
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(float(os.environ.get("SIMGPU_PATIENCE", "100")), exit=True)  # says where it hangs
     as_on_the_device()
-    if accelerator.kind() == torch_simgpu.NAME:
-        torch_simgpu.choose_schedule()
     if "SIMGPU_FAULT" in os.environ:
         plant(*json.loads(os.environ["SIMGPU_FAULT"]))
     path, *sys.argv[1:] = sys.argv[1:]

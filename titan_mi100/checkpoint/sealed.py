@@ -45,6 +45,7 @@ class _Fingerprints(TypedDict, total=False):
     global_batch_size: int
     lora: dict[str, Any]
     base: str
+    objective: dict[str, Any]
 
 
 class _Attention(TypedDict):

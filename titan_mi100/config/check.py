@@ -104,6 +104,7 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
         yield Problem("validation.patience", what, ("validation.freq",))
     known = [*FINGERPRINTS, *(f"model.{name}" for name in known_fields())]
     known += [f"lora.{name}" for name in settings.lora_identity(config.lora, ())]
+    known += [f"objective.{name}" for name in config.objective.identity]
     for name in config.checkpoint.allow_changed:
         if name not in known:
             listed = f"{', '.join(FINGERPRINTS)}{did_you_mean(name, known)}"
@@ -380,8 +381,8 @@ def _idle_of_objective(config: Config) -> Iterator[tuple[str, str, tuple[str, ..
 
 def _check_objective(config: Config) -> Iterator[Problem]:
     o, data = config.objective, config.data
-    if o.name == "distill" and not o.teacher:
-        what = "is not set; name the folder that titan-mi100 teach has written"
+    if o.name in ("distill", "teach") and not o.teacher:
+        what = "is not set; name the folder that titan-mi100 teach has written, or writes"
         yield Problem("objective.teacher", what, ("objective.name",))
     for key, limit in (("label_smoothing", 0.5), ("teacher_weight", 1.0)):
         if (value := getattr(o, key)) > limit or (key == "label_smoothing" and value == limit):
@@ -389,6 +390,8 @@ def _check_objective(config: Config) -> Iterator[Problem]:
     if o.name != "sft" and any(assets.is_corpus(path) for source in data.sources for path in source.path):
         what = f'= "{o.name}" learns from rows, and a source is a corpus of prepare_corpus; name its files instead'
         yield Problem("objective.name", what, ("data.path", "data.source"))
+    if o.answers == "pairs" and any(source.format != "auto" for source in data.source):
+        yield Problem("data.source", ": format has no effect: pairs of answers are read by their keys; delete it")
     if o.answers and config.lora.dropout:
         what = "disturbs the sums that preferences compare; set it to 0"
         yield Problem("lora.dropout", f"= {config.lora.dropout} {what}", ("objective.name",))

@@ -18,7 +18,7 @@ from titan_mi100.shapes.base import ALL_LINEAR, ModelSpec, differences
 from titan_mi100.text import assets
 
 # what must not change on resume
-FINGERPRINTS = ("model", "tokenizer", "data", "seed", "global_batch_size", "lora", "base")
+FINGERPRINTS = ("model", "tokenizer", "data", "seed", "global_batch_size", "lora", "base", "objective")
 
 
 def _key(
@@ -358,14 +358,25 @@ class ObjectiveConfig:
         return "" if self.name != "preference" else "pairs" if self.preference.is_paired else "labels"
 
     @property
+    def identity(self) -> dict[str, Any]:
+        """What must not change on resume, as JSON values; empty for sft."""
+        if self.name == "preference":
+            return {"name": self.name, "loss": self.loss, **self.factors._asdict(), "sft_weight": self.sft_weight}
+        kept = {"teacher": self._stored("weights", ""), "k": self.ids_per_token, "rest": self.rest}
+        kept |= {"teacher_weight": self.teacher_weight}
+        return {"name": self.name, **kept} if self.name == "distill" else {}
+
+    @property
     def ids_per_token(self) -> int:
         """Ids that a teacher gives for each learned token; top_k where its folder is not there yet."""
-        if self.name != "distill":
-            return 0
+        return int(self._stored("k", self.top_k)) if self.name == "distill" else 0
+
+    def _stored(self, key: str, otherwise: Any) -> Any:
+        """What the teacher's folder says of itself."""
         try:
-            return int(json.loads(Path(self.teacher, "store.json").read_text())["k"])
+            return json.loads(Path(self.teacher, "store.json").read_text())[key]
         except (OSError, ValueError, KeyError, TypeError):
-            return self.top_k
+            return otherwise
 
     @property
     def has_reference(self) -> bool:

@@ -32,7 +32,7 @@ from titan_mi100.files.plain import plain_path, read_checked
 
 STORE = "store.json"
 _PART = re.compile(r"part-(\d{5})-([0-9a-f]{16})\.safetensors")
-_VALUES_OF_A_PART, _MOST_ROWS = 1 << 23, 512
+_ROWS_OF_A_PART = 512  # in every layout alike
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -55,8 +55,7 @@ class About:
 
     @property
     def part_rows(self) -> int:
-        """Rows per part, in every layout alike."""
-        return max(1, min(_MOST_ROWS, _VALUES_OF_A_PART // (self.seq_len * (1 + 2 * self.k))))
+        return _ROWS_OF_A_PART
 
     @property
     def parts(self) -> int:
@@ -79,7 +78,7 @@ class AnswerStore:
         Raises:
             UserError: the folder is a store of something else, or cannot be read.
         """
-        self.folder = folder
+        self.folder, self.remedy = folder, remedy
         if (folder / STORE).exists():
             self.about = read_checked(folder / STORE, About, remedy)
             if wrong := [name for name in _WORDS if name in only and getattr(self.about, name) != getattr(about, name)]:
@@ -102,10 +101,10 @@ class AnswerStore:
 
     def write(self, number: int, arrays: Arrays) -> None:
         """Seal a part: its name, with its hash, appears when all of it is on the disk. Raises OSError."""
-        from safetensors.numpy import save_file
+        from safetensors.numpy import save  # not save_file, whose error is no OSError
 
         aside = self.folder / f".part-{number:05}"
-        save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, aside)
+        aside.write_bytes(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
         sync(aside)
         path = self.folder / f"part-{number:05}-{sha256_of(aside)[:16]}.safetensors"
         aside.rename(path)
@@ -148,6 +147,10 @@ class Teacher:
             documents, tokens = file.get_tensor("documents"), file.get_tensor("tokens")
             first = np.cumsum(tokens) - tokens
             self._place[documents] = np.column_stack([np.full(len(documents), part), first, tokens])
+
+    def lacks(self, documents: np.ndarray) -> int:
+        """How many of these documents it has nothing about."""
+        return int((self._place[documents, 0] < 0).sum())
 
     def read(self, name: str, document: int) -> np.ndarray:
         """`ids` or `log_p` of a document's learned tokens, (t, k)."""
@@ -195,8 +198,12 @@ def by_token(teacher: Teacher, name: str, k: int, dtype: type) -> Column:
     return column
 
 
-def teacher_columns(store: AnswerStore) -> dict[str, Column]:
+def teacher_columns(store: AnswerStore, sets: Iterable[PackedDataset]) -> dict[str, Column]:
+    """Raises UserError: a document of a row is not in the store."""
     teacher, k = Teacher(store), store.about.k
+    if lacking := sum(teacher.lacks(rows.packing.documents) for rows in sets):
+        what = f"has nothing about {lacking:,} documents of the rows, which other settings of [data] left out"
+        raise UserError(f"{store.folder}: {what}; {store.remedy}")
     return {
         TEACHER_IDS: by_token(teacher, "ids", k, np.int32),
         TEACHER_LOG_P: by_token(teacher, "log_p", k, np.float32),

@@ -43,8 +43,9 @@ def read_pair(row: dict[str, Any], prompt_of: ReadMessages, message: ReadMessage
     Raises:
         BadRecord: what is wrong with the row.
     """
-    if row.get("chat_template_kwargs") not in (None, {}):
-        raise BadRecord("unknown key", "chat_template_kwargs differ by row; set data.enable_thinking for all of them")
+    if any(value is not None for value in (row.get("chat_template_kwargs") or {}).values()):
+        what = "chat_template_kwargs of a row are not followed; name the key in data.ignored_keys, and set"
+        raise BadRecord("unknown key", f"{what} data.enable_thinking for all rows")
     chosen, rejected = (_answer(row, name, message) for name in ("chosen", "rejected"))
     given = [name for name in _PROMPTS if row.get(name) not in (None, "", [])]
     if chosen[0]["role"] != "assistant" or rejected[0]["role"] != "assistant":
@@ -53,11 +54,15 @@ def read_pair(row: dict[str, Any], prompt_of: ReadMessages, message: ReadMessage
         if not prompt:
             raise BadRecord("other prompts", "chosen and rejected begin with different messages")
         _check_prompt_again(row, given, prompt, chosen, message)
+        _check_no_more(row, "the conversation", "history", "input")
+        prompt = prompt_of({"system": row.get("system")}) + prompt
     elif len(given) != 1:
         what = f"it is given in {listed(given)}; keep one" if given else f"expected one of {listed(_PROMPTS)}"
         raise BadRecord("no prompt" if not given else "two prompts", what)
     else:
         prompt, chosen_answer, rejected_answer = _prompt(row, given[0], prompt_of, message), chosen, rejected
+    if sum(turn["role"] == "system" for turn in prompt) > 1:
+        raise BadRecord("two system messages", "one is system, another is in the messages; delete one")
     for name, answer in (("chosen", chosen_answer), ("rejected", rejected_answer)):
         if not answer or answer[0]["role"] not in ("assistant", "user"):
             raise BadRecord("no answer", f"{name} has no answer behind the prompt that both share")
@@ -103,15 +108,24 @@ def _answer(row: dict[str, Any], name: str, message: ReadMessage) -> list[Messag
         value = [value]
     if not isinstance(value, list):
         raise BadRecord("wrong type", f"{name} must be a text, a message or a list of messages, is {kind_of(value)}")
-    return message_list(value, name, message)
+    try:
+        return message_list(value, name, message)
+    except BadRecord as bad:
+        raise BadRecord(bad.kind, f"{name}: {bad.detail}") from None
 
 
 def _prompt(row: dict[str, Any], name: str, prompt_of: ReadMessages, message: ReadMessage) -> list[Message]:
     if isinstance(row[name], list):
+        _check_no_more(row, name, "input")
         before = message_list(row[name], name, partial(_context, message))
         return prompt_of({**row, name: None}) + before
     expect(row[name], str, f"{name} must be a text or a list of messages")
     return prompt_of(row)
+
+
+def _check_no_more(row: dict[str, Any], where: str, *names: str) -> None:
+    if more := [name for name in names if row.get(name) not in (None, "", [])]:
+        raise BadRecord("part not read", f"{listed(more)} beside {where}, which is a list of messages; put it there")
 
 
 def _context(message: ReadMessage, given: Any) -> Message:

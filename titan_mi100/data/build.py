@@ -106,7 +106,7 @@ def make_folder(folder: Path, request: DataRequest, inputs: Inputs) -> None:
     config = request.config
     sources, encoder = open_files(request)
     tokenizer = encoder.tokenizer
-    ledger, tokens = _tokenise_all(folder / "tokens.bin", sources, encoder, config)
+    ledger, tokens = _tokenise_all(folder / "tokens.bin", sources, encoder, config, not request.answers)
     records, sets = ledger.records, choose_sets(ledger, config)
 
     facts = None
@@ -215,11 +215,11 @@ class _Tokens(NamedTuple):
 
 
 def _tokenise_all(
-    path: Path, sources: Sequence[Source], encoder: Encoder, config: DataConfig
+    path: Path, sources: Sequence[Source], encoder: Encoder, config: DataConfig, can_split: bool
 ) -> tuple[Ledger, _Tokens]:
     """Write the token values of all documents to `path`, and enter every record in a ledger."""
     all_patterns, token_sizes = patterns(config), _token_sizes(encoder.tokenizer, encoder.end_of_turn)
-    ledger = Ledger(sources, [pattern.path for pattern in all_patterns])
+    ledger = Ledger(sources, [pattern.path for pattern in all_patterns], can_split)
     digests = [hashlib.sha256() for _ in [*file_sources(config), HELD_OUT]]  # index -1 is HELD_OUT
     lengths, supervised_bytes = [np.zeros(1, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
     labels = [np.zeros(0, dtype=np.int8)]
@@ -265,7 +265,7 @@ def _empty_set_problem(request: DataRequest, ledger: Ledger, sets: dict[str, np.
         if set_name("train", number, len(sources)) in empty:
             lines = [f"{', '.join(source.path)}: no row is left to train on", *ledger.summary()]
             if config.overlong == "drop" and (longest := int(ledger.records["tokens"].max())) > request.seq_len:
-                remedy = 'raise training.seq_len, or set data.overlong = "split"'
+                remedy = "raise training.seq_len" + ', or set data.overlong = "split"' * (not request.answers)
                 lines.append(f"the longest row has {longest:,} tokens: {remedy}")
             return "\n".join(lines)
     if empty:

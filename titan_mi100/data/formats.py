@@ -273,12 +273,20 @@ def _prompt_of_pair(record: dict[str, Any]) -> list[Message]:
     return _with_system(messages, record, "system")
 
 
+def _last_user(messages: list[Message]) -> int:
+    return max((place for place, message in enumerate(messages) if message["role"] == "user"), default=0)
+
+
 def _labelled(form: Format) -> Format:
     """The same format, whose rows also have a label of the answer."""
 
     def read(record: dict[str, Any]) -> Example:
         label, key = label_of(record)
-        return form.read({name: value for name, value in record.items() if name != key})._replace(label=label)
+        example = form.read({name: value for name, value in record.items() if name != key})
+        for message in (example.messages or [])[: _last_user(example.messages or [])]:
+            if message["role"] == "assistant":
+                message["weight"] = 0  # the label is that of the last answer
+        return example._replace(label=label)
 
     return replace(form, read=read, optional=form.optional | {*LABEL_KEYS})
 

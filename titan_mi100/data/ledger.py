@@ -51,12 +51,14 @@ _WRITTEN = ["file", "line", "element", "status", "set", "tokens", "supervised", 
 class Ledger:
     """Collects the input records chunk by chunk. `close` joins them and finds duplicates; then the rest can be used."""
 
-    def __init__(self, sources: Sequence[Source], paths: Sequence[str] = ()) -> None:
+    def __init__(self, sources: Sequence[Source], paths: Sequence[str] = (), can_split: bool = True) -> None:
         """
         Args:
             sources: the input files; `Source.pattern` is an index in `paths`.
             paths: the paths and globs of the config, for messages.
+            can_split: rows may be cut into pieces.
         """
+        self._can_split = can_split
         self._sources, self._paths = sources, paths
         self._chunks: list[np.ndarray] = []
         self._kinds: list[str] = [""]  # kinds of reasons; index 0: no reason
@@ -166,9 +168,10 @@ class Ledger:
             first = f", the first at {self.where(of_status[0])}" if status in (DROPPED, DUPLICATE, REJECTED) else ""
             line = f"  {name}: {plural(len(of_status), 'row')}, {plural(int(tokens[of_status].sum()), 'token')}"
             lines.append(line + (f" ({reasons}{first})" if reasons or first else ""))
-        if shared := int(self.records["shared"].sum()):
-            what = f"{shared:,} of {int(tokens[statuses == KEPT].sum()):,} tokens are prompts that both answers repeat"
-            lines.append(f"  pairs: {what}; one copy of each would save {shared / tokens[statuses == KEPT].sum():.0%}")
+        kept = statuses == KEPT
+        if shared := int(self.records["shared"][kept].sum()):
+            what = f"{shared:,} of {int(tokens[kept].sum()):,} tokens are prompts that both answers repeat"
+            lines.append(f"  pairs: {what}; one copy of each would save {shared / tokens[kept].sum():.0%}")
         if self._findings.ignored:
             counted = sorted(self._findings.ignored.items(), key=lambda item: (-item[1], item[0]))
             keys = some((f"{listed([key])}: {number:,}" for key, number in counted), _IGNORED_SHOWN)
@@ -187,13 +190,14 @@ class Ledger:
             own = records[(numbers == number) & (records["tokens"] > 0)]  # rejected rows have no tokens
             if not own["lost"].any():
                 continue
-            rows, tokens = float(np.mean(own["status"] == DROPPED)), float(own["lost"].sum() / own["tokens"].sum())
+            is_dropped = (own["status"] == DROPPED) & (own["lost"] > 0)
+            rows, tokens = float(np.mean(is_dropped)), float(own["lost"].sum() / own["tokens"].sum())
             most = int(np.quantile(own["tokens"], 0.95, method="higher"))
             text = f"{path}: {rows:.1%} of the rows and {tokens:.1%} of the tokens are lost to training.seq_len"
             which = f"95% of the rows have at most {most:,} tokens"
             if most < own["tokens"][own["lost"] > 0].min():  # few rows are long: that number would not help
                 which = f"the longest row has {own['tokens'].max():,} tokens"
-            remedy = f'{which}: raise it, or set data.overlong = "split"'
+            remedy = f"{which}: raise it" + ', or set data.overlong = "split"' * self._can_split
             found.append((rows, tokens, f"{text}; {remedy}"))
         return found
 

@@ -51,7 +51,9 @@ def _documents(rows: RowSet) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """(ids, supervised) of each document, in the order of the input."""
     if isinstance(rows, PackedDataset):  # packing reorders documents; their numbers keep the order of the input
         for number in np.sort(rows.packing.documents):
-            values = rows.documents[number]
+            labels, values = rows.documents.labels, rows.documents[number]
+            if labels is not None and labels[number] < 0:
+                continue  # an answer that is not wanted
             yield values >> 1, (values & 1).astype(bool)
         return
     for row in map(rows.row, range(len(rows))):

@@ -58,40 +58,49 @@ def causal_convolution(
         The result, like x, computed in fp32 (fp64 stays), without an activation. And the inputs that the token behind
         the row needs as `last`; zeros where they are of another document than the row's last token.
     """
-    batch, seq, channels = x.shape
-    before = weight.shape[1] - 1
-    ids = ids if ids is not None else x.new_zeros(batch, seq, dtype=torch.int32)
-    ids = torch.cat((ids[:, :1].expand(-1, before), ids), 1)
-    x = torch.cat((x.new_zeros(batch, before, channels) if last is None else last.to(x.dtype), x), 1)
-    own = ids[:, seq:] == ids[:, -1:]
-    return _Convolution.apply(x, weight, ids), x[:, seq:] * own[..., None]
+    seq, before = x.shape[1], weight.shape[1] - 1
+    ids = ids if ids is not None else x.new_zeros(x.shape[:2], dtype=torch.int32)
+    if seq < before or last is not None:
+        last = x.new_zeros(len(x), before, x.shape[2]) if last is None else last.to(x.dtype)
+        x, ids = torch.cat((last, x), 1), torch.cat((ids[:, :1].expand(-1, before), ids), 1)
+    own = ids[:, -before:] == ids[:, -1:]
+    return _Convolution.apply(x, weight, ids)[:, -seq:], x[:, -before:] * own[..., None]
 
 
 class _Convolution(torch.autograd.Function):
-    """Arguments: x and ids with the tokens before column 0. Saves its arguments, not the taps."""
+    """Of rows that begin with the first token. Saves its arguments, not the taps."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, ids)
-        wide, (*taps, own) = at_least_fp32(x), at_least_fp32(weight).unbind(1)
-        out = wide[:, len(taps) :] * own
-        for number, tap in enumerate(taps):
-            past = slice(number, number + out.shape[1])
-            same = (ids[:, past] == ids[:, len(taps) :]).to(wide.dtype)[..., None]
-            out.addcmul_(wide[:, past] * same, tap)
+        wide, (own, *taps) = at_least_fp32(x), _taps(weight)
+        out = wide * own
+        for distance, tap in enumerate(taps, 1):
+            past = wide[:, :-distance]
+            out[:, distance:].addcmul_(past * _same(ids, distance, past), tap)
         return out.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
         x, weight, ids = ctx.saved_tensors
-        wide, seq = at_least_fp32(x), grad.shape[1]
-        grad_x, columns = torch.zeros_like(wide), []
-        for number, tap in enumerate(at_least_fp32(weight).unbind(1)):
-            past = slice(number, number + seq)
-            slope = at_least_fp32(grad) * (ids[:, past] == ids[:, -seq:]).to(wide.dtype)[..., None]
-            grad_x[:, past].addcmul_(slope, tap)
-            columns.append(slope.mul_(wide[:, past]).sum((0, 1)))
-        return grad_x.to(x.dtype), torch.stack(columns, 1).to(weight.dtype), None
+        wide, grad, (own, *taps) = at_least_fp32(x), at_least_fp32(grad), _taps(weight)
+        grad_x, columns = grad * own, [(grad * wide).sum((0, 1))]
+        for distance, tap in enumerate(taps, 1):
+            past = wide[:, :-distance]
+            slope = grad[:, distance:] * _same(ids, distance, past)
+            grad_x[:, :-distance].addcmul_(slope, tap)
+            columns.append(slope.mul_(past).sum((0, 1)))
+        return grad_x.to(x.dtype), torch.stack(columns[::-1], 1).to(weight.dtype), None
+
+
+def _taps(weight: Tensor) -> tuple[Tensor, ...]:
+    """Of the token itself, of the one before it, and so on. Each is contiguous: else a CPU would not vectorise."""
+    return at_least_fp32(weight).flip(1).t().contiguous().unbind()
+
+
+def _same(ids: Tensor, distance: int, like: Tensor) -> Tensor:
+    """1 where a token is in the document of the token this far behind it."""
+    return (ids[:, distance:] == ids[:, :-distance]).to(like.dtype)[..., None]
 
 
 def recurrence(
@@ -270,10 +279,10 @@ class _Chunks(NamedTuple):
         high = sums.to(k.dtype)
         low = (sums - high).to(k.dtype)
         decay = (high[..., None] - high[..., None, :]) + (low[..., None] - low[..., None, :])
-        decay = decay.masked_fill_(~same[:, :, None], -torch.inf).exp_().unflatten(2, (heads, -1))
-        entry = (high.exp() * enters[:, :, None]).unflatten(2, (heads, -1))[..., None, :]
+        decay = _exp(decay.masked_fill_(~same[:, :, None], -torch.inf)).unflatten(2, (heads, -1))
+        entry = _exp(high.masked_fill_(~enters[:, :, None], -torch.inf)).unflatten(2, (heads, -1))[..., None, :]
         qk, kk = ((x @ k.mT)[:, :, :, None] for x in (q, k))
-        inverse = _inverse((decay * kk * strength.mT).tril_(-1))
+        inverse = _inverse(_without_tiny((decay * kk * strength.mT).tril_(-1)))
         v = _values(v, chunk, heads)
         return cls(k, strength, entry, decay[..., -1:, :], inverse, q, v, decay, qk, kk, same)
 
@@ -360,12 +369,24 @@ def _inverse(a: Tensor) -> Tensor:
         inverse = torch.eye(size, dtype=a.dtype, device=a.device) - a * _sibling(rows, 1)
         for half in (2, 4, 8):
             if half < size:
-                inverse = inverse - inverse @ (a * _sibling(rows, half)) @ inverse
+                inverse = _without_tiny(inverse - inverse @ (a * _sibling(rows, half)) @ inverse)
         return inverse
     half = size // 2
     first, second = _inverse(torch.stack((a[..., :half, :half], a[..., half:, half:])))
-    lower = -(second @ a[..., half:, :half] @ first)
+    lower = _without_tiny(second @ a[..., half:, :half] @ first).neg()
     return torch.cat((torch.cat((first, torch.zeros_like(first)), -1), torch.cat((lower, second), -1)), -2)
+
+
+def _exp(x: Tensor) -> Tensor:
+    """e^x, without tiny values. Overwrites x. It never computes them: that is slow, too."""
+    return _without_tiny(x.clamp_(min=2 * math.log(torch.finfo(x.dtype).eps) - 1).exp_())
+
+
+def _without_tiny(x: Tensor) -> Tensor:
+    """x, with 0 for values below eps^2. Products of them become denormal numbers, which take a CPU a hundred times as
+    long: with the decays of fresh weights, two thirds of the time of the rule.
+    """
+    return torch.nn.functional.hardshrink(x, torch.finfo(x.dtype).eps ** 2)
 
 
 def _sibling(rows: Tensor, half: int) -> Tensor:

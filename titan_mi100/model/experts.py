@@ -92,8 +92,10 @@ class _Loop(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, *stored = ctx.saved_tensors
         of_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        of_weight = torch.zeros_like(stored[0]) if ctx.needs_input_grad[3] else None  # zeros for experts without rows
+        of_weight = torch.empty_like(stored[0]) if ctx.needs_input_grad[3] else None
         grad, parts = grad.contiguous(), () if of_weight is None else of_weight.chunk(len(ctx.counts))
+        for part in (part for part, count in zip(parts, ctx.counts, strict=False) if not count):
+            part.zero_()
         for expert, rows, matrix in _with_rows(ctx.counts, stored):
             if of_x is not None:
                 torch.mm(grad[rows], matrix.t() if ctx.is_transposed else matrix, out=of_x[rows])
@@ -127,6 +129,7 @@ class ExpertLinear(Linear):
     def __init__(self, columns: int, rows: int, experts: int, is_transposed: bool) -> None:
         super().__init__(columns, rows)
         self.experts, self.is_transposed = experts, is_transposed
+        self.sizes = columns, rows, experts, is_transposed
 
     def stored(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         return (local_weight(self.weight, dtype),)

@@ -45,24 +45,20 @@ class NF4LoRALinear(LoRALinear, NF4Linear):
 
 class LoRAExpertLinear(ExpertLinear):
     """Frozen experts with an adapter each: all A below each other, (experts x rank, inputs), and all B, transposed,
-    (experts x rank, outputs). Attributes: shares: the layer whose A it reads, in a tuple; it has none of its own then.
+    (experts x rank, outputs).
     """
 
-    shares: tuple["LoRAExpertLinear", ...] = ()
-
     def __init__(self, base: ExpertLinear, config: LoRAConfig) -> None:
-        super().__init__(base.in_features, base.out_features, base.experts, base.is_transposed)
+        super().__init__(*base.sizes)
         self.weight = base.weight
         sizes = base.in_features, base.out_features // base.experts
         inputs, outputs = sizes[::-1] if base.is_transposed else sizes
-        self.lora_A: ExpertLinear | None = ExpertLinear(inputs, base.experts * config.rank, base.experts, False)
+        self.lora_A = ExpertLinear(inputs, base.experts * config.rank, base.experts, False)
         self.lora_B = ExpertLinear(outputs, base.experts * config.rank, base.experts, True)
         self.scale = config.alpha / config.rank
 
     def forward(self, x: Tensor, routes: Routes) -> Tensor:  # type: ignore[override]
-        first = self.shares[0].lora_A if self.shares else self.lora_A
-        assert first is not None
-        return super().forward(x, routes) + self.scale * self.lora_B(first(x, routes), routes)
+        return super().forward(x, routes) + self.scale * self.lora_B(self.lora_A(x, routes), routes)
 
 
 class NF4LoRAExpertLinear(LoRAExpertLinear, NF4ExpertLinear):  # type: ignore[misc]  # as NF4ExpertLinear
@@ -95,18 +91,19 @@ def apply_lora(model: CausalLM, config: LoRAConfig, dtype: torch.dtype) -> None:
                     if target in config.target_modules and target in layer.shape.adapted:
                         child = _WITH_ADAPTER[kind, in_4_bits](child, config)
                     elif isinstance(child, ExpertLinear) and in_4_bits:
-                        child = NF4ExpertLinear(
-                            child.in_features, child.out_features, child.experts, child.is_transposed
-                        )
+                        child = NF4ExpertLinear(*child.sizes)
                     elif in_4_bits:  # layers without an adapter are quantised too
                         child = NF4Linear(child.in_features, child.out_features)
                 if isinstance(child, NF4Linear):
                     child.shrink(dtype)
                 setattr(parent, name, child)
-                if of_parts and isinstance(child, LoRALinear):  # one A for all parts, as for one weight
-                    child.lora_A = parent[0].lora_A  # type: ignore[assignment, index]
-                elif isinstance(child, LoRAExpertLinear) and name == "up_proj":  # peft sees gate and up as one weight
-                    child.lora_A, child.shares = None, (parent.gate_proj,)  # type: ignore[assignment]
+                first = parent[0] if of_parts else getattr(parent, "gate_proj", child)  # type: ignore[index]
+                is_later = of_parts or (isinstance(child, LoRAExpertLinear) and name == "up_proj")
+                if isinstance(child, LoRALinear | LoRAExpertLinear) and is_later and first is not child:
+                    # One A for all parts, as for one weight; peft sees gate and up as one, too. It is no module of this
+                    # layer, as modules that have two parents are moved twice, which fake tensors do not always bear.
+                    del child.lora_A
+                    child.__dict__["lora_A"] = first.lora_A
 
 
 def is_adapter(name: str) -> bool:

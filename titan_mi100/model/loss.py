@@ -254,15 +254,17 @@ def likeliest(
     hidden: Tensor,
     weight: Tensor,
     tokens: Tensor,
-    best: Tensor,
+    predicted: Predicted,
     k: int,
+    vocabulary: int,
     group: dist.ProcessGroup | None = None,
     memory: HeadMemory = HeadMemory(),
 ) -> tuple[Tensor, Tensor]:
     """The k likeliest ids to follow each token, and their log probabilities: (n, k) int64, (n, k), best first.
 
     Args:
-        best: Predicted.best of these tokens.
+        predicted: of these tokens, any ids.
+        k: at most `vocabulary`, below which the ids are.
 
     Others: see token_losses. Of equal logits any may be taken where only some fit.
     """
@@ -270,17 +272,22 @@ def likeliest(
     blocks = _Blocks(chosen, weight, memory)
     values = torch.empty(len(chosen), 0, dtype=blocks.wide, device=chosen.device)
     ids = torch.empty(len(chosen), 0, dtype=torch.long, device=chosen.device)
+    highest = torch.full_like(predicted.best, -torch.inf)
+    first = 0 if group is None else dist.get_rank(group) * len(weight)
     for start, stop in blocks:
         logits = blocks.widened(blocks.compute(blocks.weight(start, stop), start))
+        highest = torch.maximum(highest, logits.amax(1))
+        logits[:, max(0, vocabulary - first - start) :] = -torch.inf
         found = logits.topk(min(k, stop - start))
         values, ids = _best_of(torch.cat((values, found.values), 1), torch.cat((ids, found.indices + start), 1), k)
     if group is not None:  # of each shard its best, as many on every rank
-        ids = ids + dist.get_rank(group) * len(weight)
+        ids = ids + first
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group)
         both = [[torch.empty_like(x) for _ in range(dist.get_world_size(group))] for x in (values, ids)]
         for every, mine in zip(both, (values, ids), strict=True):
             dist.all_gather(every, mine.contiguous(), group)
         values, ids = _best_of(torch.cat(both[0], 1), torch.cat(both[1], 1), k)
-    return ids, values - values[:, :1] + best[:, None]
+    return ids, values - (highest - predicted.best)[:, None]
 
 
 def _best_of(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from titan_mi100.attention.base import Backend, Documents
 from titan_mi100.model.decoder import AttentionLayer, CausalLM, Layer
 from titan_mi100.model.delta_rule import causal_convolution, delta_rule, document_ids, recurrence
-from titan_mi100.model.layers import Linear, at_least_fp32, local_weight, merge_weights, multiply, outputs_of
+from titan_mi100.model.layers import Linear, at_least_fp32, local_weight, merge_weights, multiply, outputs_of, rms_norm
 from titan_mi100.model.qwen3 import MLP, rotary_tables, rotate
 from titan_mi100.shapes.base import LayerShape, ModelSpec
-from titan_mi100.shapes.delta_rule import CHUNK
 from titan_mi100.shapes.qwen3_5 import FULL, LINEAR, Qwen3_5Spec
 
 
@@ -30,7 +29,7 @@ class ZeroCentredNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = at_least_fp32(x)  # in 16 bits, 1 + weight would lose most bits of the weight
-        return F.rms_norm(wide, self.weight.shape, 1 + local_weight(self.weight, wide.dtype), self.eps).to(x.dtype)
+        return rms_norm(wide, 1 + local_weight(self.weight, wide.dtype), self.eps).to(x.dtype)
 
 
 class GatedNorm(nn.Module):
@@ -42,7 +41,7 @@ class GatedNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         wide = at_least_fp32(x)
-        normed = F.rms_norm(wide, self.weight.shape, local_weight(self.weight, wide.dtype), self.eps)
+        normed = rms_norm(wide, local_weight(self.weight, wide.dtype), self.eps)
         return (normed * F.silu(gate.to(wide.dtype))).to(x.dtype)
 
 
@@ -185,10 +184,10 @@ class DeltaBlock(GatedBlock):
     scatters = ("linear_attn.out_proj", "mlp.down_proj")
     in_fp32 = ("linear_attn.decay", "linear_attn.norm")
     is_dynamic = False  # torch 2.8 has no loop over parts of a row whose length it does not know
-    chunk: ClassVar[int] = CHUNK
 
     def __init__(self, spec: Qwen3_5Spec, shape: LayerShape, backend: Backend) -> None:
         super().__init__(spec, shape, backend)
+        self.chunk = spec.chunk
         self.linear_attn = DeltaNet(spec, shape.parameters["linear_attn.in_proj_qkv.weight"].split.parts)
 
     @staticmethod

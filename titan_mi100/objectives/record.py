@@ -16,8 +16,9 @@ class Record(Objective):
     label, then the k likeliest ids, then their log p.
     """
 
-    def __init__(self, k: int = 0) -> None:
-        self._k = k
+    def __init__(self, k: int = 0, vocabulary: int = 0) -> None:
+        """Args: vocabulary: only ids below it are recorded; the rows of a head behind it are padding."""
+        self._k, self._vocabulary = k, vocabulary
 
     def count(self, microbatch: Microbatch) -> int:
         return 0
@@ -37,7 +38,7 @@ class Record(Objective):
         predicted = token_losses(hidden, weight, of_labels(labels, tokens), **options)
         values = -predicted.losses.double()
         if self._k:
-            ids, log_p = likeliest(hidden, weight, tokens, predicted.best, self._k, **options)
+            ids, log_p = likeliest(hidden, weight, tokens, predicted, self._k, self._vocabulary, **options)
             values = torch.cat((values, ids.double(), log_p.double()), 1)
         dense = values.new_zeros(labels.numel(), values.shape[1])
         return dense.index_put((tokens,), values).flatten()

@@ -7,7 +7,8 @@ calls.
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, islice
 from pathlib import Path
 
 import numpy as np
@@ -25,17 +26,19 @@ from titan_mi100.data.answer_store import (
     teacher_columns,
     tokens_hash,
 )
-from titan_mi100.data.answers import LABEL, REFERENCE
+from titan_mi100.data.answers import LABEL, LABELS, REFERENCE
 from titan_mi100.data.loader import validation_batches
 from titan_mi100.data.prepare import cache_folder
 from titan_mi100.data.prepared import PADDING_ROW, PackedDataset, Prepared, SourceRows
 from titan_mi100.data.rows import Row
 from titan_mi100.errors import Preempted, UserError
+from titan_mi100.files.durable import sha256_of
 from titan_mi100.log import ByteProgress, log
 from titan_mi100.objectives.record import Record
 from titan_mi100.open_run.run import Run
 from titan_mi100.parallel.base import ParallelModel
-from titan_mi100.parallel.distributed import World, any_rank, from_rank_zero, gather_values, raise_together
+from titan_mi100.parallel.distributed import World, from_rank_zero, gather_values, raise_together
+from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.watch.heartbeat import VALIDATION
 from titan_mi100.weights.load import base_identity
 from titan_mi100.wording import bytes_in_words
@@ -83,22 +86,35 @@ class _AllRows:
         return rows.documents_of(number)
 
 
+def _adapters_of(config: Config) -> str:
+    """Identifies how a LoRA run's model begins, beside its base: the base's format and the adapter's files."""
+    lora = config.lora
+    if not lora.rank:
+        return ""
+    files = sorted(Path(lora.initial_load_path).glob("*.safetensors")) if lora.initial_load_path else []
+    return " ".join(["", lora.base, *map(sha256_of, files)])
+
+
 class Pass:
     """Reads what the model thinks of all rows of the data."""
 
     def __init__(
-        self, config: Config, world: World, data: Prepared, layout: Layout, batch: Batch, dp_rank: int
+        self, config: Config, world: World, spec: ModelSpec, data: Prepared, layout: Layout, batch: Batch, dp_rank: int
     ) -> None:
         self._config, self._world, self._batch, self._dp_rank = config, world, batch, dp_rank
+        self._load, self._spec = config.checkpoint.initial_load_path, spec
         self._rows = _AllRows([_packed(source) for source in (*data.sources, *data.validation)])
         self._data, self._layout = data, layout
+        self._vocabulary = data.facts.n_vocab or spec.vocab_size  # without the model's padding
 
     @property
     def rows_of_a_forward(self) -> int:
         return self._batch.local_batch_size * self._batch.dp_degree
 
-    def about(self, kind: str, k: int, weights: str, attention: str) -> About:
+    def about(self, kind: str, k: int, attention: str) -> About:
         """A collective."""
+        weights = from_rank_zero(partial(_adapters_of, self._config))
+        weights = base_identity(self._load, self._config.training.seed, self._spec) + weights
         documents = self._rows.sets[0].documents
         of_tokens = from_rank_zero(lambda: tokens_hash(self._rows.sets))
         facts = self._data.facts
@@ -118,7 +134,8 @@ class Pass:
             Preempted: told to stop; the parts before are kept.
             UserError: the store cannot be written.
         """
-        about, missing = store.about, [n for n in range(store.about.parts) if n not in store.parts]
+        about = store.about
+        missing: list[int] = from_rank_zero(lambda: [n for n in range(about.parts) if n not in store.parts])
         with raise_together():
             if self._world.rank == 0:
                 _make_room(store, self._size(about) * len(missing) // max(1, about.parts))
@@ -127,11 +144,13 @@ class Pass:
         log.info(f"{what}, {len(missing)} of {about.parts} parts are to be made, in {store.folder}")
         with ByteProgress(about.kind, len(missing) * about.part_rows) as progress:
             for number in missing:
-                if any_rank(stop(), self._world.device):
-                    what = f"the {about.kind} is complete in {len(store.parts)} of {about.parts} parts, which are kept"
-                    raise Preempted(what)
                 first = number * about.part_rows
-                arrays = self.read(model, range(first, min(first + about.part_rows, len(self._rows))), about.k, beat)
+                part = range(first, min(first + about.part_rows, len(self._rows)))
+                try:
+                    arrays = self.read(model, part, about.k, beat, stop)
+                except Preempted:
+                    what = f"{len(store.parts)} of {about.parts} parts, which are kept"
+                    raise Preempted(f"stopped: the {about.kind} is complete in {what}") from None
                 with raise_together():
                     try:
                         if self._world.rank == 0:
@@ -145,35 +164,51 @@ class Pass:
         learned = sum(source.counts.supervised for source in (*self._data.sources, *self._data.validation))
         return 24 * about.documents + 8 * about.k * learned
 
-    def read(self, model: ParallelModel, part: range, k: int, beat: Callable[[], None]) -> Arrays:
-        """The arrays of a part of the rows, on rank 0; elsewhere empty. A collective."""
-        rows, found = _AllRows(self._rows.sets, part), []
-        width = 1 + 2 * k
-        with model.learning(Record(k)), model.evaluating():
-            for microbatch in validation_batches(rows, self._batch, self._dp_rank):  # type: ignore[arg-type]
-                beat()
-                values = model.forward(microbatch)
-                size = microbatch["labels"].numel() * width
-                found.append(torch.zeros(size, dtype=torch.float64) if values is None else values.cpu())
-        device, local = self._world.device, self._batch.local_batch_size
-        mine = torch.cat([torch.tensor([self._dp_rank if model.counts_loss else -1.0], dtype=torch.float64), *found])
-        gathered = gather_values(mine, device)
-        if self._world.rank:
-            return {}
-        # Of each data-parallel rank one rank's values count; its microbatch begins at row rank x local of a round.
-        of_rank = {int(values[0]): values[1:].view(len(found), local, -1, width) for values in gathered}
-        dense = torch.stack([of_rank[rank] for rank in range(self._batch.dp_degree)], dim=1).flatten(0, 2)
-        return self._arrays(rows, dense[: len(rows)].numpy(), k)
+    def read(
+        self,
+        model: ParallelModel,
+        part: range,
+        k: int,
+        beat: Callable[[], None],
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Arrays:
+        """The arrays of a part of the rows, on rank 0; elsewhere empty. A collective.
 
-    def _arrays(self, rows: _AllRows, dense: np.ndarray, k: int) -> Arrays:
-        """Args: dense: (rows, seq, 1 + 2 k), as Record returns it."""
+        Raises:
+            Preempted: a process was told to stop.
+        """
+        rows, width, found, done = _AllRows(self._rows.sets, part), 1 + 2 * k, list[Arrays](), 0
+        local, ranks = self._batch.local_batch_size, self._batch.dp_degree
+        batches = validation_batches(rows, self._batch, self._dp_rank)  # type: ignore[arg-type]
+        own = self._dp_rank if model.counts_loss else -1  # of each data-parallel rank one rank's values count
+        with model.learning(Record(k, self._vocabulary)), model.evaluating():
+            while some := list(islice(batches, 2 * self._layout.pp)):  # as many as keep a pipeline busy
+                values = [torch.tensor([own, stop()], dtype=torch.float64)]
+                for microbatch in some:
+                    beat()
+                    given = model.forward(microbatch)
+                    size = microbatch["labels"].numel() * width
+                    values.append(torch.zeros(size, dtype=torch.float64) if given is None else given.cpu())
+                gathered = gather_values(torch.cat(values), self._world.device)
+                if gathered[:, 1].any():
+                    raise Preempted("while log probabilities were read")
+                if self._world.rank == 0:
+                    # a microbatch of data-parallel rank r begins at row r x local of its round
+                    of_rank = {int(each[0]): each[2:].view(len(some), local, -1, width) for each in gathered}
+                    dense = torch.stack([of_rank[rank] for rank in range(ranks)], dim=1).flatten(0, 2)
+                    found.append(self._arrays(rows, range(done, min(done + len(dense), len(rows))), dense.numpy(), k))
+                done += len(some) * local * ranks
+        return {name: np.concatenate([each[name] for each in found]) for name in found[0]} if found else {}
+
+    def _arrays(self, rows: _AllRows, indices: range, dense: np.ndarray, k: int) -> Arrays:
+        """Args: dense: (rows, seq, 1 + 2 k), as Record returns it, of these rows, then of padding."""
         numbers, tokens, sums, chosen = list[int](), list[int](), list[float](), []
-        for index in range(len(rows)):
+        for place_of_row, index in enumerate(indices):
             row = rows.row(index)
             learned = row.supervised()[1:]  # of the position before: it predicts the token
             for place, document in enumerate(rows.documents_of(index).tolist()):
                 mask = learned & (row.document_ids[:-1] == place)
-                values = dense[index, :-1][mask]
+                values = dense[place_of_row, :-1][mask]
                 numbers.append(document)
                 tokens.append(len(values))
                 sums.append(float(values[:, 0].sum()))
@@ -203,10 +238,12 @@ def teach(run: Run) -> tuple[str, str]:
         UserError: the folder is that of another teacher or of other rows, or cannot be written.
     """
     config, folder = run.config, Path(run.config.objective.teacher)
+    if config.objective.top_k > run.data.facts.n_vocab:
+        what = f"= {config.objective.top_k}: the tokenizer has {run.data.facts.n_vocab:,} ids"
+        raise UserError(f"objective.top_k {what}; the usual is 32")
     layout, batch = config.layout(run.world.size), run.stream.batch
-    reading = Pass(config, run.world, run.data, layout, batch, run.stream.dp_rank)
-    of_base = base_identity(config.checkpoint.initial_load_path, config.training.seed, config.spec())
-    about = reading.about("teacher", config.objective.top_k, of_base, run.about["chosen"]["attention"]["name"])
+    reading = Pass(config, run.world, config.spec(), run.data, layout, batch, run.stream.dp_rank)
+    about = reading.about("teacher", config.objective.top_k, run.about["chosen"]["attention"]["name"])
     with raise_together():
         store = AnswerStore(folder, about, "name another folder with --out, or delete this one")
     reading.fill(run.model, store, run.wants_to_stop, lambda: run.heartbeat.begin(VALIDATION, "teacher"))
@@ -230,11 +267,12 @@ class Reference:
                 self._store = AnswerStore(folder / FOLDER, about, remedy)
         before = self._store.about if self._store else about
         self._is_elsewhere = (before.layout, before.attention) != (about.layout, about.attention)
+        self._is_complete = from_rank_zero(lambda: self._store is not None and self._store.is_complete)
 
     @property
     def needs_base(self) -> bool:
         """Whether the weights that training starts from must be loaded: to read the reference, or to compare."""
-        return self._store is None or not self._store.is_complete or self._is_elsewhere
+        return not self._is_complete or self._is_elsewhere
 
     def read(self, model: ParallelModel, stop: Callable[[], bool], beat: Callable[[], None], cache: Path) -> None:
         """With these weights in the model, if needs_base. A collective."""
@@ -246,12 +284,10 @@ class Reference:
                 sums[arrays["documents"]] = arrays["sums"]
             sums = from_rank_zero(lambda: sums)
         else:
-            if not store.is_complete:
+            if not self._is_complete:
                 reading.fill(model, store, stop, beat)
-            with raise_together():
-                store = AnswerStore(store.folder, store.about, "start again")
-                store.verify(cache)
-                sums = store.sums()
+            again = AnswerStore(store.folder, store.about, "start again")
+            sums = from_rank_zero(lambda: again.verify(cache) or again.sums())  # type: ignore[func-returns-value]
             if self._is_elsewhere:
                 self._compare(model, store.about, sums, beat)
         self._columns[REFERENCE] = by_document(sums)
@@ -270,26 +306,31 @@ class Reference:
 
 
 def columns_of(config: Config, world: World, data: Prepared) -> dict[str, Column]:
-    """The further arrays that are known before the model is. Raises UserError: the teacher's folder does not fit."""
+    """The further arrays that are known before the model is. A collective.
+
+    Raises:
+        UserError: on all ranks; the teacher's folder does not fit.
+    """
     columns = dict[str, Column]()
-    if config.objective.answers:
+    if config.objective.answers == LABELS:
         labels = _packed(data.sources[0]).documents.labels
         assert labels is not None
         columns[LABEL] = by_document(labels)
     if config.objective.name == "distill":
-        store = open_teacher(Path(config.objective.teacher), data)
-        if world.rank == 0:
-            store.verify(cache_folder(config.data) if data.facts.files else None)
-        columns |= teacher_columns(store)
+        digest = from_rank_zero(lambda: tokens_hash(map(_packed, data.sources)))
+        with raise_together():
+            store = open_teacher(Path(config.objective.teacher), data, digest)
+            if world.rank == 0:
+                store.verify(cache_folder(config.data) if data.facts.files else None)
+            columns |= teacher_columns(store, [_packed(source) for source in (*data.sources, *data.validation)])
         log.info(f"teacher: {store.about.k} ids per token, in {store.folder}, of {store.about.weights}")
     return columns
 
 
-def open_teacher(folder: Path, data: Prepared) -> AnswerStore:
-    """Raises UserError: it is not complete, or of other rows."""
-    [first, *_] = sets = [_packed(source) for source in (*data.sources, *data.validation)]
-    shape = len(first.documents.starts) - 1, 0, data.facts.seq_len, 0
-    about = About("teacher", "", tokens_hash(sets), data.facts.tokenizer, *shape, "")
+def open_teacher(folder: Path, data: Prepared, digest: str) -> AnswerStore:
+    """Args: digest: tokens_hash of the data. Raises UserError: it is not complete, or of other rows."""
+    shape = len(_packed(data.sources[0]).documents.starts) - 1, 0, data.facts.seq_len, 0
+    about = About("teacher", "", digest, data.facts.tokenizer, *shape, "")
     remedy = "make it of this run's data: titan-mi100 teach"
     if not (folder / "store.json").exists():
         raise UserError(f"objective.teacher = {str(folder)!r} holds no teacher's answers; {remedy}")

@@ -39,5 +39,6 @@ def about_run(
             "seed": config.training.seed,
             "global_batch_size": batch.global_batch_size,
             **lora,
+            **({"objective": config.objective.identity} if config.objective.identity else {}),
         },
     }

@@ -51,9 +51,9 @@ from titan_mi100.run.progress import Progress
 from titan_mi100.run.samples import open_sampler
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.trainer import Trainer
-from titan_mi100.watch.heartbeat import VALIDATION, Heartbeat
+from titan_mi100.watch.heartbeat import START, VALIDATION, Heartbeat
 from titan_mi100.watch.stragglers import Stragglers
-from titan_mi100.weights.load import base_identity, load_weights
+from titan_mi100.weights.load import load_weights
 from titan_mi100.weights.source import open_weights
 
 STOP, SAVE_FAILED = "stop", "save failed"  # flags that ranks raise on their own
@@ -106,13 +106,13 @@ def open_run(
     loaded = found.path if found else None
     dp_rank = distributed.data_parallel_rank(mesh)
     if config.objective.has_reference and objective is None:
-        of_base = base_identity(config.checkpoint.initial_load_path, config.training.seed, spec)
-        reading = Pass(config, world, data, layout, batch, dp_rank)
-        wanted = reading.about("reference", 0, of_base, about["chosen"]["attention"]["name"])
+        reading = Pass(config, world, spec, data, layout, batch, dp_rank)
+        wanted = reading.about("reference", 0, about["chosen"]["attention"]["name"])
         reference = Reference(reading, folder, wanted, start.columns)
         load_weights(model, optimizer, config, spec, None if reference.needs_base else loaded)
         beat = partial(heartbeat.begin, VALIDATION, "reference")
         reference.read(model, wants_to_stop, beat, cache_folder(config.data))
+        heartbeat.begin(START, "opening model and checkpoint")
     else:
         load_weights(model, optimizer, config, spec, loaded)
     checkpointer = open_checkpointer(config, world, folder, spec, data, model, optimizer, layout)
@@ -176,8 +176,7 @@ def _start(
     with raise_together():
         spec = spec or config.spec()
     data = data or load_data(config, world, folder, heartbeat)
-    with raise_together():
-        columns = columns_of(config, world, data)
+    columns = columns_of(config, world, data)
     data = with_columns(data, columns) if config.objective.name in ("preference", "distill") else data
     found = find_start(checkpoint, folder, world, config.checkpoint.load_step)
     progress = Progress()

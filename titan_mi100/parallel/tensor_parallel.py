@@ -50,8 +50,7 @@ def apply_tensor_parallel(model: CausalLM, mesh: DeviceMesh) -> None:
             # A reads the layer's input, B writes its output: split like the layer
             if isinstance(module, LoRALinear | LoRAExpertLinear):
                 by_output = dim == 0 or parameter.is_transposed
-                if module.lora_A is not None:
-                    _distribute(module.lora_A, mesh, Replicate() if by_output else Shard(1))
+                _distribute(module.lora_A, mesh, Replicate() if by_output else Shard(1))
                 _distribute(module.lora_B, mesh, split if by_output else Replicate())
         for names, hook in ((layer.gathers, gather), (layer.scatters, scatter)):
             for name in names:

@@ -31,7 +31,7 @@ class ExpertLoad:
         self._layers = [number for number, count in experts.items() if count]
         self._rows = torch.zeros(len(self._layers), max(experts.values()), dtype=torch.float64)
         self._last = torch.full_like(self._rows, first_step)  # the last step with a row of each
-        self._named = set[str]()
+        self._seen = first_step
 
     def after_step(self, step: int, result: StepResult) -> None:
         if step % self._freq and step != self._steps:
@@ -52,8 +52,8 @@ class ExpertLoad:
         table = {str(number): own.long().tolist() for number, own in zip(self._layers, self._rows, strict=True)}
         with self._reporter.warn_once_on_disk_error(self._folder / FILE):
             replace(self._folder / FILE, json.dumps({"last_step": step, "rows_of_layers": table}))
-        idle = [f"{self._layers[n]}.{expert}" for n, expert in (step - self._last >= _LONG).nonzero().tolist()]
-        if new := [name for name in idle if name not in self._named]:
-            self._named.update(new)
-            what = f"experts that no token has chosen for {_LONG} steps (layer.expert): {some(new)}"
+        is_new = (step - self._last >= _LONG) & (self._seen - self._last < _LONG)
+        self._seen = step
+        if names := [f"{self._layers[n]}.{expert}" for n, expert in is_new.nonzero().tolist()]:
+            what = f"experts that no token has chosen for {_LONG} steps (layer.expert): {some(names)}"
             log.warning(f"{what}; they learn nothing, and weight decay shrinks them if they are trained")

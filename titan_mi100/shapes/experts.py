@@ -127,18 +127,16 @@ class MixtureSpec(ModelSpec):
         return found
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
-        sizes = {**super().tensor_parallel_sizes(), "moe_intermediate_size": self.moe_intermediate_size}
-        return {name: size for name, size in sizes.items() if self._has(name)}
+        return self._used({**super().tensor_parallel_sizes(), "moe_intermediate_size": self.moe_intermediate_size})
 
     def input_sizes(self) -> dict[str, tuple[int, bool]]:
-        sizes = {**super().input_sizes(), "moe_intermediate_size": (self.moe_intermediate_size, True)}
-        return {name: size for name, size in sizes.items() if self._has(name)}
+        return self._used({**super().input_sizes(), "moe_intermediate_size": (self.moe_intermediate_size, True)})
 
-    def _has(self, name: str) -> bool:
-        """Whether there are matrices of this size: config.json also has that of an MLP that no layer has."""
-        is_mlp, of_experts = name == "intermediate_size", name == "moe_intermediate_size"
-        used = (p for n, p in self.parameters.items() if n.endswith(".down_proj.weight"))
-        return not (is_mlp or of_experts) or any(bool(p.experts) == of_experts for p in used)
+    def _used(self, sizes: dict[str, Any]) -> dict[str, Any]:
+        """Without the inner sizes that no layer has: config.json has that of an MLP in any case."""
+        found = {bool(p.experts) for name, p in self.parameters.items() if name.endswith(".down_proj.weight")}
+        gone = {"intermediate_size": False not in found, "moe_intermediate_size": True not in found}
+        return {name: size for name, size in sizes.items() if not gone.get(name)}
 
     def problems(self) -> list[str]:
         more = self.num_experts_per_tok > self.num_experts

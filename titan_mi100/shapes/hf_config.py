@@ -79,9 +79,8 @@ def unsupported(raw: Mapping[str, Any], known: Collection[str], only: Mapping[st
     """Keys that are unknown, or have values that our model does not compute. Args: only: key -> its only value."""
     found = unknown(raw, {*known, *only, *WITHOUT_EFFECT, *ROPES, "layer_types", "quantization_config"})
     if (quantized := raw.get("quantization_config")) is not None:
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
-        named = f" ({shown(method)})" if method else ""
-        what = f"quantization_config{named}: quantized weights are not supported"
+        method = shown(quantized.get("quant_method") if isinstance(quantized, dict) else quantized)
+        what = f"quantization_config ({method}): quantized weights are not supported"
         found.append(f"{what}; use the model's unquantized folder")
     for key, value in only.items():
         if raw.get(key, value) != value:

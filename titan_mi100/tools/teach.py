@@ -91,8 +91,13 @@ def _write_config(options: argparse.Namespace) -> Path:
     if student.objective.answers:
         raise UserError('[objective] name = "preference": a teacher is for rows of sft and distill')
     training = replace(student.training, steps=1, epochs=0, target_tokens_per_step=0, gradient_accumulation_steps=1)
-    # A frozen base in the computation's dtype, and an adapter that changes nothing: its matrix B is zero.
-    idle = LoRAConfig(rank=1, target_modules=("o_proj",))
+    training = replace(training, train_router=False)
+    load = CheckpointConfig(initial_load_path=os.path.abspath(options.model))
+    # A frozen base in the computation's dtype, and adapters that change nothing: their matrix B is zero. A pipeline
+    # wants one in each layer.
+    outputs = ("o_proj", "out_proj")
+    kinds = {tuple(layer.adapted) for layer in Config(checkpoint=load).spec().layers}
+    idle = LoRAConfig(rank=1, target_modules=tuple({*outputs} & {name for kind in kinds for name in kind}))
     config = Config(
         job=JobConfig(run_folder=str(out)),
         model=ModelConfig(tokenizer_path=student.tokenizer_path(), chat_template=student.model.chat_template),
@@ -100,7 +105,7 @@ def _write_config(options: argparse.Namespace) -> Path:
         training=training,
         lr_scheduler=LRSchedulerConfig(warmup_steps=0),
         lora=idle,
-        checkpoint=CheckpointConfig(initial_load_path=os.path.abspath(options.model)),
+        checkpoint=load,
         objective=ObjectiveConfig(name="teach", teacher=str(out), top_k=options.top_k),
         metrics=MetricsConfig(enable_tensorboard=False),
     )

@@ -58,12 +58,11 @@ def read_answers(config: Config, path: Path, out: Path, k: int) -> None:
         for part in range(parts):
             numbers = range(part * _DOCUMENTS_OF_A_PART, min((part + 1) * _DOCUMENTS_OF_A_PART, count))
             found = [_next_document(lines, table, number, k, path) for number in numbers]
-            pairs = [pair for document in found for pair in document]
             arrays: dict[str, np.ndarray] = {
                 "documents": np.array(numbers, np.int64),
-                "tokens": np.array(list(map(len, found)), np.int64),
-                "ids": np.array([ids for ids, _ in pairs], np.int32).reshape(-1, k),
-                "log_p": np.array([log_p for _, log_p in pairs], np.float32).reshape(-1, k),
+                "tokens": np.array([len(ids) for ids, _ in found], np.int64),
+                "ids": np.concatenate([ids for ids, _ in found]),
+                "log_p": np.concatenate([log_p for _, log_p in found]),
             }
             store.write(part, arrays)
             progress.advance(len(numbers))
@@ -74,7 +73,8 @@ def read_answers(config: Config, path: Path, out: Path, k: int) -> None:
 
 def _next_document(
     lines: Iterator[tuple[str, dict[str, Any]]], table: DocumentTable, number: int, k: int, path: Path
-) -> list[tuple[list[int], list[float]]]:
+) -> tuple[np.ndarray, np.ndarray]:
+    """The ids and log p of a document's learned tokens, (t, k) each."""
     where, line = next(lines, (str(path), None))
     if line is None:
         count = len(table.starts) - 1
@@ -82,7 +82,8 @@ def _next_document(
     found = _document(where, line, table, number)
     if short := next((len(ids) for ids, _ in found if len(ids) < k), 0):
         raise UserError(f"{where}: a token has {short} ids; ask vLLM for prompt_logprobs = {k}, or set --top_k {short}")
-    return [(ids[:k], log_p[:k]) for ids, log_p in found]
+    arrays = np.array([ids[:k] for ids, _ in found], np.int32), np.array([p[:k] for _, p in found], np.float32)
+    return arrays[0].reshape(-1, k), arrays[1].reshape(-1, k)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -54,7 +54,10 @@ def charts(run: dict[str, Any]) -> str:
     """The charts that have data, as HTML. Args: run: as `collect` returns it."""
     series, found = run["metrics"].get("series", {}), ""
     for kind, title in _KINDS.items():
-        of_kind = {kind, f"validation_{kind}", _BESIDE.get(kind)}
+        both = {kind, _BESIDE.get(kind, kind)}
+        of_kind = both | {f"validation_{each}" for each in both}
+        if kind.endswith("loss") and "margin" in series:
+            title = f"{title.partition(' (')[0]} (mean over pairs)"
         keys = [key for key in series if key in of_kind or (kind == "validation_loss" and key.startswith(SOURCE))]
         keys.sort(key=lambda key: (key != kind, key))
         if kind == "loss":

@@ -51,7 +51,7 @@ _HELP = "Green and underlined: supervised. Point at a token for its id and posit
 def terminal_text(lines: Iterable[Line], color: bool) -> Iterator[str]:
     """The lines for a terminal. With `color`, styles are colors; without, supervised text is in brackets ⟦ ⟧."""
     for line in lines:
-        if line[0].kind in _BOXES or line == [Piece("")]:
+        if line[0].kind in _BOXES:
             continue
         shown = ""
         for kind, parts in groupby(line, lambda part: part.kind):
@@ -97,10 +97,12 @@ def report_lines(report: dict[str, Any], table: bool) -> Iterator[Line]:
             count = f"{plural(document['tokens'], 'token')}, {document['supervised']:,} supervised"
             role = document["role"]
             name = f"pair {place // 2}, {role}" if role else f"document {place}"
-            yield [Piece("", "pair" if role == "chosen" else "side" if role else "")]
+            if role:
+                yield [Piece("", "pair" if role == "chosen" else "side")]
             yield [Piece(f"── {name}: {document['where']}: {count} ──", "document")]
             yield from _table(row, inside) if table else [_running(row, inside)]
-            yield [Piece("", "end" if role == "rejected" else "")]
+            if role == "rejected":
+                yield [Piece("", "end")]
         if row["padding"]:
             yield [Piece(f"── padding: {row['padding']:,} tokens, id {row['id'][-1]} ──", "soft")]
 
