@@ -5,7 +5,7 @@
 #   ./run_train.sh --nnodes NODES --node_rank RANK --rdzv FIRST_HOST:PORT ...
 # N defaults to NGPU, or the number of GPUs, or 2 on a CPU. Without a config file it uses train_configs/debug.toml, or
 # train_configs/finetune.toml if the command names a model or data.
-# --help lists every key. Exit codes: 0 done; 1 crash; 2 config or input; 3 preempted, saved; 4 numerical abort; 5 hang.
+# --help explains. Exit codes: 0 done; 1 crash; 2 config or input; 3 preempted, saved; 4 numerical abort; 5 hang.
 #
 # This script finds or creates the Python environment; titan_mi100/launch/launcher.py does the rest.
 

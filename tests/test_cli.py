@@ -170,7 +170,7 @@ def test_the_log_holds_no_control_characters(capsys: pytest.CaptureFixture[str])
 
 
 def test_an_options_text_stands_below_it() -> None:
-    [(head, text)] = re.findall(r"^(  --training\.steps .*)\n      (\S.*)", help_text(), re.MULTILINE)
+    [(head, text)] = re.findall(r"^(  --training\.steps .*)\n      (\S.*)", help_text("training"), re.MULTILINE)
     assert head.startswith("  --training.steps  int = ") and text.startswith("optimizer steps")
 
 

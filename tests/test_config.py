@@ -370,7 +370,9 @@ def test_configuration_imports_no_torch(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{REPO}"}
     for module in ("titan_mi100.train", "titan_mi100.config.load"):
         command = [sys.executable, "-m", module]
-        shown = subprocess.run([*command, "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        shown = subprocess.run(
+            [*command, "--help", "all"], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
         assert shown.returncode == 0
         for key in ("--training.seq_len", "--checkpoint.initial_load_path", "int = 1024", "tokens per packed row",
                     "(disabled | async)"):  # fmt: skip

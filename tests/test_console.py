@@ -42,12 +42,14 @@ def test_a_word_s_help_is_its_module_s_under_the_word_s_name(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["titan-mi100", *name.split(), "--help"])
+    monkeypatch.setenv("COLUMNS", "100")
     try:
         code = console.main()
     except SystemExit as ended:
         code = int(ended.code or 0)
     said = capsys.readouterr().out
     assert code == 0 and f"titan-mi100 {name}" in " ".join(said.split())
+    assert len(said.splitlines()) <= 40 and f"\nexample:\n  titan-mi100 {name} " in said
 
 
 def test_help_versions_and_unknown_words() -> None:
@@ -77,7 +79,11 @@ def test_train_is_the_launcher_with_signals_blocked_before_it_is_imported(tmp_pa
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     blocked = sorted(map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)))
     assert (found.returncode, found.stdout) == (7, f"{blocked} ['--a.b', 'c'] titan-mi100 train\n"), found.stderr
-    assert run("train", "--help").stdout.startswith("usage: ./run_train.sh")
+    said = run("train", "--help").stdout
+    assert said.startswith("usage: ./run_train.sh") and len(said.splitlines()) <= 40
+    assert "\nexample:\n  titan-mi100 train " in said and "--lora.rank" not in said
+    assert run("train", "--help", "lora").stdout.startswith("[lora]\n  --lora.rank")
+    assert "no such section; use all, job" in run("train", "--help", "loar", code=2).stderr
     refused = run("train", "--job.dump_folder", str(tmp_path), "--training.stepps", "1", code=2)
     assert "did you mean --training.steps?" in refused.stderr and "run_train" not in refused.stderr
 
@@ -139,7 +145,7 @@ def test_the_wheel_holds_every_module_every_config_and_the_data_of_debug_toml(wh
     modules = {str(path.relative_to(REPO)) for path in (REPO / "titan_mi100").rglob("*.py")}
     configs = {f"titan_mi100/train_configs/{path.name}" for path in (REPO / "train_configs").glob("*.[tj]*")}
     data = {"additions.jsonl", "pairs.jsonl", *(f"tokenizer/{path.name}" for path in (ASSETS / "tokenizer").iterdir())}
-    modules.add("titan_mi100/config/other_trainers.txt")
+    modules |= {f"titan_mi100/config/{name}.txt" for name in ("examples", "other_trainers")}
     assert packed == modules | configs | {f"titan_mi100/train_configs/debug/{name}" for name in data}
 
 

@@ -20,6 +20,7 @@ from doc_commands import SHELL, check, program_of
 from doc_pages import LANGUAGES, MARK, REPO, Command, Page, pages
 from forked import ForkServer
 
+from titan_mi100 import __main__ as console
 from titan_mi100.config.check import ALTERNATIVES
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import DataConfig
@@ -293,6 +294,17 @@ def test_the_index_names_every_page() -> None:
     named = {(index.path.parent / link.partition("#")[0]).resolve() for link in index.links()}
     missed = {page.name for page in PAGES if page.path not in named} - {index.name}
     assert not missed, f"docs/README.md has no line for {missed}"
+
+
+def test_the_examples_of_help_are_taken_by_their_parsers(
+    parsing: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(parsing)
+    lines = (REPO / "titan_mi100" / "config" / "examples.txt").read_text().splitlines()
+    (page := Page(parsing / "page.md")).path.write_text(
+        "\n".join(["```sh", *map("titan-mi100 {}".format, lines), "```\n"])
+    )
+    assert [check(command, monkeypatch, capsys) for command in page.commands()] == [""] * len(console.COMMANDS)
 
 
 # Commands, and what their check must say.

@@ -23,6 +23,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.planning.plan import GIB, make_plan, with_settings
 from titan_mi100.shapes.families import PRESETS, to_hf_config
 from titan_mi100.tools import new_config as new
+from titan_mi100.wording import plural
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -127,7 +128,10 @@ def test_the_size_of_a_run_suits_its_tokens(rows: int, cards: int) -> None:
     batch = config.batch(cards)
     an_epoch = -(-packed // batch.global_batch_size)
     assert an_epoch * config.training.epochs >= 30 and packed / an_epoch / batch.global_batch_size >= 0.9
-    assert f"{an_epoch * config.training.epochs} steps" in lines and f"{batch.global_batch_size} rows of" in lines
+    assert (
+        f"{an_epoch * config.training.epochs} steps" in lines
+        and f"{plural(batch.global_batch_size, 'row')} of" in lines
+    )
     assert config.validation.freq == -(-an_epoch * config.training.epochs // 5) and 0 < len(kept) < rows
 
 

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -570,10 +569,22 @@ def test_it_starts_without_torch_and_matplotlib(run: Path) -> None:
 def test_a_run_names_the_command(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from titan_mi100.log import log
     from titan_mi100.open_run.record import log_where_everything_is
+    from titan_mi100.run.progress import Progress
 
     config = load_config(["--job.config_file", str(REPO / "train_configs" / "debug.toml")])
     log.propagate = True  # until the end of the test
-    trainer: Any = SimpleNamespace(skipped_steps=0, skipped_spikes=0, step=5)
-    with caplog.at_level("INFO"):
-        log_where_everything_is(tmp_path / "a b", config, trainer, 5)
-    assert any(line.endswith(f"titan-mi100 report '{tmp_path}/a b'") for line in caplog.messages)
+    for progress, *said in (
+        (
+            Progress(5),
+            "no loss is known; on rows that it has not seen: not measured",
+            "--data.validation_fraction 0.05",
+        ),
+        (Progress(5, best_step=5, best_loss=0.5, recent_losses=[1.0, 2.0]), "loss 1.5000, mean", "was the best one"),
+        (Progress(5, best_step=3, best_loss=0.5, validations_since_best=1), "0.5000 at best, step 3", "fewer steps"),
+    ):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            log_where_everything_is(tmp_path / "a b", config, progress, 5)
+        said.append("done: learned 0 rows of 256 tokens in 5 steps")
+        assert [part for part in said if part not in caplog.text] == []
+        assert any(line.endswith(f"titan-mi100 report '{tmp_path}/a b'") for line in caplog.messages)

@@ -40,6 +40,13 @@ def versions() -> str:
     return "\n".join(lines)
 
 
+def example_of(command: str) -> str:
+    """The end of a command's help. Args: command: such as "titan-mi100 generate"; another has none."""
+    lines = Path(__file__).with_name("config").joinpath("examples.txt").read_text().splitlines()
+    name = command.removeprefix("titan-mi100 ")
+    return "".join(f"\nexample:\n  titan-mi100 {line}\n" for line in lines if line.startswith(f"{name} "))
+
+
 def version_of(library: str) -> str:
     """A library's version; "": it is not installed."""
     try:
@@ -74,6 +81,9 @@ class Parser(argparse.ArgumentParser):
             say(problem)
             status = 2
         super().exit(status, message)
+
+    def format_help(self) -> str:
+        return super().format_help() + example_of(self.prog)
 
     def _get_formatter(self) -> argparse.HelpFormatter:
         width = min(shutil.get_terminal_size().columns, WIDTH)

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin
 
-from titan_mi100.cli import WIDTH
+from titan_mi100.cli import WIDTH, example_of
 from titan_mi100.config.settings import Config
+from titan_mi100.errors import UserError
+from titan_mi100.wording import shown
 
 
 def sections() -> Iterator[tuple[str, type]]:
@@ -51,7 +53,10 @@ def toml_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML allows no DEL in a string
 
 
-def help_text() -> str:
+def help_text(which: str = "") -> str:
+    """What `train --help` prints. Args: which: a section, or "all": its keys, and nothing else."""
+    if which:
+        return settings_text(which)
     lines = [
         "usage: ./run_train.sh [--nproc_per_node N] [--job.config_file X.toml] [--section.key value ...]",
         "   or: titan-mi100 train ..., from any folder, where the package is installed",
@@ -66,11 +71,21 @@ def help_text() -> str:
         *_option("--rehearse N", "count what a run on N devices takes and sends, without the devices; see its --help"),
         *_option("--version", "print the versions of this package and its libraries"),
     ]
-    return "\n".join([*lines, "", settings_text()])
+    return "\n".join([*lines, "", settings_text(), example_of("train")])
 
 
-def settings_text() -> str:
-    """What --help says about the settings, which several commands take."""
+def settings_text(which: str = "") -> str:
+    """What --help says about the settings, which several commands take.
+
+    Args:
+        which: "": how they are set, and the sections; "all": every key, too; a section: its keys alone.
+
+    Raises:
+        UserError: no section has this name.
+    """
+    names = [name for name, _ in sections()]
+    if which not in ("", "all", *names):
+        raise UserError(f"--help {shown(which)}: there is no such section; use all, {', '.join(names)}")
     lines = [
         "Settings: on the command line --section.key value; in a TOML file key = value under [section].",
         *textwrap.wrap(
@@ -80,7 +95,14 @@ def settings_text() -> str:
             "key may be repeated. Options of other trainers: titan-mi100 coming-from.",
             WIDTH,
         ),
+        "",
+        *textwrap.wrap(
+            "titan-mi100 train --help all lists every key; --help SECTION those of a section: " + ", ".join(names),
+            WIDTH,
+        ),
     ]
+    if not which:
+        return "\n".join(lines)
     parts = [(f"[{name}]", f"--{name}.", section) for name, section in sections()]
     parts += [
         (f"[[{name}.{key.name}]], a table for each, in a TOML file only", "", table)
@@ -88,7 +110,10 @@ def settings_text() -> str:
         for key in keys_of(section)
         if (table := table_of(key))
     ]
+    lines = lines if which == "all" else []
     for title, prefix, section in parts:
+        if which != "all" and title.strip("[").partition("]")[0].partition(".")[0] != which:
+            continue
         lines += ["", title]
         for key in keys_of(section):
             if table_of(key):
@@ -96,7 +121,7 @@ def settings_text() -> str:
             kind = f"{get_args(key.type)[0].__name__} list" if get_origin(key.type) is tuple else key.type.__name__
             choices = f" ({' | '.join(key.metadata['choices'])})" if key.metadata["choices"] else ""
             lines += _option(f"{prefix}{key.name}  {kind} = {toml_value(key.default)}", key.metadata["doc"] + choices)
-    return "\n".join(lines)
+    return "\n".join(lines).lstrip()
 
 
 def _option(head: str, doc: str) -> list[str]:

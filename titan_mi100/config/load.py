@@ -382,8 +382,9 @@ def config_from_command_line(for_this_job: bool = True) -> Config:
         for_this_job: whether the layout must fit the processes that were started now; False: it is for a later job.
     """
     found = list[Config]()
-    answers = {"-h": help_text, "--help": help_text, "--version": cli.versions}
-    asked = next((answers[argument] for argument in sys.argv[1:] if argument in answers), None)
+    answers = {"-h": help_text, "--help": help_text, "--version": lambda *_: cli.versions()}
+    place = next((place for place, argument in enumerate(sys.argv) if argument in answers), 0)
+    about = [word for word in sys.argv[place + 1 : place + 2] if not word.startswith("-")]
 
     def is_first() -> bool:
         place = next((os.environ[name] for name in _PLACES if for_this_job and name in os.environ), "0")
@@ -393,13 +394,13 @@ def config_from_command_line(for_this_job: bool = True) -> Config:
         if for_this_job:
             os.environ.update(srun_ranks(os.environ))
             check_place(os.environ)
-        if asked is None:
+        if not place:
             config = load_config(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1")) if for_this_job else None)
             if for_this_job:
                 check_start(config)
             found.append(config)
         elif is_first():
-            print(asked())
+            print(answers[sys.argv[place]](*about))
 
     def say(message: object) -> None:
         if is_first():

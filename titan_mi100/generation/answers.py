@@ -36,7 +36,8 @@ Judge = Callable[[int, str], Row]
 def command_parser(name: str, description: str, epilog: str = "") -> ArgumentParser:
     """A parser with the options of every command that generates."""
     prog = f"titan-mi100 {name}"
-    parser = Parser(prog=prog, description=description, epilog=epilog, example=f"e.g. {prog} --model {_MODEL}")
+    example, usage = f"e.g. {prog} --model {_MODEL}", "%(prog)s --model PATH [options]"
+    parser = Parser(prog=prog, usage=usage, description=description, epilog=epilog, example=example)
     add, thinking = parser.add_argument, parser.add_mutually_exclusive_group()
     add("--model", metavar="PATH", required=True, help="HF folder, DCP folder (RUN/checkpoint/step-500) or torch file")
     add("--adapter", metavar="PATH", default="", help="a LoRA adapter for it: PEFT folder or checkpoint of a LoRA run")

@@ -77,8 +77,8 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> i
         if any(argument.partition("=")[0] == "--rehearse" for argument in arguments):
             launcher.run_first("the rehearsal", *_REHEARSAL, *arguments)
             return 0
-        if asked := [argument for argument in arguments if argument in ("-h", "--help", "--version")]:
-            launcher.run_first("the help", *_CONFIG, asked[0])
+        if asked := [place for place, word in enumerate(arguments) if word in ("-h", "--help", "--version")]:
+            launcher.run_first("the help", *_CONFIG, *arguments[asked[0] : asked[0] + 2])
             return 0
         if file := environ.get("CONFIG_FILE", ""):  # torchtitan's run_train.sh reads it
             raise UserError(f"CONFIG_FILE is not read here; unset it, and write --job.config_file {shlex.quote(file)}")

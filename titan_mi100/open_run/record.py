@@ -3,6 +3,7 @@
 import json
 import platform
 import socket
+import statistics
 import sys
 from dataclasses import asdict, replace
 from importlib import import_module
@@ -32,7 +33,7 @@ from titan_mi100.planning import hardware
 from titan_mi100.planning.costs import flops_of_steps
 from titan_mi100.run.faults import FILE, SPIKES
 from titan_mi100.run.machine import describe
-from titan_mi100.run.metrics import SAMPLES, Reporter
+from titan_mi100.run.metrics import Reporter
 from titan_mi100.run.next_commands import after_run, shown_path
 from titan_mi100.run.progress import Progress
 from titan_mi100.run.sinks import Explanation, open_sinks
@@ -166,20 +167,37 @@ def log_where_everything_is(folder: Path, config: Config, progress: Progress, st
         log.warning(f"skipped {plural(count, 'step')}: loss or gradients not finite; rows: {folder / FILE}")
     if spikes:
         log.warning(f"skipped {plural(spikes, 'step')}: the loss was a spike; rows: {folder / SPIKES}")
-    log.info(f"done. Everything is in {shown_path(folder)}:")
-    log.info(f"  checkpoint/   {', '.join(path.name for path in checkpoints)}")
+    files = [f"checkpoint/{path.name}" for path in checkpoints]
     if config.checkpoint.export_hf:
         what = "adapter, for peft and titan-mi100 convert merge-lora" if config.lora.rank else "for transformers, vLLM"
-        log.info(f"  hf-step-{step}/   {what}")
-    if config.metrics.enable_tensorboard:
-        log.info("  tensorboard/")
-    ledger = "ledger.csv (every row of the data), " if (folder / "ledger.csv").exists() else ""
-    samples = f", {SAMPLES}" if (folder / SAMPLES).exists() else ""
-    log.info(f"  {ledger}metrics.jsonl{samples}, train.log")
-    log.info("  config.toml (resolved), environment.json, run_state.json (docs/RUN_FOLDER.md)")
-    log.info("next:")
-    for purpose, command in after_run(folder, config, step):
+        files.append(f"hf-step-{step}/ ({what})")
+    commands = after_run(folder, config, step)
+    rows = f"{plural(progress.rows_consumed, 'row')} of {config.training.seq_len} tokens"
+    log.info(f"done: learned {rows} in {plural(progress.step, 'step')}")
+    log.info(f"  how good   {_how_good(progress)}")
+    log.info(f"  where      {shown_path(folder)}: {', '.join(files)}; docs/RUN_FOLDER.md explains the other files")
+    log.info(f"  use it     {commands[0][1]}")
+    log.info(f"  try next   {_what_to_try(progress)}")
+    log.info("all commands:")
+    for purpose, command in commands:
         log.info(f"  {purpose:<10} {command}")
+
+
+def _how_good(progress: Progress) -> str:
+    losses, found = progress.recent_losses[-10:], "no loss is known"
+    if losses:
+        found = f"loss {statistics.fmean(losses):.4f}, mean of the last {plural(len(losses), 'step')}"
+    if progress.best_loss is None:
+        return f"{found}; on rows that it has not seen: not measured"
+    return f"{found}; on rows that it has not seen {progress.best_loss:.4f} at best, step {progress.best_step}"
+
+
+def _what_to_try(progress: Progress) -> str:
+    if progress.best_step is None:
+        return "--data.validation_fraction 0.05 --validation.freq 50, to see whether it also learns what new rows need"
+    if progress.validations_since_best:
+        return f"fewer steps or more data: after step {progress.best_step} the loss on new rows was not lower again"
+    return "more steps or epochs: the last validation was the best one"
 
 
 def code_and_machine(world: World) -> dict[str, Any]:

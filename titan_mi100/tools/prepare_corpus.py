@@ -48,7 +48,7 @@ from titan_mi100.log import TokenProgress, log, setup_logging
 from titan_mi100.text.assets import CORPUS, PLAN
 from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.load import load_tokenizer
-from titan_mi100.wording import some
+from titan_mi100.wording import plural, some
 
 _LIBRARIES = ("tiktoken", "tokenizers", "sentencepiece")
 _SHOWN = 10  # bad rows listed in a message
@@ -148,8 +148,8 @@ def _prepare(options: argparse.Namespace) -> int:
         "tokens": sum(shard.tokens for shard in shards), "seconds": round(time.monotonic() - started, 2),
         "left_out": sum(map(_bad_count, shards)),
     }  # fmt: skip
-    words = f"{result['documents']:,} documents, {result['tokens']:,} tokens in {total:,} shards"
-    log.info(f"{folder}: {words} ({result['seconds']:,.1f} s)")
+    words = f"{plural(result['documents'], 'document')}, {plural(result['tokens'], 'token')}"
+    log.info(f"{folder}: {words} in {plural(total, 'shard')} ({result['seconds']:,.1f} s)")
     return _say(result, options.json)
 
 
