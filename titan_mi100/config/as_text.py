@@ -55,8 +55,6 @@ def toml_value(value: Any) -> str:
 
 def help_text(which: str = "") -> str:
     """What `train --help` prints. Args: which: as for `settings_text`."""
-    if which:
-        return settings_text(which)
     lines = [
         "usage: ./run_train.sh [--nproc_per_node N] [--job.config_file X.toml] [--section.key value ...]",
         "   or: titan-mi100 train ..., from any folder, where the package is installed",
@@ -67,8 +65,9 @@ def help_text(which: str = "") -> str:
         *_option("--nnodes NODES --node_rank RANK --rdzv FIRST_HOST:PORT", "several nodes: on each (docs/CLUSTER.md)"),
         *_option("--rehearse N", "count what a run on N devices takes and sends, without the devices; see its --help"),
         *_option("--version", "print the versions of this package and its libraries"),
+        *("", settings_text(), example_of("titan-mi100 train")),
     ]
-    return "\n".join([*lines, "", settings_text(), example_of("titan-mi100 train")])
+    return settings_text(which) if which else "\n".join(lines)
 
 
 def settings_text(which: str = "") -> str:
