@@ -19,6 +19,7 @@ from titan_mi100.data.columns import Findings
 from titan_mi100.data.formats import choose_format
 from titan_mi100.data.prepare import prepare_data
 from titan_mi100.data.prepared import PackedDataset, Prepared
+from titan_mi100.data.prompts import _documents
 from titan_mi100.data.strict_json import BadRecord
 from titan_mi100.errors import Preempted, UserError
 from titan_mi100.open_run.start import open_run
@@ -177,6 +178,27 @@ def test_answers_with_a_label(tmp_path: Path) -> None:
             prepared(tmp_path, [row], LABELS)
 
 
+def test_pairs_that_teach_nothing_are_not_lost_to_seq_len_and_no_prompt_expects_a_rejected_answer(
+    tmp_path: Path,
+) -> None:
+    ties = [
+        {"prompt": f"{i}?", "chosen": GOOD, "rejected": BAD, "score_chosen": 1, "score_rejected": 1} for i in range(9)
+    ]
+    data = prepared(tmp_path, [*ties, FORMS["texts"], {"prompt": "long " * 60, "chosen": GOOD, "rejected": BAD}], PAIRS)
+    assert data.train_counts.documents == 2 and not any("data.overlong" in line for line in data.facts.warnings)
+    with pytest.raises(UserError, match=r"no row is left to train on") as refused:
+        prepared(tmp_path, [{"prompt": "long " * 60, "chosen": GOOD, "rejected": BAD}], PAIRS)
+    assert "raise training.seq_len" in str(refused.value) and "split" not in str(refused.value)
+    assert [len(ids) for ids, _ in _documents(data.train)] == [len(data.train.documents[0])]
+
+
+def test_a_reference_belongs_to_the_form_of_its_base(world: World, tmp_path: Path) -> None:
+    adapters = {"lora.rank": "2", "lora.dropout": "0"}
+    open_run(config_of(tmp_path, **adapters), world, folder_of(config_of(tmp_path))).close()
+    with pytest.raises(UserError, match=r"was made of other weights; delete .*reference"):
+        open_run(config_of(tmp_path, **adapters, **{"lora.base": "nf4"}), world, folder_of(config_of(tmp_path)))
+
+
 def test_a_pair_is_never_cut(tmp_path: Path) -> None:
     long = {"prompt": ASK, "chosen": "word " * 50, "rejected": BAD}
     with pytest.raises(UserError, match=r"tokens, seq_len is 64; raise it, or set data.overlong to drop"):
@@ -218,7 +240,7 @@ def folder_of(config: Config) -> Path:
 
 
 def test_a_reference_is_made_once_goes_on_after_a_stop_and_is_refused_if_stale(
-    full: bool, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answer_store, "_ROWS_OF_A_PART", 3)
     config = config_of(tmp_path)
@@ -241,15 +263,13 @@ def test_a_reference_is_made_once_goes_on_after_a_stop_and_is_refused_if_stale(
     again.close()
     with pytest.raises(UserError, match=r"differs from it: objective.beta \(0.1, now 0.3\)"):
         open_run(config_of(tmp_path, **{"objective.beta": "0.3"}), world, folder)
-    for change, words in (({"weights": "x"}, "other weights"), ({"tokens": "x"}, "other rows"))[: 2 if full else 1]:
+    for change, words in (({"weights": "x"}, "other weights"), ({"tokens": "x"}, "other rows")):
         about = folder / "reference" / "store.json"
         before = about.read_text()
         about.write_text(json.dumps(json.loads(before) | change))
         with pytest.raises(UserError, match=f"was made of {words}.*; delete .*reference: it is made again"):
             open_run(config, world, folder)
         about.write_text(before)
-    if not full:
-        return
     for path in (folder / "reference").iterdir():
         path.unlink()
     (folder / "reference").rmdir()

@@ -61,6 +61,10 @@ def test_layouts_train_as_one_process_does(full: bool, tmp_path: Path) -> None:
     else:
         jobs = [c for c in (*jobs, *more) if (c.layout, c.tied, c.accumulation) in CHOSEN.get(c.family, ())]
         assert len(jobs) == sum(map(len, CHOSEN.values()))
+    # Both kinds of layers with chunks of the published length: tensor parallel splits each.
+    jobs += [
+        replace(c, seq_len=parity.LONG_ROW) for c in more if (c.layout, c.tied, c.accumulation) == ("TP2", True, 4)
+    ]
     results = parity.measure(jobs, tmp_path)
     assert len(results) == len(jobs)
     assert_within_the_bars(results)

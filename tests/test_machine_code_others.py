@@ -42,6 +42,7 @@ def test_the_launches_are_right(arch: str, dtype: str, head_dim: int, monkeypatc
 @pytest.mark.parametrize(
     ("arch", "kind"),
     [*itertools.product(("gfx908", "gfx90a", "gfx942"), KINDS), *marked(*itertools.product(RDNA, KINDS))],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else value,
 )
 def test_the_optimizer_leaves_the_bits_of_plain_torch(
     arch: str, kind: tuple[str, str], monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from titan_mi100.model.families import MODELS
 from titan_mi100.open_run.run import Run
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World, fill_parameters
-from titan_mi100.shapes.base import differences
+from titan_mi100.shapes.base import differences, parameter_shapes
 from titan_mi100.shapes.families import read_hf_config
 from titan_mi100.shapes.qwen3_5 import every_fourth
 from titan_mi100.text.bpe import PATTERNS, QWEN3_5
@@ -85,8 +86,28 @@ def test_a_published_folder_comes_back_bit_for_bit(folder: Path, tmp_path: Path)
     before, after = tensors(folder), tensors(tmp_path / "hf")
     assert same(before, after) and len([name for name in after if name.startswith("model.visual.")]) > 10
     assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16, torch.float32, torch.float16}
+    convert.to_torch(open_source(folder), tmp_path / "pt")
+    assert torch.load(tmp_path / "pt" / "model.pt").keys() == before.keys()
     written, read = (json.loads((path / "config.json").read_text()) for path in (tmp_path / "hf", folder))
     assert written == read
+
+
+# What servers read, by vLLM's vllm/model_executor/models/qwen3_5.py (00def4f842) and layers/mamba/gdn_linear_attn.py
+# (0218d0504d), and by SGLang's python/sglang/srt/models/qwen3_5.py (005fa71189), seen on 2026-11-27. For text alone
+# vLLM reads `model.language_model.` in later versions only.
+SERVED = (
+    r"((embed_tokens|norm|layers\.\d+\.(input_layernorm|post_attention_layernorm|mlp\.(gate|up|down)_proj"
+    r"|self_attn\.([qkvo]_proj|[qk]_norm)|linear_attn\.(in_proj_(qkv|z|b|a)|conv1d|norm|out_proj)))\.weight"
+    r"|layers\.\d+\.linear_attn\.(A_log|dt_bias))"
+)
+
+
+def test_servers_read_every_name_that_an_export_writes(folder: Path) -> None:
+    for is_wrapped, prefix in ((True, "model.language_model."), (False, "model.")):
+        spec = dataclasses.replace(read_hf_config(folder), is_wrapped=is_wrapped)  # type: ignore[call-arg]
+        read = re.compile(rf"{re.escape(prefix)}{SERVED}|lm_head\.weight")
+        names = [*map(spec.stored_name, parameter_shapes(spec))]
+        assert len(names) > 40 and [name for name in names if not read.fullmatch(name)] == []
 
 
 def test_names_of_text_folders_with_or_without_the_prefix_are_read_and_twice_is_refused(

@@ -99,7 +99,7 @@ TEXT = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["fused", "separate"])
+@pytest.fixture(scope="module", params=["fused", pytest.param("separate", marks=pytest.mark.full)])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The draft head has its experts in the form that the text part has not."""
     found = tmp_path_factory.mktemp("published") / request.param

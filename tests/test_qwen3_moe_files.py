@@ -56,9 +56,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def opened(folder: Path, world: World, **split: Any) -> Run:
+def opened(folder: Path, world: World, train_router: bool = False, **split: Any) -> Run:
     """A run on random rows that starts from the folder."""
     config = config_of({"seq_len": 32}, {"local_batch_size": 4, "accumulation": 2, "load": str(folder), **split})
+    config = dataclasses.replace(config, training=dataclasses.replace(config.training, train_router=train_router))
     return open_run(config, world, spec=read_hf_config(folder), data=made_up(random_rows(8, 32, 700, 0.5)))
 
 
@@ -103,15 +104,16 @@ def test_every_expert_is_in_its_place(folders: dict[str, Path], tmp_path: Path) 
 def test_what_was_trained_is_loaded_by_transformers(
     form: str, folders: dict[str, Path], tmp_path: Path, world: World
 ) -> None:
-    run = opened(folders[form], world)
+    run = opened(folders[form], world, train_router=form == "fused")
     run.step()
     save(run, tmp_path / "saved")
     source = open_source(tmp_path / "saved" / "step-1", folders[form])
     convert.to_hf(source, tmp_path / "hf", "keep", verify="logits")
     before, after = tensors(folders[form]), tensors(tmp_path / "hf")
     assert before.keys() == after.keys()
-    for name in before:  # the router is frozen
-        assert torch.equal(before[name].float(), after[name]) == name.endswith("mlp.gate.weight"), name
+    for name in before:  # the router is frozen, unless it shall be trained
+        is_frozen = name.endswith("mlp.gate.weight") and form == "separate"
+        assert torch.equal(before[name].float(), after[name]) == is_frozen, name
     theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     ids = torch.arange(24)[None]
     with torch.no_grad():
@@ -119,14 +121,17 @@ def test_what_was_trained_is_loaded_by_transformers(
     assert (expected - found).abs().max() < 1e-5 * expected.abs().max()
 
 
-TARGETS = ("q_proj", "o_proj", "experts")
+TARGETS = {
+    "both": ("q_proj", "o_proj", "experts"), "experts": ("experts",),
+    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("targets", [TARGETS, ("experts",), ("q_proj", "k_proj", "v_proj", "o_proj")])
+@pytest.mark.parametrize("kind", ["both", *(pytest.param(k, marks=pytest.mark.full) for k in ("experts", "attention"))])
 def test_an_adapter_has_the_same_logits_in_peft(
-    targets: tuple[str, ...], folders: dict[str, Path], tmp_path: Path, world: World
+    kind: str, folders: dict[str, Path], tmp_path: Path, world: World
 ) -> None:
-    folder = folders["separate"]
+    folder, targets = folders["separate"], TARGETS[kind]
     run = opened(folder, world, lora={"rank": 3, "target_modules": targets})
     for _ in range(2):
         run.step()

@@ -57,6 +57,7 @@ from titan_mi100.shapes.qwen3_moe import Qwen3MoeSpec
 
 STEPS, ROWS, SEQ_LEN = 8, 16, 32  # ROWS per step
 CHUNK = 8  # tokens that the delta rule computes at once: a row has several
+LONG_ROW, LONG_CHUNK = 160, 64  # chunks of the published length, of which a row has two and a half
 PROMPTS, ANSWER = 5, 6  # held-out prompts, and tokens of an answer
 KINDS = ("gradients", "loss", "norm", "weights", "answers")
 BARS = {"float64": {"gradients": 1e-9, "loss": 1e-9, "norm": 1e-9, "weights": 1e-8, "answers": 0.0}}
@@ -87,6 +88,7 @@ class Cell:
     offload: str = "nothing"  # to the host's memory
     load_from: str = ""  # a checkpoint to go on from, for the second half
     family: str = "qwen3"
+    seq_len: int = SEQ_LEN  # or LONG_ROW, with LONG_CHUNK
 
     @property
     def is_lean(self) -> bool:
@@ -160,23 +162,23 @@ def spec_of(cell: Cell) -> ModelSpec:
     return Qwen3Spec(*sizes, **rest)
 
 
-def dataset() -> PackedDataset:
+def dataset(seq_len: int) -> PackedDataset:
     """Two steps' rows of random documents, among them rows and documents without any supervision."""
     random = np.random.default_rng(7)
     documents = []
     for row in range(2 * ROWS):
         share = (0.0, 0.0, 0.9, 0.5, 0.1, 1.0, 0.3, 0.05)[row % 8]
         for length in ([32], [17, 15], [20, 8, 4], [16, 13])[row % 4]:
-            ids = random.integers(0, 320, length).astype(np.int32)
-            documents.append((ids, random.random(length) < share))
-    return packed(documents, SEQ_LEN)
+            ids = random.integers(0, 320, length * seq_len // SEQ_LEN).astype(np.int32)
+            documents.append((ids, random.random(len(ids)) < share))
+    return packed(documents, seq_len)
 
 
 def config_of(cell: Cell) -> Config:
     parallelism = ParallelismConfig(**cell.parallelism)
     dp = Config(parallelism=parallelism).layout(cell.processes).dp_degree
     training = TrainingConfig(
-        seq_len=SEQ_LEN,
+        seq_len=cell.seq_len,
         local_batch_size=ROWS // (cell.accumulation * dp),
         gradient_accumulation_steps=cell.accumulation,
         steps=cell.steps,
@@ -197,7 +199,8 @@ def config_of(cell: Cell) -> Config:
 def run_cell(cell: Cell, world: World) -> dict[str, Any]:
     """This rank's record of the run, tensors whole. A collective."""
     checkpoint = Path(cell.load_from) if cell.load_from else None
-    data = made_up(dataset(), validation=dataset())
+    Qwen3_5Spec.chunk = CHUNK if cell.seq_len == SEQ_LEN else LONG_CHUNK
+    data = made_up(dataset(cell.seq_len), validation=dataset(cell.seq_len))
     run = open_run(config_of(cell), world, spec=spec_of(cell), data=data, checkpoint=checkpoint)
     gradients = keep_gradients(run)
     prompts = [prompt.ids for prompt in held_out_prompts([data.validation[0].rows], PROMPTS)]
@@ -264,7 +267,6 @@ def launch(jobs: list[Cell], folder: Path) -> list[list[dict[str, Any]]]:
 
 def worker(folder: Path) -> None:
     world = distributed.init_distributed()
-    Qwen3_5Spec.chunk = CHUNK
     records = [run_cell(Cell(**cell), world) for cell in torch.load(folder / "cells.pt", weights_only=False)]
     torch.save(records, folder / f"rank-{world.rank}.pt")
     distributed.leave(0)

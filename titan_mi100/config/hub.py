@@ -52,7 +52,7 @@ def hub_hint(path: str, folder: str = "", is_data: bool = False) -> str:
     last = os.path.basename(path)
     name = hub_id(path, folder)
     is_folder = name.partition("/")[0] in ("", "models", "model", "weights", "checkpoints", "assets")  # no owner
-    if is_folder and re.fullmatch(r"Qwen3(\.\d)?-[\d.]+B(-Base)?", last):
+    if is_folder and re.fullmatch(r"Qwen3(\.\d)?-[\d.]+B(-A\d+B)?(-Base)?", last):
         target = min(path, os.path.relpath(path), key=len)
         return f"; fetch it: hf download Qwen/{last} --local-dir {shlex.quote(target)}"
     if not name:

@@ -48,7 +48,7 @@ class ExpertLoad:
         self._rows += rows
         self._last[rows > 0] = step
         busiest = (rows / rows.mean(1, keepdim=True).clamp_min(1)).max().item()
-        self._reporter.values(step, {"busiest_expert": busiest, "idle_experts": int((rows == 0).sum())})
+        self._reporter.experts(step, busiest, int((rows == 0).sum()))
         table = {str(number): own.long().tolist() for number, own in zip(self._layers, self._rows, strict=True)}
         with self._reporter.warn_once_on_disk_error(self._folder / FILE):
             replace(self._folder / FILE, json.dumps({"last_step": step, "rows_of_layers": table}))

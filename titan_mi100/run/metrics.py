@@ -147,9 +147,10 @@ class Reporter:
         self._write(step, found, prefix="validation/")
         log.info(f"step {step}  {words}" + "".join(f"  {name} {own:.4f}" for name, own in sources.items()))
 
-    def values(self, step: int, values: dict[str, float]) -> None:
-        """Further curves of a step."""
-        self._write(step, {"step": step, **values}, prefix="train/")
+    def experts(self, step: int, busiest: float, idle: int) -> None:
+        """How evenly the experts were used until this step."""
+        found = {"step": step, "time": utc_now(), "busiest_expert": busiest, "idle_experts": idle}
+        self._write(step, found, prefix="train/")
 
     def samples(self, step: int, answered: Sequence[dict[str, Any]]) -> None:
         """Args: answered: entries of samples.jsonl without their step."""

@@ -147,10 +147,11 @@ def to_torch(source: ModelSource, output: Path, dtype: str = "keep", verify: str
     kinds = _output_kinds(source, dtype)
     verify = _resolve_verify(verify, _total(kinds), source.path, "an HF folder to compare with")
     with _new_folder(source, output, kinds, verify) as aside:
-        digests = Digests()
-        write_torch(aside, in_files(source.spec, _tensors_to_write(source, kinds, digests)))
+        digests, spec = Digests(), source.spec
+        tensors = in_files(spec, _tensors_to_write(source, kinds, digests))
+        write_torch(aside, ((spec.stored_name(name) if spec else name, tensor) for name, tensor in tensors))
         written: Weights = read_torch_weights(aside / MODEL_FILE)
-        _compare(joined(written, source.spec) if source.spec else written, digests, verify)
+        _compare(joined(written, spec) if spec else written, digests, verify)
         _write_assets(aside, naming_dtype(source.assets, dtype))
 
 
