@@ -301,9 +301,7 @@ def test_the_examples_of_help_are_taken_by_their_parsers(
 ) -> None:
     monkeypatch.chdir(parsing)
     lines = (REPO / "titan_mi100" / "config" / "examples.txt").read_text().splitlines()
-    (page := Page(parsing / "page.md")).path.write_text(
-        "\n".join(["```sh", *map("titan-mi100 {}".format, lines), "```\n"])
-    )
+    (page := Page(parsing / "page.md")).path.write_text("\n".join(["```sh", *lines, "```\n"]))
     assert [check(command, monkeypatch, capsys) for command in page.commands()] == [""] * len(console.COMMANDS)
 
 

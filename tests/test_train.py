@@ -102,7 +102,7 @@ def test_loss_falls_and_the_folder_explains_the_run(uninterrupted: Path) -> None
     for expected in ("step  1/20  loss ", "grad_norm", "lr ", "tok/s", "supervised tok/s", "mfu(fp32) n/a", "mem ",
                      "data wait", "step 20  validation loss", "attention: sdpa",
                      "_scaled_dot_product_flash_attention_for_cpu",
-                     " in 20 steps", "how good", "use it", "try next"):  # fmt: skip
+                     " in 20 steps", "how good", "how to use it", "try next"):  # fmt: skip
         assert expected in text, expected
     state = json.loads((uninterrupted / "run_state.json").read_text())
     assert (state["state"], state["exit_code"]) == ("done", 0)

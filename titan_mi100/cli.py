@@ -43,8 +43,7 @@ def versions() -> str:
 def example_of(command: str) -> str:
     """The end of a command's help. Args: command: such as "titan-mi100 generate"; another has none."""
     lines = Path(__file__).with_name("config").joinpath("examples.txt").read_text().splitlines()
-    name = command.removeprefix("titan-mi100 ")
-    return "".join(f"\nexample:\n  titan-mi100 {line}\n" for line in lines if line.startswith(f"{name} "))
+    return "".join(f"\nexample:\n  {line}\n" for line in lines if line.startswith(f"{command} "))
 
 
 def version_of(library: str) -> str:

@@ -54,9 +54,7 @@ def toml_value(value: Any) -> str:
 
 
 def help_text(which: str = "") -> str:
-    """What `train --help` prints. Args: which: a section, or "all": its keys, and nothing else."""
-    if which:
-        return settings_text(which)
+    """What `train --help` prints. Args: which: as for `settings_text`."""
     lines = [
         "usage: ./run_train.sh [--nproc_per_node N] [--job.config_file X.toml] [--section.key value ...]",
         "   or: titan-mi100 train ..., from any folder, where the package is installed",
@@ -64,64 +62,49 @@ def help_text(which: str = "") -> str:
         "Options of the command:",
         *_option("--nproc_per_node N", "processes of this node; default: one for each GPU, two on a CPU"),
         *_option("--max_restarts N", "restart up to N times after a crash, a hang or a killed process (docs/WATCH.md)"),
-        *_option(
-            "--nnodes NODES --node_rank RANK --rdzv FIRST_HOST:PORT",
-            "a run on several nodes: give them on each node (docs/CLUSTER.md)",
-        ),
+        *_option("--nnodes NODES --node_rank RANK --rdzv FIRST_HOST:PORT", "several nodes: on each (docs/CLUSTER.md)"),
         *_option("--rehearse N", "count what a run on N devices takes and sends, without the devices; see its --help"),
         *_option("--version", "print the versions of this package and its libraries"),
+        *("", settings_text(), example_of("titan-mi100 train")),
     ]
-    return "\n".join([*lines, "", settings_text(), example_of("train")])
+    return settings_text(which) if which else "\n".join(lines)
 
 
 def settings_text(which: str = "") -> str:
     """What --help says about the settings, which several commands take.
 
     Args:
-        which: "": how they are set, and the sections; "all": every key, too; a section: its keys alone.
+        which: a section whose keys are listed, or "all"; "": no keys.
 
     Raises:
         UserError: no section has this name.
     """
-    names = [name for name, _ in sections()]
-    if which not in ("", "all", *names):
-        raise UserError(f"--help {shown(which)}: there is no such section; use all, {', '.join(names)}")
-    lines = [
-        "Settings: on the command line --section.key value; in a TOML file key = value under [section].",
-        *textwrap.wrap(
-            'In a file, base = "other.toml" inherits all settings of another file. X.toml may be the name of a bundled '
-            "config: titan-mi100 configs lists them. A relative path in a file is relative to the file; on the command "
-            "line, to the current folder. A list is [a, b] in a file; on the command line it is a,b or a b, and its "
-            "key may be repeated. Options of other trainers: titan-mi100 coming-from.",
-            WIDTH,
-        ),
-        "",
-        *textwrap.wrap(
-            "titan-mi100 train --help all lists every key; --help SECTION those of a section: " + ", ".join(names),
-            WIDTH,
-        ),
-    ]
-    if not which:
-        return "\n".join(lines)
-    parts = [(f"[{name}]", f"--{name}.", section) for name, section in sections()]
+    names = ", ".join(name for name, _ in sections())
+    if which not in ("", "all", *names.split(", ")):
+        raise UserError(f"--help {shown(which)}: there is no such section; use all, {names}")
+    lines = textwrap.wrap(
+        "Settings: on the command line --section.key value; in a TOML file key = value under [section]. In a file, "
+        'base = "other.toml" inherits all settings of another file. X.toml may be the name of a bundled config: '
+        "titan-mi100 configs lists them. A relative path in a file is relative to the file; on the command line, to "
+        "the current folder. A list is [a, b] in a file; on the command line it is a,b or a b, and its key may be "
+        "repeated. Options of other trainers: titan-mi100 coming-from. titan-mi100 train --help all lists every key, "
+        f"and --help SECTION those of a section: {names}.",
+        WIDTH,
+    )
+    parts = [(name, f"[{name}]", f"--{name}.", section) for name, section in sections()]
     parts += [
-        (f"[[{name}.{key.name}]], a table for each, in a TOML file only", "", table)
+        (name, f"[[{name}.{key.name}]], a table for each, in a TOML file only", "", table)
         for name, section in sections()
         for key in keys_of(section)
         if (table := table_of(key))
     ]
-    lines = lines if which == "all" else []
-    for title, prefix, section in parts:
-        if which != "all" and title.strip("[").partition("]")[0].partition(".")[0] != which:
-            continue
-        lines += ["", title]
-        for key in keys_of(section):
-            if table_of(key):
-                continue
+    for name, title, prefix, section in parts:
+        lines += ["", title] * (which in ("all", name))
+        for key in (key for key in keys_of(section) if which in ("all", name) and not table_of(key)):
             kind = f"{get_args(key.type)[0].__name__} list" if get_origin(key.type) is tuple else key.type.__name__
             choices = f" ({' | '.join(key.metadata['choices'])})" if key.metadata["choices"] else ""
             lines += _option(f"{prefix}{key.name}  {kind} = {toml_value(key.default)}", key.metadata["doc"] + choices)
-    return "\n".join(lines).lstrip()
+    return "\n".join(lines)
 
 
 def _option(head: str, doc: str) -> list[str]:

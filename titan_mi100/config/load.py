@@ -384,7 +384,6 @@ def config_from_command_line(for_this_job: bool = True) -> Config:
     found = list[Config]()
     answers = {"-h": help_text, "--help": help_text, "--version": lambda *_: cli.versions()}
     place = next((place for place, argument in enumerate(sys.argv) if argument in answers), 0)
-    about = [word for word in sys.argv[place + 1 : place + 2] if not word.startswith("-")]
 
     def is_first() -> bool:
         place = next((os.environ[name] for name in _PLACES if for_this_job and name in os.environ), "0")
@@ -400,7 +399,7 @@ def config_from_command_line(for_this_job: bool = True) -> Config:
                 check_start(config)
             found.append(config)
         elif is_first():
-            print(answers[sys.argv[place]](*about))
+            print(answers[sys.argv[place]](*(word for word in sys.argv[place + 1 : place + 2] if word[:1] != "-")))
 
     def say(message: object) -> None:
         if is_first():

@@ -3,7 +3,6 @@
 import json
 import platform
 import socket
-import statistics
 import sys
 from dataclasses import asdict, replace
 from importlib import import_module
@@ -161,43 +160,29 @@ def step_to_use(folder: Path, validation: ValidationConfig, progress: Progress) 
 
 def log_where_everything_is(folder: Path, config: Config, progress: Progress, step: int) -> None:
     """The closing summary, and commands to go on with. Args: step: step of the export."""
-    checkpoints = list_checkpoints(folder / "checkpoint")
-    spikes = progress.skipped_spikes
-    if count := progress.skipped_steps - spikes:
+    if count := progress.skipped_steps - progress.skipped_spikes:
         log.warning(f"skipped {plural(count, 'step')}: loss or gradients not finite; rows: {folder / FILE}")
-    if spikes:
+    if spikes := progress.skipped_spikes:
         log.warning(f"skipped {plural(spikes, 'step')}: the loss was a spike; rows: {folder / SPIKES}")
-    files = [f"checkpoint/{path.name}" for path in checkpoints]
-    if config.checkpoint.export_hf:
-        what = "adapter, for peft and titan-mi100 convert merge-lora" if config.lora.rank else "for transformers, vLLM"
-        files.append(f"hf-step-{step}/ ({what})")
-    commands = after_run(folder, config, step)
-    rows = f"{plural(progress.rows_consumed, 'row')} of {config.training.seq_len} tokens"
-    log.info(f"done: learned {rows} in {plural(progress.step, 'step')}")
-    log.info(f"  how good   {_how_good(progress)}")
+    files = [f"checkpoint/{path.name}" for path in list_checkpoints(folder / "checkpoint")]
+    library = "peft" if config.lora.rank else "transformers"
+    files += [f"hf-step-{step}/ for {library}, vLLM"] * config.checkpoint.export_hf
+    good, to_try = _how_good(progress)
+    log.info(f"done: learned {plural(progress.rows_consumed, 'row')} in {plural(progress.step, 'step')}")
+    log.info(f"  how good   {good}")
     log.info(f"  where      {shown_path(folder)}: {', '.join(files)}; docs/RUN_FOLDER.md explains the other files")
-    log.info(f"  use it     {commands[0][1]}")
-    log.info(f"  try next   {_what_to_try(progress)}")
-    log.info("all commands:")
-    for purpose, command in commands:
+    log.info(f"  try next   {to_try}")
+    log.info("  how to use it:")
+    for purpose, command in after_run(folder, config, step):
         log.info(f"  {purpose:<10} {command}")
 
 
-def _how_good(progress: Progress) -> str:
-    losses, found = progress.recent_losses[-10:], "no loss is known"
-    if losses:
-        found = f"loss {statistics.fmean(losses):.4f}, mean of the last {plural(len(losses), 'step')}"
-    if progress.best_loss is None:
-        return f"{found}; on rows that it has not seen: not measured"
-    return f"{found}; on rows that it has not seen {progress.best_loss:.4f} at best, step {progress.best_step}"
-
-
-def _what_to_try(progress: Progress) -> str:
+def _how_good(progress: Progress) -> tuple[str, str]:
+    """The lowest loss on the validation rows, and what it says to try next."""
     if progress.best_step is None:
-        return "--data.validation_fraction 0.05 --validation.freq 50, to see whether it also learns what new rows need"
-    if progress.validations_since_best:
-        return f"fewer steps or more data: after step {progress.best_step} the loss on new rows was not lower again"
-    return "more steps or epochs: the last validation was the best one"
+        return "not measured on new rows", "--data.validation_fraction 0.05 --validation.freq 50, which measure it"
+    found = f"loss {progress.best_loss:.4f} on new rows at best, after step {progress.best_step}"
+    return found, "fewer steps, or more data" if progress.validations_since_best else "more steps or epochs"
 
 
 def code_and_machine(world: World) -> dict[str, Any]:

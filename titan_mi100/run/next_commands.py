@@ -50,14 +50,8 @@ def after_run(folder: Path, config: Config, step: int) -> list[tuple[str, str]]:
         page = ("--html", shown_path(folder / "data.html"))
         found.append(("data page", command("inspect", *_config_of(folder), *which, *page)))
     if config.metrics.enable_tensorboard:
-        found.append(
-            (
-                "curves",
-                shlex.join(
-                    [*_program("tensorboard", "tensorboard.main"), "--logdir", shown_path(folder / "tensorboard")]
-                ),
-            )
-        )
+        program = _program("tensorboard", "tensorboard.main")
+        found.append(("curves", shlex.join([*program, "--logdir", shown_path(folder / "tensorboard")])))
     return found
 
 

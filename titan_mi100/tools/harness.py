@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     if {"-h", "--help"} & set(arguments):
-        print(cli.reflowed(__doc__) + cli.example_of("evaluate harness"), end="")
+        print(cli.reflowed(__doc__) + cli.example_of("titan-mi100 evaluate harness"), end="")
         return 0
     given, rest = parser().parse_known_args(arguments)
     if len(rest) < 2 or any(argument.startswith("-") for argument in rest[:2]):
