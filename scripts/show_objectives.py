@@ -116,7 +116,7 @@ def distillation(out: Path, seed: int) -> tuple[float, float]:
         f'validation_path = "{folder}/held_out.jsonl"\noverlong = "split"\n[training]\nlocal_batch_size = 4\n'
     )
     if not (answers / "run_state.json").exists():
-        given = {"job.config_file": student, "model": teacher, "out": answers, "top_k": 32, "nproc_per_node": 1}
+        given = {"job.config_file": student, "model": teacher, "out": answers, "top_k": 512, "nproc_per_node": 1}
         run("teach", *(word for k, v in given.items() for word in (f"--{k}", v)))
     distilled = {"objective.name": "distill", "objective.teacher": answers, "objective.teacher_weight": 0.8}
     taught = train(out / "taught", **wanted, **distilled)
