@@ -2,10 +2,10 @@
 
     python scripts/show_objectives.py preferences|distillation OUT [--seeds 3]
 
-preferences: a model learns sums from data in which most carries are forgotten, then from pairs of a right answer and
-one without the carry; exact match on sums that it has not seen, before and after. distillation: a model of 10M
-parameters learns the pages of docs/; one of 3M learns a quarter of them from its distributions or from the text alone,
-in as many steps; loss of both on pages that no one has learned.
+Both learn sums of two numbers from rows in which most carries are forgotten, and are tested on others: exact match.
+preferences: before and after a run on pairs of a right answer and one without the carry. distillation: a model of 3M
+parameters that learns from the rows alone, and one that learns on the same rows, in as many steps, from a model of 10M
+that has learned right sums.
 """
 
 import argparse
@@ -52,22 +52,30 @@ def write(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-def preferences(out: Path, seed: int) -> tuple[float, float]:
-    """Exact match on held-out sums before and after."""
+def sums(out: Path, seed: int) -> tuple[list[dict], dict[str, str], Path, Path]:
+    """Rows to learn, their answers without carries, held-out rows to test with, and the rows with most carries
+    forgotten, as a file.
+    """
     chosen = random.Random(seed)
     rows = [json.loads(line) for line in (DEBUG / "additions.jsonl").read_text().splitlines()]
     chosen.shuffle(rows)
     held_out, rows = rows[:200], rows[200:]
     test = [{**row, "answer": f"#### {row['answer'].rsplit(' ', 1)[1].removesuffix('.')}"} for row in held_out]
     wrong = {row["question"]: without_carry(row["question"]) for row in rows}
-    sums = [{**row, "answer": wrong[row["question"]]} if chosen.random() < 0.7 else row for row in rows]
+    forgotten = [{**row, "answer": wrong[row["question"]]} if chosen.random() < 0.7 else row for row in rows]
+    return rows, wrong, write(out / "test.jsonl", test), write(out / "sums.jsonl", forgotten)
+
+
+def preferences(out: Path, seed: int) -> tuple[float, float]:
+    """Exact match on held-out sums before and after."""
+    rows, wrong, tested, forgotten = sums(out, seed)
     pairs = [
         {"prompt": row["question"], "chosen": row["answer"], "rejected": wrong[row["question"]]}
         for row in rows
         if row["answer"] != wrong[row["question"]]
     ]
-    tested, common = write(out / "test.jsonl", test), {"training.seed": seed, "training.local_batch_size": 2}
-    first = train(out / "sft", **common, **{"data.path": write(out / "sums.jsonl", sums), "training.steps": 1000})
+    common = {"training.seed": seed, "training.local_batch_size": 2}
+    first = train(out / "sft", **common, **{"data.path": forgotten, "training.steps": 1000})
     more = {
         "objective.name": "preference",
         "checkpoint.initial_load_path": first,
@@ -92,35 +100,25 @@ def exact_match(model: Path, test: Path) -> float:
 
 
 def distillation(out: Path, seed: int) -> tuple[float, float]:
-    """Validation loss of the student that learns from the text alone, and of the one that learns from the teacher."""
-    texts = [part for page in sorted((REPO / "docs").glob("*.md")) for part in page.read_text().split("\n\n")]
-    rows = [{"text": "\n\n".join(texts[start : start + 8])} for start in range(0, len(texts), 8)]
-    held_out, rows = rows[::8], [row for place, row in enumerate(rows) if place % 8]
-    folder = out.parent  # one teacher for all seeds
-    every, few = write(folder / "pages.jsonl", rows), write(folder / "few.jsonl", rows[::4])
-    common = {
-        "data.validation_path": write(folder / "held_out.jsonl", held_out), "data.validation_fraction": 0,
-        "data.overlong": "split", "training.local_batch_size": 4, "optimizer.lr": 2e-3, "model.flavor": "",
-    }  # fmt: skip
-    big = random_model(folder / "big", 384, 1152, 5, 0)
-    teacher = train(
-        folder / "teacher", **common,
-        **{"data.path": every, "training.steps": 250, "checkpoint.initial_load_path": big})  # fmt: skip
+    """Exact match of the student that learns from the rows alone, and of the one that learns from the teacher."""
+    folder = out.parent  # one teacher, and one set of rows, for all seeds
+    rows, _, tested, forgotten = sums(folder, 0)
+    common = {"training.local_batch_size": 2, "model.flavor": "", "optimizer.lr": 2e-3}
+    given = {"data.path": write(folder / "right.jsonl", rows), "training.steps": 800}
+    big = {"checkpoint.initial_load_path": random_model(folder / "big", 384, 1152, 5, 0)}
+    teacher, answers = train(folder / "teacher", **common, **given, **big), folder / "answers"
     small = random_model(out / "small", 256, 512, 3, seed)
-    wanted = {**common, "data.path": few, "training.seed": seed, "training.steps": 150}
+    wanted = {**common, "data.path": forgotten, "training.seed": seed, "training.steps": 500}
     wanted |= {"checkpoint.initial_load_path": small}
-    alone = train(out / "alone", **wanted)
-    student, answers = out / "student.toml", folder / "answers"
-    student.write_text(
-        f'base = "{REPO}/train_configs/debug.toml"\n[data]\npath = "{few}"\nvalidation_fraction = 0.0\n'
-        f'validation_path = "{folder}/held_out.jsonl"\noverlong = "split"\n[training]\nlocal_batch_size = 4\n'
-    )
+    alone, student = train(out / "alone", **wanted), out / "student.toml"
     if not (answers / "run_state.json").exists():
-        given = {"job.config_file": student, "model": teacher, "out": answers, "top_k": 512, "nproc_per_node": 1}
-        run("teach", *(word for k, v in given.items() for word in (f"--{k}", v)))
-    distilled = {"objective.name": "distill", "objective.teacher": answers, "objective.teacher_weight": 0.8}
+        student.write_text(f'base = "{REPO}/train_configs/debug.toml"\n[data]\npath = "{forgotten}"\n')
+        told = {"job.config_file": student, "model": teacher, "out": answers, "top_k": 32, "nproc_per_node": 1}
+        run("teach", *(word for k, v in told.items() for word in (f"--{k}", v)))
+    distilled = {"objective.name": "distill", "objective.teacher": answers, "objective.teacher_weight": 1.0}
     taught = train(out / "taught", **wanted, **distilled)
-    return validation_loss(alone.parent, "validation_loss"), validation_loss(taught.parent, "validation_cross_entropy")
+    print(f"teacher: {exact_match(teacher, tested):.4f}", flush=True)
+    return exact_match(alone, tested), exact_match(taught, tested)
 
 
 def random_model(folder: Path, hidden: int, inner: int, layers: int, seed: int) -> Path:
@@ -135,11 +133,6 @@ def random_model(folder: Path, hidden: int, inner: int, layers: int, seed: int) 
         for file in (DEBUG / "tokenizer").iterdir():
             (folder / file.name).write_bytes(file.read_bytes())
     return folder
-
-
-def validation_loss(folder: Path, key: str) -> float:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return float(next(line[key] for line in reversed(lines) if key in line))
 
 
 def main() -> None:
