@@ -88,7 +88,7 @@ def check_keys(form: str, row: Row, unread: Set[str]) -> None:
     if meant := unread & meaningful:
         where = f"{listed(meant)} in a row of format {form}"
         if meant & preferences:
-            remedy = 'to train on preferences (chosen and rejected), set [objective] name = "preference"'
+            remedy = 'to train on preferences, set [objective] name = "preference"'
             if form == "pairs":
                 remedy = (
                     "chosen and rejected are what is read; if the key does not matter, name it in data.ignored_keys"
