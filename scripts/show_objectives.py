@@ -37,7 +37,7 @@ def run(*words: object) -> str:
 
 def train(folder: Path, **settings: object) -> Path:
     """A run on one process; its export, or the folder if there is none. Done before: kept."""
-    if not list(folder.glob("checkpoint/step-*")):
+    if not list(folder.glob("hf-step-*")):
         given = {**_COMMON, "job.run_folder": folder, **settings}
         run("train", "--nproc_per_node", 1, *(word for k, v in given.items() for word in (f"--{k}", v)))
     return max(folder.glob("hf-step-*"), default=folder)

@@ -55,6 +55,7 @@ _TORCHRUN = ("-m", "torch.distributed.run", "--log-dir", os.devnull)
 _ONE_NODE = ("--standalone", "--local-addr", "127.0.0.1")
 _RECORDS = "watch"  # folder of the processes' records, beside the outcome file
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # signals that stop a run
+SIGNALS = (*_STOP, signal.SIGUSR2)  # that must be blocked when `main` begins
 _KILLED = 10.0  # seconds to wait for a killed process to end; a process that hangs in the kernel never ends
 _AGAIN = 2.0  # seconds between signals to the workers, which are repeated: a worker may not listen yet
 _MEANING = {

@@ -6,6 +6,8 @@ their log probabilities; the student learns from them with [objective] name = "d
 
 import argparse
 import os
+import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     from titan_mi100.launch import launcher
 
+    signal.pthread_sigmask(signal.SIG_BLOCK, launcher.SIGNALS)
     return launcher.main(["--job.config_file", path, *settings])
 
 
@@ -112,3 +115,7 @@ def _write_config(options: argparse.Namespace) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     write(out / _OWN, to_toml(config))
     return out / _OWN
+
+
+if __name__ == "__main__":
+    sys.exit(main())
