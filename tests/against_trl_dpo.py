@@ -152,7 +152,7 @@ def simpo(trainer: DPOTrainer, batch: dict, beta: float, gamma: float) -> torch.
 
 def speed(which: str, rounds: int) -> None:
     spec = SHAPES[which]
-    pairs = make_pairs(1000, spec.vocab_size, 1024)
+    pairs = make_pairs(240, spec.vocab_size, 1024)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(spec, folder)
