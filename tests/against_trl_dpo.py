@@ -161,6 +161,7 @@ def speed(which: str, rounds: int) -> None:
         for batch in (1, 2, 4, 8):
             trainer = theirs(folder, pairs, "sigmoid", 0.1, batch, precompute=True)
             trainer.create_optimizer()
+            trainer.current_gradient_accumulation_steps = 1  # its train() would set it
             trainers[batch] = (trainer, iter(trainer.get_train_dataloader()))
         print(f"{parameter_count(spec):,} parameters, {len(pairs)} pairs", flush=True)
         ratios: dict[int, list[float]] = {batch: [] for batch in trainers}
