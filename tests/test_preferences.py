@@ -19,8 +19,9 @@ from titan_mi100.config.layout import check_schedule
 from titan_mi100.config.settings import ObjectiveConfig
 from titan_mi100.losses import LOSSES, Answers, log_of_rest
 from titan_mi100.model.init import initial_values
+from titan_mi100.model.loss import Predicted
 from titan_mi100.model.qwen3 import Qwen3
-from titan_mi100.objectives.preference import sums_of_documents
+from titan_mi100.objectives.preference import Preference, sums_of_documents
 from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.qwen3 import Qwen3Spec
 
@@ -227,3 +228,31 @@ def test_sums_of_documents_of_any_lengths() -> None:
     torch.testing.assert_close(found, exact, rtol=1e-15, atol=1e-15)
     (found * torch.arange(21).view(3, 7)).sum().backward()
     assert values.grad is not None and values.grad.tolist() == [0, 0, 1, 2, 7, 8, 8, 0]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_equal_finite_differences_in_any_order_of_pairs(name: str) -> None:
+    """Of the objective's whole loss with respect to the log probability of each token, in fp64."""
+    torch.manual_seed(1)
+    loss = LOSSES[name]
+    objective = Preference(loss, ObjectiveConfig(name="preference", loss=name).factors, SFT)
+    documents = torch.tensor([[0] * 4 + [1] * 3 + [2] * 2 + [3] * 5 + [-1, -1]])
+    tokens = torch.tensor([1, 2, 4, 5, 7, 10, 11, 12])
+    log_p = (-torch.rand(len(tokens), dtype=torch.float64) - 0.1).requires_grad_()
+    columns = {"document_ids": documents, "label": torch.tensor([[1, -1, -1, 1] + [0] * 12])}
+    columns["reference"] = torch.tensor([[-1.0, -2.0, -0.5, -3.0] + [0.0] * 12], dtype=torch.float64)
+
+    def total(values: Tensor) -> Tensor:
+        return objective.loss(Predicted(-values[:, None], values, torch.ones(8, 1, dtype=torch.bool)), tokens, columns)[
+            0
+        ]
+
+    assert torch.autograd.gradcheck(total, (log_p,), eps=1e-6, atol=1e-8, rtol=1e-6)
+    # the second pair first: documents 2, 3, 0, 1 of the same row
+    order = torch.tensor([4, 5, 6, 7, 0, 1, 2, 3])
+    moved = torch.tensor([0, 3, 4, 5, 8, 9, 11, 12])
+    swapped = {"document_ids": torch.tensor([[0] * 2 + [1] * 5 + [2] * 4 + [3] * 3 + [-1, -1]])}
+    swapped |= {name: columns[name][:, [2, 3, 0, 1, *range(4, 16)]] for name in ("label", "reference")}
+    known = torch.ones(8, 1, dtype=torch.bool)
+    again = objective.loss(Predicted(-log_p[order, None], log_p[order], known), moved, swapped)
+    torch.testing.assert_close(again[0], total(log_p), rtol=1e-14, atol=0)
