@@ -2,10 +2,12 @@
 
     python tests/against_trl_dpo.py losses          # 5 steps of each loss in fp32: relative differences
     python tests/against_trl_dpo.py speed 10m 5     # tokens/s of interleaved steps, TRL at 1, 2, 4 and 8 pairs a batch
+    python tests/against_trl_dpo.py memory ours|trl # peak memory of the process
 
 Both get the same ids. Needs trl 1.16, datasets and accelerate.
 """
 
+import resource
 import statistics
 import sys
 import tempfile
@@ -190,8 +192,31 @@ def speed(which: str, rounds: int) -> None:
                   f"TRL's padded / real tokens {padded[batch]:.2f}")  # fmt: skip
 
 
+def memory(whose: str) -> None:
+    """Peak of a process with 100M parameters after two steps of four pairs; TRL with its reference in memory."""
+    spec, folder = SHAPES["100m"], Path(tempfile.mkdtemp())
+    pairs = [([5] * 100, [6] * 100, [7] * 100)] * 8  # rows of 512 hold one pair, as TRL's batches
+    save_model(spec, folder)
+    if whose == "ours":
+        run = ours(spec, folder, pairs, "dpo", 512, 1)
+        run.step()
+        run.step()
+    else:
+        trainer = theirs(folder, pairs, "sigmoid", 0.1, 1, precompute=False)
+        trainer.create_optimizer()
+        trainer.current_gradient_accumulation_steps = 1
+        for batch in [*trainer.get_train_dataloader()][:4]:
+            trainer.training_step(trainer.model, batch)
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"{whose}: peak {peak:.2f} GiB; weights {parameter_count(spec) * 4 / 2**30:.2f} GiB", flush=True)
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "losses":
         losses()
+    elif sys.argv[1] == "memory":
+        memory(sys.argv[2])
     else:
         speed(sys.argv[2], int(sys.argv[3]))
