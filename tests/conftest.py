@@ -226,3 +226,19 @@ def supervised_of(labels):
     from titan_mi100.parallel.base import supervised_index
 
     return supervised_index(torch.from_numpy(columns_where((labels != IGNORE).numpy())))
+
+
+def records_of(job: str, given: dict, folder: Path, processes: int) -> Iterator[tuple[dict, list[dict]]]:
+    """Run a job of tests/gloo; of each split what the ranks return, with the gradients of all stages of a pipeline."""
+    import torch
+
+    torch.save(given, folder / "job.pt")
+    path = REPO / "tests" / "gloo" / f"{job}.py"
+    torchrun(str(path), str(folder / "job.pt"), str(folder), processes=processes, timeout=900)
+    records = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(processes)]
+    for number, split in enumerate(given["splits"]):
+        of_ranks = [record[number] for record in records]
+        if "pipeline_parallel_degree" in split.get("parallelism", {}):
+            every = [pair for record in of_ranks for pair in record["gradients"]]
+            of_ranks = [{**record, "gradients": every} for record in of_ranks]
+        yield split, of_ranks

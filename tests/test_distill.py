@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ASSETS, REPO, random_documents, torchrun
+from conftest import ASSETS, random_documents, records_of
 from gloo.job_answers import data_of, recorded
 from gloo.job_parity import open_split, run_split
 from test_model import reference as transformers_model
@@ -148,16 +148,10 @@ def test_all_ids_are_the_dense_divergence(world: World, tmp_path: Path) -> None:
 
 
 def run_job(processes: int, splits: list[dict], folder: Path, k: int) -> None:
-    torch.save({"case": make_case(), "splits": splits}, folder / "job.pt")
-    job = str(REPO / "tests/gloo/job_answers.py")
-    torchrun(job, str(folder / "job.pt"), str(folder), processes=processes, timeout=900)
-    records = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(processes)]
-    for number, each in enumerate(splits):
-        of_ranks = [record[number] for record in records]
-        is_pipeline = "pipeline_parallel_degree" in each.get("parallelism", {})
-        every = [pair for record in of_ranks for pair in record["gradients"]]
+    given = {"case": make_case(), "splits": splits}
+    for each, of_ranks in records_of("job_answers", given, folder, processes):
         for record in of_ranks:
-            assert_equal(record, every if is_pipeline else record["gradients"], k, each)
+            assert_equal(record, record["gradients"], k, each)
         assert_recorded(of_ranks[0]["recorded"], each["k"])
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, random_documents, torchrun
+from conftest import random_documents, records_of
 from gloo.job_parity import open_split, run_split, save
 from made_up_objective import BETA, SEQ_LEN, SHARES, PairLoss, pairs, reference
 from test_model import reference as transformers_model
@@ -77,16 +77,10 @@ def assert_equal(result: dict[str, Any], gradients: list[tuple[str, torch.Tensor
 
 
 def run_job(processes: int, splits: list[dict], folder: Path) -> None:
-    torch.save({"case": make_case(), "splits": splits}, folder / "job.pt")
-    job = str(REPO / "tests/gloo/job_objective.py")
-    torchrun(job, str(folder / "job.pt"), str(folder), processes=processes, timeout=900)
-    records = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(processes)]
-    for number, each in enumerate(splits):
-        of_ranks = [record[number] for record in records]
-        is_pipeline = "pipeline_parallel_degree" in each.get("parallelism", {})
-        every = [pair for record in of_ranks for pair in record["gradients"]]
+    given = {"case": make_case(), "splits": splits}
+    for _, of_ranks in records_of("job_objective", given, folder, processes):
         for record in of_ranks:
-            assert_equal(record, every if is_pipeline else record["gradients"])
+            assert_equal(record, record["gradients"])
 
 
 def data() -> Any:

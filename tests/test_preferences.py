@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, random_documents, torchrun
+from conftest import random_documents, records_of
 from gloo.job_answers import data_of
 from gloo.job_parity import open_split, run_split
 from test_model import reference as transformers_model
@@ -154,17 +154,11 @@ def test_a_policy_that_is_its_reference_and_answers_that_are_swapped(world: Worl
 
 
 def run_job(processes: int, splits: list[dict], folder: Path, name: str = "dpo") -> None:
-    torch.save({"case": case_of(name), "splits": splits}, folder / "job.pt")
-    job = str(REPO / "tests/gloo/job_answers.py")
-    torchrun(job, str(folder / "job.pt"), str(folder), processes=processes, timeout=900)
-    records = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(processes)]
-    for number, each in enumerate(splits):
-        of_ranks = [record[number] for record in records]
-        is_pipeline = "pipeline_parallel_degree" in each.get("parallelism", {})
-        every = [pair for record in of_ranks for pair in record["gradients"]]
+    given = {"case": case_of(name), "splits": splits}
+    for each, of_ranks in records_of("job_answers", given, folder, processes):
         for record in of_ranks:
-            given = every if is_pipeline else record["gradients"]
-            assert_equal(record, given, each["objective"]["loss"], each["objective"]["sft_weight"])
+            objective = each["objective"]
+            assert_equal(record, record["gradients"], objective["loss"], objective["sft_weight"])
 
 
 def test_preferences_on_two_processes(full: bool, tmp_path: Path) -> None:

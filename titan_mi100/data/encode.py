@@ -92,7 +92,8 @@ def encode_records(encoder: "Encoder", form: Format, file: int, records: list[Re
 
     A record that is refused becomes REJECTED with its reason; nothing is raised, so that all are reported at once.
     """
-    found, reasons, documents, labels, findings = [], {}, [], list[int](), Findings()
+    found, documents, labels = [], list[np.ndarray](), list[int]()
+    reasons, findings = dict[int, tuple[str, str]](), Findings()
     for place, record in enumerate(records):
         digest, made = bytes(16), Encoded(REJECTED, [], 0)
         findings.record = place

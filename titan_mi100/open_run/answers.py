@@ -44,6 +44,7 @@ from titan_mi100.weights.load import base_identity
 from titan_mi100.wording import bytes_in_words
 
 FOLDER = "reference"  # in a run folder
+_COMPARED = 64  # rows that another layout's reference is compared in
 _APART = 1e-3  # difference of a sum of log p above which another layout's reference is warned of
 
 
@@ -101,20 +102,18 @@ class Pass:
     def __init__(
         self, config: Config, world: World, spec: ModelSpec, data: Prepared, layout: Layout, batch: Batch, dp_rank: int
     ) -> None:
-        self._config, self._world, self._batch, self._dp_rank = config, world, batch, dp_rank
-        self._load, self._spec = config.checkpoint.initial_load_path, spec
+        self._config, self._world, self._spec = config, world, spec
+        self._data, self._layout, self._batch = data, layout, batch
+        self._dp_rank = dp_rank
         self._rows = _AllRows([_packed(source) for source in (*data.sources, *data.validation)])
-        self._data, self._layout = data, layout
         self._vocabulary = data.facts.n_vocab or spec.vocab_size  # without the model's padding
-
-    @property
-    def rows_of_a_forward(self) -> int:
-        return self._batch.local_batch_size * self._batch.dp_degree
 
     def about(self, kind: str, k: int, attention: str) -> About:
         """A collective."""
         weights = from_rank_zero(partial(_adapters_of, self._config))
-        weights = base_identity(self._load, self._config.training.seed, self._spec) + weights
+        weights = (
+            base_identity(self._config.checkpoint.initial_load_path, self._config.training.seed, self._spec) + weights
+        )
         documents = self._rows.sets[0].documents
         of_tokens = from_rank_zero(lambda: tokens_hash(self._rows.sets))
         facts = self._data.facts
@@ -247,11 +246,8 @@ def teach(run: Run) -> tuple[str, str]:
     with raise_together():
         store = AnswerStore(folder, about, "name another folder with --out, or delete this one")
     reading.fill(run.model, store, run.wants_to_stop, lambda: run.heartbeat.begin(VALIDATION, "teacher"))
-    log.info(f"teacher: {folder} is complete; learn from it: {_TO_LEARN} --objective.teacher {folder}")
+    log.info(f'teacher: {folder} is complete; learn from it: [objective] name = "distill", teacher = "{folder}"')
     return "", "the folder is complete"
-
-
-_TO_LEARN = "--objective.name distill"
 
 
 class Reference:
@@ -293,7 +289,7 @@ class Reference:
         self._columns[REFERENCE] = by_document(sums)
 
     def _compare(self, model: ParallelModel, before: About, sums: np.ndarray, beat: Callable[[], None]) -> None:
-        first = range(min(before.rows, self._pass.rows_of_a_forward))
+        first = range(min(before.rows, _COMPARED))
         arrays = self._pass.read(model, first, 0, beat)
         if arrays:
             apart = float(np.abs(arrays["sums"] - sums[arrays["documents"]]).max(initial=0.0))
