@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -151,6 +152,16 @@ def job_environment() -> dict[str, str]:
     """For a subprocess: this checkout's package and the modules of tests/, one thread, and no rank of an outer job."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPO}{os.pathsep}{REPO / 'tests'}"}
+
+
+_PORTS = ExitStack()
+
+
+def free_port() -> int:
+    """Nobody else gets it until this process ends."""
+    from titan_mi100.launch.links import reserved_port
+
+    return _PORTS.enter_context(reserved_port())
 
 
 @functools.cache

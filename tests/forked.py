@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -104,6 +103,7 @@ def serve() -> None:
     import torch.utils.tensorboard  # noqa: F401
 
     import titan_mi100.train  # noqa: F401
+    from titan_mi100.launch.links import reserved_port
 
     for module in sys.argv[1:]:
         with suppress(ImportError):
@@ -112,11 +112,10 @@ def serve() -> None:
     fork_for_libraries()
     for line in sys.stdin:
         job = json.loads(line)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        ranks = [_fork(job, rank, port) for rank in range(job["processes"])]
-        print(json.dumps(_wait(ranks, job["timeout"])), flush=True)
+        with reserved_port() as port:
+            ranks = [_fork(job, rank, port) for rank in range(job["processes"])]
+            codes = _wait(ranks, job["timeout"])
+        print(json.dumps(codes), flush=True)
 
 
 def _fork(job: dict[str, Any], rank: int, port: int) -> int:

@@ -8,11 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import REPO, job_environment, torchrun
+from conftest import REPO, free_port, job_environment, torchrun
 from torch import nn
 
 from titan_mi100.errors import UserError
-from titan_mi100.launch.links import free_port
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import measure_gradients
 

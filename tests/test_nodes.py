@@ -15,12 +15,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import REPO, job_environment
+from conftest import REPO, free_port, job_environment
+from torch.distributed import TCPStore
 
 from titan_mi100.config.srun import device_index
 from titan_mi100.errors import UserError
 from titan_mi100.launch import several_nodes as launch_nodes
-from titan_mi100.launch.links import Host, Link, Place, free_port, join, parse_place
+from titan_mi100.launch.links import Host, Link, Place, join, parse_place, reserved_port
 from titan_mi100.watch.outcome import (
     ATTEMPTS,
     KILLED,
@@ -453,3 +454,15 @@ def test_the_two_nodes_that_the_page_shows_on_one_machine_train(tmp_path: Path) 
     ran = json.loads((tmp_path / "outputs/two/environment.json").read_text())
     assert (state["state"], state["step"], ran["processes"]) == ("done", 10, 2), script.stdout + script.stderr
     assert "node 1 of 2: node 0 at localhost leads" in script.stdout  # cat node1.log
+
+
+def test_a_reserved_port_is_for_the_server_that_names_it_alone() -> None:
+    """Once a port was only asked for; before rank 0 listened on it, the kernel had given it to another job."""
+    with reserved_port() as port, socket.socket() as other:
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("", port))
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True)
+        TCPStore("127.0.0.1", port, is_master=False).set("name", "value")
+        assert store.get("name") == b"value"

@@ -2,13 +2,12 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPO, job_environment
+from conftest import REPO, free_port, job_environment
 
 from titan_mi100.config.srun import check_place, srun_ranks, srun_tasks
 from titan_mi100.errors import UserError
@@ -115,11 +114,8 @@ def test_the_trainer_asks_before_it_does_anything_and_one_process_answers(rank: 
 @pytest.mark.full
 def test_four_tasks_of_srun_on_two_nodes_train_one_model(tmp_path: Path) -> None:
     """Without torchrun. What srun would set is set here, for nodes that are both this one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     step = without(
-        "SLURM_JOB_NODELIST", SLURM_STEP_NUM_TASKS="4", SLURM_STEP_TASKS_PER_NODE="2(x2)", MASTER_PORT=port,
+        "SLURM_JOB_NODELIST", SLURM_STEP_NUM_TASKS="4", SLURM_STEP_TASKS_PER_NODE="2(x2)", MASTER_PORT=str(free_port()),
         SLURM_STEP_NODELIST="localhost,localhost2", TITAN_START="123456.0.1",
     )  # fmt: skip
     command = [sys.executable, "-m", "titan_mi100.train", "--job.config_file", str(REPO / "train_configs/debug.toml")]

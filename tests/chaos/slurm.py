@@ -22,9 +22,8 @@ from typing import Any
 
 from chaos.case import Case, Outcome
 from chaos.starts import CONFIG
-from conftest import REPO, job_environment
+from conftest import REPO, free_port, job_environment
 
-from titan_mi100.launch.links import free_port
 from titan_mi100.watch.outcome import read_outcome
 
 NODES = ("n1", "n2", "n3")

@@ -18,7 +18,7 @@ from pathlib import Path
 from chaos.case import Case, Outcome
 from conftest import MINIMAL, REPO, job_environment
 
-from titan_mi100.launch.links import free_port
+from titan_mi100.launch.links import reserved_port
 
 TROUBLE = ("rank killed", "late", "agent killed", "refused", "rank killed", "port taken")  # of every second start
 AGAIN = re.compile(r"^run_train: .*; attempt \d of \d \.\.\.$", re.MULTILINE)  # a line about a further attempt
@@ -43,12 +43,13 @@ def start(trouble: str, seed: int, folder: Path, _: tuple[str, ...] = ()) -> Out
     Args:
         trouble: one of TROUBLE; else none.
     """
-    draw, mark, port = random.Random(seed), uuid.uuid4().hex, free_port()
+    draw, mark = random.Random(seed), uuid.uuid4().hex
     (folder / "small.toml").write_text(CONFIG)
     began, waits = time.monotonic(), {0: 0.0, 1: 0.0}
     waits |= {"late": {1: draw.uniform(3, 15)}, "refused": {0: draw.uniform(3, 15)}}.get(trouble, {})
     launchers: dict[int, subprocess.Popen] = {}
     with ExitStack() as stack:
+        port = stack.enter_context(reserved_port())
         if trouble == "port taken":  # by a service that answers nothing
             stack.enter_context(socket.create_server(("", port)))
         for node in sorted(waits, key=lambda node: waits[node]):

@@ -10,8 +10,8 @@ import re
 import select
 import socket
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from titan_mi100.errors import UserError
@@ -240,10 +240,17 @@ def join(place: Place, processes: int) -> Link | None:
     return None
 
 
-def free_port() -> int:
-    """A port that no program listens on at this moment."""
-    with _listen(0) as found:
-        return found.getsockname()[1]
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A free port of this host that the kernel gives to nobody else meanwhile; a server that names it can listen on it.
+
+    A socket that is bound and does not listen keeps it: the kernel then chooses it for no other program's socket or
+    connection. SO_REUSEADDR, which servers (those of torch, too) set, lets a second socket be bound beside it.
+    """
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("", 0))
+        yield kept.getsockname()[1]
 
 
 def _listen(port: int) -> socket.socket:

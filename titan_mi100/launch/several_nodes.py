@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from titan_mi100.errors import UserError
-from titan_mi100.launch.links import OPTIONS, Host, Link, Message, Place, free_port, join, parse_place
+from titan_mi100.launch.links import OPTIONS, Host, Link, Message, Place, join, parse_place, reserved_port
 from titan_mi100.launch.torch_build import installed
 from titan_mi100.planning.hardware import default_process_count
 from titan_mi100.watch.outcome import INTERRUPTED, LOST, Outcome, Restarts, combined
@@ -100,7 +100,9 @@ class Leader:
         is_first, trained = True, False
         while True:
             self._gather()
-            outcome = combined((self._prepare(folder, is_first) or self._train(folder if trained else "")).values())
+            with reserved_port() as port:
+                reports = self._prepare(folder, is_first) or self._train(folder if trained else "", port)
+            outcome = combined(reports.values())
             is_first, trained = False, trained or outcome.step is not None
             if outcome.step is None and outcome.code == 1:
                 self._launcher.exit_if_stopped()
@@ -164,13 +166,14 @@ class Leader:
                 return failed
         return {}
 
-    def _train(self, trained: str) -> Reports:
+    def _train(self, trained: str, port: int) -> Reports:
         """Run one torchrun agent on each node until all have ended, and collect the nodes' reports.
 
         Args:
             trained: the run folder, if the run has trained: then all nodes read the config in it; else "".
+            port: where the agents meet on this node.
         """
-        numbers, port, reports = [0, *sorted(self._host.links)], free_port(), Reports()
+        numbers, reports = [0, *sorted(self._host.links)], Reports()
         everyone = len(numbers) - 1
         self._host.tell(do="start", port=port, nodes=numbers, trained=trained)
         failed_at = float("inf")

@@ -17,7 +17,7 @@ from typing import Any
 from titan_mi100.errors import UserError
 from titan_mi100.files import durable, isolated
 from titan_mi100.files.pool import end_with_parent
-from titan_mi100.launch.links import free_port
+from titan_mi100.launch.links import reserved_port
 from titan_mi100.tools.measure.parts import FAIL, NOT_RUN, PASS, UNAVAILABLE, Part
 from titan_mi100.wording import printable, shortened
 
@@ -70,10 +70,10 @@ def run(task: Task, time_left: Callable[[], float]) -> Part:
     with tempfile.TemporaryDirectory(prefix="titan_mi100-certify-", ignore_cleanup_errors=True) as folder:
         ranks: list[_Rank] = []
         try:
-            port = str(free_port())
-            for number in range(task.processes):
-                ranks.append(_Rank(task, number, port, Path(folder)))
-            has_ended = _wait(ranks, started + task.seconds, time_left)
+            with reserved_port() as port:
+                for number in range(task.processes):
+                    ranks.append(_Rank(task, number, str(port), Path(folder)))
+                has_ended = _wait(ranks, started + task.seconds, time_left)
             outcomes = [rank.outcome() for rank in ranks]
         finally:
             for rank in ranks:
