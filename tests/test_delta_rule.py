@@ -235,6 +235,12 @@ def test_one_graph_for_any_documents() -> None:
             assert_near(*([y, *torch.autograd.grad(y, leaves, grad)] for y in results))
 
 
+def test_chunks_that_are_kept_change_no_bit() -> None:
+    example = case([70, 30]).to(torch.float32)
+    found, expected = (example.run(delta_rule, chunk=16, keeps=keeps) for keeps in (True, False))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("cost", [DeltaRuleCost(1, 512, 4, 8, 128, 128), DeltaRuleCost(2, 100, 1, 3, 16, 8, 8)])
 def test_costs(cost: DeltaRuleCost, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,6 +162,8 @@ def set_defaults(processes: int) -> None:
     os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(cores // processes, 1))
     if os.path.exists("/dev/kfd"):  # peer access over PCIe between MI100 cards needs it
         os.environ["HSA_FORCE_FINE_GRAIN_PCIE"] = os.environ.get("HSA_FORCE_FINE_GRAIN_PCIE") or "1"
+    elif not os.path.exists("/dev/nvidiactl"):  # tensors in large pages: 7% of the time of a step on a CPU
+        os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
 
 
 def say(words: object) -> None:

@@ -68,7 +68,7 @@ class _Permuted(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, token: Tensor, inverse: Tensor, slots: int, is_sum: bool) -> Tensor:
         ctx.save_for_backward(token, inverse)
         ctx.slots, ctx.is_sum = slots, is_sum
-        return x[inverse].view(-1, slots, x.shape[1]).sum(1) if is_sum else x[token]
+        return F.embedding_bag(inverse.view(-1, slots), x, mode="sum") if is_sum else x[token]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from titan_mi100.attention.base import Backend, Documents
 from titan_mi100.model.decoder import AttentionLayer, CausalLM, Layer
@@ -204,7 +205,9 @@ class DeltaBlock(GatedBlock):
     def mix(self, parts: tuple[Tensor, ...], prepared: Any) -> Any:
         net, (z, b, a) = self.linear_attn, parts[3:]
         (q, k, v), _ = net.convolved(parts, prepared, None)
-        return delta_rule(q, k, v, net.decay(a), b.sigmoid(), prepared, chunk=self.chunk)[0], z
+        # On a CPU memory is no shortage. Tensors without values are counted on behalf of a GPU.
+        keeps = q.device.type == "cpu" and not isinstance(q, FakeTensor)
+        return delta_rule(q, k, v, net.decay(a), b.sigmoid(), prepared, chunk=self.chunk, keeps=keeps)[0], z
 
     def state(self, spec: ModelSpec, batch: int, length: int, dtype: torch.dtype, device: torch.device) -> Any:
         """The convolutions' last inputs, and the rule's state; empty before the first token."""
