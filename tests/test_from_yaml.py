@@ -177,6 +177,7 @@ bf16: false
 fp16: true
 seed: 7
 train_on_inputs: true
+eval_strategy: steps
 eval_steps: 20
 save_steps: 0.5
 save_total_limit: 3
@@ -222,11 +223,11 @@ decay_type = "constant"
         "lora_r": "9 all weights are trained: adapter asks for no adapters",
         "lora_target_linear": "10 all weights are trained: adapter asks for no adapters",
         "warmup_steps": "21 the schedule `constant` has no warmup there",
-        "tensor_parallel_size": "29 parallelism.tensor_parallel_degree = 4 does not divide the 2 started processes; "
+        "tensor_parallel_size": "30 parallelism.tensor_parallel_degree = 4 does not divide the 2 started processes; "
         "start with ./run_train.sh --nproc_per_node 4 or a multiple of it, or lower a degree",
-        "xformers_attention": '31 model.attention_backend = "auto" takes the fastest that works here',
-        "deepspeed": "32 FSDP2 shards the run; parallelism.zero_stage is 1, 2 or 3",
-        "made_up": "33 not a key that is known here",
+        "xformers_attention": '32 model.attention_backend = "auto" takes the fastest that works here',
+        "deepspeed": "33 FSDP2 shards the run; parallelism.zero_stage is 1, 2 or 3",
+        "made_up": "34 not a key that is known here",
     },
 )
 AXOLOTL_DPO = (
@@ -363,7 +364,7 @@ dataset: train.jsonl
 template: qwen3
 cutoff_len: 4096
 neat_packing: true
-val_size: 0.1
+val_size: 0.2
 mask_history: true
 output_dir: saves/full
 per_device_train_batch_size: 1
@@ -384,7 +385,7 @@ report_to: [wandb, swanlab]
 use_galore: false
 neftune_noise_alpha: 5
 """,
-    # a step: 2 cards x 2 rows; an epoch: 576 documents in 9 rows, 3 steps
+    # a step: 2 cards x 2 rows; an epoch: 512 documents in 8 rows, 2 steps
     """
 [checkpoint]
 initial_load_path = "Qwen3-0.6B"
@@ -393,7 +394,7 @@ interval = 0
 run_folder = "saves/full"
 [data]
 path = "train.jsonl"
-validation_fraction = 0.1
+validation_fraction = 0.2
 overlong = "truncate"
 loss = "last"
 [training]
@@ -409,7 +410,7 @@ beta2 = 0.999
 master = "bf16_sr"
 [lr_scheduler]
 decay_type = "linear"
-warmup_steps = 3
+warmup_steps = 2
 [activation_checkpoint]
 mode = "none"
 [metrics]
@@ -490,10 +491,13 @@ learning_rate:
   0.0001
 lr_scheduler_type:
   cosine
+save_strategy: epoch
+save_steps: 50
 """,
     """
 [checkpoint]
 initial_load_path = "Qwen3-0.6B"
+interval = 50
 [data]
 path = "sums/data/train-*.parquet"
 overlong = "truncate"
@@ -512,7 +516,10 @@ warmup_steps = 0
 [metrics]
 enable_tensorboard = false
 """,
-    {"env": "3 set the variables in the shell"},
+    {
+        "env": "3 set the variables in the shell",
+        "save_strategy": "15 checkpoint.interval is set by save_steps already",
+    },
 )
 TRL_QLORA = (
     """
@@ -691,7 +698,9 @@ def test_model_and_data_of_the_hub_are_fetched_first_and_options_take_their_plac
 
 def test_what_the_reader_of_yaml_has_resolved_is_listed(run: Run) -> None:
     text = "a: &a {max_grad_norm: 0.3}\n<<: *a\nb: *a\nmodel_name_or_path: &m Qwen3-0.6B\ntemplate: *m\n"
-    code, out, _ = run(f"{text}dataset: train.jsonl\nnum_train_epochs: 0.5\neval_strategy: steps\n", "--trainer", "llama-factory")
+    text += "dataset: train.jsonl\nnum_train_epochs: 0.5\neval_strategy: steps\non: 1\n"
+    text += "lr_scheduler_type: cosine_with_restarts\nlora_target: all\n"
+    code, out, _ = run(text, "--trainer", "llama-factory")
     assert code == 0 and read("x.toml").training.max_norm == 0.3 and read("x.toml").training.epochs == 1
     for line in (
         "<<: an alias, with the value of line 1",
@@ -699,8 +708,16 @@ def test_what_the_reader_of_yaml_has_resolved_is_listed(run: Run) -> None:
         "template: an alias, with the value of line 4",
         "num_train_epochs = 0.5: 1 whole epochs here",
         "eval_strategy: no data for it are named: 5% of the rows are held out",
+        "  x.yaml:9: on = 1: not a key that is known here",
+        "lr_scheduler_type = cosine_with_restarts: lr_scheduler.decay_type has cosine, linear, sqrt and constant, none "
+        "with restarts; decay_ratio below 1 is warmup-stable-decay",
     ):
         assert f"\n{line}\n" in out
+    assert '\ntarget_modules = ["all-linear"]  # lora_target\n' in Path("x.toml").read_text()
+    code, out, _ = run("base_model: meta-llama/Llama-3.2-1B\n", "--data", "train.jsonl", "--output", "y.toml")
+    assert code == 0 and "\nbase_model: only Qwen3 and Qwen3.5 are trained here" in out
+    Path("train.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
+    assert run(TRL, "--output", "z.toml")[0] == 0 and read("z.toml").data.loss == "assistant"
 
 
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(f"{b}: &{b} [{f'*{a},' * 10}]\n" for a, b in ("ab", "bc", "cd", "de"))
@@ -714,12 +731,12 @@ TRL = "model_name_or_path: Qwen3-0.6B\ndataset_name: train.jsonl\n"
         (
             "a: 1\nb: !!python/object/apply:os.mkdir [made]\n",
             "",
-            "x.yaml:2: b has the tag tag:yaml.org,2002:python/object/ap",
+            "x.yaml:2: b: the tag !!python/object/apply:os.mkdir is not followed",
         ),
         (
             f"{TRL}? !!python/name:os.mkdir\n: 1\n",
             "",
-            "x.yaml:3: a key of the file has the tag tag:yaml.org,2002:python",
+            "x.yaml:3: a key of the file: the tag !!python/name:os.mkdir is not followed",
         ),
         (BOMB, "", "x.yaml: has more than 10,000 values, with those that its aliases repeat"),
         (MERGES, "", "x.yaml: has more than 10,000 values, with those that its aliases repeat"),
@@ -728,6 +745,8 @@ TRL = "model_name_or_path: Qwen3-0.6B\ndataset_name: train.jsonl\n"
         (f"a: {'x' * 200_000}", "", "x.yaml: is larger than 131,072 bytes, which no config is"),
         (f"a: {'9' * 5000}", "", "x.yaml: cannot be read as YAML: Exceeds the limit"),
         ("a: !!bool x", "", "x.yaml: cannot be read as YAML: 'x'"),
+        ('a: "\\ud800"', "", "x.yaml:1: a is not UTF-8"),
+        ("a: \x01", "", "x.yaml: cannot be read as YAML: unacceptable character #x0001: special characters are not"),
         (b"a: \xff", "", "x.yaml: cannot be read as YAML: 'utf-8' codec can't decode"),
         ("- a\n- b\n", "", "x.yaml:1: has no keys at its top level"),
         ("", "", "x.yaml:1: has no keys at its top level"),
@@ -767,7 +786,11 @@ def test_what_cannot_be_read_or_is_not_known_is_one_message_and_no_config(
     assert not Path("x.toml").exists() and not Path("made").exists()
 
 
-def test_without_pyyaml_one_line_says_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyyaml_or_a_yaml_one_line_says_so(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert new.main(["--trainer", "TRL"]) == 2
+    assert capsys.readouterr().err == "ERROR --trainer is for --from X.yaml; leave it out\n"
     monkeypatch.setitem(sys.modules, "yaml", None)
     assert run(TRL)[::2] == (2, "ERROR x.yaml: YAML needs PyYAML: pip install pyyaml (it is the extra yaml)\n")
 
@@ -790,6 +813,10 @@ def test_the_tokens_of_real_data_are_counted(run: Run, monkeypatch: pytest.Monke
     assert len(tokens) == 40 and read("x.toml").lr_scheduler.warmup_steps == math.ceil(
         1.5 * math.ceil(40 / (64 // tokens[0]) / 2)  # 3 epochs, 2 rows in a step
     )
+    monkeypatch.setattr(new, "survey", lambda *_: Survey(np.zeros(0, np.int64), np.zeros(0), 1.0, 3))
+    code, out, _ = run(TRL, "--output", "z.toml")
+    assert code == 0 and "WARNING no row can be learned" in out and "WARNING a step: 16 examples there" in out
+    monkeypatch.setattr(new, "survey", survey)
     Path("train.jsonl").write_text('{"a": 1}\n')
     code, out, _ = run(f"{TRL}warmup_ratio: 0.5\n", "--output", "y.toml")
     assert code == 0 and "WARNING the tokens were not counted: " in out and "warmup_ratio" in not_carried(out)

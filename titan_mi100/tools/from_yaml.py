@@ -1,6 +1,6 @@
 """Carries a YAML config of axolotl, LLaMA-Factory or TRL over, and says of each of its keys what became of it.
 
-config/other_trainers.txt says what their keys are here, config/other_defaults.toml what is so by default there. This
+config/other_trainers.txt says what their keys are here, config/other_trainers.toml what is so by default there. This
 file has what depends on several keys or on the data. Imports no torch.
 """
 
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any
 
 from titan_mi100.config import bundled, other_trainers
 from titan_mi100.config.hub import download, hub_id
@@ -28,13 +28,9 @@ from titan_mi100.shapes.base import ALL_LINEAR
 from titan_mi100.tools.yaml_file import YamlFile, read_yaml
 from titan_mi100.wording import as_key, plural, shown
 
-_MODEL, _WARMUP = "checkpoint.initial_load_path", "lr_scheduler.warmup_steps"
-_PACKING = ("packing", "sample_packing", "neat_packing", "sft_packing", "eval_packing", "eval_sample_packing")
-# theirs -> our number of steps, and what theirs is: a share of the run, or a number in an epoch
-_SHARES = {"saves_per_epoch": ("checkpoint.interval", "epoch"), "evals_per_epoch": ("validation.freq", "epoch")}
-_SHARES |= {"warmup_ratio": (_WARMUP, "run")}
-_KINDS = ("stage", "rl", "finetuning_type", "adapter", "reward_model")  # another value is another kind of run
-_LIKE = ("cosine_with_restarts", "warmup_stable_decay")  # what is near to it is taken, and said
+_MODEL = "checkpoint.initial_load_path"
+_FACTS = parse(str(Path(other_trainers.__file__).with_suffix(".toml")))
+_ALL = _FACTS.pop("all")
 
 
 @dataclass
@@ -42,29 +38,29 @@ class Carried:
     """What becomes of a YAML file.
 
     Attributes:
-        lines: their key -> its line.
+        names: their keys.
+        lines: those at the top level -> their lines.
         notes: lines about the file.
         settings: "section.key" of ours -> its value, as words of a command line.
         sources: the same -> their key, or whose default it is.
         loose: those of ours that an exact value replaces.
         shares: our key for a number of steps -> their key, its number, and what that is.
         lost: their key -> why it is not carried over.
-        unneeded: their keys that need no setting here.
         fetch: commands that fetch what is not here.
     """
 
     path: str
     trainer: str
+    names: Sequence[str]
     lines: Mapping[str, int]
     notes: list[str]
-    is_packed: bool
+    is_packed: bool = False
     has_data: bool = True
     settings: dict[str, tuple[str, ...]] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     loose: set[str] = field(default_factory=set)
     shares: dict[str, tuple[str, float, str]] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
-    unneeded: list[str] = field(default_factory=list)
     fetch: list[str] = field(default_factory=list)
 
     @property
@@ -76,7 +72,7 @@ class Carried:
         return os.path.isdir(self.model)
 
     def line(self, name: str) -> int:
-        """0: it is merged from elsewhere in the file."""
+        """0: the key was merged from elsewhere in the file."""
         return self.lines.get(re.split(r"[.[]", name)[0], 0)
 
     def place(self, name: str) -> str:
@@ -121,7 +117,8 @@ class Carried:
         found: dict[str, dict[str, Any]] = {"checkpoint": {"initial_load_path": self.model}}
         for key, words in self.settings.items():
             section, _, name = key.partition(".")
-            value = words if words == (ALL_LINEAR,) else getattr(getattr(config, section), name)
+            is_short = name == "target_modules" and words == (ALL_LINEAR,)
+            value = words if is_short else getattr(getattr(config, section), name)
             found.setdefault(section, {}).setdefault(name, value)
         return found
 
@@ -129,7 +126,9 @@ class Carried:
         lost = sorted(self.lost.items(), key=lambda item: self.line(item[0]))
         lines = [f"  {self.place(name)} {reason}" for name, reason in lost]
         lines = ["not carried over:", *lines] if lines else ["all keys are carried over"]
-        lines += [f"no setting is needed for: {', '.join(map(as_key, self.unneeded))}"] * bool(self.unneeded)
+        used = {source.partition(";")[0] for source in self.sources.values()} | self.lost.keys()
+        rest = [as_key(name) for name in self.names if name not in used]
+        lines += [f"no setting is needed for: {', '.join(rest)}"] * bool(rest)
         return [f"from {self.path}, of {self.trainer}; {lines[0]}", *lines[1:], *self.notes]
 
     def sized(self, cards: int, found: Survey | None) -> Iterator[str]:
@@ -149,7 +148,9 @@ class Carried:
             self.settings.pop("training.gradient_accumulation_steps", None)
             for key, value in {"seq_len": seq_len, "local_batch_size": 1, "target_tokens_per_step": tokens}.items():
                 self.settings[f"training.{key}"] = (str(value),)
-                self.sources[f"training.{key}"] = f"a step has the tokens of {plural(rows, 'example')}"
+                is_sum = key == "target_tokens_per_step"
+                name = self.sources.get(f"training.{'gradient_accumulation_steps' if is_sum else key}", "")
+                self.sources[f"training.{key}"] = f"{name}; a step has the tokens of {plural(rows, 'example')}"
             batch = self.checked(cards).batch(cards)
             yield f"a step there: {plural(rows, 'example')} of {tokens / rows:,.0f} tokens on average, one in a row"
             yield f"here: {plural(batch.global_batch_size, 'row')} of {seq_len:,} packed tokens, no card without one"
@@ -160,10 +161,12 @@ class Carried:
             epoch = math.ceil(packed / found.share / batch.global_batch_size)
         run = training.steps or epoch * training.epochs
         for key, (name, number, unit) in self.shares.items():
-            if run if unit == "run" else epoch:
+            if key in self.settings and key not in self.loose:
+                self.lost[name] = f"= {shown(number)}: {key} is set by {self.sources[key]} already"
+            elif run if unit == "run" else epoch:
                 self.set(key, [max(1, math.ceil(number * run) if unit == "run" else round(epoch / number))], name)
             else:
-                self.lost[name] = f"= {number:g}: {key} counts steps, which are known when model and data are here"
+                self.lost[name] = f"= {shown(number)}: {key} counts steps, which are known when model and data are here"
                 self.settings.pop(key, None)
 
 
@@ -178,17 +181,21 @@ def carry(path: str, trainer: str, model: str, data: Sequence[str]) -> Carried:
         UserError: it cannot be read, its trainer is not known, it is for another kind of training than those here, or
             it names a model or data that are neither here nor on the hub.
     """
-    file, facts = read_yaml(path), parse(str(Path(other_trainers.__file__).with_name("other_defaults.toml")))
-    trainer = _trainer(path, file, trainer, facts)
+    file = read_yaml(path)
+    trainer = _trainer(path, file, trainer)
     values = dict(_flat(file.values, trainer))
-    carried = Carried(path, trainer, file.lines, file.notes, any(values.get(name) is True for name in _PACKING))
+    carried = Carried(path, trainer, [*values], file.lines, file.notes)
+    carried.is_packed = any(values.get(name) is True for name in _ALL["overruled"][0]["keys"])
     if model:
         carried.set(_MODEL, [model], "--model")
     if data:
         carried.set("data.path", data, "--data")
-    switch, default = facts[trainer]["adapters"]
+    switch, default = _FACTS[trainer]["adapters"]
     has_adapter = values.get(switch, default) in (True, "lora", "qlora")
-    overruled = _overruled(values)
+    rules = [rule for rule in _ALL["overruled"] if rule["when"].items() <= values.items()]
+    overruled = {name: rule.get("why", "") for rule in rules for name in rule["keys"]}
+    if isinstance(steps := values.get("max_steps"), int) and steps > 0:
+        overruled |= dict.fromkeys(("num_train_epochs", "num_epochs"), "max_steps counts, as there")
     for name, value in values.items():
         entry = _entry(trainer, name)
         is_for_adapters = name != switch and entry and entry.targets and all("lora." in key for key in entry.targets)
@@ -197,17 +204,14 @@ def carry(path: str, trainer: str, model: str, data: Sequence[str]) -> Carried:
         if reason := overruled.get(name):
             carried.lost[name] = f"= {shown(value)}: {reason}"
         elif name in overruled or value is None or value in ("", [], {}):
-            carried.unneeded.append(name)
+            continue
         elif name == "datasets" or (entry and entry.key in ("data.path", "data.validation_path")):
-            _take_data(carried, entry.key if entry else "data.path", name, value, facts["data_set"])
+            _take_data(carried, entry.key if entry else "data.path", name, value)
         elif entry:
             _take(carried, name, value, entry)
         else:
             carried.lost[name] = f"= {shown(value)}: not a key that is known here"
-    defaults = facts[trainer]["defaults"]
-    if "lora.rank" in carried.loose and "rank" in defaults["lora"]:
-        del carried.settings["lora.rank"]  # it was the one that the switch stands for
-    for section, keys in defaults.items():
+    for section, keys in _FACTS[trainer]["defaults"].items():
         for key, value in keys.items() if section != "lora" or has_adapter else ():
             words = value if isinstance(value, list) else [value]
             carried.set(f"{section}.{key}", words, f"{trainer}'s default", is_exact=False)
@@ -228,9 +232,9 @@ def carry(path: str, trainer: str, model: str, data: Sequence[str]) -> Carried:
     return carried
 
 
-def _trainer(path: str, file: YamlFile, given: str, facts: Mapping[str, Any]) -> str:
-    trainers = {name.lower(): name for name in facts if name != "data_set"}
-    found = [name for name in trainers.values() if any(mark in file.values for mark in facts[name]["marks"])]
+def _trainer(path: str, file: YamlFile, given: str) -> str:
+    trainers = {name.lower(): name for name in _FACTS}
+    found = [name for name in trainers.values() if any(mark in file.values for mark in _FACTS[name]["marks"])]
     if given and given.lower() not in trainers:
         raise UserError(f"--trainer {given}: is none of {', '.join(trainers.values())}")
     if not given and len(found) != 1:
@@ -252,41 +256,27 @@ def _flat(values: Mapping[str, Any], trainer: str) -> Iterator[tuple[str, Any]]:
         yield from inside.items() if any(_entry(trainer, key) for key in inside) else [(name, value)]
 
 
-def _overruled(values: Mapping[str, Any]) -> dict[str, str]:
-    """The keys that have no effect there, or none here, beside others; and why they are not carried over, or ""."""
-    found = dict.fromkeys(_PACKING, "")
-    found |= {"bf16": ""} if values.get("fp16") is True and values.get("bf16") is False else {}
-    found |= {"assistant_only_loss": ""} if values.get("assistant_only_loss") is False else {}
-    found |= {"lora_target_modules": ""} if values.get("lora_target_linear") is True else {}
-    if isinstance(steps := values.get("max_steps"), int) and steps > 0:
-        found |= dict.fromkeys(("num_train_epochs", "num_epochs"), "max_steps counts, as there")
-    if "constant" in (values.get("lr_scheduler_type"), values.get("lr_scheduler")):
-        found |= dict.fromkeys(("warmup_steps", "warmup_ratio"), "the schedule `constant` has no warmup there")
-    return found
-
-
 def _take(carried: Carried, name: str, value: Any, entry: Entry) -> None:
     """Carry over one key that has a value."""
-    key, unit = _SHARES.get(name, (entry.key, "run"))
-    number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
-    kind = our_keys()[key].type if key else str
-    if name.endswith("_strategy") and value == "epoch":
-        carried.shares[_SHARES[f"{name[:4]}s_per_epoch"][0]] = name, 1.0, "epoch"
-        value = "steps"
-    if number and (unit == "epoch" or (kind is int and key != "training.epochs" and number != 0.03 and 0 < number < 1)):
-        carried.shares[key] = name, number, unit
-        return None
-    if key == "training.epochs" and number % 1:
+    steps, unit = _ALL["shares"].get(name, (entry.key, "run"))
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else 0
+    number = 1 if value == "epoch" and unit == "epoch" else number
+    counts_steps = steps != "training.epochs" and steps in our_keys() and our_keys()[steps].type is int
+    if number > 0 and (unit == "epoch" or (counts_steps and number < 1 and number != 0.03)):
+        carried.shares[steps] = name, number, unit
+        if value != "epoch":
+            return None
+        value = "steps"  # and there must be data for it
+    if steps == "training.epochs" and number % 1 > 0:
         carried.notes.append(f"{name} = {value}: {math.ceil(number)} whole epochs here")
     if name == "wandb_project":
         carried.lost[name] = f"= {shown(value)}: W&B is on; the environment variable WANDB_PROJECT names the project"
         return carried.set("metrics.enable_wandb", ["true"], name)
-    for item in value if isinstance(value, list) and get_origin(kind) is not tuple else [value]:
+    for item in value if isinstance(value, list) and not entry.key else [value]:
         item = "no" if item is False and "no" in entry.settings else item  # YAML reads `no` as false
         if setting_of(entry, item) == "" or (not entry.exists and item in (False, 0)):
-            carried.unneeded.append(name)
             continue
-        if item in _LIKE:
+        if item in _ALL["near"]:
             carried.notes.append(f"{name} = {item}: {entry.note}")
         advice = advise(name, item, {}, entry)
         assert advice is not None
@@ -303,14 +293,15 @@ def _take(carried: Carried, name: str, value: Any, entry: Entry) -> None:
         if not advice.written:
             reason = text.split(entry.trainer, 1)[1].removeprefix(" and does not exist here").lstrip(":; ")
             carried.lost[name] = f"= {shown(item)}: {reason.partition('; leave it out')[0]}"
-            if name in _KINDS:
+            if name in _ALL["kinds"]:
                 raise UserError(f"{carried.place(name)} {carried.lost[name]}")
     return None
 
 
-def _take_data(carried: Carried, key: str, name: str, value: Any, harmless: Mapping[str, Any]) -> None:
+def _take_data(carried: Carried, key: str, name: str, value: Any) -> None:
     """Files, or names of data sets; of axolotl and in TRL's mixtures a table for each."""
-    paths, forms, is_used = list[str](), set[str](), key not in carried.settings
+    harmless = _ALL["data_set"]
+    paths, forms, is_used, is_here = list[str](), set[str](), key not in carried.settings, True
     for number, item in enumerate(value if isinstance(value, list) else str(value).split(",")):
         table = item if isinstance(item, dict) else {"path": str(item).strip()}
         files = table.get("data_files") or table.get("path") or ""
@@ -319,7 +310,8 @@ def _take_data(carried: Carried, key: str, name: str, value: Any, harmless: Mapp
             local, command = download(path, is_data=True) if is_of_hub else (path, "")
             paths.append(local)
             if is_used and matching_files(local)[1]:
-                carried.has_data = False
+                carried.has_data &= key != "data.path"
+                is_here = False
                 carried.fetch += [command] * is_of_hub
                 how = f"of the hub, fetch it: {command}; then name its" if is_of_hub else "no such file; name the"
                 carried.notes.append(f"{as_key(name)}: {shown(path)}: {how} JSONL, JSON or parquet files with --data")
@@ -328,14 +320,15 @@ def _take_data(carried: Carried, key: str, name: str, value: Any, harmless: Mapp
             if inner not in ("path", "data_files") and given not in (None, False, *harmless.get(inner, ())):
                 reason = "no setting for it; files are read whole, and the form of their rows is recognised"
                 carried.lost[f"{name}[{number}].{inner}"] = f"= {shown(given)}: {reason}"
-    carried.set(key, paths, name if carried.has_data else f"{name}; not here yet")
+    carried.set(key, paths, name if is_here else f"{name}; not here yet")
     if len(forms) == 1 and is_used and "auto" not in forms:
         carried.set("data.format", [*forms], name)
 
 
 def _choose_objective(carried: Carried) -> None:
     """Of pairs of answers, or which tokens are learned."""
-    keys = set[str]().union(*(first_keys(path) for path in carried.settings["data.path"][:1] if carried.has_data))
+    files = matching_files(carried.settings["data.path"][0])[0] if carried.has_data else []
+    keys = first_keys(files[0]) if files else set()
     if {"chosen", "rejected"} <= keys or any(key.startswith("objective.") for key in carried.settings):
         default = f"{carried.trainer}'s default"
         carried.set("objective.name", ["preference"], "pairs of answers", is_exact=False)

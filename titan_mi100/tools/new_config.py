@@ -116,8 +116,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory", metavar="32GB", help="of each card")
     add("--method", metavar="|".join(METHODS), help="train all weights, adapters, or adapters on 4-bit weights")
     add("--output", metavar="X.toml", help="file to write; never overwritten")
-    add("--from", dest="yaml", metavar="X.yaml", help="carry over a config of axolotl, LLaMA-Factory or TRL")
-    add("--trainer", metavar="NAME", help="which of them has made it, if its keys do not say so")
+    add(
+        "--from",
+        dest="yaml",
+        metavar="X.yaml",
+        help="carry over a config of axolotl, LLaMA-Factory or TRL, and list "
+        "what cannot be; --model and --data take the place of its own",
+    )
+    add("--trainer", metavar="NAME", help="whose config X.yaml is, if its keys do not say it")
     return parser
 
 
@@ -151,7 +157,9 @@ def _carry_over(options: argparse.Namespace) -> None:
             found = survey(theirs.checked(cards), _SECONDS)
         except UserError as error:
             lines.append(f"WARNING the tokens were not counted: {error}")
-    lines += theirs.sized(cards, found if found and len(found.lengths) else None)
+    if found and not len(found.lengths):
+        lines, found = ["WARNING no row can be learned, as titan-mi100 inspect shows"], None
+    lines += theirs.sized(cards, found)
     config = theirs.checked(cards)
     method = ("qlora" if config.lora.base == "nf4" else "lora") if config.lora.rank else "full"
     answers, change = Answers(theirs.model, config.data.path, cards, memory, method), theirs.change(config)
@@ -161,7 +169,7 @@ def _carry_over(options: argparse.Namespace) -> None:
         lines += [f"WARNING that is too much; {remedy(plan)}"] * (not plan.fits)
     else:
         lines.append("the memory is not predicted, as the model is not here; titan-mi100 plan does that")
-    text = as_toml(answers, change, f" from {theirs.path}", theirs.sources)
+    text = as_toml(answers, change, f" from {as_key(theirs.path)}", theirs.sources)
     _write(options.output, answers, text, [*theirs.report(), *lines], theirs.fetch)
 
 

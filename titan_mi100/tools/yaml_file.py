@@ -51,11 +51,10 @@ def read_yaml(path: str) -> YamlFile:
         return YamlFile(loader.construct_document(top), lines, notes)
     except UserError:
         raise
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise UserError(f"{path}:{line}: cannot be read as YAML: {shortened(str(error.problem), 200)}") from None
     except (yaml.YAMLError, ValueError, LookupError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read as YAML: {shortened(str(error), 200)}") from None
+        mark, reason = getattr(error, "problem_mark", None), str(getattr(error, "problem", error))
+        where = f"{path}:{mark.line + 1}" if mark else path
+        raise UserError(f"{where}: cannot be read as YAML: {shortened(' '.join(reason.split()), 200)}") from None
 
 
 def _line(node: "yaml.Node") -> int:
@@ -73,9 +72,11 @@ def _checked(path: str, node: "yaml.Node", where: str, seen: set[int], is_repeat
     Raises:
         UserError: it is no plain value, or repeats a key.
     """
-    if node.tag not in _PLAIN or (isinstance(node.value, str) and not is_utf8(node.value)):
-        what = f"{where or 'the file'} has the tag {as_key(node.tag)}, and only plain values are read"
-        raise UserError(f"{path}:{_line(node)}: {what}; delete the tag, or the key")
+    if node.tag not in _PLAIN:
+        what = f"the tag {as_key(node.tag.replace(_TAG, '!!'))} is not followed, only plain values are read"
+        raise UserError(f"{path}:{_line(node)}: {where or 'the file'}: {what}; delete the tag, or the key")
+    if isinstance(node.value, str) and not is_utf8(node.value):
+        raise UserError(f"{path}:{_line(node)}: {where} is not UTF-8; write another text")
     is_alias = id(node) in seen and not is_repeated
     yield f"{where}: an alias, with the value of line {_line(node)}" if is_alias else ""
     seen.add(id(node))
