@@ -147,7 +147,7 @@ enable_wandb = true
         "chat_template": "5 the chat template is the model folder's; model.chat_template names another Jinja file",
         "datasets[0].split": "6 no setting for it; files are read whole, and the form of their rows is recognised",
         "wandb_project": "22 W&B is on; the environment variable WANDB_PROJECT names the project",
-        "fsdp": "38 here: FSDP2 is the default; parallelism.zero_stage = 3 is full_shard, 2 shard_grad_op; "
+        "fsdp": "38 FSDP2 is the default; parallelism.zero_stage = 3 is full_shard, 2 shard_grad_op; "
         'memory.offload = "weights" is CPU offload',
     },
 )
@@ -418,7 +418,7 @@ enable_wandb = true
 """,
     {
         "template": "6 the chat template is the model folder's; model.chat_template names another Jinja file",
-        "report_to": "26 here: metrics.enable_tensorboard and metrics.enable_wandb",
+        "report_to": "26 metrics.enable_tensorboard and metrics.enable_wandb",
         "neftune_noise_alpha": "28 no noise is added to embeddings",
     },
 )
@@ -594,7 +594,7 @@ enable_wandb = true
 """,
     {
         "model_revision": "3 hf download --revision REVISION fetches it",
-        "torch_dtype": "4 here: weights are kept in optimizer.master, fp32 by default; the computation is in "
+        "torch_dtype": "4 weights are kept in optimizer.master, fp32 by default; the computation is in "
         "training.mixed_precision_param, bfloat16 by default",
         "do_eval": "15 the command trains, and validates where there is validation data",
         "lr_scheduler_kwargs.num_cycles": "22 not a key that is known here",
@@ -653,7 +653,7 @@ warmup_steps = 5
 """,
     {
         "defaults": "2 not a key that is known here",
-        "optim": "17 here: the optimizer is AdamW; optimizer.state has fp32, bf16 and 8bit",
+        "optim": "17 the optimizer is AdamW; optimizer.state has fp32, bf16 and 8bit",
         "lora_r": "19 all weights are trained: use_peft asks for no adapters",
         "adam_beta2": "22 optimizer.beta2 = 2.0 must be less than 1",
     },
@@ -772,9 +772,9 @@ TRL = "model_name_or_path: Qwen3-0.6B\ndataset_name: train.jsonl\n"
         ),
         ("dataset_name: train.jsonl\n", "", "x.yaml: names no model; give it with --model"),
         ("base_model: Qwen3-0.6B\n", "", "x.yaml: names no data; give it with --data"),
-        ("base_model: Qwen3-0.6B\nrl: grpo\n", "", "x.yaml:2: rl = 'grpo': here: objective.loss has dpo, ipo"),
-        ("stage: ppo\n", "", "x.yaml:1: stage = 'ppo': here: there is no reinforcement learning"),
-        ("finetuning_type: freeze\n", "", "x.yaml:1: finetuning_type = 'freeze': here: a rank above 0 trains adapters"),
+        ("base_model: Qwen3-0.6B\nrl: grpo\n", "", "x.yaml:2: rl = 'grpo': objective.loss has dpo, ipo"),
+        ("stage: ppo\n", "", "x.yaml:1: stage = 'ppo': there is no reinforcement learning"),
+        ("finetuning_type: freeze\n", "", "x.yaml:1: finetuning_type = 'freeze': a rank above 0 trains adapters"),
         (TRL, "--from y.yaml", "--from is given twice; keep one of them"),
     ],
 )

@@ -129,7 +129,7 @@ class Carried:
         used = {source.partition(";")[0] for source in self.sources.values()} | self.lost.keys()
         rest = [as_key(name) for name in self.names if name not in used]
         lines += [f"no setting is needed for: {', '.join(rest)}"] * bool(rest)
-        return [f"from {self.path}, of {self.trainer}; {lines[0]}", *lines[1:], *self.notes]
+        return [f"from {self.path}, of {self.trainer}, with its defaults; {lines[0]}", *lines[1:], *self.notes]
 
     def sized(self, cards: int, found: Survey | None) -> Iterator[str]:
         """Set what depends on the number of tokens; lines about it. Args: found: None: the tokens were not counted."""
@@ -291,7 +291,7 @@ def _take(carried: Carried, name: str, value: Any, entry: Entry) -> None:
             elif ours == _MODEL and not carried.has_model:
                 raise UserError(f"{carried.place(name)} = {shown(item)}: no such folder; name another with --model")
         if not advice.written:
-            reason = text.split(entry.trainer, 1)[1].removeprefix(" and does not exist here").lstrip(":; ")
+            reason = re.sub(r"^is an option of [\w ,-]+?( and does not exist here)?[:;] (here: )?", "", text)
             carried.lost[name] = f"= {shown(item)}: {reason.partition('; leave it out')[0]}"
             if name in _ALL["kinds"]:
                 raise UserError(f"{carried.place(name)} {carried.lost[name]}")
