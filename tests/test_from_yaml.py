@@ -186,6 +186,7 @@ early_stopping_patience: 2
 xformers_attention: true
 deepspeed: deepspeed_configs/zero3.json
 made_up: {a: 1}
+eval_sample_packing: true
 """,
     # a step: 2 cards x 16 examples of 64 tokens; an epoch: 80 rows, 20 steps
     """
@@ -691,6 +692,9 @@ def test_model_and_data_of_the_hub_are_fetched_first_and_options_take_their_plac
         config.lr_scheduler.warmup_steps == 12
     )  # 16 examples are 1,024 tokens; an epoch 40 steps of a row on each card
     assert not_carried(out)["model_name_or_path"] == "3 checkpoint.initial_load_path is set by --model already"
+    code, out, _ = run("stage: pt\nmodel_name_or_path: Qwen3-0.6B\ndataset: sums.jsonl\n", "--output", "p.toml")
+    assert code == 0 and "a step: 16 packed rows of 2,048 tokens, as there" in out  # pretraining packs by itself
+    assert read("p.toml").data.format == "text" and read("p.toml").lora.alpha == 16.0
     code, out, _ = run(TRL_SHORT[0], "--output", "z.toml")
     command = "hf download somebody/sums --repo-type dataset --local-dir sums"
     assert code == 0 and f"of the hub, fetch it: {command}; then name its JSONL" in out and f"\n  {command}\n" in out

@@ -185,7 +185,8 @@ def carry(path: str, trainer: str, model: str, data: Sequence[str]) -> Carried:
     trainer = _trainer(path, file, trainer)
     values = dict(_flat(file.values, trainer))
     carried = Carried(path, trainer, [*values], file.lines, file.notes)
-    carried.is_packed = any(values.get(name) is True for name in _ALL["overruled"][0]["keys"])
+    packs = any(values.get(name) is True for name in _ALL["overruled"][0]["keys"] if not name.startswith("eval"))
+    carried.is_packed = packs or values.get("stage") == "pt"  # LLaMA-Factory's pretraining always packs
     if model:
         carried.set(_MODEL, [model], "--model")
     if data:

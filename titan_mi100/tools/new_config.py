@@ -116,13 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory", metavar="32GB", help="of each card")
     add("--method", metavar="|".join(METHODS), help="train all weights, adapters, or adapters on 4-bit weights")
     add("--output", metavar="X.toml", help="file to write; never overwritten")
-    add(
-        "--from",
-        dest="yaml",
-        metavar="X.yaml",
-        help="carry over a config of axolotl, LLaMA-Factory or TRL, and list "
-        "what cannot be; --model and --data take the place of its own",
-    )
+    add("--from", dest="yaml", metavar="X.yaml", help="a config of axolotl, LLaMA-Factory or TRL, to carry it over")
     add("--trainer", metavar="NAME", help="whose config X.yaml is, if its keys do not say it")
     return parser
 
