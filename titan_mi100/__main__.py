@@ -18,7 +18,7 @@ COMMANDS = {  # word or words: module, and what it does
     "certify": ("tools.certify", "measure this machine's GPUs: kernels, precision, bandwidth"),
     "coming-from": ("tools.coming_from", "say what an option of another trainer is here"),
     "configs": ("config.bundled", "list the bundled configs, or print one"),
-    "config new": ("tools.new_config", "write a config: five questions, and a check that the run fits the cards"),
+    "config new": ("tools.new_config", "write a config that fits the cards: five questions, or a YAML of others"),
     "inspect": ("tools.inspect_data", "show what will train, token by token"),
     "plan": ("tools.plan", "predict whether a run fits its GPUs, and find the fastest layout"),
     "prepare": ("tools.prepare_corpus", "tokenise a corpus for pretraining into shards"),

@@ -104,15 +104,23 @@ def entries() -> tuple[Entry, ...]:
     return tuple(found)
 
 
-def advise(name: str, value: Any, document: Document | None) -> Advice | None:
+def setting_of(entry: Entry, value: Any) -> str | None:
+    """The setting that stands for the option's value; "": nothing needs to be set; None: there is none."""
+    given = "true" if value is None else str(value).strip().lower()
+    words = [given, *given.split()[:1]]  # "full_shard auto_wrap"
+    return next((entry.settings[word] for word in words if word in entry.settings), None)
+
+
+def advise(name: str, value: Any, document: Document | None, entry: Entry | None = None) -> Advice | None:
     """What to write here instead of another trainer's option; None: the name is unknown.
 
     Args:
         name: the option, with its section if it has one; "section." for a whole section.
         value: the option's value: a text, or the value that TOML parsed. None: it has none.
         document: the TOML file in which it was written; None: the command line. The advice has the same form.
+        entry: the option's, if its trainer is known.
     """
-    entry = find(name.replace("-", "_"))
+    entry = entry or find(name.replace("-", "_"))
     if entry is None:
         return None
     if isinstance(value, int) and abs(value) >= 1 << 63:
@@ -122,9 +130,7 @@ def advise(name: str, value: Any, document: Document | None) -> Advice | None:
     is_list = entry.key and get_origin(our_keys()[entry.key].type) is tuple
     if isinstance(value, list) and document is None and not is_list:
         value = " ".join(value)
-    given = "true" if value is None else str(value).strip().lower()
-    words = [given, *given.split()[:1]]  # "full_shard auto_wrap"
-    setting, fetch = next((entry.settings[word] for word in words if word in entry.settings), None), ""
+    setting, fetch = setting_of(entry, value), ""
     start, note = f"is {'a section' if name.endswith('.') else 'an option'} of {entry.trainer}", entry.note
     if setting == "":
         return Advice(f"{start}; leave it out here{f': {note}' if note else ''}", entry.targets)

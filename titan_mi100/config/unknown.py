@@ -141,7 +141,7 @@ def _stray(argument: str) -> str:
     if ending == "toml":
         return f"; name the config with --job.config_file {argument}"
     if ending in ("yaml", "yml", "py"):
-        return "; a config is a TOML file here: --job.config_file X.toml (titan-mi100 config new writes one)"
+        return "; a config is a TOML file here: titan-mi100 config new --from X.yaml writes it"
     if ending in ("jsonl", "json", "parquet"):
         return f"; name data with --data.path {argument}"
     return "; only a list takes several values"

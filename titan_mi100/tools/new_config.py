@@ -2,7 +2,8 @@
 
 Each answer can be given as an option; without a terminal nothing is asked. The config inherits from the bundled
 finetune.toml. Rows per step, epochs and the share for validation follow from the number of tokens. What does not fit
-the cards is changed step by step, or refused with what would fit.
+the cards is changed step by step, or refused with what would fit. With --from a YAML config of another trainer says
+what is trained, and how.
 """
 
 import argparse
@@ -10,9 +11,10 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from titan_mi100 import cli
@@ -32,11 +34,12 @@ from titan_mi100.files.durable import write_page
 from titan_mi100.files.patterns import matching_files
 from titan_mi100.planning.device import positive, size_gib
 from titan_mi100.planning.hardware import count_gpus
-from titan_mi100.planning.plan import GIB, Plan, make_plan, with_settings
+from titan_mi100.planning.plan import GIB, Plan, make_plan, remedy, with_settings
 from titan_mi100.run.next_commands import command
 from titan_mi100.shapes.families import read_hf_config
 from titan_mi100.text.assets import has_tokenizer
-from titan_mi100.wording import plural
+from titan_mi100.tools.from_yaml import carry
+from titan_mi100.wording import as_key, plural
 
 Change = dict[str, dict[str, Any]]  # section -> key -> value
 
@@ -113,11 +116,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory", metavar="32GB", help="of each card")
     add("--method", metavar="|".join(METHODS), help="train all weights, adapters, or adapters on 4-bit weights")
     add("--output", metavar="X.toml", help="file to write; never overwritten")
+    add("--from", dest="yaml", metavar="X.yaml", help="a config of axolotl, LLaMA-Factory or TRL, to carry it over")
+    add("--trainer", metavar="NAME", help="whose config X.yaml is, if its keys do not say it")
     return parser
 
 
 def _new(options: argparse.Namespace) -> None:
     _check_free(options.output or "")
+    if options.yaml:
+        return _carry_over(options)
+    if options.trainer:
+        raise UserError("--trainer is for --from X.yaml; leave it out")
     questions = _questions()
     missing = [f"--{name}" for name, asked in questions.items() if not asked.default and not getattr(options, name)]
     if missing and not sys.stdin.isatty():
@@ -125,17 +134,51 @@ def _new(options: argparse.Namespace) -> None:
         raise UserError(f"{what}; e.g. titan-mi100 config new --model Qwen3-0.6B --data train.jsonl")
     answers = Answers(**{name: _answer(name, question, options) for name, question in questions.items()})
     plan, changed, about_data = fitting_plan(answers)
-    output = Path(options.output or _free_name(f"{Path(answers.model).name}-{answers.method}".lower()))
-    text = as_toml(answers, changed[1])
+    lines = [about_data, *_about_memory(answers, plan, changed[0])]
+    return _write(options.output, answers, as_toml(answers, changed[1]), lines)
+
+
+def _carry_over(options: argparse.Namespace) -> None:
+    """Write the config that a YAML of another trainer stands for, and say what it cannot stand for."""
+    if options.method:
+        raise UserError("--method: the YAML of --from says what is trained; leave --method out, or change the YAML")
+    read = {name: _answer(name, asked, options) for name, asked in _questions().items() if getattr(options, name)}
+    theirs = carry(options.yaml, options.trainer or "", read.get("model", ""), read.get("data", ()))
+    cards, memory = (_answer(name, _questions()[name], options) for name in ("cards", "memory"))
+    lines, found = list[str](), None
+    if theirs.has_model and _model(theirs.model) and theirs.has_data:
+        try:
+            found = survey(theirs.checked(cards), _SECONDS)
+        except UserError as error:
+            lines.append(f"WARNING the tokens were not counted: {error}")
+    if found and not len(found.lengths):
+        lines, found = ["WARNING no row can be learned, as titan-mi100 inspect shows"], None
+    lines += theirs.sized(cards, found)
+    config = theirs.checked(cards)
+    method = ("qlora" if config.lora.base == "nf4" else "lora") if config.lora.rank else "full"
+    answers, change = Answers(theirs.model, config.data.path, cards, memory, method), theirs.change(config)
+    if theirs.has_model:
+        plan, (words, change) = _first_fitting(config, method, answers, change)
+        lines += _about_memory(answers, plan, words)
+        lines += [f"WARNING that is too much; {remedy(plan)}"] * (not plan.fits)
+    else:
+        lines.append("the memory is not predicted, as the model is not here; titan-mi100 plan does that")
+    text = as_toml(answers, change, f" from {as_key(theirs.path)}", theirs.sources)
+    _write(options.output, answers, text, [*theirs.report(), *lines], theirs.fetch)
+
+
+def _about_memory(answers: Answers, plan: Plan, changed: str) -> list[str]:
+    peak = f"predicted peak: {plan.most / GIB:.1f} of {answers.memory:g} GiB on each card (docs/MEMORY.md)"
+    return [f"changed so that it fits: {changed}"] * bool(changed) + [peak]
+
+
+def _write(given: str | None, answers: Answers, text: str, lines: Sequence[str], first: Sequence[str] = ()) -> None:
+    """Write the config; print what is to know of it, and the next commands."""
+    output = Path(given or _free_name(f"{Path(answers.model).name}-{answers.method}".lower()))
     _check_free(str(output))  # again: the survey took some seconds
     write_page(output, text, "--output")
     print(f"{output}: {answers.method} fine-tuning of {answers.model} on {answers.cards} x {answers.memory:g} GiB")
-    print(about_data)
-    if changed[0]:
-        print(f"changed so that it fits: {changed[0]}")
-    print(f"predicted peak: {plan.most / GIB:.1f} of {answers.memory:g} GiB on each card (docs/MEMORY.md)\n\nnext:")
-    for line in _next_commands(output, answers):
-        print(f"  {line}")
+    print("\n".join([*lines, "", "next:", *(f"  {line}" for line in [*first, *_next_commands(output, answers)])]))
 
 
 def _check_free(output: str) -> None:
@@ -225,10 +268,10 @@ def fitting_plan(answers: Answers) -> tuple[Plan, tuple[str, Change], str]:
     for method in METHODS:
         with suppress(UserError):  # the method's settings are not for this model
             others += [method] * _first_fitting(config, method, answers)[0].fits
-    remedy = f"--method {others[0]} fits" if others else "use more cards, or a smaller model"
+    better = f"--method {others[0]} fits" if others else "use more cards, or a smaller model"
     raise UserError(
         f"{answers.method} fine-tuning of {answers.model} takes at least {plan.most / GIB:.1f} GiB on each of "
-        f"{answers.cards} card{'s' * (answers.cards > 1)}, with {answers.memory:g} each; {remedy}"
+        f"{answers.cards} card{'s' * (answers.cards > 1)}, with {answers.memory:g} each; {better}"
     )
 
 
@@ -270,13 +313,24 @@ def sized_run(training: TrainingConfig, batch: Batch, found: Survey) -> tuple[Ch
     return change, "\n".join(lines)
 
 
-def _first_fitting(config: Config, method: str, answers: Answers) -> tuple[Plan, tuple[str, Change]]:
-    """The first change of the method that fits; if none does, the one that takes least. Raises UserError: each is
-    refused.
+def _first_fitting(
+    config: Config, method: str, answers: Answers, given: Change | None = None
+) -> tuple[Plan, tuple[str, Change]]:
+    """The first change of the method that fits; if none does, the one that takes least.
+
+    Args:
+        given: settings that stay as they are.
+
+    Raises:
+        UserError: each is refused.
     """
     plans, refused = [], list[Problem]()
     for words, change in METHODS[method]:
-        change = _of_pairs(config, change) if config.objective.answers else change
+        if given:  # which has the adapters' settings, too
+            rest = {name: values.items() - _ADAPTERS.get(name, {}).items() for name, values in change.items()}
+            change = {name: {**dict(rest.get(name, ())), **given.get(name, {})} for name in {**given, **rest}}
+        elif config.objective.answers:
+            change = _of_pairs(config, change)
         changed = with_settings(config, change)
         refused = check(changed, answers.cards, with_files=False)
         if not refused:
@@ -296,16 +350,22 @@ def _of_pairs(config: Config, change: Change) -> Change:
     return {"objective": {"name": "preference"}, **change, **lora, "optimizer": {**optimizer, **lr}}
 
 
-def as_toml(answers: Answers, change: Change) -> str:
+def as_toml(
+    answers: Answers, change: Change, origin: str = "", sources: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """Args: origin: the file of another trainer. sources: "section.key" of ours -> its key there."""
     data = {"path": answers.data, **change.get("data", {})}
     settings: Change = {"checkpoint": {"initial_load_path": answers.model}, **change, "data": data}
     lines = [
-        f"# {answers.method} fine-tuning on {answers.cards} x {answers.memory:g} GiB; by titan-mi100 config new",
+        f"# {answers.method} fine-tuning on {answers.cards} x {answers.memory:g} GiB; titan-mi100 config new{origin}",
         "# Every setting: titan-mi100 train --help. What is not here is as in the bundled finetune.toml.",
         'base = "finetune.toml"',
     ]
     for section, values in settings.items():
-        lines += ["", f"[{section}]", *(f"{key} = {toml_value(value)}" for key, value in values.items())]
+        lines += ["", f"[{section}]"]
+        for key, value in values.items():
+            source = sources.get(f"{section}.{key}")
+            lines.append(f"{key} = {toml_value(value)}{f'  # {as_key(source)}' if source else ''}")
     return "\n".join(lines) + "\n"
 
 
