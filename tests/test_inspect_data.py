@@ -214,7 +214,7 @@ LOST = "the template leaves out its reasoning"
         ([{"prompt": chat("a", "b", "c")["messages"], "completion": chat("a", "d")["messages"][1:]}], [], {
             "answer: it belongs to the prompt": "b<|im_end|>", "learned: answer": "d<|im_end|>",
         }),
-        ([chat("a", "word " * 300)], ["--data.overlong", "truncate"], {"user message": "a<|im_end|>"}),
+        ([chat("a", "1 2 3 4 " * 65)], ["--data.overlong", "split"], {"answer: nothing comes before it": "  "}),
         ([{"text": " 1 2 3 4" * 65}], ["--data.overlong", "split"], {"text: nothing comes before it": "   "}),
         ([{"input_ids": [65, 66, 67], "labels": [-100, -100, 67]}], [], {"tokens: its label is -100": "bc"}),
     ],
