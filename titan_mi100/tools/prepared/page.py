@@ -144,8 +144,8 @@ def _documents(report: dict[str, Any], most: int, as_table: bool) -> str:
             "rejected": f"{answer}</div></details>",
         }[role]
     said = f"Shown: {number:,} of {plural(report['documents'], 'document')}. For others use --row or --where."
-    if more := report["wanted"] - number:
-        said += f" A page shows so many documents or tokens at most: {more:,} more of the chosen rows are left out."
+    if (more := report["wanted"] - number) > 0:
+        said += f" {plural(more, 'more document')} of these rows are left out: a page holds only so many."
     lines = "".join(f"<p><bdi>{text(line['says'])}</bdi></p>" for line in report.get("where", []))
     return f'<p class="soft">{said} {_LEGEND}</p>{lines}{blocks}'
 

@@ -143,11 +143,15 @@ def _of_set(
         for row in rows[:most]
     ]
     if options.html:
-        inside = [document for row in report.pop("shown") for document in _documents(row, dataset)]
         lines = {line["where"] for line in report.get("where", [])}
-        inside = sorted(inside, key=lambda document: document["where"] not in lines)[:_MOST_DOCUMENTS]
+        of_each = max(2, _MOST_DOCUMENTS // len(rows[:most] or [0]) // 2 * 2)  # even: both answers of a pair
+        inside = [
+            document
+            for row in report.pop("shown")
+            for document in sorted(_documents(row, dataset), key=lambda each: each["where"] not in lines)[:of_each]
+        ][:_MOST_DOCUMENTS]
         kinds = explain(config, data.facts, tokenizer, dataset.documents, [each["number"] for each in inside])
-        report["wanted"] = sum(len(dataset.documents_of(row)) for row in rows)
+        report["wanted"] = sum(len(dataset.documents_of(row)) for row in rows) if options.row or options.where else 0
         report["shown"] = [{**each, "kinds": kinds.get(each["number"])} for each in inside]
     return report
 
