@@ -329,6 +329,7 @@ def test_where_finds_a_lines_rows_or_the_reason_that_it_has_none(inspect: Inspec
     assert line["rows"] == [0] and line["status"] == "kept"
     first, second = re.findall(r"<summary>row 0, document \d: <bdi>.*?:(\d)<", inspect.html("--where", "data.jsonl:3"))
     assert (first, second) == ("3", "1")  # the line itself comes first
+    assert "Shown: 0 of 2 documents" in inspect.html("--where", "data.jsonl:2")
     assert "data.jsonl:2: dropped; longer than seq_len: " in inspect("--where", f"{inspect.file}:2")
     assert "no such line" in inspect("--where", "data.jsonl:9", code=2)
     inspect.write(chat("one", "ONE"), "{broken")
