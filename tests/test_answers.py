@@ -363,5 +363,6 @@ def test_the_data_page_shows_both_answers_side_by_side(tmp_path: Path, capsys: p
     assert "── pair 0, chosen: " in text and "── pair 0, rejected: " in text
     assert inspect_data.main([*given, "--html", str(tmp_path / "page.html")]) == 0
     html = (tmp_path / "page.html").read_text()
-    assert html.count('<div class="pair"><div>') == html.count("</div></div>") > 0
+    assert html.count('<div class="pair"><div><h3>chosen: ') == html.count("</div><div><h3>rejected: ") > 0
+    assert html.count("<small class=l>learned: answer</small>") == 2 * html.count('<div class="pair">')
     assert "one copy of each would save" in html

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import ASSETS, REPO, SHARED_DATA, qwen3_tokenizer
+from test_report import Reading
 from test_sentencepiece_tokenizer import train
 
 from titan_mi100.config.layout import IGNORE, Batch
@@ -18,8 +19,9 @@ from titan_mi100.data.loader import RowStream, ShuffledEpochs
 from titan_mi100.data.prepare import prepare_data
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.tools.inspect_data import main
+from titan_mi100.tools.prepared import reasons
 from titan_mi100.tools.prepared import report as inspect_report
-from titan_mi100.tools.prepared.report import token_texts
+from titan_mi100.tools.prepared.texts import token_texts
 
 HOSTILE = "<script>alert(1)</script> </mark><img src=x onerror=alert(2)> & \x1b[31m \x07 \u202e\u00a0 ⟧ ↵ é😀"
 
@@ -135,19 +137,123 @@ def test_the_page_holds_the_tokens_escaped_and_needs_no_other_file(inspect: Insp
     columns = (row[name][: len(row["id"]) - row["padding"]] for name in ("text", "id", "position", "supervised"))
     assert tokens_of_page(text) == list(zip(*columns, strict=True))
     assert not re.search("<(script|img|link|base)|\x1b|url\\(|://|src=|href=", re.sub("<b [^<]*|&lt;", "", text))
-    elements = {"html", "meta", "title", "style", "h1", "h2", "h3", "small", "samp", "mark", "b"}
-    assert set(re.findall(r"<([a-z]+\d?)", text)) == elements  # nothing of the data is an element
+    page = Reading(text)
+    assert not page.scripts and not [name for name, _ in page.attributes if name.startswith("on")]
+    elements = "html meta title style header section h1 h2 h3 p br ul li bdi b i dl div dt dd small span mark details"
+    elements += " summary figure figcaption svg path table thead tbody tr th td"
+    assert page.tags == {*elements.split()}  # nothing of the data is an element
     table = inspect.html("--row", "0", "--table")
-    line = f"{0:>8} {row['id'][0]:>8} {0:>10}  -           "
-    assert line in table and "options and their effects" in table
+    assert f'<td class="n"><bdi>0</bdi></td><td class="n"><bdi>{row["id"][0]}</bdi></td>' in table
+    # No wider than a phone, as far as elements show it: tables scroll, drawings have no width of their own.
+    assert table.count("<table>") == table.count('<div class="scroll"><table>') >= 3
+    drawings = re.findall("<svg v[^>]*>", table)
+    assert drawings and all("width" not in each and "preserveAspectRatio" in each for each in drawings)
+    assert {*re.findall(r"[^-]width: (\d[^; ]+)", table)} == {"1.5em", "2em", "100%"}
 
 
-def test_a_page_of_long_rows_stays_small(inspect: Inspect) -> None:
+def test_a_page_of_long_rows_stays_small_and_says_how_much_it_shows(inspect: Inspect) -> None:
     ids = [65 + i % 50 for i in range(32768)]
     labels = [token if i % 2 else -100 for i, token in enumerate(ids)]
     inspect.write(*({"input_ids": ids[: 32768 - i], "labels": labels[: 32768 - i]} for i in range(8)))
     text = inspect.html(seq_len=32768)
-    assert len(text) < 2_000_000 and text.count("<h2>row ") == 1
+    assert len(text) < 2_500_000 and "Shown: 1 of 8 documents" in text and "16,384 more tokens are not shown" in text
+    inspect.write(*(chat(f"{i}", "x") for i in range(200)))
+    for rows in ((), ("--row", "0-9")):
+        text = inspect.html(*rows)
+        [shown] = map(int, re.findall(r"Shown: (\d+) of 200 documents", text))
+        assert 20 <= shown == text.count('<details name="document"') <= 30
+        assert ("more documents of these rows are left out" in text) == bool(rows)
+        assert {*re.findall(r"<summary>row (\d)", text)} >= {"0", "8"}
+
+
+CALL = {"function": {"name": "add", "arguments": {"a": 2}}}
+TALK = [
+    {"role": "system", "content": "Brief."}, {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "", "reasoning_content": "use it", "tool_calls": [CALL]},
+    {"role": "tool", "content": "4"}, {"role": "assistant", "content": "Four.", "weight": 0},
+    {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"},
+]  # fmt: skip
+CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>'
+TEXTS = {
+    "system message": "Brief.<|im_end|>",
+    "user message": "2 + 2?<|im_end|>Sure?<|im_end|>",
+    "answer of a tool": "4",
+}
+LOST = "the template leaves out its reasoning"
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "expected"),
+    [
+        ([{"messages": TALK}], [], {
+            **TEXTS, "answer of a tool": "4", "learned: answer": f"{CALLED}Yes.<|im_end|>",
+            "answer: weight 0": "Four.<|im_end|>", "learned: reasoning": "<think>\nhm\n</think>\n\n",
+        }),
+        ([{"messages": TALK}], ["--data.earlier_thinking", "mask"], {
+            f"answer: {LOST}": CALLED, "answer: weight 0": "Four.<|im_end|>", "learned: answer": "Yes.<|im_end|>",
+        }),
+        ([{"messages": TALK}], ["--data.loss", "last"], {
+            "answer: not the last answer: data.loss = last": CALLED, "answer: weight 0": "Four.<|im_end|>",
+        }),
+        ([{"messages": [*TALK[:2], {**TALK[6], "weight": 1}]}], ["--data.loss", "weight"], {
+            "user message: no weight 1": "2 + 2?<|im_end|>", "learned: answer": "Yes.<|im_end|>",
+        }),
+        ([{"messages": [TALK[1], TALK[2], TALK[3], TALK[6]]}], ["--data.earlier_thinking", "unroll"], {
+            "learned: reasoning": "<think>\nuse it\n</think>\n\n<think>\nhm\n</think>\n\n",
+        }),
+        ([chat("a", "b", "c", "d")], [], {
+            "empty think block: the prompt ends with it: data.empty_think": "<think>\n\n</think>\n\n",
+            "template": "<|im_start|>user\n\n<|im_start|>assistant\n\n<|im_start|>user\n\n<|im_start|>assistant\n\n",
+        }),
+        ([{"prompt": chat("a", "b", "c")["messages"], "completion": chat("a", "d")["messages"][1:]}], [], {
+            "answer: it belongs to the prompt": "b<|im_end|>", "learned: answer": "d<|im_end|>",
+        }),
+        ([chat("a", "1 2 3 4 " * 65)], ["--data.overlong", "split"], {"answer: nothing comes before it": "  "}),
+        ([{"text": " 1 2 3 4" * 65}], ["--data.overlong", "split"], {"text: nothing comes before it": "   "}),
+        ([{"input_ids": [65, 66, 67], "labels": [-100, -100, 67]}], [], {"tokens: its label is -100": "bc"}),
+    ],
+)  # fmt: skip
+def test_each_part_of_a_document_says_what_it_is_and_why_it_is_not_learned(
+    rows: list[dict[str, Any]], options: list[str], expected: dict[str, str], inspect: Inspect
+) -> None:
+    inspect.write(*rows)
+    found: dict[str, str] = {}
+    part = r'<small[^>]*>([^<]*)</small><div class="tokens"><(mark|span)>(.*?)</\2>'
+    for label, mark, inside in re.findall(part, inspect.html(*options), re.S):
+        tokens = unescape(re.sub("<[^>]*>", "", inside)).replace("↵\n", "\n")
+        found[unescape(label)] = found.get(unescape(label), "") + tokens
+        assert (mark == "mark") == label.startswith("learned")
+    assert found.items() >= expected.items()
+
+
+def test_nothing_is_claimed_of_a_record_that_is_not_read_again_or_gives_other_tokens(
+    inspect: Inspect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inspect.write(chat("one", "ONE"), chat("two", "TWO"))
+
+    def count(*labels: str) -> list[int]:
+        return [text.count(f">{label}</small>") for text in [inspect.html()] for label in labels]
+
+    labels = "learned: answer", "empty think block: the prompt ends with it: data.empty_think", "learned", "only read"
+    assert count(*labels) == [2, 2, 0, 0]
+    monkeypatch.setattr(reasons, "_MOST_READ", -1)
+    assert count(*labels) == [1, 1, 1, 2]
+    monkeypatch.setattr(reasons, "parse_record", lambda record: chat("other", "text"))
+    assert count(*labels) == [0, 0, 2, 4]
+
+
+def test_the_page_of_a_mixture_shows_each_source_and_its_share(inspect: Inspect, tmp_path: Path) -> None:
+    inspect.write(chat("one", "ONE"), chat("two", "TWO"))
+    (other := tmp_path / "<b>.jsonl").write_text(json.dumps({"text": "plain"}) + "\n")
+    mixed = "--data.path", str(inspect.file), str(other), "--data.weights", "3", "1"
+    text = inspect.html(*mixed)
+    rows = [re.findall("<bdi>(.*?)</bdi>", row) for row in re.findall("<tr>(.*?)</tr>", text)]
+    assert [row[:3] for row in rows if row[0] in ("data", "&lt;b&gt;")] == [
+        ["data", "75.0%", "2"], ["&lt;b&gt;", "25.0%", "1"],
+    ]  # fmt: skip
+    assert re.findall("<b>Source <bdi>(.*?)</bdi>", text) == ["data", "&lt;b&gt;"]
+    assert re.findall(r"Shown: \d+ of \d+ document", text) == ["Shown: 2 of 2 document", "Shown: 1 of 1 document"]
+    assert "<b>Source " not in inspect.html(*mixed, "--source", "data") and "source" in inspect(*mixed, code=2)
 
 
 def test_the_options_effects_are_counted(inspect: Inspect) -> None:
@@ -221,6 +327,9 @@ def test_where_finds_a_lines_rows_or_the_reason_that_it_has_none(inspect: Inspec
     inspect.write(chat("one", "ONE"), chat("two", "word " * 300), chat("three", "THREE"))
     [line] = inspect.report("--where", "data.jsonl:3")["where"]
     assert line["rows"] == [0] and line["status"] == "kept"
+    first, second = re.findall(r"<summary>row 0, document \d: <bdi>.*?:(\d)<", inspect.html("--where", "data.jsonl:3"))
+    assert (first, second) == ("3", "1")  # the line itself comes first
+    assert "Shown: 0 of 2 documents" in inspect.html("--where", "data.jsonl:2")
     assert "data.jsonl:2: dropped; longer than seq_len: " in inspect("--where", f"{inspect.file}:2")
     assert "no such line" in inspect("--where", "data.jsonl:9", code=2)
     inspect.write(chat("one", "ONE"), "{broken")

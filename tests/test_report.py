@@ -246,7 +246,9 @@ def test_the_page_says_what_the_files_say(run: Path, report: Report) -> None:
     text = report.page(run).text
     for shown in (
         *("Finished", LAST_LOSS, "the last finite one, step 100", "100,000 tokens, 60% supervised", "2,000", "2.0%"),
-        *("1.50 GiB", "1.00 to 2.00", "0.5 (+25%)", "30.0% (-20%)", "32.00", "dropped", "longer than seq_len: 3,000"),
+        "planned: 1.00 to 2.00 GiB; the card has 32.00 GiB. In step 3: 1.25 GiB, as planned. In the whole run: 1.50",
+        "planned: 0.4 s. In step 3: 0.5 s, 25% more than planned. In the whole run: 0.5 s on average",
+        *("planned: 37.5%. In step 3: 30.0%, 20% less than planned.", "dropped", "longer than seq_len: 3,000"),
         *("step-50", "step-100", "4.0 MB"[1:], "lowest validation loss", "a.jsonl:3, b.jsonl:9[2]", "a1-100", "a1-10"),
         *("4 answers in between are left out", "WARNING", "twice", "once", "train.py --x y", "training.seq_len", "256"),
         *("2026-11-23 22:00:00 to 2026-11-23 22:30:00", "1 error and 2 warnings in train.log"),
@@ -507,11 +509,54 @@ def test_skipped_spikes_are_told_from_steps_that_are_not_finite(run: Path, repor
     assert "1 step was skipped because of loss spikes (1): 99" in {finding.text for finding in findings(found)}
 
 
-def test_each_source_has_a_curve_and_a_single_value_is_a_dot(run: Path, tmp_path: Path) -> None:
-    assert 'd="M10000,5000h0"' in charts(collect(write_run(tmp_path / "short", steps=1)))
-    of_kinds = re.findall("<figure.*?</figure>", charts(collect(run)), re.S)
-    assert [len(re.findall('path class="k', each)) for each in of_kinds] == [1, 2 * 3, 1]  # with the legend's
-    assert re.findall("<bdi>(.*?)</bdi>", of_kinds[1]) == ["all", "code", "web"]
+def test_each_source_has_a_curve_with_its_lowest_point_marked_and_a_single_value_is_a_dot(
+    run: Path, tmp_path: Path
+) -> None:
+    short = collect(write_run(tmp_path / "short", steps=1))
+    assert 'class="k0" d="M10000,5000h0"' in charts({"short": short})
+    with (run / "metrics.jsonl").open("a") as file:  # the best validation is not the last one
+        write = (json.dumps({"step": step, "validation_loss": loss}) for step, loss in ((110, 1.0), (120, 4.0)))
+        file.write("\n".join(write))
+    of_kinds = re.findall("<figure.*?</figure>", charts({"run": collect(run)}), re.S)
+    assert [len(re.findall('path class="k', each)) for each in of_kinds] == [1, 3 * 3, 1]  # with legend and mark
+    assert re.findall("<bdi>(.*?)</bdi>", of_kinds[1]) == [
+        "all; ● lowest: 1.0000 at step 110", "code; ● lowest: 1.5000 at step 100", "web; ● lowest: 2.2500 at step 100",
+    ]  # fmt: skip
+    for curve in ("k0", "k1", "k2"):
+        [line] = re.findall(f'class="{curve}" d="M([^"]*)h0"', of_kinds[1])
+        [mark] = re.findall(f'class="{curve} lowest" d="M([^"]*)h0"', of_kinds[1])
+        assert mark == max(line.split(" "), key=lambda point: int(point.split(",")[1]))  # y grows downwards
+
+
+def test_several_runs_are_one_page_with_a_table_and_each_curve_of_each_run(
+    run: Path, tmp_path: Path, report: Report, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = write_run(tmp_path / "b" / "<i>", steps=50, loss=lambda step: 3.0)
+    (other / "config.toml").write_text((run / "config.toml").read_text().replace("lr = 0.004", "lr = 0.5"))
+    capsys.readouterr()
+    report(run, other, run, "--output", report.file)
+    text = report.file.read_text(encoding="utf-8")
+    page = Reading(text)
+    figures = re.findall("<figure.*?</figure>", text, re.S)
+    titles = [re.findall(r"<b>(\w+)", figure)[0] for figure in figures]
+    assert titles == ["Training", "Validation", "Throughput"]
+    for figure in figures:
+        assert len(re.findall(r'<path class="k[01]" d="M[^"]*h0"', figure)) == 2
+        assert re.findall("<bdi>(run|&lt;i&gt;)", figure) == ["run", "&lt;i&gt;"]
+    rows = re.findall("<tr>(.*?)</tr>", text)
+    assert [re.findall("<bdi>(.*?)</bdi>", row)[:4] for row in rows[:3]] == [
+        ["Run", "State", "Loss", "Lowest validation"], ["run", "Finished", LAST_LOSS, "2.0000"],
+        ["&lt;i&gt;", "Finished", "3.0000", "2.0000"],
+    ]  # fmt: skip
+    assert "optimizer.lr\n0.004\n0.5\n" in page.text and "training.seq_len" not in page.text
+    assert "The loss did not fall" in page.text and not page.scripts and "i" not in page.tags
+    assert [each["name"] for each in json.loads(report(run, other, "--json"))] == ["run", "<i>"]
+    twin = tmp_path / "c" / "run"
+    write_run(twin, steps=1)
+    capsys.readouterr()
+    report(run, twin, "--output", report.file)  # runs of one name are told apart by their folders
+    assert f"{run}\nFinished" in Reading(report.file.read_text(encoding="utf-8")).text
+    assert "21 runs are too many for a page; name at most 20" in report(*[run] * 21, code=2)
 
 
 # the command

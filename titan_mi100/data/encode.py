@@ -228,18 +228,19 @@ class Encoder:
                 raise BadRecord("the chat template changes it", f"message {turn.message + 1}: {turn.problem}")
         lost = sum(turn.lost_reasoning for turn in supervised[-1][0].turns) if supervised else 0
         thinking = _thinking_mode(*supervised[-1]) if supervised else 0
-        made = [self._rendered(rendered.text, spans) for rendered, spans in supervised]
+        made = [self._rendered(rendered, spans) for rendered, spans in supervised]
         return [values for values, _ in made], lost, thinking, any(joined for _, joined in made)
 
-    def _rendered(self, text: str, spans: list[Span]) -> tuple[np.ndarray, bool]:
+    def _rendered(self, rendered: Rendered, spans: list[Span]) -> tuple[np.ndarray, bool]:
         """Tokenise a rendered text and mark every token that overlaps a supervised span (characters).
 
         Returns:
             The document, and whether a span begins inside a token: generation would get that token in two.
         """
+        text = rendered.text
         ids, ends = self.tokenizer.encode_with_offsets(text)  # ends: (tokens,) in bytes
         starts = np.append(0, ends)[:-1]
-        edges = np.array(_byte_offsets(text, [edge for span in spans for edge in span], self.tokenizer), np.int64)
+        edges = np.array(byte_offsets(text, [edge for span in spans for edge in span], self.tokenizer), np.int64)
         first, last = np.append(edges[::2], ends[-1:]), edges[1::2]
         # searchsorted finds, for each token, the first span that ends after the token's start. The two overlap if that
         # span also begins before the token's end. Tokens after the last span get the sentinel appended to `first`.
@@ -462,7 +463,7 @@ def _check_visible(turns: list[Turn], messages: Messages) -> None:
             )
 
 
-def _byte_offsets(text: str, edges: list[int], tokenizer: Tokenizer) -> list[int]:
+def byte_offsets(text: str, edges: list[int], tokenizer: Tokenizer) -> list[int]:
     """Convert ascending offsets in characters to offsets in bytes of the normalised UTF-8 text.
 
     The tokenizer's offsets count bytes of the normalised text (NFC for Qwen3).

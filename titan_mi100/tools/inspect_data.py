@@ -1,7 +1,7 @@
 """Show the data as training sees them: packed rows token by token, and a summary of the set.
 
-prepared/report.py makes one report. `--json` prints it; a terminal and `--html` show the same lines of it
-(prepared/view.py).
+prepared/report.py makes one report. `--json` prints it, a terminal shows lines of it (prepared/view.py), and `--html`
+writes a page (prepared/page.py).
 """
 
 import argparse
@@ -18,8 +18,9 @@ from titan_mi100.config.load import load_config
 from titan_mi100.files.durable import write_page
 from titan_mi100.log import setup_logging
 from titan_mi100.tools.pages.document import check_place
+from titan_mi100.tools.prepared.page import page
 from titan_mi100.tools.prepared.report import make_report
-from titan_mi100.tools.prepared.view import page, report_lines, terminal_text
+from titan_mi100.tools.prepared.view import report_lines, terminal_text
 
 _TITLE = "Data as training sees it: "
 
@@ -34,15 +35,14 @@ def _show(options: argparse.Namespace, settings: Sequence[str]) -> None:
         check_place(Path(options.html), _TITLE, "--html")
     with redirect_stdout(sys.stderr):  # stdout gets the report only, so that it can be piped
         report = make_report(load_config(settings, world_size=None), options)
-    lines = report_lines(report, options.table)
     if options.html:
-        write_page(Path(options.html), page(f"{_TITLE}{report['set']}", lines), "--html")
+        write_page(Path(options.html), page(f"{_TITLE}{report['set']}", report, options.table), "--html")
         print(f"{options.html}: {os.path.getsize(options.html):,} bytes")
     elif options.json:
         print(json.dumps(report, ensure_ascii=False))
     else:
         auto = options.color == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        for line in terminal_text(lines, auto or options.color == "always"):
+        for line in terminal_text(report_lines(report, options.table), auto or options.color == "always"):
             print(line)
 
 

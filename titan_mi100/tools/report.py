@@ -1,9 +1,9 @@
 """Write a page about a run: did it go well, curves, plan, data, checkpoints, restarts.
 
-    titan-mi100 report RUN [--output FILE.html] [--json]
+    titan-mi100 report RUN [RUN ...] [--output FILE.html] [--json]
 
-The page is one file that needs no network, no other file and no JavaScript. The run may still be running. Imports no
-torch.
+Of several runs: a comparison. The page is one file that needs no network, no other file and no JavaScript. The run may
+still be running. Imports no torch.
 """
 
 import argparse
@@ -20,6 +20,8 @@ from titan_mi100.tools.pages.collect import collect
 from titan_mi100.tools.pages.document import check_place
 from titan_mi100.tools.pages.page import page
 
+_MOST_RUNS = 20
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     return tool.exit_code(lambda: _report(_parser().parse_args(argv)))
@@ -29,22 +31,25 @@ def _report(options: argparse.Namespace) -> None:
     setup_logging(0)
     if options.json and options.output:
         raise UserError("--json prints to standard output and writes no page; leave --output out")
-    output = Path(options.output or options.run / "report.html")
+    if len(options.runs) > _MOST_RUNS:
+        raise UserError(f"{len(options.runs)} runs are too many for a page; name at most {_MOST_RUNS}")
+    output = Path(options.output or (options.runs[0] if len(options.runs) == 1 else Path()) / "report.html")
     if not options.json:
         check_place(output, "Report: ", "--output")
-    run = collect(options.run)
+    runs = [collect(run) for run in dict.fromkeys(options.runs)]
     if options.json:
-        print(json.dumps(run, allow_nan=False))
+        print(json.dumps(runs if len(runs) > 1 else runs[0], allow_nan=False))
     else:
-        write_page(output, page(run).encode("utf-8", "backslashreplace").decode("utf-8"), "--output")
+        write_page(output, page(runs).encode("utf-8", "backslashreplace").decode("utf-8"), "--output")
         print(f"{output}: {output.stat().st_size:,} bytes")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = tool.Parser(prog="titan-mi100 report", description=__doc__.splitlines()[0], epilog="See docs/REPORT.md.")
     add = parser.add_argument
-    add("run", metavar="RUN", type=Path, help="run folder, as training printed it")
-    add("--output", metavar="FILE.html", default="", help="the page (default: report.html in the run's folder)")
+    add("runs", metavar="RUN", nargs="+", type=Path, help="run folder, as training printed it; several: a comparison")
+    where = "the page (default: report.html in the run's folder; of several runs in the current folder)"
+    add("--output", metavar="FILE.html", default="", help=where)
     add("--json", action="store_true", help="print the page's data as JSON instead of writing the page")
     return parser
 

@@ -1,10 +1,11 @@
-"""The charts of a report, as HTML with inline SVG: loss, validation loss, throughput over steps. Imports no torch.
+"""The charts of our pages, as HTML with inline SVG: curves over steps, and histograms. Imports no torch.
 
 Curves scale with the page; labels are HTML text of fixed size.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from titan_mi100.tools.pages.document import text
@@ -13,26 +14,10 @@ from titan_mi100.tools.pages.long_files import SOURCE
 _UNITS = 10_000  # width and height of the SVG's coordinate system
 _COLORS = 7  # of the palette; further curves are dashed
 _TINY = 1e-90  # smaller ranges are drawn as flat, so that scales stay finite
-Points = Sequence[tuple[float, float]]  # step and value
+Point = tuple[float, float]  # step and value
+Points = Sequence[Point]
+_NONE: Mapping[str, Point] = MappingProxyType({})
 
-STYLE = """
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26em), 1fr)); gap: 1em }
-.chart { margin: 0; padding: .8em 1em .6em; border: 1px solid var(--line); border-radius: 8px; min-width: 0 }
-.chart:first-child { grid-column: 1 / -1 }
-.key { list-style: none; margin: .2em 0; padding: 0; display: flex; flex-wrap: wrap; gap: .1em 1.2em }
-.chart small, .key { color: var(--soft); font-size: .8rem } .chart small { display: block }
-.plot { display: grid; grid-template-columns: var(--labels) 1fr; margin: .8em 1.2em .2em 0; font-size: .75rem;
-  color: var(--soft); font-variant-numeric: tabular-nums; line-height: 1 }
-.plot > div { position: relative } .plot span { position: absolute; white-space: nowrap }
-.plot .y span { right: .5em; transform: translateY(-50%) }
-.plot .x { grid-column: 2; height: 1.7em } .plot .x span { top: .6em; transform: translateX(-50%) }
-.area { height: 11em } .chart:first-child .area { height: 19em }
-.area svg { position: absolute; inset: 0; width: 100%; height: 100%; overflow: visible }
-path { fill: none; stroke-width: 1.8; vector-effect: non-scaling-stroke; stroke-linejoin: round; stroke-linecap: round }
-path.grid { stroke: var(--line); stroke-width: 1 } path.dashed { stroke-dasharray: 7 4 }
-.k0 { stroke: var(--c0) } .k1 { stroke: var(--c1) } .k2 { stroke: var(--c2) } .k3 { stroke: var(--c3) }
-.k4 { stroke: var(--c4) } .k5 { stroke: var(--c5) } .k6 { stroke: var(--c6) }
-"""
 # key of metrics.jsonl -> title
 _KINDS = {
     "loss": "Training loss (mean over supervised tokens, nats)",
@@ -50,55 +35,119 @@ _KINDS = {
 _BESIDE = {"reward_chosen": "reward_rejected", "logp_chosen": "logp_rejected"}  # drawn in the same chart
 
 
-def charts(run: dict[str, Any]) -> str:
-    """The charts that have data, as HTML. Args: run: as `collect` returns it."""
-    series, found = run["metrics"].get("series", {}), ""
+def charts(runs: Mapping[str, dict[str, Any]]) -> str:
+    """The charts that have data, as HTML. One run: all its curves; several: the same curve of each.
+
+    Args:
+        runs: name -> a run as `collect` returns it.
+    """
+    found, every = "", {name: run["metrics"].get("series", {}) for name, run in runs.items()}
     for kind, title in _KINDS.items():
-        both = {kind, _BESIDE.get(kind, kind)}
-        of_kind = both | {f"validation_{each}" for each in both}
-        if kind.endswith("loss") and "margin" in series:
+        if kind.endswith("loss") and any("margin" in series for series in every.values()):
             title = f"{title.partition(' (')[0]} (mean over pairs)"
-        keys = [key for key in series if key in of_kind or (kind == "validation_loss" and key.startswith(SOURCE))]
-        keys.sort(key=lambda key: (key != kind, key))
-        if kind == "loss":
-            keys = [kind] if kind in series else []
-        names = {kind: "all", **({} if kind.endswith("loss") else {kind: kind.rpartition("_")[2]})}
-        curves = {names.get(key, key.removeprefix(SOURCE)).replace("_", " "): series[key]["means"] for key in keys}
-        if curves:
-            widths = max(series[key]["bin_steps"] for key in keys)
-            found += figure(title, f"means of {widths:,} steps" if widths > 1 else "", curves)
+        chosen = _of_runs(kind, every) if len(runs) > 1 else _of_run(kind, *every.values())
+        if chosen:
+            widths = max(series["bin_steps"] for series in chosen.values())
+            lowest = {name: series["lowest"] for name, series in chosen.items()} if kind == "validation_loss" else {}
+            curves = {name: series["means"] for name, series in chosen.items()}
+            found += figure(title, f"means of {widths:,} steps" if widths > 1 else "", curves, lowest)
     return f'<div class="charts">{found}</div>' if found else ""
 
 
-def figure(title: str, note: str, curves: Mapping[str, Points]) -> str:
-    """A chart. Args: note: below its title. curves: by their names."""
-    values = [value for points in curves.values() for _, value in points]
-    low, high = min(values), max(values)
+def _of_runs(kind: str, every: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    found = {name: series[kind] for name, series in every.items() if kind in series}
+    beside = {
+        f"{name} (rejected)": series[_BESIDE[kind]] for name, series in every.items() if _BESIDE.get(kind) in series
+    }
+    return {**found, **beside}
+
+
+def _of_run(kind: str, series: dict[str, Any]) -> dict[str, Any]:
+    both = {kind, _BESIDE.get(kind, kind)}
+    of_kind = both | {f"validation_{each}" for each in both}
+    keys = [key for key in series if key in of_kind or (kind == "validation_loss" and key.startswith(SOURCE))]
+    keys.sort(key=lambda key: (key != kind, key))
+    if kind == "loss":
+        keys = [kind] if kind in series else []
+    names = {kind: "all", **({} if kind.endswith("loss") else {kind: kind.rpartition("_")[2]})}
+    return {names.get(key, key.removeprefix(SOURCE)).replace("_", " "): series[key] for key in keys}
+
+
+def figure(
+    title: str,
+    note: str,
+    curves: Mapping[str, Points],
+    lowest: Mapping[str, tuple[float, float]] = MappingProxyType({}),
+) -> str:
+    """A chart of curves over steps.
+
+    Args:
+        note: below its title.
+        curves: by their names.
+        lowest: name of a curve -> its lowest point, which gets a mark.
+    """
+    every = [point for points in (*curves.values(), lowest.values()) for point in points]
+    steps, values = zip(*every, strict=True)
+    low, high, last = min(values), max(values), max(1.0, *steps)
     is_flat = high - low <= max(1e-6 * max(abs(low), abs(high)), _TINY)
     room = (0.05 * abs(high) if abs(high) > _TINY else 1.0) if is_flat else 0.04 * (high - low)
-    low, high, last = low - room, high + room, max(1.0, *(points[-1][0] for points in curves.values()))
+    low, high = low - room, high + room
 
-    def up(value: float) -> float:
-        return 1 - (value - low) / (high - low)
+    def place(step: float, value: float) -> str:
+        return f"{round(_UNITS * step / last)},{round(_UNITS * (1 - (value - low) / (high - low)))}"
 
-    marks, steps = ticks(low, high), [at for at, _ in ticks(0, last) if at == int(at)]
-    left = "".join(f'<span style="top:{100 * up(at):.2f}%">{label}</span>' for at, label in marks)
-    below = "".join(f'<span style="left:{100 * at / last:.2f}%">{at:,.0f}</span>' for at in steps)
-    grid = "".join(f"M0,{round(_UNITS * up(at))} {_UNITS},{round(_UNITS * up(at))}" for at, _ in marks)
-    drawn, key = f'<path class="grid" d="{grid}"/>', ""
+    drawn, key = "", ""
     for number, (name, points) in enumerate(curves.items()):
-        classes = f"k{number % _COLORS}" + (" dashed" if number >= _COLORS else "")
-        line = " ".join(f"{round(_UNITS * step / last)},{round(_UNITS * up(value))}" for step, value in points)
+        classes, shown = f"k{number % _COLORS}" + (" dashed" if number >= _COLORS else ""), text(name)
+        line = " ".join(place(step, value) for step, value in points)
         drawn += f'<path class="{classes}" d="M{line}h0"/>'  # h0: a single point is a dot
+        if name in lowest:
+            drawn += f'<path class="{classes} lowest" d="M{place(*lowest[name])}h0"/>'
+            shown += f"; ● lowest: {lowest[name][1]:.4f} at step {lowest[name][0]:,}"
         piece = f'<svg class="line" viewBox="0 0 20 4"><path class="{classes}" d="M0,2 20,2"/></svg>'
+        key += f"<li>{piece}<bdi>{shown}</bdi></li>"
+    below = [(at / last, f"{at:,.0f}") for at, _ in ticks(0, last) if at == int(at)]
+    return _frame(title, note, key if len(curves) > 1 or lowest else "", drawn, (low, high), below)
+
+
+def bars(title: str, note: str, edges: Sequence[str], series: Mapping[str, Sequence[int]]) -> str:
+    """A histogram.
+
+    Args:
+        edges: texts of the bins' right edges; some of them are shown.
+        series: name -> counts per bin; later ones are drawn over earlier ones, and have an outline only.
+    """
+    most, drawn, key = max(1, *(max(counts) for counts in series.values())), "", ""
+    wide = _UNITS // len(edges)
+    for number, (name, counts) in enumerate(series.items()):
+        # at least 1% of the height, so that a count of 1 is visible
+        tall = [max(_UNITS // 100, round(_UNITS * count / most)) if count else 0 for count in counts]
+        tops = [(wide * i + wide // 10, height) for i, height in enumerate(tall) if height]
+        boxes = "".join(f"M{x},{_UNITS}v-{height}h{wide * 8 // 10}v{height}z" for x, height in tops)
+        drawn += f'<path class="bars f{number}" d="{boxes}"/>'
+        piece = f'<svg class="line" viewBox="0 0 20 8"><path class="bars f{number}" d="M1,1h18v6h-18z"/></svg>'
         key += f"<li>{piece}<bdi>{text(name)}</bdi></li>"
+    every = -(-len(edges) // 6)  # labels that fit a phone
+    below = [(i / len(edges), label) for i, label in enumerate(edges, 1) if (len(edges) - i) % every == 0]
+    return _frame(title, note, key if len(series) > 1 else "", drawn, (0, most), below)
+
+
+def _frame(
+    title: str, note: str, key: str, drawn: str, ends: tuple[float, float], below: Sequence[tuple[float, str]]
+) -> str:
+    """A chart. Args: drawn: SVG of its curves. ends: of the vertical axis. below: (place, label) on the other axis."""
+    low, high = ends
+    marks = [(1 - (at - low) / (high - low), label) for at, label in ticks(low, high)]
+    left = "".join(f'<span style="top:{100 * at:.2f}%">{label}</span>' for at, label in marks)
+    bottom = "".join(f'<span style="left:{100 * at:.2f}%">{text(label)}</span>' for at, label in below)
+    grid = "".join(f"M0,{round(_UNITS * at)} {_UNITS},{round(_UNITS * at)}" for at, _ in marks)
     width = max((len(label) for _, label in marks), default=1) + 1
     return (
         f'<figure class="chart"><figcaption><b>{text(title)}</b><small>{text(note)}</small></figcaption>'
-        f"{f'<ul class=key>{key}</ul>' if len(curves) > 1 else ''}"
+        f"{f'<ul class=key>{key}</ul>' if key else ''}"
         f'<div class="plot" style="--labels:{width}ch"><div class="y">{left}</div><div class="area">'
         f'<svg viewBox="0 0 {_UNITS} {_UNITS}" preserveAspectRatio="none" role="img" aria-label="{text(title)}">'
-        f'{drawn}</svg></div><div class="x">{below}</div></div></figure>\n'
+        f'<path class="grid" d="{grid}"/>{drawn}</svg></div><div class="x">{bottom}</div></div></figure>\n'
     )
 
 

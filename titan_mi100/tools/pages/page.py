@@ -1,55 +1,60 @@
-"""The report of a run as an HTML page: first whether it went well, then curves, then the details."""
+"""The report of a run as an HTML page: first whether it went well, then curves, then the details.
+
+Of several runs: a table, their curves together, and the settings that differ.
+"""
 
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from titan_mi100.tools.pages.charts import STYLE, charts
+from titan_mi100.tools.pages.charts import charts
 from titan_mi100.tools.pages.document import html_document, text
-from titan_mi100.tools.pages.sections import details_of, section, shown_time, table
-from titan_mi100.tools.pages.verdict import BAD, GOOD, Finding, findings, state_of
+from titan_mi100.tools.pages.sections import (
+    details_of,
+    different_settings,
+    finding_list,
+    section,
+    shown_time,
+    table,
+    tiles,
+)
+from titan_mi100.tools.pages.verdict import BAD, GOOD, findings, state_of
 from titan_mi100.wording import duration_in_words
 
-_STYLE = (
-    STYLE
-    + """
-body { font: 15px/1.5 system-ui, sans-serif }
-h1 { font-size: 1.5rem; margin: 0 } h2 { font-size: 1.15rem; margin: 2em 0 .6em }
-h3 { font-size: 1rem; margin: 1em 0 .3em } p { margin: .3em 0 } .soft, dt, th { color: var(--soft) }
-pre, code { font: .85em/1.5 ui-monospace, monospace }
-pre { white-space: pre-wrap; unicode-bidi: plaintext; margin: .2em 0 .8em; padding: .6em .8em; border-radius: 6px;
-  background: var(--card); max-height: 24em; overflow: auto }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(9em, 1fr)); gap: .6em; margin: 1em 0;
-  padding: 0 }
-.tiles div { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: .6em .7em;
-  min-width: 0 }
-.tiles dt, .tiles small { font-size: .8rem } .tiles small { color: var(--soft); display: block }
-.tiles dd { margin: 0; font-size: 1.15rem; white-space: nowrap; font-weight: 600; line-height: 1.3;
-  font-variant-numeric: tabular-nums }
-.state { border-left: 5px solid var(--soft); padding: .2em 0 .2em .9em } .state b { font-size: 1.15rem }
-.good { border-color: var(--good) } .warn { border-color: var(--warn) } .bad { border-color: var(--bad) }
-.good b { color: var(--good) } .warn b { color: var(--warn) } .bad b { color: var(--bad) }
-.findings { list-style: none; padding: 0; margin: .6em 0 }
-.findings li { padding: .15em 0 .15em 1.5em; text-indent: -1.5em }
-.findings b { display: inline-block; width: 1.5em; text-indent: 0 }
-.scroll { overflow-x: auto } table { border-collapse: collapse; font-size: .9rem }
-th, td { text-align: left; padding: .25em 1.4em .25em 0; border-bottom: 1px solid var(--line); vertical-align: top;
-  white-space: nowrap }
-th { font-weight: normal } td.t { min-width: 14em; white-space: normal }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
-.line { width: 2em; height: .7em; margin-right: .4em }
-.bar { display: inline-block; height: .7em; background: var(--c0); border-radius: 2px; min-width: 1px }
-details { margin: .5em 0 } summary { cursor: pointer }
-@media (max-width: 40em) { body { margin-top: 1em } .tiles { grid-template-columns: 1fr 1fr } }
-"""
-)
 
-
-def page(run: dict[str, Any]) -> str:
-    """The complete page. Args: run: as `collect` returns it."""
+def page(runs: Sequence[dict[str, Any]]) -> str:
+    """The complete page about a run, or the comparison of several. Args: runs: as `collect` returns them."""
+    title = f"Report: {', '.join(run['name'] for run in runs)}"
+    if len(runs) > 1:
+        return html_document(title, _comparison(runs))
+    [run] = runs
     body = [f"<header><h1><bdi>{text(run['name'])}</bdi></h1>{_about(run)}</header>", _first_screen(run)]
-    body += [section("Curves", charts(run)), _numbers(run), details_of(run)]
-    return html_document(f"Report: {run['name']}", _STYLE, "".join(body))
+    body += [section("Curves", charts({run["name"]: run})), _numbers(run), details_of(run)]
+    return html_document(title, "".join(body))
+
+
+def _comparison(runs: Sequence[dict[str, Any]]) -> str:
+    """The body of the page about several runs: a table, their curves together, and the settings that differ."""
+    names = [run["name"] for run in runs]
+    named = dict(zip(names if len({*names}) == len(names) else [run["folder"] for run in runs], runs, strict=True))
+    figures = {name: headline(run) for name, run in named.items()}
+    columns = [key for key in next(iter(figures.values())) if any(each[key] for each in figures.values())]
+    rows = [
+        (name, state_of(named[name]).text, *((each[key] or ("",))[0] for key in columns))
+        for name, each in figures.items()
+    ]
+    found = {name: findings(run) for name, run in named.items()}
+    looked = (f"<h3><bdi>{text(name)}</bdi></h3>{finding_list(each)}" for name, each in found.items() if each)
+    different = different_settings([run["config"] for run in runs])
+    about = f"Report of {shown_time(runs[0]['collected'])}. All about one of them: titan-mi100 report RUN"
+    parts = (
+        f'<header><h1>{len(runs)} runs</h1><p class="soft">{text(about)}</p></header>',
+        table(("Run", "State", *columns), rows, numeric=range(2, 2 + len(columns))),
+        section("What to look at", "".join(looked)),
+        section("Curves", charts(named)),
+        section("Settings that differ", table(("Setting", *named), different) if different else ""),
+    )
+    return "".join(parts)
 
 
 def _about(run: dict[str, Any]) -> str:
@@ -68,27 +73,13 @@ def _first_screen(run: dict[str, Any]) -> str:
     level = state.level if state.level != GOOD or not any(each.level == BAD for each in found) else BAD
     looked = f", {len(found)} thing{'s' * (len(found) > 1)} to look at" if found else ", nothing to report"
     head = f'<div class="state {level}"><b>{text(state.text)}</b>{until}{looked}</div>'
-    return f"{head}{_tiles(run)}{_findings(found)}"
-
-
-def _findings(found: Sequence[Finding]) -> str:
-    symbols = {BAD: "✖"}
-    lines = (
-        f'<li class="{each.level}"><b>{symbols.get(each.level, "!")}</b><bdi>{text(each.text)}</bdi></li>'
-        for each in found
-    )
-    return f'<ul class="findings">{"".join(lines)}</ul>' if found else ""
+    return f"{head}{_tiles(run)}{finding_list(found)}"
 
 
 def _tiles(run: dict[str, Any]) -> str:
     found = headline(run)
     del found["Tokens"]  # the figure of tokens/s shows it too
-    entries = ((name, *value) for name, value in found.items() if value)
-    shown = (
-        f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd><small>{text(more)}</small></div>"
-        for name, value, more in entries
-    )
-    return f'<dl class="tiles">{"".join(shown)}</dl>'
+    return tiles(found)
 
 
 def headline(run: dict[str, Any]) -> dict[str, tuple[str, str] | None]:

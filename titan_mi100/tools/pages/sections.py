@@ -1,10 +1,11 @@
 """The report's sections. A section without content is left out."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from titan_mi100.tools.pages.document import text
+from titan_mi100.tools.pages.verdict import BAD, Finding
 from titan_mi100.wording import bytes_in_words, last_question
 
 _GIB = 2**30
@@ -33,6 +34,25 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[Cell]], numeric: Iterabl
 
     body = "".join(line("td", row) for row in rows)
     return f'<div class="scroll"><table><thead>{line("th", heads)}</thead><tbody>{body}</tbody></table></div>'
+
+
+def tiles(figures: Mapping[str, tuple[str, str] | None]) -> str:
+    """Key figures as tiles. Args: figures: name -> (figure, remark); None: not known, and left out."""
+    shown = (
+        f"<div><dt>{text(name)}</dt><dd>{text(found[0])}</dd><small>{text(found[1])}</small></div>"
+        for name, found in figures.items()
+        if found
+    )
+    return f'<dl class="tiles">{"".join(shown)}</dl>'
+
+
+def finding_list(found: Sequence[Finding]) -> str:
+    """A list of things to look at."""
+    lines = (
+        f'<li class="{each.level}"><b>{"✖" if each.level == BAD else "!"}</b><bdi>{text(each.text)}</bdi></li>'
+        for each in found
+    )
+    return f'<ul class="findings">{"".join(lines)}</ul>' if found else ""
 
 
 def details_of(run: dict[str, Any]) -> str:
@@ -104,43 +124,42 @@ def _plan(run: dict[str, Any]) -> str:
     plan, series = run["plan"], run["metrics"].get("series", {})
     if not plan:
         return ""
-    seen, rows, notes = plan["measured"], list[tuple[str, ...]](), []
-    least, most, early, peak = plan["least"], plan["most"], seen.get("peak_memory_gib"), series.get("peak_memory_gib")
-    if least is not None and most is not None:
-        planned = f"{least / _GIB:.2f} to {most / _GIB:.2f}"
-        rows.append(("Memory, GiB", planned, _formatted(early, ".2f"), f"{peak['max']:.2f} (peak)" if peak else ""))
+    lines, notes, seen, peak = [], list[str](), plan["measured"], series.get("peak_memory_gib")
+    step = f"In step {seen['step']:,.0f}" if seen.get("step") else "In an early step"
+    if plan["least"] is not None and plan["most"] is not None:
+        least, most, early = plan["least"] / _GIB, plan["most"] / _GIB, seen.get("peak_memory_gib")
+        card = f"; the card has {plan['card'] / _GIB:.2f} GiB" if plan["card"] else ""
+        said = f"planned: {least:.2f} to {most:.2f} GiB{card}. "
+        said += f"{step}: {early:.2f} GiB, {_beside(early, least, most)}. " if early is not None else ""
+        said += f"In the whole run: {peak['max']:.2f} GiB at most." if peak else ""
+        lines.append(("Memory of the fullest process", said))
         if not plan["card"] and early is not None:
             notes.append(
-                "The early figure leaves out what the process held before it built the model. "
-                "The figure of the whole run includes it."
+                "Memory on a CPU: the figure of one step counts only what was added from the building of the model on. "
+                "The figure of the whole run also counts what the process held before: Python and its libraries."
             )
     for name, key, in_run, form in (
-        ("Time of a step, s", "step_seconds", "seconds", ".3g"),
-        ("MFU", "mfu", "mfu", ".1%"),
+        ("Time of a step", "step_seconds", "seconds", "{:.3g} s"),
+        ("MFU, the share of the device's peak rate that the arithmetic of the model reaches", "mfu", "mfu", "{:.1%}"),
     ):
-        planned, measured, whole = plan[key], seen.get(key), series.get(in_run)
-        if planned is None:
-            continue
-        off = f" ({measured / planned - 1:+.0%})" if planned and measured is not None else ""
-        rows.append(
-            (
-                name,
-                format(planned, form),
-                _formatted(measured, form) + off,
-                f"{whole['mean']:{form}} (mean)" if whole else "",
-            )
-        )
-    if plan["card"]:
-        rows.append(("Memory of the card, GiB", f"{plan['card'] / _GIB:.2f}", "", ""))
+        planned, early, of_run = plan[key], seen.get(key), series.get(in_run)
+        if planned is not None:
+            said = f"planned: {form.format(planned)}. "
+            said += f"{step}: {form.format(early)}, {_beside(early, planned, planned)}. " if early is not None else ""
+            said += f"In the whole run: {form.format(of_run['mean'])} on average." if of_run else ""
+            lines.append((name, said))
     if series.get("seconds") and plan["step_seconds"] is None:
         notes.append("No time was planned: the peak rate of this device is not known.")
-    at = f"Measured at step {seen['step']:,.0f}" if seen.get("step") else "Measured early"
-    shown = table(("", "Planned", at, "Whole run"), rows, numeric=(1, 2, 3)) if rows else ""
-    return f"{shown}{''.join(map(_note, notes))}{_worst(plan['worst'])}"
+    shown = "".join(f"<li><b>{text(name)}</b>, {text(said)}</li>" for name, said in lines)
+    return f"<ul>{shown}</ul>{''.join(map(_note, notes))}{_worst(plan['worst'])}"
 
 
-def _formatted(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+def _beside(measured: float, least: float, most: float) -> str:
+    """A measured value beside the planned ones, in words."""
+    if least <= measured <= most or not least:
+        return "as planned" if measured <= most else "more than planned"
+    off = measured / most - 1 if measured > most else 1 - measured / least
+    return f"{off:.0%} {'more' if measured > most else 'less'} than planned"
 
 
 def _note(words: str) -> str:
@@ -152,7 +171,7 @@ def _worst(worst: dict[str, Any] | None) -> str:
     if not worst or not (most := max(worst["categories"].values(), default=0)):
         return ""
     rows = [
-        (name, f"{size / _GIB:.3f}", (_bar(size / most), ""))
+        (name, f"{size / _GIB:.3f}", (bar(size / most), ""))
         for name, size in sorted(worst["categories"].items(), key=lambda entry: -entry[1])
         if size > 0
     ]
@@ -161,7 +180,7 @@ def _worst(worst: dict[str, Any] | None) -> str:
     )
 
 
-def _bar(share: float) -> str:
+def bar(share: float) -> str:
     return f'<span class="bar" style="width:{12 * min(max(share, 0), 1):.2f}em"></span>'
 
 
@@ -175,7 +194,7 @@ def _ledger(ledger: dict[str, Any]) -> str:
         numbers = (f"{counts[key]:,}" for key in ("train", "validation", "tokens", "supervised"))
         share = counts["records"] / every
         first = "; ".join(": ".join(filter(None, each.values())) for each in counts["first"][:1])
-        rows.append((status, f"{counts['records']:,}", f"{share:.1%}", (_bar(share), ""), *numbers, first))
+        rows.append((status, f"{counts['records']:,}", f"{share:.1%}", (bar(share), ""), *numbers, first))
     heads = ("Outcome", "Records", "Share", "", "Train", "Validation", "Tokens", "Supervised", "The first of them")
     return table(heads, rows, numeric=(1, 2, 4, 5, 6, 7))
 
@@ -224,11 +243,11 @@ def _changes(run: dict[str, Any]) -> str:
     """The settings that differ between the starts of one run."""
     configs = [*(earlier["config"] for earlier in run["earlier_configs"]), run["config"]]
     heads = [f"Until step {earlier['until_step']:,}" for earlier in run["earlier_configs"]]
-    rows = _different(configs)
+    rows = different_settings(configs)
     return table(("Setting", *heads, "Then"), rows) if rows and run["earlier_configs"] else ""
 
 
-def _different(configs: Sequence[dict[str, str]]) -> list[tuple[str, ...]]:
+def different_settings(configs: Sequence[dict[str, str]]) -> list[tuple[str, ...]]:
     """One row per setting that differs between the configs: its name and the values."""
     names = list(dict.fromkeys(name for config in configs for name in config))
     rows = [(name, *(config.get(name, "not set") for config in configs)) for name in names]

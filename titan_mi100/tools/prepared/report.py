@@ -5,12 +5,12 @@ before it.
 """
 
 import argparse
-import codecs
 import csv
 import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from titan_mi100.config.settings import Config
 from titan_mi100.data.answers import PAIRS
 from titan_mi100.data.encode import OVERLONG
+from titan_mi100.data.mixture import Mixture
 from titan_mi100.data.prepare import prepare_run
 from titan_mi100.data.prepared import (
     Origins,
@@ -29,18 +30,21 @@ from titan_mi100.data.prepared import (
     RowSet,
     SetFacts,
     SourceRows,
+    total,
 )
 from titan_mi100.errors import UserError
 from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.load import load_tokenizer
+from titan_mi100.tools.prepared.reasons import explain
+from titan_mi100.tools.prepared.texts import token_texts
 from titan_mi100.wording import some
 
 _SAMPLE_TOKENS = 1 << 22  # with more tokens in a set, only every k-th document is examined: bounds time and memory
 _FIRST = 5  # examples shown for each status of the ledger
 _PICTURED, _COLUMNS = 24, 80  # rows in the packing picture, and columns per row
 _EXCERPT = 20  # tokens from each end of an odd document
-_MARKS = {"\n": "↵", "\t": "⇥"}
-_VIEW_MARKS = set("↵⇥⟨⟩⟦⟧")  # marks of the views; the same characters in the data are shown as ⟨U+...⟩
+# on a page: sources of a mixture, documents of a set, and tokens of all rows together
+_MOST_SETS, _MOST_DOCUMENTS, MOST_TOKENS = 8, 30, 16_384
 
 
 # --- the command's options ---
@@ -71,13 +75,12 @@ def make_report(config: Config, options: argparse.Namespace) -> dict[str, Any]:
         options: row, where, source, validation and html of the command line.
 
     Returns:
-        JSON values: the set's name and counts; `where`: ledger lines of --where; the summary, see `_summary`, if it is
-        wanted; `shown`: rows, see `_row`.
+        JSON values of one set, see `_of_set`. For a page also the sources of a mixture; and if none is chosen, `sets`
+        with a report of each of the first ones.
 
     Raises:
         UserError: an option names something that does not exist, or the data are refused.
     """
-    name, seq_len = "validation" if options.validation else "train", config.training.seq_len
     try:
         data = prepare_run(config, None)
     except RefusedData as refused:
@@ -85,19 +88,41 @@ def make_report(config: Config, options: argparse.Namespace) -> dict[str, Any]:
         lines = _ledger_lines(refused.ledger, options.where) if options.where else []
         reasons = [f"{line['where']}: {line['status']}: {line['reason']}" for line in lines]
         raise UserError("\n".join(reasons or [str(refused), f"every row: {refused.ledger}"])) from None
-    source = _choose_source(data.validation if options.validation else data.sources, options.source)
+    sources = data.validation if options.validation else data.sources
+    packed = [source for source in sources if isinstance(source.rows, PackedDataset)]
+    tokenizer = load_tokenizer(config.tokenizer_path())
+    of_set = partial(_of_set, config, options, data, tokenizer)
+    if not options.html or options.source or options.row or options.where or len(sources) == 1 or not packed:
+        report = of_set(_choose_source(sources, options.source))
+    else:
+        report = {"set": "validation" if options.validation else "train", "sets_left_out": len(packed[_MOST_SETS:])}
+        report |= {"seq_len": config.training.seq_len, **asdict(total([source.counts for source in sources]))}
+        report["sets"] = list(map(of_set, packed[:_MOST_SETS]))
+    return {**report, "sources": _sources(config, data, sources)} if options.html else report
+
+
+def _of_set(
+    config: Config, options: argparse.Namespace, data: Prepared, tokenizer: Tokenizer, source: SourceRows
+) -> dict[str, Any]:
+    """The report of one source's set.
+
+    Returns:
+        The set's name and counts; `where`: ledger lines of --where; the summary, see `_summary`, if it is wanted;
+        `shown`: rows, see `_row`; for a page documents, see `_documents`.
+    """
+    name, seq_len = "validation" if options.validation else "train", config.training.seq_len
     dataset, counts = source.rows, source.counts
-    name += f" of {source.name}" if options.source else ""
+    name += f" of {source.name}" if config.data.is_mixture else ""
     if not isinstance(dataset, PackedDataset):
         if options.where or options.html or not options.row:
             what = "is a corpus; only single rows can be shown, with --row N; for totals see its ledger.csv"
             raise UserError(f"--source {source.name}: {what}")
-        tokenizer, rows = load_tokenizer(config.tokenizer_path()), _numbers(options.row, len(dataset))
+        rows = _numbers(options.row, len(dataset))
         of_rows = [_row(dataset, tokenizer, dataset.where(row), row) for row in dict.fromkeys(rows)]
         return {"set": name, "seq_len": seq_len, **asdict(counts), "shown": of_rows}
     assert dataset.documents.origins is not None
-    shown = _Set(data, dataset, counts, load_tokenizer(config.tokenizer_path()), dataset.documents.origins)
-    report: dict[str, Any] = {"set": name, "seq_len": seq_len, **asdict(counts)}
+    shown = _Set(data, dataset, counts, tokenizer, dataset.documents.origins)
+    report: dict[str, Any] = {"set": name, "source": source.name, "seq_len": seq_len, **asdict(counts)}
     rows = _numbers(options.row, len(dataset))
     if options.where:
         report["where"] = _ledger_lines(data.ledger(), options.where)
@@ -107,15 +132,51 @@ def make_report(config: Config, options: argparse.Namespace) -> dict[str, Any]:
             found = f"in {line['set'] or 'no set'}; rows of {name}: {', '.join(map(str, line['rows'])) or 'none'}"
             line["says"] = f"{line['where']}: {line['status']}; {line['reason'] and line['reason'] + '; '}{found}"
     elif not options.row:
-        rows = [0]
+        # of a page three rows: the longest documents are in the first ones, the shortest in the last ones
+        rows = [0, len(dataset) // 2, len(dataset) - 1] if options.html else [0]
     if options.html or not (options.row or options.where):
         report |= _summary(config, shown)
-    is_paired = data.facts.answers == PAIRS
+    is_paired, rows = data.facts.answers == PAIRS, list(dict.fromkeys(rows))
+    most = min(_MOST_DOCUMENTS, max(1, MOST_TOKENS // seq_len)) if options.html else len(rows)
     report["shown"] = [
-        _row(dataset, shown.tokenizer, list(map(shown.origins.where, dataset.documents_of(row))), row, is_paired)
-        for row in dict.fromkeys(rows)
+        _row(dataset, tokenizer, list(map(shown.origins.where, dataset.documents_of(row))), row, is_paired)
+        for row in rows[:most]
     ]
+    if options.html:
+        lines = {line["where"] for line in report.get("where", [])}
+        of_each = max(2, _MOST_DOCUMENTS // len(rows[:most] or [0]) // 2 * 2)  # even: both answers of a pair
+        inside = [
+            document
+            for row in report.pop("shown")
+            for document in sorted(_documents(row, dataset), key=lambda each: each["where"] not in lines)[:of_each]
+        ][:_MOST_DOCUMENTS]
+        kinds = explain(config, data.facts, tokenizer, dataset.documents, [each["number"] for each in inside])
+        report["wanted"] = sum(len(dataset.documents_of(row)) for row in rows) if options.row or options.where else 0
+        report["shown"] = [{**each, "kinds": kinds.get(each["number"])} for each in inside]
     return report
+
+
+def _documents(row: dict[str, Any], dataset: PackedDataset) -> Iterator[dict[str, Any]]:
+    """The documents of a row, each with its number in the set and (text, id, position, supervised) of its tokens."""
+    start, numbers = 0, dataset.documents_of(row["row"]).tolist()
+    for place, (number, document) in enumerate(zip(numbers, row["documents"], strict=True)):
+        inside = slice(start, start := start + document["tokens"])
+        tokens = list(zip(*(row[name][inside] for name in ("text", "id", "position", "supervised")), strict=True))
+        own = {key: document[key] for key in ("where", "role", "tokens", "supervised")}
+        yield {**own, "row": row["row"], "place": place, "number": number, "each": tokens}
+
+
+def _sources(config: Config, data: Prepared, sources: Sequence[SourceRows]) -> list[dict[str, Any]]:
+    """The sources of a mixture: their counts and their share of a run's rows; none if there is no mixture."""
+    if not config.data.is_mixture:
+        return []
+    mixture = Mixture(data.sources, 0, config.data.on_exhausted, config.data.weights_in == "documents")
+    shares = mixture.segments[-1].shares
+    every = sum(shares.values())
+    return [
+        {"name": source.name, **asdict(source.counts), "share": shares.get(source.identity, 0) / every}
+        for source in sources
+    ]
 
 
 def _choose_source(sources: Sequence[SourceRows], name: str) -> SourceRows:
@@ -192,39 +253,6 @@ def _row(
         "text": texts + ["⟨padding⟩"] * padding,
         **row.shown(),
     }
-
-
-def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """Each token of a document as readable text. Invisible characters other than spaces become ↵, ⇥ or ⟨U+00A0⟩.
-
-    A token can hold a part of a character. Its bytes are shown, ⟨F0 9F⟩; the last part also shows the character:
-    ⟨98 80⟩→😀.
-    """
-    decoder, texts = codecs.getincrementaldecoder("utf-8")("replace"), []
-    for token_id in ids:
-        spelled = tokenizer.token_bytes(token_id)
-        pending = decoder.getstate()[0]  # bytes of an incomplete character from the tokens before
-        character = decoder.decode(spelled)[:1]
-        completed = f"→{visible(character)}" if pending and character not in ("", "\ufffd") else ""
-        texts.append(_readable(spelled) + completed)
-    return texts
-
-
-def _readable(spelled: bytes) -> str:
-    """The bytes of a token as readable text; bytes that are no complete character in hexadecimal."""
-    try:
-        return visible(spelled.decode())
-    except UnicodeDecodeError as error:
-        # Continuation bytes (0x80 to 0xBF) after the error belong to the same incomplete character.
-        rest = spelled[error.end :].lstrip(bytes(range(0x80, 0xC0)))
-        part = spelled[error.start : len(spelled) - len(rest)].hex(" ").upper()
-        return visible(spelled[: error.start].decode()) + f"⟨{part}⟩" + _readable(rest)
-
-
-def visible(text: str) -> str:
-    """The text with invisible and control characters (except spaces) replaced by marks such as ↵ or ⟨U+001B⟩."""
-    hidden = {char for char in text if not char.isprintable() or char in _VIEW_MARKS}
-    return text.translate({ord(char): _MARKS.get(char, f"⟨U+{ord(char):04X}⟩") for char in hidden})
 
 
 # --- the whole set ---
@@ -336,11 +364,18 @@ def _bins(edges: list[int], documents: np.ndarray, overlong: list[int]) -> list[
 
 
 def _picture(dataset: PackedDataset, index: int) -> dict[str, Any]:
-    """A row as a line of `_COLUMNS` characters, each for one sampled position: █ supervised, ░ not, · padding."""
+    """A row as a line of `_COLUMNS` characters, each for one sampled position: █ supervised, ░ not, · padding.
+
+    For the page: where its documents end, and where spans of supervised tokens begin and end, in 1/1000 of the row.
+    """
     row = dataset.row(index)
     kinds = np.where(row.padding(), 2, row.supervised())
     picture = "".join("░█·"[kind] for kind in kinds[np.arange(_COLUMNS) * dataset.seq_len // _COLUMNS])
-    return {"row": index, "documents": len(dataset.documents_of(index)), "picture": picture}
+    lengths = [len(dataset.documents[number]) for number in dataset.documents_of(index)]
+    ends = np.unique(np.cumsum(lengths) * 1000 // dataset.seq_len).tolist()
+    learned = np.pad(kinds[np.arange(1000) * dataset.seq_len // 1000] == 1, 1)
+    edges = np.flatnonzero(learned[1:] != learned[:-1]).tolist()
+    return {"row": index, "documents": len(lengths), "picture": picture, "ends": ends, "learned": edges}
 
 
 # --- odd documents ---

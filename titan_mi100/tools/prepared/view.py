@@ -1,12 +1,10 @@
-"""Renders the report of `inspect_data` as lines of text, for a terminal and for an HTML page."""
+"""Renders the report of `inspect_data` as lines of text for a terminal."""
 
 from collections.abc import Iterable, Iterator
-from html import escape
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from titan_mi100.tools.pages.document import html_document
-from titan_mi100.tools.prepared.report import visible
+from titan_mi100.tools.prepared.texts import visible
 from titan_mi100.wording import plural, printable
 
 
@@ -14,66 +12,29 @@ class Piece(NamedTuple):
     """A part of a line.
 
     Attributes:
-        kind: a key of `_STYLES`, or "" for plain text.
-        hint: the tooltip on a page.
+        kind: a key of `_COLORS`, or "" for plain text.
     """
 
     text: str
     kind: str = ""
-    hint: str = ""
 
 
 Line = list[Piece]
 
-# kind -> the terminal's color code, and the page's element
-_STYLES = {
-    "heading": ("1", "h2"),
-    "document": ("1;36", "h3"),
-    "soft": ("2", "small"),
-    "columns": ("", "samp"),  # lines that belong under each other: smaller on a narrow screen, rather than broken
-    "supervised": ("32", "mark"),
-    "supervised row": ("32", "mark"),  # in the table; without color it needs no brackets, as a column says yes or -
-}
-
-_STYLE = """
-body { font: 14px/1.6 monospace; white-space: pre-wrap; unicode-bidi: plaintext }
-h1, h2, h3 { display: inline; font: 600 1.2em system-ui, sans-serif } h1 { font-size: 1.7em }
-b { font-weight: normal; border-radius: 3px } b:nth-child(even), b:hover { background: #8883 }
-samp { display: inline-block; font: inherit; font-size: min(1em, 1.5vw) }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26em), 1fr)); gap: 1em }
-mark { color: inherit; background: #2a53; border-bottom: 2px solid #2a5 }
-"""
-# lines that begin and end the boxes of a pair, side by side on a page
-_BOXES = {"pair": '<div class="pair"><div>', "side": "</div><div>", "end": "</div></div>"}
-_HELP = "Green and underlined: supervised. Point at a token for its id and position."
+# kind -> the terminal's color code
+_COLORS = {"heading": "1", "document": "1;36", "soft": "2", "supervised": "32", "supervised row": "32"}
 
 
 def terminal_text(lines: Iterable[Line], color: bool) -> Iterator[str]:
     """The lines for a terminal. With `color`, styles are colors; without, supervised text is in brackets ⟦ ⟧."""
     for line in lines:
-        if line[0].kind in _BOXES:
-            continue
         shown = ""
         for kind, parts in groupby(line, lambda part: part.kind):
             text = printable("".join(part.text for part in parts))
             if kind and color:  # set for each line, because pagers reset the color at the end of a line
-                text = "\n".join(f"\033[{_STYLES[kind][0]}m{row}\033[0m" if row else "" for row in text.split("\n"))
+                text = "\n".join(f"\033[{_COLORS[kind]}m{row}\033[0m" if row else "" for row in text.split("\n"))
             shown += f"⟦{text}⟧" if kind == "supervised" and not color else text
         yield shown
-
-
-def page(title: str, lines: Iterable[Line]) -> str:
-    """The lines as one self-contained HTML page. All text is escaped, because data may contain HTML."""
-    body = ""
-    for line in lines:
-        if line[0].kind in _BOXES:
-            body += _BOXES[line[0].kind]
-            continue
-        for kind, parts in groupby(line, lambda part: part.kind):
-            html = "".join(f'<b title="{hint}">{escape(text)}</b>' if hint else escape(text) for text, _, hint in parts)
-            body += f"<{_STYLES[kind][1]}>{html}</{_STYLES[kind][1]}>" if kind else html
-        body += "\n"
-    return html_document(title, _STYLE, f"<h1>{escape(title)}</h1>\n{_HELP}\n{body}")
 
 
 def report_lines(report: dict[str, Any], table: bool) -> Iterator[Line]:
@@ -97,12 +58,8 @@ def report_lines(report: dict[str, Any], table: bool) -> Iterator[Line]:
             count = f"{plural(document['tokens'], 'token')}, {document['supervised']:,} supervised"
             role = document["role"]
             name = f"pair {place // 2}, {role}" if role else f"document {place}"
-            if role:
-                yield [Piece("", "pair" if role == "chosen" else "side")]
             yield [Piece(f"── {name}: {document['where']}: {count} ──", "document")]
             yield from _table(row, inside) if table else [_running(row, inside)]
-            if role == "rejected":
-                yield [Piece("", "end")]
         if row["padding"]:
             yield [Piece(f"── padding: {row['padding']:,} tokens, id {row['id'][-1]} ──", "soft")]
 
@@ -114,11 +71,7 @@ def _heading(text: str) -> Line:
 def _running(row: dict[str, Any], inside: range) -> Line:
     """A document as running text. Args: inside: positions of its tokens in the row."""
     kinds = ("", "supervised")
-    hint = "id {}, position {}".format
-    return [
-        Piece(row["text"][i].replace("↵", "↵\n"), kinds[row["supervised"][i]], hint(row["id"][i], row["position"][i]))
-        for i in inside
-    ]
+    return [Piece(row["text"][i].replace("↵", "↵\n"), kinds[row["supervised"][i]]) for i in inside]
 
 
 def _table(row: dict[str, Any], inside: range) -> Iterator[Line]:
@@ -142,7 +95,7 @@ def _summary(report: dict[str, Any]) -> Iterator[Line]:
     yield _heading("options and their effects")
     for entry in report["options"]:
         effect = entry["effect"].replace("; ", "\n" + 30 * " ")
-        yield [Piece(f"  {entry['option'] + ' = ' + entry['value']:<27} {effect}", "columns")]
+        yield [Piece(f"  {entry['option'] + ' = ' + entry['value']:<27} {effect}")]
     yield _heading(f"ledger: {report['ledger']['path']}")
     for status, rows in report["ledger"]["statuses"].items():
         yield [Piece(f"  {status}: {rows['rows']:,}")]
@@ -152,9 +105,7 @@ def _summary(report: dict[str, Any]) -> Iterator[Line]:
     yield _heading("documents by supervised share in percent")
     yield from _bars(report["shares"], 0)
     yield _heading(f"packing: {len(report['packing'])} of {report['rows']:,} rows; █ supervised, ░ not, · padding")
-    yield from (
-        [Piece(f"  {row['row']:>9,} {row['picture']} {row['documents']}", "columns")] for row in report["packing"]
-    )
+    yield from ([Piece(f"  {row['row']:>9,} {row['picture']} {row['documents']}")] for row in report["packing"])
     yield _heading("the oddest documents")
     for odd in report["oddest"]:
         yield [Piece(f"  {'; '.join(odd['kinds'])}\n    row {odd['row']:,}, {odd['where']}")]
@@ -169,4 +120,4 @@ def _bars(bins: list[dict[str, int]], seq_len: int) -> Iterator[Line]:
         bar = "█" * -(-50 * entry["documents"] // most) + "x" * -(-50 * entry["overlong"] // most)
         end = "  ─ seq_len" if entry["to"] == seq_len else ""
         count = entry["documents"] or entry["overlong"]
-        yield [Piece(f"  {entry['from']:>7,}-{entry['to']:<7,} {count:>10,} {bar}{end}", "columns")]
+        yield [Piece(f"  {entry['from']:>7,}-{entry['to']:<7,} {count:>10,} {bar}{end}")]

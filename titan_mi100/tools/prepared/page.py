@@ -1,0 +1,184 @@
+"""The report of `inspect_data` as an HTML page. Imports no torch."""
+
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Any
+
+from titan_mi100.tools.pages.charts import bars
+from titan_mi100.tools.pages.document import html_document, text
+from titan_mi100.tools.pages.sections import finding_list, section, table, tiles
+from titan_mi100.tools.pages.verdict import WARN, Finding
+from titan_mi100.tools.prepared.reasons import Kind
+from titan_mi100.tools.prepared.report import MOST_TOKENS
+from titan_mi100.wording import plural
+
+_LEGEND = (
+    "Green and underlined: learned, the model is trained to predict it. The rest is only read. Beside each part stands "
+    "what it is and, if that alone does not say it, why it is not learned. For ids and positions point at a token, or "
+    "use --table."
+)
+
+
+def page(title: str, report: dict[str, Any], as_table: bool) -> str:
+    """The page. All texts are escaped, because data may contain HTML.
+
+    Args:
+        report: as `make_report` makes it for a page.
+        as_table: show a line per token instead of running text.
+    """
+    sets = report.get("sets", [report])
+    whole, real = sets[0], report["rows"] * report["seq_len"]
+    figures = {
+        "Documents": (f"{report['documents']:,}", "conversations, texts, or pieces of them"),
+        "Tokens": (f"{report['tokens']:,}", f"{report['tokens'] / report['documents']:,.0f} in a document"),
+        "Learned": (f"{report['supervised'] / report['tokens']:.1%}", f"{report['supervised']:,} tokens"),
+        "Rows": (f"{report['rows']:,}", f"of {report['seq_len']:,} tokens each"),
+        "Padding": (f"{1 - report['tokens'] / real:.1%}", "of the rows' tokens"),
+    }
+    about = "".join(f"{text(name)}: <bdi>{text(value)}</bdi><br>" for name, value in whole["from"].items())
+    body = [f'<header><h1><bdi>{text(title)}</bdi></h1><p class="soft">{about}</p></header>', tiles(figures)]
+    body += [finding_list([Finding(WARN, warning) for warning in whole["warnings"]])]
+    body += [section("What is learned", _shares(report)), section("What was read", _read(whole))]
+    most = MOST_TOKENS // len(sets)
+    for place, each in enumerate(sets):
+        inside = _set(each, most, as_table)
+        head = f"<details{'' if place else ' open'}><summary><b>Source <bdi>{text(each['source'])}</bdi></b></summary>"
+        body.append(f"{head}{inside}</details>" if len(sets) > 1 else inside)
+    if left_out := report.get("sets_left_out"):
+        body.append(f"<p>{plural(left_out, 'more source')}: name one with --source.</p>")
+    return html_document(title, "".join(body))
+
+
+def _shares(report: dict[str, Any]) -> str:
+    """Bars of what is learned, for all data and for each source of a mixture."""
+    rows = [
+        [
+            each["name"], f"{each['share']:.1%}" if each["share"] else "", f"{each['documents']:,}",
+            f"{each['tokens']:,}", f"{each['supervised'] / each['tokens']:.1%}", (_share(each, report["tokens"]), ""),
+        ]
+        for each in report["sources"]
+    ]  # fmt: skip
+    heads = ("Source", "Share of the rows", "Documents", "Tokens", "Learned", "Tokens beside those of all sources")
+    sources = table(heads, rows, numeric=range(1, 5)) if rows else ""
+    key = "<p class=soft>Green: tokens that are learned (supervised); grey: only read.</p>"
+    return f"{_share(report, report['tokens'])}{key}{sources}"
+
+
+def _share(counts: dict[str, Any], of: int) -> str:
+    learned, read = 100 * counts["supervised"] / of, 100 * (counts["tokens"] - counts["supervised"]) / of
+    said = f"{counts['supervised']:,} tokens are learned, {counts['tokens'] - counts['supervised']:,} are only read"
+    bar = f'<i style="width:{learned:.2f}%"></i><i style="width:{read:.2f}%"></i>'
+    return f'<div class="share" role="img" aria-label="{said}" title="{said}">{bar}</div>'
+
+
+def _read(report: dict[str, Any]) -> str:
+    lines = "".join(f"<li><bdi>{text(line)}</bdi></li>" for line in report["read"])
+    rows = [
+        (status, f"{found['rows']:,}", "; ".join(f"{each['where']}: {each['reason']}" for each in found["first"]))
+        for status, found in report["ledger"]["statuses"].items()
+    ]
+    every = f"<p class=soft>Every row: <bdi>{text(report['ledger']['path'])}</bdi></p>"
+    return f"<ul>{lines}</ul>{table(('Outcome', 'Rows of the files', 'The first of them'), rows, numeric=(1,))}{every}"
+
+
+def _set(report: dict[str, Any], most: int, as_table: bool) -> str:
+    """The sections of one source's set. Args: most: tokens to show."""
+    sampled = f"one document in {report['sampled']} was examined" if report["sampled"] > 1 else ""
+    charts = ""
+    for title, note, bins in (
+        ("Documents by their number of tokens", f"a row holds {report['seq_len']:,}", report["lengths"]),
+        ("Documents by the share of their tokens that is learned (%)", sampled, report["shares"]),
+    ):
+        series = {"documents": [each["documents"] for each in bins]}
+        if any(overlong := [each["overlong"] for each in bins]):
+            series["rows of the files that did not fit, by their length"] = overlong
+        charts += bars(title, note, [f"{each['to']:,}" for each in bins], series)
+    options = [(each["option"], str(each["value"]), each["effect"]) for each in report["options"]]
+    note = f"<p class=soft>{sampled}</p>" if sampled else ""
+    parts = (
+        section("Lengths and shares", f'<div class="charts even">{charts}</div>'),
+        section("How rows are filled", _map(report)),
+        section("Options of [data] and what they did", table(("Option", "Value", "Effect"), options) + note),
+        section("Documents, token by token", _documents(report, most, as_table)),
+        section("The oddest documents", "".join(map(_odd, report["oddest"])) + note),
+    )
+    return "".join(parts)
+
+
+def _map(report: dict[str, Any]) -> str:
+    """A drawing of some rows: their documents, and below them what is learned."""
+    rows = ""
+    for row in report["packing"]:
+        boxes, learned = zip([0, *row["ends"]], row["ends"], strict=False), row["learned"]
+        drawn = f'<path class="box" d="{_boxes(boxes, 0, 10)}"/>'
+        drawn += f'<path class="learned" d="{_boxes(zip(learned[::2], learned[1::2], strict=True), 11, 5)}"/>'
+        svg = f'<svg viewBox="0 0 1000 16" preserveAspectRatio="none">{drawn}</svg>'
+        rows += f"<span>row {row['row']:,}</span>{svg}<span>{row['documents']:,}</span>"
+    rows_shown = f"{plural(len(report['packing']), 'row')} of {report['rows']:,}, {report['seq_len']:,} tokens each"
+    key = "Blue: documents, with their number on the right; green below them: what is learned; grey: padding."
+    return f'<p class="soft">{rows_shown}. {key}</p><div class="map">{rows}</div>'
+
+
+def _boxes(spans: Iterable[tuple[int, int]], top: int, height: int) -> str:
+    return "".join(f"M{start},{top}h{stop - start}v{height}h-{stop - start}z" for start, stop in spans)
+
+
+def _documents(report: dict[str, Any], most: int, as_table: bool) -> str:
+    """The documents of some rows, one at a time; the answers of a pair side by side. Args: most: tokens to show."""
+    blocks, number = "", 0
+    for number, document in enumerate(report["shown"], 1):  # read after the loop
+        role = document["role"]
+        if not most and role != "rejected":
+            number -= 1
+            break
+        parts = _document(document, most, as_table)
+        most -= min(most, document["tokens"])
+        counts = f"{plural(document['tokens'], 'token')}, {document['supervised']:,} learned"
+        place = f"row {document['row']:,}, {'pair' if role else 'document'} {document['place'] // (2 if role else 1):,}"
+        head = f"<summary>{place}: <bdi>{text(document['where'])}</bdi>{'' if role else f': {counts}'}</summary>"
+        head = f'<details name="document"{" open" if number == 1 else ""}>{head}'
+        answer = f"<div><h3>{role}: {counts}</h3>{parts}</div>"
+        blocks += {
+            "": f"{head}{parts}</details>",
+            "chosen": f'{head}<div class="pair">{answer}',
+            "rejected": f"{answer}</div></details>",
+        }[role]
+    said = f"Shown: {number:,} of {plural(report['documents'], 'document')}. For others use --row or --where."
+    if (more := report["wanted"] - number) > 0:
+        said += f" {plural(more, 'more document')} of these rows are left out: a page holds only so many."
+    lines = "".join(f"<p><bdi>{text(line['says'])}</bdi></p>" for line in report.get("where", []))
+    return f'<p class="soft">{said} {_LEGEND}</p>{lines}{blocks}'
+
+
+def _document(document: dict[str, Any], most: int, as_table: bool) -> str:
+    """A document, part by part. Args: most: tokens to show."""
+    kinds = document["kinds"] or [None] * document["tokens"]
+    every = [(*token, kind) for token, kind in zip(document["each"], kinds, strict=True)][:most]
+    shown, rows = "", list[tuple[str, ...]]()
+    for (learned, kind), tokens in groupby(every, lambda token: token[3:]):
+        what, inside = _what(learned, kind), ""
+        for spelled, token_id, position, *_ in tokens:
+            if as_table:
+                rows.append((f"{position:,}", f"{token_id}", what, spelled.replace(" ", "·")))
+            lines = text(spelled).replace("↵", "↵\n")
+            inside += f'<b title="id {token_id}, position {position}">{lines}</b>'
+        mark, label = ("mark", " class=l") if learned else ("span", "")
+        shown += f'<small{label}>{text(what)}</small><div class="tokens"><{mark}>{inside}</{mark}></div>'
+    cut = f"<p>{document['tokens'] - most:,} more tokens are not shown.</p>" if document["tokens"] > most else ""
+    if as_table:
+        return table(("Position", "Id", "What it is", "Text"), rows, numeric=(0, 1)) + cut
+    return f'<div class="parts">{shown}</div>{cut}'
+
+
+def _what(learned: bool, kind: Kind | None) -> str:
+    """Whether tokens are learned; and if that is known, what they are, and why they are not learned."""
+    if kind is None:
+        return "learned" if learned else "only read"
+    return f"learned: {kind.what}" if learned else ": ".join(filter(None, kind))
+
+
+def _odd(odd: dict[str, Any]) -> str:
+    place = f"row {odd['row']:,}, {odd['where']}"
+    excerpt = "".join(f"<mark>{text(t)}</mark>" if learned else text(t) for t, learned in odd["excerpt"])
+    head = f"<h3>{text('; '.join(odd['kinds']))}</h3><p class=soft><bdi>{text(place)}</bdi></p>"
+    return f'{head}<div class="tokens">{excerpt}</div>'
