@@ -255,12 +255,14 @@ def test_a_run_stops_after_validations_without_a_lower_loss_and_keeps_the_best_c
     assert steps(folder) == steps(folder, "perplexity") == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_first_validation_comes_early_and_once_and_no_bit_of_the_run_depends_on_it(
-    world: World, tmp_path: Path
+    compiled: bool, world: World, tmp_path: Path
 ) -> None:
     same: dict[str, object] = {"training.steps": 2, "checkpoint.keep_best": True, "validation.prompts": 1}
     same |= {"validation.prompt_tokens": 2, "lora.rank": 2, "lora.dropout": 0.1}  # dropout draws random numbers
     same |= {"metrics.enable_tensorboard": False, "optimizer.lr": 0.5}  # the loss rises: the early one is the lowest
+    same |= {"compile.enable": True, "compile.backend": "aot_eager"} if compiled else {}
     early, stopped, _ = folders = [tmp_path / name for name in ("early", "stopped", "without")]
     stopped.mkdir()
     config = load_config(settings(stopped, **same, **{"validation.freq": 9}), 1)

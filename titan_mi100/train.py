@@ -141,9 +141,9 @@ def train(run: Run, preemption: Preemption) -> tuple[str, str]:
         run.checkpointer.mark_best(progress.step)
     stopping = any_rank(preemption.reason, run.world.device)
     if not (run.is_finished or stopping):
-        slow = "" if run.world.device.type == "cpu" else "; it also loads and chooses kernels"
-        slow = "; it also compiles the model, which can take minutes" if run.config.compile.enable else slow
-        log.info(f"training: step {progress.step + 1} of {run.steps} ...{slow}")
+        slow = "" if run.world.device.type == "cpu" else ", which also chooses and loads kernels"
+        slow = ", which also compiles the model: minutes at times" if run.config.compile.enable else slow
+        log.info(f"training: step {progress.step + 1} of {run.steps}{slow} ...")
     try:
         while not (run.is_finished or stopping):
             result = run.step()
