@@ -2,9 +2,8 @@
 
 The rules for a block: `sh` holds commands, `toml` a config or a part of one, `jsonl` rows of data; `text` or no
 language is output; `python` and `yaml` are files of other trainers. A block is not run if the line above it is
-`<!-- not run by our tests: what it needs -->`. A line `# not run by our tests: what it needs` inside marks the command
-below it, or as the first line the block. Output that begins with `$ ` and a command, and has lines with ERROR, shows a
-mistake: the command must be refused with these messages.
+`<!-- not run by our tests: what it needs -->`, which a reader of the page does not see. Output that begins with `$ `
+and a command, and has lines with ERROR, shows a mistake: the command must be refused with these messages.
 """
 
 import os
@@ -18,10 +17,10 @@ from urllib.parse import unquote
 
 REPO = Path(__file__).parents[1]
 LANGUAGES = ("sh", "toml", "jsonl", "text", "", "python", "yaml")
-MARK = "# not run by our tests: "
+MARK = "not run by our tests"
 
 _FENCE = re.compile(
-    r"^(?: *<!-- not run by our tests: (?P<needs>\w[^\n]*) -->\n)?(?P<indent> *)(?P<ticks>```)(?P<language>\S*)\n"
+    rf"^(?P<mark> *<!-- {MARK}: \w[^\n]* -->\n)?(?P<indent> *)(?P<ticks>```)(?P<language>\S*)\n"
     r"(?P<text>.*?)^(?P=indent)```$",
     re.S | re.M,
 )
@@ -34,6 +33,7 @@ class Block:
     language: str
     text: str
     line: int  # of the opening fence
+    is_marked: bool = False  # not run by our tests
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Page:
         found = []
         for fence in _FENCE.finditer(self.text):
             text = re.sub(f"^{fence['indent']}", "", fence["text"], flags=re.M)  # in a list it is indented
-            mark = f"{MARK}{fence['needs']}\n" if fence["needs"] else ""
-            found.append(Block(fence["language"], mark + text, self.text.count("\n", 0, fence.start("ticks")) + 1))
+            line = self.text.count("\n", 0, fence.start("ticks")) + 1
+            found.append(Block(fence["language"], text, line, bool(fence["mark"])))
         return found
 
     @cached_property
@@ -136,17 +136,12 @@ def pages() -> list[Page]:
 
 
 def _commands(page: str, block: Block) -> Iterator[Command]:
-    lines = re.sub(r"\\\n\s*", " ", block.text).splitlines()
-    whole = bool(lines) and lines[0].startswith(MARK)
-    is_marked = whole
-    for line in lines:
+    for line in re.sub(r"\\\n\s*", " ", block.text).splitlines():
         if line.lstrip().startswith("#") or not line.strip():
-            is_marked = is_marked or line.startswith(MARK)
             continue
         where = f"{page}:{block.line}: {line.strip()}"
         for words in _simple_commands(where, line):
-            yield _command(where, words, is_marked)
-        is_marked = whole
+            yield _command(where, words, block.is_marked)
 
 
 def _simple_commands(where: str, line: str) -> Iterator[list[str]]:

@@ -169,14 +169,9 @@ def test_every_block_has_a_form_that_is_checked(page: Page) -> None:
         assert block.language in LANGUAGES, f"{page.name}:{block.line}: a block of {block.language}; see doc_pages.py"
     fences = len(re.findall(r"^\s*(?:```|~~~)", page.text, re.M))
     assert fences == 2 * len(page.blocks), f"{page.name}: a fence is not closed, or is not ```"
-    above = sum(block.text.startswith(MARK) for block in page.blocks)
-    inside = len(re.findall(f"^\\s*```sh\n{MARK}", page.text, re.M))
-    assert page.text.count("<!-- not run") == above - inside, f"{page.name}: a mark is above no block"
-    for block in page.blocks:
-        marks = [line for line in block.text.splitlines() if "not run by our tests" in line]
-        assert all(re.match(f"{MARK}\\w", line) and block.language == "sh" for line in marks), (
-            f"{page.name}:{block.line}: a mark is a line of its own in a sh block: {MARK}what it needs"
-        )
+    marked = [block for block in page.blocks if block.is_marked]
+    assert page.text.count(MARK) == len(marked), f"{page.name}: a mark is not <!-- {MARK}: WHY --> above a block"
+    assert {block.language for block in marked} <= {"sh"}
 
 
 # how a line begins that shows a command, also behind a prompt and variables
@@ -356,13 +351,13 @@ def test_wrong_links_paths_and_configs_are_found(parsing: Path, tmp_path: Path) 
             load_config(["--job.config_file", str(_config_of(text, parsing))], None, with_files=False)
 
 
-def test_a_mark_is_for_its_block_or_for_one_command(tmp_path: Path) -> None:
+def test_a_mark_is_for_the_block_below_it(tmp_path: Path) -> None:
     page = Page(tmp_path / "page.md")
     page.path.write_text(
-        f"<!-- not run by our tests: GPUs -->\n```sh\na\nb \\\n  c\n```\n```sh\na\n{MARK}GPUs\nb > f\nX=1 c | d\n```\n"
+        f"<!-- {MARK}: GPUs -->\n```sh\na\nb \\\n  c\n```\n```sh\n# {MARK}: it is run\nb > f\nX=1 c | d\n```\n"
     )
     found = [(command.words, command.is_marked) for command in page.commands()]
-    assert found == [(["a"], True), (["b", "c"], True), (["a"], False), (["b"], True), (["c"], False)]
+    assert found == [(["a"], True), (["b", "c"], True), (["b"], False), (["c"], False)]
     assert [(command.variables, command.output) for command in page.commands()][-2:] == [({}, "f"), ({"X": "1"}, "")]
 
 

@@ -30,9 +30,11 @@ RESULT = StepResult(
 
 
 def open_reporter(
-    folder: Path, steps: int, last_step: int = 0, validation_due: bool = False, peak_flops: float | None = None
-) -> Reporter:
-    config, flops = MetricsConfig(enable_tensorboard=False), partial(train_flops, PRESETS["0.6B"])
+    folder: Path, steps: int, last_step: int = 0, validation_due: bool = False, peak_flops: float | None = None,
+    log_freq: int = 1,
+) -> Reporter:  # fmt: skip
+    config = MetricsConfig(enable_tensorboard=False, log_freq=log_freq)
+    flops = partial(train_flops, PRESETS["0.6B"])
     return Reporter(folder, config, steps, 64, flops, peak_flops, "bf16", last_step, validation_due)
 
 
@@ -53,6 +55,17 @@ def test_rates_are_per_second_over_all_ranks_and_mfu_is_of_the_peak(tmp_path: Pa
     assert first["data_wait"] == pytest.approx(0.02) and first["epoch"] == 0.25
     assert first["mfu"] == train_flops(PRESETS["0.6B"], 2000, 500, 10_000) / 0.5 / peak
     assert 0.02 < first["mfu"] < 0.07  # 440M body parameters x 6 x 2000 tokens in half a second are 10.6 TFLOP/s
+
+
+def test_the_first_step_of_each_start_is_printed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(metrics.log, "info", said.append)
+    for last_step, steps in ((0, 7), (2, 3), (5, 9)):
+        reporter = open_reporter(tmp_path, 9, last_step, log_freq=4)
+        for step in range(last_step + 1, steps + 1):
+            reporter.after_step(step, RESULT)
+        reporter.close()
+    assert [line[:8] for line in said] == [f"step {step}/9" for step in (1, 4, 3, 6, 8, 9)]
 
 
 def test_unknown_hardware_has_no_mfu(tmp_path: Path) -> None:

@@ -267,8 +267,8 @@ def test_a_run_that_does_not_fit_is_refused_before_its_start(tmp_path: Path) -> 
     assert "plan: memory " in warned.stdout
     found = json.loads((tmp_path / "b" / forecast.FILE).read_text())
     assert found["measured"]["step"] == 3 and found["measured"]["peak_memory_gib"] >= 0 and found["card"] > 0
-    record = json.loads((tmp_path / "b" / "metrics.jsonl").read_text().splitlines()[2])
-    assert found["measured"]["mfu"] == pytest.approx(record["mfu"]) and record["step"] == 3
+    records = map(json.loads, (tmp_path / "b" / "metrics.jsonl").read_text().splitlines())
+    assert [record["mfu"] for record in records if record["step"] == 3] == [pytest.approx(found["measured"]["mfu"])]
     assert found["mfu"] == pytest.approx(found["flops"] / found["step_seconds"] / 0.5e12)
     assert " s per step planned, " in warned.stdout and "mfu " in warned.stdout
 

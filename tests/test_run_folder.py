@@ -15,14 +15,16 @@ from conftest import ASSETS, REPO
 
 from titan_mi100.__main__ import COMMANDS
 from titan_mi100.config.load import load_config
-from titan_mi100.config.settings import LoRAConfig
+from titan_mi100.config.settings import Config, LoRAConfig, ValidationConfig
 from titan_mi100.errors import Preempted
 from titan_mi100.launch import launcher as launch
 from titan_mi100.open_run import record
+from titan_mi100.open_run.run import Run
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.folder import RunFolder
 from titan_mi100.run.next_commands import _serve, after_run, command, shown_path, to_resume
+from titan_mi100.run.progress import Progress
 from titan_mi100.tools import exact_match, generate, inspect_data, report
 from titan_mi100.tools.convert import dcp_to_hf
 from titan_mi100.tools.pages.verdict import _STATES
@@ -251,6 +253,46 @@ def test_a_run_stops_after_validations_without_a_lower_loss_and_keeps_the_best_c
     assert steps(folder) == [1, 2, 3]
     run_to_its_end(world, folder, **{**same, "validation.patience": 4}, **{"training.steps": 9})
     assert steps(folder) == steps(folder, "perplexity") == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_first_validation_comes_early_and_once_and_no_bit_of_the_run_depends_on_it(
+    compiled: bool, world: World, tmp_path: Path
+) -> None:
+    same: dict[str, object] = {"training.steps": 2, "checkpoint.keep_best": True, "validation.prompts": 1}
+    same |= {"validation.prompt_tokens": 2, "lora.rank": 2, "lora.dropout": 0.1}  # dropout draws random numbers
+    same |= {"metrics.enable_tensorboard": False, "optimizer.lr": 0.5}  # the loss rises: the early one is the lowest
+    same |= {"compile.enable": True, "compile.backend": "aot_eager"} if compiled else {}
+    early, stopped, _ = folders = [tmp_path / name for name in ("early", "stopped", "without")]
+    stopped.mkdir()
+    config = load_config(settings(stopped, **same, **{"validation.freq": 9}), 1)
+    run = open_run(config, world, stopped, wants_to_stop=lambda: run.progress.step == 1)  # while it validates
+    with pytest.raises(Preempted, match="stopped after step 1 of 2"):
+        train(run, NEVER)  # type: ignore[arg-type]
+    for folder, freq in zip(folders, (9, 9, 0), strict=True):
+        run_to_its_end(world, folder, **same, **{"validation.freq": freq})
+    assert [steps(folder, "perplexity") for folder in folders] == [[1, 2], [1, 2], [2]]
+    lines = map(json.loads, (early / "metrics.jsonl").read_text().splitlines())
+    first, last = (line["validation_loss"] for line in lines if "validation_loss" in line)
+    assert first < last
+    assert len((early / "samples.jsonl").read_text().splitlines()) == 2
+    for file in ("__0_0.distcp", "trainer.json"):  # weights and optimizer; the best loss and its step
+        assert len({(folder / "checkpoint/step-2" / file).read_bytes() for folder in folders}) == 1, file
+    assert [folder.joinpath("checkpoint/best").readlink() for folder in folders] == [Path("step-2")] * 3
+
+
+def test_the_early_validation_comes_before_a_twentieth_of_the_steps_where_the_others_do_not() -> None:
+    def validated(steps: int, freq: int) -> list[int]:
+        run = Run.__new__(Run)
+        run.steps, run.config, run.progress = steps, Config(validation=ValidationConfig(freq=freq)), Progress()
+        found = []
+        for run.progress.step in range(1, steps + 1):
+            found += [-run.progress.step if run.is_early else run.progress.step] * run.validates
+        return found  # below 0: the early one, which does not count
+
+    assert validated(1000, 250) == [-50, 250, 500, 750, 1000] and validated(1000, 0) == [1000]
+    assert validated(1000, 50)[:2] == [50, 100] and validated(119, 100) == [-5, 100, 119]
+    assert validated(15, 10) == [-1, 10, 15] and validated(1, 9) == [1] and validated(2, 9) == [-1, 2]
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,8 @@ def test_loss_falls_and_the_folder_explains_the_run(uninterrupted: Path) -> None
     assert steps[-1]["loss"] < 0.75 * steps[0]["loss"]
     assert all(entry["tokens"] > entry["supervised_tokens"] > 0 and entry["mfu"] is None for entry in steps)
     validation = [entry for entry in metrics(uninterrupted) if "validation_loss" in entry]
-    assert [entry["step"] for entry in validation] == [10, 20]
-    assert validation[1]["validation_loss"] < validation[0]["validation_loss"]
+    assert [entry["step"] for entry in validation] == [1, 10, 20]  # the first one is early
+    assert validation[2]["validation_loss"] < validation[1]["validation_loss"] < validation[0]["validation_loss"]
 
     text = (uninterrupted / "stdout.txt").read_text()
     for expected in ("step  1/20  loss ", "grad_norm", "lr ", "tok/s", "supervised tok/s", "mfu(fp32) n/a", "mem ",
@@ -104,6 +104,10 @@ def test_loss_falls_and_the_folder_explains_the_run(uninterrupted: Path) -> None
                      "_scaled_dot_product_flash_attention_for_cpu",
                      " in 20 steps", "how good", "how to use it", "try next"):  # fmt: skip
         assert expected in text, expected
+    phases = ("preparing the data", "loading torch", "meeting the other ranks, 2 in all", "drawing random weights")
+    places = [text.index(f" {phase} ...\n") for phase in phases] + [text.index(" training: step 1 of 20 ...\n")]
+    assert places == sorted(places) and text.count("preparing the data") == 1
+    assert "plan: " not in text  # without a card there is nothing to fit
     state = json.loads((uninterrupted / "run_state.json").read_text())
     assert (state["state"], state["exit_code"]) == ("done", 0)
     environment = json.loads((uninterrupted / "environment.json").read_text())
@@ -139,7 +143,7 @@ def test_ten_steps_a_resume_and_ten_more_are_bit_identical_to_twenty(
     config: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    more = ("--data.validation_fraction", "0.05", "--validation.freq", "10")
+    more = ("--data.validation_fraction", "0.05", "--validation.freq", "0")  # and no early validation
     # the warmup of 3% of 20 steps, which 10 steps alone would not have
     train(config, folder, *more, "--training.steps", "10", "--lr_scheduler.warmup_steps", "1")
     resumed = train(config, folder, *more)
@@ -281,6 +285,7 @@ def test_a_resume_drops_what_was_recorded_after_its_checkpoint_and_an_unfinished
     expected = losses(uninterrupted)
     assert losses(folder)[:10] == expected[:10]
     assert losses(folder)[10:] == pytest.approx(expected[10:12], rel=1e-5)
+    assert [entry["step"] for entry in metrics(folder) if "validation_loss" in entry] == [1, 10, 12]
     assert [path.name for path in checkpoints.iterdir()] == ["step-12"]
 
 

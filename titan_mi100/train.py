@@ -4,7 +4,10 @@
 the loop needs, and trainer.py runs one step.
 """
 
+import os
+
 from titan_mi100.config.load import config_from_command_line
+from titan_mi100.log import log, setup_logging
 from titan_mi100.run.preemption import Preemption
 from titan_mi100.watch.heartbeat import ENDED, SAVE, Heartbeat
 
@@ -12,8 +15,9 @@ if __name__ == "__main__":
     preemption = Preemption()  # first: a signal to stop may arrive while torch is imported
     config = config_from_command_line()  # before torch is imported: --help and config errors are printed at once
     heartbeat = Heartbeat.of_process(config.watchdog)
+    setup_logging(int(os.environ.get("RANK", "0")))
+    log.info("loading torch ...")
 
-import os
 import socket
 import sys
 from dataclasses import replace
@@ -22,7 +26,6 @@ from titan_mi100.checkpoint.sealed import list_checkpoints
 from titan_mi100.cli import message_of
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import NumericalError, Preempted, SaveError, UserError
-from titan_mi100.log import log, setup_logging
 from titan_mi100.open_run.answers import teach
 from titan_mi100.open_run.record import log_where_everything_is, step_to_use
 from titan_mi100.open_run.run import NO_FINITE_STEP, Run
@@ -49,6 +52,8 @@ def main(config: Config, preemption: Preemption, heartbeat: Heartbeat) -> None:
     setup_logging(rank)
     try:
         heartbeat.note("meeting the other ranks")
+        if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
+            log.info(f"meeting the other ranks, {ranks} in all ...")
         world = distributed.init_distributed()
         folder = RunFolder(config, world)
         heartbeat.is_in(folder.path)
@@ -135,10 +140,14 @@ def train(run: Run, preemption: Preemption) -> tuple[str, str]:
     if progress.validation_due and run.validate() and run.keeps_best:
         run.checkpointer.mark_best(progress.step)
     stopping = any_rank(preemption.reason, run.world.device)
+    if not (run.is_finished or stopping):
+        slow = "" if run.world.device.type == "cpu" else ", which also chooses and loads kernels"
+        slow = ", which also compiles the model: minutes at times" if run.config.compile.enable else slow
+        log.info(f"training: step {progress.step + 1} of {run.steps}{slow} ...")
     try:
         while not (run.is_finished or stopping):
             result = run.step()
-            is_best = run.is_due(run.config.validation.freq) and run.validate() and run.keeps_best
+            is_best = run.validates and run.validate() and run.keeps_best
             if SAVE_FAILED in result.flags:
                 run.checkpointer.wait()  # raises what went wrong
             stopping = STOP in result.flags or progress.validation_due

@@ -52,6 +52,7 @@ def find_checkpoint(folder: Path, world: World, step: int = NEWEST) -> Found | N
         if not paths:
             return None
         newest = paths[-1]
+        log.info(f"checking {newest} for damage ...")
         with raise_together():  # an unreadable file on one rank ends all ranks with its message
             problem = _problem(newest, world.rank, world.size)
         found = first_found(problem)

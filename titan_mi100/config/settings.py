@@ -184,7 +184,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    freq: int = _key(0, "optimizer steps between validations; 0: only after the last step")
+    freq: int = _key(0, "optimizer steps between validations; the first comes at 5% at the latest; 0: only at the end")
     patience: int = _key(0, "stop after this many validations in a row without a lower loss (early stopping); 0: never")
     prompts: int = _key(0, "number of held-out prompts that the model answers at each validation", high=1024)
     prompt_tokens: int = _key(128, "maximum tokens of each answer; each token costs a forward", low=1)

@@ -24,7 +24,7 @@ from titan_mi100.data.sources import open_sources
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import FolderLock
 from titan_mi100.files.plain import read_plain
-from titan_mi100.log import setup_logging
+from titan_mi100.log import log, setup_logging
 from titan_mi100.text.assets import folder_of, has_tokenizer
 from titan_mi100.text.load import load_tokenizer, tokenizer_files
 from titan_mi100.wording import some
@@ -136,6 +136,7 @@ def cache_folder(config: DataConfig) -> Path:
 def main() -> int:
     config = config_from_command_line(for_this_job=False)
     setup_logging(0)
+    log.info("preparing the data ...")
     return exit_code(lambda: _prepare(config))
 
 

@@ -39,6 +39,7 @@ def load_data(config: Config, world: World, folder: Path | None, heartbeat: Hear
     """
     heartbeat.begin(START, "preparing data")
     if WATCHED not in os.environ:  # no launcher has prepared the data yet, which may take hours
+        log.info("preparing the data ...")
         heartbeat.allow(_PATIENCE)
     started = time.perf_counter()
     first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"

@@ -14,6 +14,7 @@ from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.config.settings import Config
 from titan_mi100.data.loader import RowStream
 from titan_mi100.data.prepared import Prepared
+from titan_mi100.log import log
 from titan_mi100.optim.optimizer import lr_factor, scale_lr
 from titan_mi100.optim.state import NamedState
 from titan_mi100.parallel import distributed
@@ -29,6 +30,7 @@ from titan_mi100.trainer import StepResult, Trainer
 from titan_mi100.watch.heartbeat import SAVE, VALIDATION, Heartbeat
 from titan_mi100.watch.stragglers import Stragglers
 
+_EARLY = 20  # the first validation comes after this part of the steps
 NO_FINITE_STEP = "no step that began with them had a finite loss and gradient"
 
 
@@ -110,6 +112,18 @@ class Run:
         """Whether it is time for something that happens every `every` steps (0: never) and after the last one."""
         return self.progress.step == self.steps or (every > 0 and self.progress.step % every == 0)
 
+    @property
+    def is_early(self) -> bool:
+        """Whether a validation is the first one, after 5% of the steps, for a reader who waits for what validation.freq
+        brings later. It counts neither for the best checkpoint nor for early stopping: no weight depends on it.
+        """
+        return self.progress.step == max(1, self.steps // _EARLY) < min(self.config.validation.freq, self.steps)
+
+    @property
+    def validates(self) -> bool:
+        """Whether it is time for a validation."""
+        return self.is_early or self.is_due(self.config.validation.freq)
+
     def validation_losses(self) -> list[dict[str, float]] | None:
         """Validation loss and measures of all sources together, then of each; None: interrupted, as a process was told
         to stop.
@@ -124,9 +138,12 @@ class Run:
         return validation_losses(self.model, sets, batch, dp_rank, is_told_to_stop, beat)
 
     def validate(self) -> bool:
-        """Validate and report, if the run has validation data; whether the loss is the lowest so far."""
+        """Validate and report, if the run has validation data; whether the loss is the lowest of those that count."""
         if not self.data.validation:
             return False
+        if self.is_early:
+            what = f"those that count for the best checkpoint come every {self.config.validation.freq} steps"
+            log.info(f"step {self.progress.step}  a first validation, early; {what}")
         losses = self.validation_losses()
         answered: list[dict[str, Any]] | None = []
         if losses and self.sampler is not None:
@@ -145,7 +162,7 @@ class Run:
             self.reporter.validation(self.progress.step, losses[0], bits, each)
             if answered:
                 self.reporter.samples(self.progress.step, answered)
-        return self.progress.after_validation(loss)
+        return self.progress.after_validation(loss, counts=not self.is_early)
 
     def save(self) -> None:
         assert self.folder is not None

@@ -117,6 +117,7 @@ def open_run(
         load_weights(model, optimizer, config, spec, loaded)
     checkpointer = open_checkpointer(config, world, folder, spec, data, model, optimizer, layout)
     if found is not None:
+        log.info(f"loading {found.path} ...")
         checkpointer.load(found.path)
         if checkpoint is None:
             from_rank_zero(partial(rename_later_checkpoints, found.path))

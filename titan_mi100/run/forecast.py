@@ -98,7 +98,7 @@ class Forecast:
             said.append(f"{self.plan.step:.2f} s per step planned, {result.seconds:.2f} measured ({off:+.0%})")
             measured["mfu"] = self.mfu(result)
             said.append(f"mfu {self._planned_mfu():.1%} planned, {measured['mfu']:.1%} measured")
-        if self._folder is not None:
+        if self._folder is not None and self._card:  # without a card, or a limit, there is nothing that it must fit
             log.info(f"plan: {'; '.join(said)}")
         self._write(measured)
 

@@ -84,7 +84,7 @@ class Reporter:
         _drop_after(self._samples, last_step, validation_due, _LONGEST_SAMPLE)
         self._file = path.open("a", encoding="utf-8")
         self._writes = True
-        self._sinks, self._step, self._printed = sinks, last_step, printed
+        self._sinks, self._step, self._first, self._printed = sinks, last_step, last_step + 1, printed
         self._bar = tqdm(
             total=steps, initial=last_step, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True
         )
@@ -113,7 +113,7 @@ class Reporter:
             **({} if result.loss_scale is None else {"loss_scale": result.loss_scale}),
         }
         self._write(step, record, prefix="train/")
-        if step % self._config.log_freq == 0 or step == self._steps:
+        if step % self._config.log_freq == 0 or step in (self._first, self._steps):
             mfu = "n/a" if record["mfu"] is None else f"{record['mfu']:.1%}"
             measures = "".join(f"{in_words(name)} {_shown(record[name], 4)}  " for name in self._printed)
             log.info(

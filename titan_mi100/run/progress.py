@@ -74,10 +74,15 @@ class Progress:
         deviation = math.dist(losses, [mean] * count) / math.sqrt(count)  # one call: this runs in every step
         return mean + max(sigmas * deviation, _LEAST_SPIKE * mean)
 
-    def after_validation(self, loss: float | None) -> bool:
-        """Record a validation; whether its loss is the lowest so far. Args: loss: None: it was interrupted."""
+    def after_validation(self, loss: float | None, counts: bool = True) -> bool:
+        """Record a validation; whether its loss is the lowest so far.
+
+        Args:
+            loss: None: it was interrupted.
+            counts: false: not for the best checkpoint and early stopping.
+        """
         self.validation_due = loss is None
-        if loss is None:
+        if loss is None or not counts:
             return False
         is_best = math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss)
         if is_best:

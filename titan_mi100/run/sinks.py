@@ -114,6 +114,7 @@ class WandB:
             "settings": wandb.Settings(console="off", init_timeout=_INIT_SECONDS),
         }
         key = "[metrics] enable_wandb = true"
+        log.info("connecting to Weights & Biases ...")
         try:
             self._run = wandb.init(**options)
         except (UsageError, AuthenticationError) as error:

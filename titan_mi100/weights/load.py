@@ -46,6 +46,7 @@ def load_weights(
     if checkpoint is None or config.lora.rank:
         read: Read = partial(initial_values, spec, config.training.seed)
         origin = f"random weights, seed {config.training.seed}"
+        log.info(f"loading the weights from {source} ..." if source else "drawing random weights ...")
         if source:
             with raise_together():
                 base = _open_base(source, spec)
