@@ -197,3 +197,22 @@ def test_a_worker_that_shows_no_environment_at_first_is_ended_with_its_torchrun(
     monkeypatch.setattr(launch.Launcher, "_signal_workers", look_again)
     assert launch.Launcher().attempt(["--standalone"]).code == 1
     assert workers[0].wait(10) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("devices", "given", "tunables"),
+    [
+        ((), "", "glibc.malloc.hugetlb=1"),
+        ((), "glibc.malloc.check=1", "glibc.malloc.check=1"),
+        (("/dev/kfd",), "", ""),
+        (("/dev/nvidiactl",), "", ""),
+    ],
+)
+def test_a_cpu_gets_large_pages_unless_told_otherwise(
+    devices: tuple[str, ...], given: str, tunables: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """7% of a step's time; of the memory that a card is fed from, nobody has measured it."""
+    monkeypatch.setattr(launch.os.path, "exists", lambda path: path in devices)
+    monkeypatch.setattr(launch.os, "environ", {"GLIBC_TUNABLES": given} if given else {})
+    launch.set_defaults(1)
+    assert launch.os.environ.get("GLIBC_TUNABLES", "") == tunables
