@@ -26,6 +26,7 @@ from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.base import parameter_shapes
 from titan_mi100.shapes.families import PRESETS, read_hf_config, to_hf_config
 from titan_mi100.weights import convert
+from titan_mi100.weights.peft import read_adapter
 from titan_mi100.weights.source import open_source
 
 SETTINGS = {
@@ -35,6 +36,7 @@ SETTINGS = {
     "initializer_range": 0.1, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }  # fmt: skip
 FORMS = ("separate", "fused")
+OWN = {"expert_rank": 2, "expert_alpha": 5.0}
 
 
 def rewritten(folder: Path, stored: dict[str, torch.Tensor]) -> None:
@@ -129,10 +131,13 @@ TARGETS = {
 
 @pytest.mark.parametrize("kind", ["both", *(pytest.param(k, marks=pytest.mark.full) for k in ("experts", "attention"))])
 def test_an_adapter_has_the_same_logits_in_peft(
-    kind: str, folders: dict[str, Path], tmp_path: Path, world: World
+    kind: str, folders: dict[str, Path], tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, targets = folders["separate"], TARGETS[kind]
-    run = opened(folder, world, lora={"rank": 3, "target_modules": targets})
+    lora: dict[str, Any] = {"rank": 3, "target_modules": targets, **(OWN if kind == "both" else {})}
+    with caplog.at_level("INFO"):
+        run = opened(folder, world, lora=lora)
+    assert ("of experts with rank 2 and alpha 5;" in caplog.text) == (kind == "both")
     for _ in range(2):
         run.step()
     save(run, tmp_path / "saved")
@@ -142,6 +147,10 @@ def test_an_adapter_has_the_same_logits_in_peft(
     for name in ("base_layer.lora_A", "base_layer.lora_B", "lora_A", "lora_B"):
         own = f"base_model.model.model.layers.0.mlp.experts.{name}.weight"
         assert (own in stored) == ("experts" in targets)
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    names = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    for key, value in {"rank_pattern": 2, "alpha_pattern": 5.0}.items():
+        assert written.get(key) == (dict.fromkeys(names, value) if kind == "both" else None)
     named = {"base": folder, "adapter": tmp_path / "adapter", "output_dir": tmp_path / "merged", "dtype": "float32"}
     tool("merge_lora", *(part for name, value in named.items() for part in (f"--{name}", value)))
     base = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -153,11 +162,21 @@ def test_an_adapter_has_the_same_logits_in_peft(
         merged = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)(ids).logits
         for found in (merged, run.model.parts[0](ids)):
             assert (expected - found).abs().max() < 1e-5 * expected.abs().max()
-    lora = {"rank": 3, "target_modules": targets, "initial_load_path": str(tmp_path / "adapter")}
-    again = opened(folder, world, lora=lora)
+    again = opened(folder, world, lora={**lora, "initial_load_path": str(tmp_path / "adapter")})
     ours = dict(run.model.trained_parameters())
     for name, parameter in again.model.trained_parameters():
         assert torch.equal(parameter, ours[name]), name
+    if kind == "both":
+        for change, words in (
+            ({"expert_rank": 0}, "expert_rank = 2, not 3"),
+            ({"expert_alpha": 4.0}, "= 5.0, not 4.0"),
+        ):
+            with pytest.raises(UserError, match=words):
+                opened(folder, world, lora={**lora, **change, "initial_load_path": str(tmp_path / "adapter")})
+        for pattern in ({names[0]: 2}, {names[0]: 2, names[1]: 3}, dict.fromkeys(names, 0)):
+            (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({**written, "rank_pattern": pattern}))
+            with pytest.raises(UserError, match="rank_pattern = "):
+                read_adapter(tmp_path / "adapter")
 
 
 def changed(folder: Path, where: Path, config: dict[str, Any], stored: dict[str, torch.Tensor] | None = None) -> Path:
@@ -208,6 +227,7 @@ def test_folders_that_are_not_whole_or_not_ours_are_refused(folders: dict[str, P
             {"lora": {"rank": 4, "target_modules": ("experts",), "dropout": 0.1}},
             "peft would not load",
         ),
+        ({"lora": {"rank": 4, "expert_rank": 2}}, 'no effect: target_modules does not name "experts"'),
         ({"training": {"train_router": True}, "lora": {"rank": 4}}, "has no effect: adapters leave it as it is"),
         ({"model": {"flavor": "debug"}, "training": {"train_router": True}}, "has no effect: this model has none"),
         (

@@ -50,6 +50,7 @@ class LoRAExpertLinear(ExpertLinear):
 
     def __init__(self, base: ExpertLinear, config: LoRAConfig) -> None:
         super().__init__(*base.sizes)
+        config = config.of_experts
         self.weight = base.weight
         sizes = base.in_features, base.out_features // base.experts
         inputs, outputs = sizes[::-1] if base.is_transposed else sizes

@@ -19,7 +19,7 @@ from titan_mi100.config.layout import (
 )
 from titan_mi100.config.settings import NF4_BLOCK, Config
 from titan_mi100.planning.costs import stage_costs
-from titan_mi100.shapes.base import LayerShape, ModelSpec, Values, adapter_shapes
+from titan_mi100.shapes.base import LayerShape, ModelSpec, Values
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 ACTIVATIONS, HEAD_LOSS, COMMUNICATION = "activations", "head loss", "communication"
@@ -121,7 +121,7 @@ class _Rank:
         self.bytes_each = 0.5 + self.compute / NF4_BLOCK if self.is_nf4 else self.compute
         self.block_bytes = self.block * self.bytes_each
         self.end_bytes = self.vocabulary * self.compute
-        adapters = adapter_shapes(spec, config.lora.rank, config.lora.target_modules) if self.lora else {}
+        adapters = config.lora.shapes(spec) if self.lora else {}
         mine = [math.prod(shape) for name, shape in adapters.items() if int(name.split(".")[2]) in numbers]
         self.adapters = sum(mine) / layout.tp
         whole = [layer.largest / layout.tp for layer in self.layers] + [self.vocabulary] * (self.ends > 0)

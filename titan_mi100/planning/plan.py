@@ -14,7 +14,7 @@ from titan_mi100.planning.costs import flops_of_steps, recomputed_flops
 from titan_mi100.planning.memory import Memory, estimate
 from titan_mi100.planning.scaling import bubble_share, exposed_seconds
 from titan_mi100.planning.traffic import REACHED, reached
-from titan_mi100.shapes.base import ModelSpec, adapter_shapes, parameter_shapes
+from titan_mi100.shapes.base import ModelSpec, parameter_shapes
 
 GIB = 1 << 30
 # Largest relative error of the plan against the counter, above and below, over the configs of tests/test_memory.py.
@@ -111,8 +111,7 @@ def make_plan(config: Config, ranks: int, card: int, gpu: Gpu | None = None, spe
         hiding = computing * (1 if config.memory.offload == "weights" else 1 - flops / done / 3)  # backward
         hidden_from = training.local_batch_size * training.seq_len * with_host / hiding
         if config.memory.offload == "weights":
-            adapters = adapter_shapes(spec, config.lora.rank, config.lora.target_modules)
-            trained = adapters if config.lora.rank else parameter_shapes(spec)
+            trained = config.lora.shapes(spec) if config.lora.rank else parameter_shapes(spec)
             update = sum(map(math.prod, trained.values())) / layout.dp_shard * _HOST_UPDATE[config.optimizer.is_lean]
         computing = max(computing, computing - hiding + with_host)
         spread = sent["data parallel"] - sent_at_once
