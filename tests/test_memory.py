@@ -169,6 +169,9 @@ PLANNED = {
     ),
     "experts, QLoRA": ("30B-A3B", 1, {**FULL, **QLORA}),
     "experts, QLoRA with adapters of theirs": ("30B-A3B", 1, {**FULL, **QLORA, **OF_EXPERTS}),
+    "experts with a rank of their own, dropout": ("30B-A3B", 1, {
+        **FULL, **QLORA, **OF_EXPERTS, "lora.expert_rank": 32, "lora.dropout": 0.1, "training.local_batch_size": 4,
+    }),
     "experts, LoRA, FSDP2": ("30B-A3B", 2, {**FULL, "lora.rank": 16}),
     "experts, nothing recomputed": ("30B-A3B", 1, {"lora.rank": 8, "activation_checkpoint.mode": "none"}),
     "experts, selective": ("30B-A3B", 1, {"lora.rank": 8, "training.local_batch_size": 4}),

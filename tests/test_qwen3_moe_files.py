@@ -36,7 +36,7 @@ SETTINGS = {
     "initializer_range": 0.1, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }  # fmt: skip
 FORMS = ("separate", "fused")
-OWN = {"expert_rank": 2, "expert_alpha": 5.0}
+OWN = {"expert_rank": 2, "expert_alpha": 5.0, "dropout": 0.1}
 
 
 def rewritten(folder: Path, stored: dict[str, torch.Tensor]) -> None:
@@ -149,6 +149,7 @@ def test_an_adapter_has_the_same_logits_in_peft(
         assert (own in stored) == ("experts" in targets)
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     names = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    assert written["lora_dropout"] == 0.0  # peft refuses experts with dropout
     for key, value in {"rank_pattern": 2, "alpha_pattern": 5.0}.items():
         assert written.get(key) == (dict.fromkeys(names, value) if kind == "both" else None)
     named = {"base": folder, "adapter": tmp_path / "adapter", "output_dir": tmp_path / "merged", "dtype": "float32"}
@@ -160,7 +161,7 @@ def test_an_adapter_has_the_same_logits_in_peft(
         expected = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")(input_ids=ids).logits
         assert (before - expected).abs().max() > 1e-2 * expected.abs().max()  # every adapter does something
         merged = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)(ids).logits
-        for found in (merged, run.model.parts[0](ids)):
+        for found in (merged, run.model.parts[0].eval()(ids)):
             assert (expected - found).abs().max() < 1e-5 * expected.abs().max()
     again = opened(folder, world, lora={**lora, "initial_load_path": str(tmp_path / "adapter")})
     ours = dict(run.model.trained_parameters())
@@ -222,10 +223,6 @@ def test_folders_that_are_not_whole_or_not_ours_are_refused(folders: dict[str, P
         (
             {"lora": {"rank": 4, "target_modules": ("q_proj", "gate_proj")}},
             "names gate_proj, which",
-        ),
-        (
-            {"lora": {"rank": 4, "target_modules": ("experts",), "dropout": 0.1}},
-            "peft would not load",
         ),
         ({"lora": {"rank": 4, "expert_rank": 2}}, 'no effect: target_modules does not name "experts"'),
         ({"training": {"train_router": True}, "lora": {"rank": 4}}, "has no effect: adapters leave it as it is"),

@@ -455,9 +455,6 @@ def _check_lora(lora: LoRAConfig) -> Iterator[Problem]:
     if lora.rank and not lora.target_modules:
         what = f"is empty, but rank = {lora.rank}; name some, or set rank to 0"
         yield Problem("lora.target_modules", what, ("lora.rank",))
-    if EXPERTS in lora.target_modules and lora.dropout:
-        what = f"= {lora.dropout} is not for adapters of experts, which peft would not load; set it to 0"
-        yield Problem("lora.dropout", what, ("lora.target_modules",))
     for key in ("expert_rank", "expert_alpha") if EXPERTS not in lora.target_modules else ():
         if value := getattr(lora, key):
             what = f'= {value} has no effect: target_modules does not name "{EXPERTS}"; add it, or leave {key} out'

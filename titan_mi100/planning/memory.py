@@ -19,7 +19,7 @@ from titan_mi100.config.layout import (
 )
 from titan_mi100.config.settings import NF4_BLOCK, Config
 from titan_mi100.planning.costs import stage_costs
-from titan_mi100.shapes.base import LayerShape, ModelSpec, Values
+from titan_mi100.shapes.base import EXPERTS, LayerShape, ModelSpec, Values
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 ACTIVATIONS, HEAD_LOSS, COMMUNICATION = "activations", "head loss", "communication"
@@ -272,9 +272,13 @@ class _Rank:
         if not self.lora or self.mode != mode:
             return 0.0
         targets = self.config.lora.target_modules if self.config.lora.dropout else ()
-        adapted = (p for name, p in layer.parameters.items() if name.split(".")[-2] in targets)
-        # where outputs are split, each rank has all inputs
-        dropped = sum(p.shape[1] / (self.layout.tp if p.split.dim == 1 else 1) for p in adapted)
+        dropped = 0.0  # where outputs are split, each rank has all inputs
+        for name, p in layer.parameters.items():
+            if p.experts and EXPERTS in targets:
+                inputs = p.shape[0] / p.experts if p.is_transposed else p.shape[1] / self.layout.tp
+                dropped += 1.5 * layer.slots * inputs  # half: the gradient of one, which waits for its mask
+            elif name.split(".")[-2] in targets and not p.experts:
+                dropped += p.shape[1] / (self.layout.tp if p.split.dim == 1 else 1)
         return self.tokens * dropped * (self.compute + 1) - self._bytes(layer.for_norms)
 
     def _inside(self, layer: LayerShape) -> float:

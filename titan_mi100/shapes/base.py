@@ -111,6 +111,7 @@ class LayerShape(NamedTuple):
         kept: activation_checkpoint.mode -> what a layer keeps from forward to backward.
         inside: the same for what its backward needs besides.
         for_norms: of what it keeps with "none", what the gradients of the norms' weights alone need.
+        slots: experts that a token goes to.
     """
 
     kind: str
@@ -122,6 +123,7 @@ class LayerShape(NamedTuple):
     kept: Mapping[str, Values]
     inside: Mapping[str, Values]
     for_norms: Values = Values(0)
+    slots: int = 0
 
     @property
     def size(self) -> int:

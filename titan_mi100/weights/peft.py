@@ -69,7 +69,7 @@ def write_adapter(folder: str | Path, tensors: Mapping[str, Tensor], lora: LoRAC
         "r": lora.rank,
         # a whole number as an int, as peft itself writes it
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
-        "lora_dropout": lora.dropout,
+        "lora_dropout": 0.0 if EXPERTS in named else lora.dropout,  # peft loads experts without only
         "target_modules": [name for name in identity["target_modules"] if name != EXPERTS],
         **({"target_parameters": [*TARGET_PARAMETERS]} if EXPERTS in named else {}),
         **{key: dict.fromkeys(TARGET_PARAMETERS, identity[own]) for key, own in patterns.items() if own in identity},
