@@ -22,10 +22,14 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.stored import StoredTensors
 from titan_mi100.open_run.run import Run
 from titan_mi100.open_run.start import open_run
-from titan_mi100.parallel.distributed import World
+from titan_mi100.optim.optimizer import build_optimizer
+from titan_mi100.parallel.build import build_model
+from titan_mi100.parallel.distributed import World, build_mesh
+from titan_mi100.planning.memory import HOST, PARAMETERS
 from titan_mi100.shapes.base import parameter_shapes
 from titan_mi100.shapes.families import PRESETS, read_hf_config, to_hf_config
-from titan_mi100.weights import convert
+from titan_mi100.tools.rehearsal.counter import FusedKernel, TensorLedger
+from titan_mi100.weights import convert, load
 from titan_mi100.weights.peft import read_adapter
 from titan_mi100.weights.source import open_source
 
@@ -240,22 +244,48 @@ def test_settings_that_would_do_nothing_are_refused(settings: dict[str, dict[str
     assert any(expected in str(problem) for problem in check(config, 1, with_files=False))
 
 
-@pytest.mark.full
-def test_thousands_of_experts_take_one_read_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """128 experts in 48 layers, as in the 30B: reading all of them reads each tensor of the folder once."""
-    spec = dataclasses.replace(PRESETS["30B-A3B"], vocab_size=64, hidden_size=16, head_dim=8, num_attention_heads=2,
-                               num_key_value_heads=1, moe_intermediate_size=8)  # fmt: skip
+class ByDevice(TensorLedger):
+    """A model on the meta device, which counts as the card; what is on the CPU is in the host's memory."""
+
+    def _note(self, storage: torch.UntypedStorage, size: int) -> None:
+        super()._note(storage, size)
+        if storage._cdata in self._blocks:
+            self._blocks[storage._cdata].category = HOST if storage.device.type == "cpu" else PARAMETERS
+
+
+@pytest.mark.parametrize("layers", [1, pytest.param(48, marks=pytest.mark.full)])
+def test_loading_for_qlora_reads_each_tensor_once_and_holds_parts_of_a_layer(
+    layers: int, tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """128 experts in 48 layers, as in the 30B, but narrow; rows are quantised in as many parts as the 30B's are."""
+    spec = dataclasses.replace(PRESETS["30B-A3B"], vocab_size=64, hidden_size=64, head_dim=32, num_attention_heads=2,
+                               num_key_value_heads=2, moe_intermediate_size=64, num_hidden_layers=layers)  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(to_hf_config(spec)))
     shapes = spec.in_files(parameter_shapes(spec))
     rewritten(tmp_path, {name: torch.full(shape, 1.0).bfloat16() for name, shape in shapes.items()})
-    source, reads = open_source(tmp_path), Counter[str]()
-    read = StoredTensors.read
+    monkeypatch.setattr(load, "_QUANTIZED_ROWS", load._QUANTIZED_ROWS * 64 // 2048)
+    lora = {"rank": 8, "base": "nf4", "target_modules": ("q_proj", "experts")}
+    config = config_of({"seq_len": 32}, {"local_batch_size": 1, "accumulation": 1, "load": str(tmp_path), "lora": lora,
+                                         "param": "bfloat16"})  # fmt: skip
+    reads, read = Counter[str](), StoredTensors.read
 
     def counted(self: StoredTensors, name: str, *more: Any) -> torch.Tensor:
         reads.update([name])
         return read(self, name, *more)
 
     monkeypatch.setattr(StoredTensors, "read", counted)
-    for name in source.weights.kinds:
-        source.weights.tensor(name)
-    assert len(shapes) == 18_432 + 48 * 9 + 3 and reads == dict.fromkeys(shapes, 1)
+    mesh, layout = build_mesh(config.layout(1), world.device), (config.layout(1), config.batch(1))
+    with ByDevice() as ledger:
+        meta: Any = lambda build: build().to_empty(device="meta")  # noqa: E731
+        model = build_model(config, spec, *layout, mesh, world.device, FusedKernel(), 1.0, make=meta)
+        optimizer = build_optimizer(model.trained_parameters(), config.optimizer, 0, world.device)
+        ledger.label((parameter for _, parameter in model.named_parameters()), PARAMETERS)
+        start = len(ledger.events)
+        load.load_weights(model, optimizer, config, spec, None)
+    held, layer = ledger.kept(), 2 * spec.layers[0].size
+    print(f"card {held:,} + {ledger.peak(start, len(ledger.events))[0] - held:,}, host {ledger.on_host():,}, {layer:,}")
+    assert sum(p.nbytes for _, p in model.named_parameters()) <= held
+    assert ledger.peak(start, len(ledger.events))[0] == held  # nothing of 16 bits, not even for a moment
+    assert 0.1 * layer < ledger.on_host() < 0.25 * layer
+    assert reads.keys() == shapes.keys()
+    assert all(reads[name] == 1 for name in shapes if ".experts." in name)
