@@ -65,6 +65,7 @@ class _Chosen(TypedDict, total=False):
 
     attention: _Attention
     head: _Head
+    stages: list[int]  # layers of each
 
 
 class _Optimizer(TypedDict):

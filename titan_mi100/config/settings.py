@@ -248,7 +248,9 @@ class ParallelismConfig:
     )
     pipeline_parallel_schedule: str = _key("1F1B", "order of forwards and backwards", choices=tuple(SCHEDULES))
     pipeline_parallel_layers_per_stage: tuple[int, ...] = _key(
-        (), "e.g. [16, 12]; two stages per rank under Interleaved and ZB schedules; default: balanced by cost"
+        (),
+        "e.g. [16, 12]; two stages per rank under Interleaved and ZB schedules; default: balanced by "
+        "cost, or by memory where that would almost fill a card",
     )
     zero_stage: int = _key(
         -1,
