@@ -36,10 +36,10 @@ CORE = (
     ),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )
-BUDGETS = {"core": 9817, "titan_mi100": 26680, "scripts": 1850}  # lines of code
+BUDGETS = {"core": 9818, "titan_mi100": 26681, "scripts": 1850}  # lines of code
 FOLDERS = {  # the same, of folders in titan_mi100/ with all below them
     "attention": 935, "checkpoint": 711, "config": 2006, "data": 3640, "device": 105, "files": 1050,
-    "generation": 275, "launch": 1480, "model": 1448, "objectives": 185, "open_run": 1010, "optim": 615,
+    "generation": 275, "launch": 1480, "model": 1449, "objectives": 185, "open_run": 1010, "optim": 615,
     "parallel": 1132, "planning": 774, "run": 1416, "shapes": 944, "text": 1360, "tools": 5020, "watch": 685,
     "weights": 1136,
 }  # fmt: skip

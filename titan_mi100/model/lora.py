@@ -59,7 +59,8 @@ class LoRAExpertLinear(ExpertLinear):
         inputs, outputs = sizes[::-1] if base.is_transposed else sizes
         self.lora_A = ExpertLinear(inputs, base.experts * config.rank, base.experts, False)
         self.lora_B = ExpertLinear(outputs, base.experts * config.rank, base.experts, True)
-        self.scale, self.dropout = config.alpha / config.rank, config.dropout
+        self.scale = config.alpha / config.rank
+        self.dropout = config.dropout
 
     def forward(self, x: Tensor, routes: Routes) -> Tensor:  # type: ignore[override]
         return super().forward(x, routes) + self.scale * self.lora_B(self.lora_A(_dropped(x, self), routes), routes)
