@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from titan_mi100.attention.plain import Sdpa
 from titan_mi100.config.check import check
+from titan_mi100.config.layout import stages_of
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config
 from titan_mi100.optim.formats import SIGNED, UNSIGNED
@@ -26,7 +27,7 @@ from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.families import PRESETS
 from titan_mi100.shapes.qwen3_5 import every_fourth
 from titan_mi100.tools.rehearsal import counter
-from titan_mi100.tools.rehearsal.counter import Count, count, ranks_of_stages
+from titan_mi100.tools.rehearsal.counter import Count, as_rank, count, ranks_of_stages
 
 pytestmark = pytest.mark.usefixtures("no_process_group")
 LEAN = {"optimizer.state": "8bit", "optimizer.master": "bf16_sr", "training.mixed_precision_reduce": "bfloat16"}
@@ -169,6 +170,9 @@ PLANNED = {
     ),
     "experts, QLoRA": ("30B-A3B", 1, {**FULL, **QLORA}),
     "experts, QLoRA with adapters of theirs": ("30B-A3B", 1, {**FULL, **QLORA, **OF_EXPERTS}),
+    "experts with a rank of their own, dropout": ("30B-A3B", 1, {
+        **FULL, **QLORA, **OF_EXPERTS, "lora.expert_rank": 32, "lora.dropout": 0.1, "training.local_batch_size": 4,
+    }),
     "experts, LoRA, FSDP2": ("30B-A3B", 2, {**FULL, "lora.rank": 16}),
     "experts, nothing recomputed": ("30B-A3B", 1, {"lora.rank": 8, "activation_checkpoint.mode": "none"}),
     "experts, selective": ("30B-A3B", 1, {"lora.rank": 8, "training.local_batch_size": 4}),
@@ -186,7 +190,9 @@ def compare(config: Config, ranks: int, least: float, most: float, apart: float)
         apart: of a category, as a share of the peak.
     """
     layout = config.layout(ranks)
-    planned = zip(estimate(config, ranks, GPU), memory._stages(config, config.spec(), layout), strict=True)
+    cuts = stages_of(memory.layers_per_stage(config, config.spec(), ranks, 1.0, GPU))
+    mine = [[cuts[index] for index in numbers] for numbers in memory._on_ranks(config, layout.pp, len(cuts))]
+    planned = zip(estimate(config, ranks, GPU), mine, strict=True)
     for number, ((peak, stages), rank) in enumerate(zip(planned, ranks_of_stages(layout), strict=True)):
         counted = count(config, ranks, rank, GPU)
         assert least <= peak.peak / counted.peak - 1 <= most, (peak, counted)
@@ -212,6 +218,30 @@ def test_the_plan_is_near_the_count(name: str, monkeypatch: pytest.MonkeyPatch) 
     spec = replace(PRESETS[flavor], num_hidden_layers=layers, **kinds)
     config = config_of(spec, {"training.gradient_accumulation_steps": 8, **settings}, monkeypatch)
     compare(config, ranks, -0.03, 0.10, 0.17)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_stages_are_cut_by_bytes_where_a_card_would_be_almost_full(
+    schedule: str, full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen3.5-9B, whose layers differ, on two cards."""
+    settings = {**PP, **LEAN, **FULL, "parallelism.pipeline_parallel_schedule": schedule}
+    config = config_of(PRESETS["qwen3.5-9B"], settings, monkeypatch)
+    cut = "parallelism.pipeline_parallel_layers_per_stage"
+    peaks = []
+    for card in (0, 40 << 30, GPU):  # 0: by cost alone
+        counts = tuple(memory.layers_per_stage(config, config.spec(), 2, 1.0, card))
+        given = config_of(PRESETS["qwen3.5-9B"], {**settings, cut: counts}, monkeypatch)
+        peaks.append((counts, max(m.peak for m in estimate(given, 2, GPU)), given))
+    (by_cost, most, one), roomy, (by_bytes, less, other) = peaks
+    assert sum(by_bytes) == 32 and roomy[0] == by_cost != by_bytes and less < most - (1 << 30)
+    assert [m.peak for m in estimate(config, 2, GPU)] == [m.peak for m in estimate(other, 2, GPU)]  # the plan knows it
+    with as_rank(config, 2, 1, 2, GPU) as fake:  # and the counter, which builds as a run does
+        assert sum(len(part.model.layers) for part in fake.model.parts) == sum(by_bytes[1::2])
+    if full and schedule == "1F1B":
+        short = [replace(c, training=replace(c.training, seq_len=64)) for c in (one, other)]  # quickly counted
+        large, small = (count(c, 2, 0, GPU).peak for c in short)  # of the larger stage
+        assert small < large - (1 << 30)
 
 
 def drawn(draws: random.Random, monkeypatch: pytest.MonkeyPatch) -> tuple[Config, int]:

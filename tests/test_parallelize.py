@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from titan_mi100.config.settings import (
 )
 from titan_mi100.model.init import initial_values
 from titan_mi100.model.qwen3 import Qwen3
+from titan_mi100.open_run.model import keep_stages
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.build import build_model
 from titan_mi100.parallel.distributed import World
@@ -141,7 +143,7 @@ def test_stages_are_balanced_by_what_is_recomputed_and_trained() -> None:
     def counts(mode: str = "none", lora: int = 0, given: tuple[int, ...] = ()) -> list[int]:
         config = Config(
             training=TrainingConfig(seq_len=1024, local_batch_size=1),
-            parallelism=ParallelismConfig(pipeline_parallel_layers_per_stage=given),
+            parallelism=ParallelismConfig(pipeline_parallel_degree=2, pipeline_parallel_layers_per_stage=given),
             activation_checkpoint=ActivationCheckpointConfig(mode=mode),
             lora=LoRAConfig(rank=lora),
         )
@@ -149,3 +151,18 @@ def test_stages_are_balanced_by_what_is_recomputed_and_trained() -> None:
 
     # every token supervised: the head costs many blocks; fewer where blocks are recomputed, more where they are frozen
     assert (counts(), counts("full"), counts(lora=8), counts(given=(14, 14))) == ([22, 6], [20, 8], [23, 5], [14, 14])
+
+
+def test_a_resumed_pipeline_keeps_its_stages() -> None:
+    def kept(manifest: dict[str, Any], given: tuple[int, ...] = (), pp: int = 2) -> tuple[int, ...]:
+        parallelism = ParallelismConfig(pipeline_parallel_degree=pp, pipeline_parallel_layers_per_stage=given)
+        config = Config(training=TrainingConfig(seq_len=1024, local_batch_size=1), parallelism=parallelism)
+        data: Any = SimpleNamespace(train_counts=SimpleNamespace(supervised_share=lambda _: 1.0))
+        world = World(0, pp, torch.device("cpu"))
+        after = keep_stages(config, world, PRESETS["0.6B"], data, manifest)
+        return after.parallelism.pipeline_parallel_layers_per_stage
+
+    saved: dict[str, Any] = {"layout": {"pp": 2}, "chosen": {"stages": [18, 10]}}
+    assert kept(saved) == (18, 10) and kept(saved, given=(14, 14)) == (14, 14)
+    assert kept({"layout": {"pp": 2}}) == (20, 8)  # by cost, as earlier versions cut
+    assert kept(saved, pp=4) == kept({"layout": {"pp": 1}}) == ()  # another number of stages: chosen anew

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import REPO, random_documents, supervised_of, torchrun
-from gloo.job_parity import open_split
+from gloo.job_parity import open_split, run_split
 from lifted import lifted
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -18,10 +18,12 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from titan_mi100.attention.backends import make_backend
 from titan_mi100.attention.base import Documents
+from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.model.decode import Sampling, generate
-from titan_mi100.model.experts import Mixture, Routes, choose_products
+from titan_mi100.model.experts import ExpertLinear, Mixture, Routes, choose_products
 from titan_mi100.model.init import initial_values
-from titan_mi100.model.lora import lora_values
+from titan_mi100.model.layers import Linear
+from titan_mi100.model.lora import LoRAExpertLinear, LoRALinear, _dropped, lora_values
 from titan_mi100.model.qwen3_moe import Qwen3Moe
 from titan_mi100.parallel.build import apply_activation_checkpointing
 from titan_mi100.parallel.distributed import World, fill_parameters
@@ -237,6 +239,7 @@ def test_adapters_and_small_states_are_the_same_in_every_layout(tmp_path: Path, 
         "nf4 below attention's": ("fsdp tp", {"lora": of_attention, "param": "float32", "checkpointing": "full"}),
         "8bit": ("fsdp tp pp", {"optimizer": {"state": "8bit"}, "param": "float32"}),
         "compiled": ("fsdp tp", {"compile": True, "param": "float64", "checkpointing": "selective"}),
+        "dropout": ("tp", {"lora": {**lora, "dropout": 0.2, "expert_rank": 2}, "param": "float64"}),
         "recomputed": ("tp ddp", {"checkpointing": "selective", "param": "float64"}),
         "on the host": ("fsdp", {"checkpointing": "full", "param": "float64", "memory": {"offload": "optimizer"}}),
     }
@@ -248,6 +251,20 @@ def test_adapters_and_small_states_are_the_same_in_every_layout(tmp_path: Path, 
             ranks, degrees = layouts[layout]
             size = {"local_batch_size": 4 // ranks, "accumulation": 2, "backend": "eager"}
             runs[f"{kind} {layout}"] = {"case": "wide", **size, "parallelism": degrees, **options, "stop": 3}
+    random = {
+        "case": "wide",
+        "local_batch_size": 2,
+        "accumulation": 2,
+        "backend": "eager",
+        **kinds["dropout"][1],
+        "stop": 3,
+    }
+    for layout, more in {
+        "fsdp": {},
+        "ddp": {"parallelism": {"zero_stage": 0}},
+        "again": {"checkpointing": "full"},
+    }.items():
+        runs[f"dropped {layout}"] = {**random, **more}
     job = tmp_path / "job.pt"
     torch.save({"cases": {"wide": case}, "splits": [], "runs": runs}, job)
     torchrun(str(REPO / "tests/gloo/job_lora.py"), str(job), str(tmp_path), processes=2, timeout=900)
@@ -261,6 +278,39 @@ def test_adapters_and_small_states_are_the_same_in_every_layout(tmp_path: Path, 
         for name in (f"{kind} {layout}" for layout in names.split()):
             bar = {"8bit": 1e-3}.get(kind, 5e-6 if options["param"] == "float32" else 1e-11)
             assert records[name]["losses"] == pytest.approx(alone, rel=bar), name
+    for layout in ("ddp", "again"):  # of the same data-parallel ranks
+        assert records[f"dropped {layout}"]["losses"] == pytest.approx(records["dropped fsdp"]["losses"], rel=1e-11)
+
+
+@pytest.mark.parametrize("experts", [True, False])
+def test_dropout_keeps_the_mean_and_ranks_that_split_the_inputs_drop_as_one(experts: bool) -> None:
+    routes, lora = Routes(torch.tensor([[0, 2], [1, 0]]), 3), LoRAConfig(rank=2, alpha=2.0, dropout=0.25)
+    torch.manual_seed(0)
+    base: Any = ExpertLinear(16, 3 * 8, 3, False) if experts else Linear(16, 8)
+    layer: Any = (LoRAExpertLinear if experts else LoRALinear)(base, lora)
+    x, args = torch.randn(4, 16), (routes,) if experts else ()
+    drawn = torch.stack([layer(x, *args) for _ in range(1500)])
+    plain = layer.eval()(x, *args)
+    assert drawn.std(0).max() > 0.05 and (drawn.mean(0) - plain).abs().max() < 0.1 * plain.abs().max()
+    layer.train()
+    parts = []
+    for part in range(2):
+        torch.manual_seed(1)
+        layer.part = part, 2
+        parts.append(_dropped(x[:, 8 * part :][:, :8], layer))
+    torch.manual_seed(1)
+    layer.part = 0, 1
+    whole = _dropped(x, layer)
+    assert torch.equal(torch.cat(parts, 1), whole) and 0 < (whole == 0).sum() < whole.numel() / 2
+
+
+def test_recomputation_drops_what_the_forward_dropped(world: World) -> None:
+    lora, case = {"rank": 4, "target_modules": LINEARS, "dropout": 0.3}, wide_case()
+    split = {"case": "wide", "local_batch_size": 4, "accumulation": 1, "param": "float64", "lora": lora}
+    plain, *others = (run_split(world, case, {**split, "checkpointing": m}) for m in ("none", "selective", "full"))
+    for other in others:
+        assert other["loss"] == plain["loss"] and other["grad_norm"] == pytest.approx(plain["grad_norm"], 1e-12)
+    assert abs(run_split(world, case, {**split, "seed": 4})["loss"] / plain["loss"] - 1) > 1e-4
 
 
 @pytest.mark.parametrize("problem", ["", "fails", "differs"])

@@ -22,10 +22,15 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.stored import StoredTensors
 from titan_mi100.open_run.run import Run
 from titan_mi100.open_run.start import open_run
-from titan_mi100.parallel.distributed import World
+from titan_mi100.optim.optimizer import build_optimizer
+from titan_mi100.parallel.build import build_model
+from titan_mi100.parallel.distributed import World, build_mesh
+from titan_mi100.planning.memory import HOST, PARAMETERS
 from titan_mi100.shapes.base import parameter_shapes
 from titan_mi100.shapes.families import PRESETS, read_hf_config, to_hf_config
-from titan_mi100.weights import convert
+from titan_mi100.tools.rehearsal.counter import FusedKernel, TensorLedger
+from titan_mi100.weights import convert, load
+from titan_mi100.weights.peft import read_adapter
 from titan_mi100.weights.source import open_source
 
 SETTINGS = {
@@ -35,6 +40,7 @@ SETTINGS = {
     "initializer_range": 0.1, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }  # fmt: skip
 FORMS = ("separate", "fused")
+OWN = {"expert_rank": 2, "expert_alpha": 5.0, "dropout": 0.1}
 
 
 def rewritten(folder: Path, stored: dict[str, torch.Tensor]) -> None:
@@ -129,10 +135,13 @@ TARGETS = {
 
 @pytest.mark.parametrize("kind", ["both", *(pytest.param(k, marks=pytest.mark.full) for k in ("experts", "attention"))])
 def test_an_adapter_has_the_same_logits_in_peft(
-    kind: str, folders: dict[str, Path], tmp_path: Path, world: World
+    kind: str, folders: dict[str, Path], tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, targets = folders["separate"], TARGETS[kind]
-    run = opened(folder, world, lora={"rank": 3, "target_modules": targets})
+    lora: dict[str, Any] = {"rank": 3, "target_modules": targets, **(OWN if kind == "both" else {})}
+    with caplog.at_level("INFO"):
+        run = opened(folder, world, lora=lora)
+    assert ("of experts with rank 2 and alpha 5;" in caplog.text) == (kind == "both")
     for _ in range(2):
         run.step()
     save(run, tmp_path / "saved")
@@ -142,6 +151,11 @@ def test_an_adapter_has_the_same_logits_in_peft(
     for name in ("base_layer.lora_A", "base_layer.lora_B", "lora_A", "lora_B"):
         own = f"base_model.model.model.layers.0.mlp.experts.{name}.weight"
         assert (own in stored) == ("experts" in targets)
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    names = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    assert written["lora_dropout"] == 0.0  # peft refuses experts with dropout
+    for key, value in {"rank_pattern": 2, "alpha_pattern": 5.0}.items():
+        assert written.get(key) == (dict.fromkeys(names, value) if kind == "both" else None)
     named = {"base": folder, "adapter": tmp_path / "adapter", "output_dir": tmp_path / "merged", "dtype": "float32"}
     tool("merge_lora", *(part for name, value in named.items() for part in (f"--{name}", value)))
     base = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -151,13 +165,23 @@ def test_an_adapter_has_the_same_logits_in_peft(
         expected = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")(input_ids=ids).logits
         assert (before - expected).abs().max() > 1e-2 * expected.abs().max()  # every adapter does something
         merged = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)(ids).logits
-        for found in (merged, run.model.parts[0](ids)):
+        for found in (merged, run.model.parts[0].eval()(ids)):
             assert (expected - found).abs().max() < 1e-5 * expected.abs().max()
-    lora = {"rank": 3, "target_modules": targets, "initial_load_path": str(tmp_path / "adapter")}
-    again = opened(folder, world, lora=lora)
+    again = opened(folder, world, lora={**lora, "initial_load_path": str(tmp_path / "adapter")})
     ours = dict(run.model.trained_parameters())
     for name, parameter in again.model.trained_parameters():
         assert torch.equal(parameter, ours[name]), name
+    if kind == "both":
+        for change, words in (
+            ({"expert_rank": 0}, "expert_rank = 2, not 3"),
+            ({"expert_alpha": 4.0}, "= 5.0, not 4.0"),
+        ):
+            with pytest.raises(UserError, match=words):
+                opened(folder, world, lora={**lora, **change, "initial_load_path": str(tmp_path / "adapter")})
+        for pattern in ({names[0]: 2}, {names[0]: 2, names[1]: 3}, dict.fromkeys(names, 0)):
+            (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({**written, "rank_pattern": pattern}))
+            with pytest.raises(UserError, match="rank_pattern = "):
+                read_adapter(tmp_path / "adapter")
 
 
 def changed(folder: Path, where: Path, config: dict[str, Any], stored: dict[str, torch.Tensor] | None = None) -> Path:
@@ -204,10 +228,7 @@ def test_folders_that_are_not_whole_or_not_ours_are_refused(folders: dict[str, P
             {"lora": {"rank": 4, "target_modules": ("q_proj", "gate_proj")}},
             "names gate_proj, which",
         ),
-        (
-            {"lora": {"rank": 4, "target_modules": ("experts",), "dropout": 0.1}},
-            "peft would not load",
-        ),
+        ({"lora": {"rank": 4, "expert_rank": 2}}, 'no effect: target_modules does not name "experts"'),
         ({"training": {"train_router": True}, "lora": {"rank": 4}}, "has no effect: adapters leave it as it is"),
         ({"model": {"flavor": "debug"}, "training": {"train_router": True}}, "has no effect: this model has none"),
         (
@@ -223,22 +244,48 @@ def test_settings_that_would_do_nothing_are_refused(settings: dict[str, dict[str
     assert any(expected in str(problem) for problem in check(config, 1, with_files=False))
 
 
-@pytest.mark.full
-def test_thousands_of_experts_take_one_read_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """128 experts in 48 layers, as in the 30B: reading all of them reads each tensor of the folder once."""
-    spec = dataclasses.replace(PRESETS["30B-A3B"], vocab_size=64, hidden_size=16, head_dim=8, num_attention_heads=2,
-                               num_key_value_heads=1, moe_intermediate_size=8)  # fmt: skip
+class ByDevice(TensorLedger):
+    """A model on the meta device, which counts as the card; what is on the CPU is in the host's memory."""
+
+    def _note(self, storage: torch.UntypedStorage, size: int) -> None:
+        super()._note(storage, size)
+        if storage._cdata in self._blocks:
+            self._blocks[storage._cdata].category = HOST if storage.device.type == "cpu" else PARAMETERS
+
+
+@pytest.mark.parametrize("layers", [1, pytest.param(48, marks=pytest.mark.full)])
+def test_loading_for_qlora_reads_each_tensor_once_and_holds_parts_of_a_layer(
+    layers: int, tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """128 experts in 48 layers, as in the 30B, but narrow; rows are quantised in as many parts as the 30B's are."""
+    spec = dataclasses.replace(PRESETS["30B-A3B"], vocab_size=64, hidden_size=64, head_dim=32, num_attention_heads=2,
+                               num_key_value_heads=2, moe_intermediate_size=64, num_hidden_layers=layers)  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(to_hf_config(spec)))
     shapes = spec.in_files(parameter_shapes(spec))
     rewritten(tmp_path, {name: torch.full(shape, 1.0).bfloat16() for name, shape in shapes.items()})
-    source, reads = open_source(tmp_path), Counter[str]()
-    read = StoredTensors.read
+    monkeypatch.setattr(load, "_QUANTIZED_ROWS", load._QUANTIZED_ROWS * 64 // 2048)
+    lora = {"rank": 8, "base": "nf4", "target_modules": ("q_proj", "experts")}
+    config = config_of({"seq_len": 32}, {"local_batch_size": 1, "accumulation": 1, "load": str(tmp_path), "lora": lora,
+                                         "param": "bfloat16"})  # fmt: skip
+    reads, read = Counter[str](), StoredTensors.read
 
     def counted(self: StoredTensors, name: str, *more: Any) -> torch.Tensor:
         reads.update([name])
         return read(self, name, *more)
 
     monkeypatch.setattr(StoredTensors, "read", counted)
-    for name in source.weights.kinds:
-        source.weights.tensor(name)
-    assert len(shapes) == 18_432 + 48 * 9 + 3 and reads == dict.fromkeys(shapes, 1)
+    mesh, layout = build_mesh(config.layout(1), world.device), (config.layout(1), config.batch(1))
+    with ByDevice() as ledger:
+        meta: Any = lambda build: build().to_empty(device="meta")  # noqa: E731
+        model = build_model(config, spec, *layout, mesh, world.device, FusedKernel(), 1.0, make=meta)
+        optimizer = build_optimizer(model.trained_parameters(), config.optimizer, 0, world.device)
+        ledger.label((parameter for _, parameter in model.named_parameters()), PARAMETERS)
+        start = len(ledger.events)
+        load.load_weights(model, optimizer, config, spec, None)
+    held, layer = ledger.kept(), 2 * spec.layers[0].size
+    print(f"card {held:,} + {ledger.peak(start, len(ledger.events))[0] - held:,}, host {ledger.on_host():,}, {layer:,}")
+    assert sum(p.nbytes for _, p in model.named_parameters()) <= held
+    assert ledger.peak(start, len(ledger.events))[0] == held  # nothing of 16 bits, not even for a moment
+    assert 0.1 * layer < ledger.on_host() < 0.25 * layer
+    assert reads.keys() == shapes.keys()
+    assert all(reads[name] == 1 for name in shapes if ".experts." in name)

@@ -180,6 +180,8 @@ def test_a_pipeline_goes_on_where_shards_stopped(config: Path, uninterrupted: Pa
     result = train(config, folder, *more, *pipeline)
     assert "layout: pipeline of 2; a step is 2 rows" in result.stdout
     assert "pipeline: 1F1B, 2 microbatches, layers per stage 2, 2" in result.stdout
+    manifest = json.loads((folder / "checkpoint" / "step-22" / "manifest.json").read_text())
+    assert manifest["chosen"]["stages"] == [2, 2]
     assert "Warning" not in result.stderr
     assert f"resumed from {folder / 'checkpoint' / 'step-20'}" in result.stdout
     shards = tmp_path / "shards"

@@ -272,6 +272,17 @@ def kills(quick: bool) -> Iterator[Case]:
         yield case(f"{layout}, async_mode {mode}", killed, layout, mode, 3 if quick else 10, random.Random(number))
     for layout, name in () if quick else (("FSDP2 x2", "preference"), ("PP2 1F1B", "preference"), ("TP2", "distill")):
         yield case(f"{layout}, {name}", killed, layout, "disabled", 5, random.Random(len(layout)), objective(name))
+    for layout, name in () if quick else (("FSDP2 x2", "experts"), ("TP2", "adapters of experts")):
+        yield case(f"{layout}, {name}", killed, layout, "async", 6, random.Random(len(name)), EXPERTS[name])
+
+
+EXPERTS: dict[str, tuple[str, ...]] = {
+    "experts": ("--model.flavor", "moe-debug", "--training.train_router", "true"),
+    "adapters of experts": (
+        *("--model.flavor", "moe-debug", "--lora.rank", "4", "--lora.target_modules", "q_proj", "experts"),
+        *("--lora.expert_rank", "2", "--lora.dropout", "0.1", "--optimizer.state", "8bit"),
+    ),
+}
 
 
 def objective(name: str) -> tuple[str, ...]:
@@ -299,13 +310,11 @@ def objective(name: str) -> tuple[str, ...]:
     return ("--objective.name", name, "--objective.teacher", str(teacher))
 
 
-def killed(
-    trial: Trial, layout: str, mode: str, times: int, dice: random.Random, objective: tuple[str, ...] = ()
-) -> None:
+def killed(trial: Trial, layout: str, mode: str, times: int, dice: random.Random, more: tuple[str, ...] = ()) -> None:
     """A run is killed so many times, and goes on each time; then it comes to its end."""
     steps = 6 + 8 * times
     arguments = ("--checkpoint.interval", "2", "--checkpoint.keep_latest_k", "2", "--training.steps", str(steps))
-    arguments += objective
+    arguments += more
     expected = uninterrupted(layout, *arguments)
     arguments += ("--checkpoint.async_mode", mode)
     while trial.tried < times:
@@ -318,7 +327,7 @@ def killed(
         elif phase == "load":
             at, number = dice.choice(("load", "loaded") if here else ("build",)), 1
         whom, delay = dice.choice((0, 1, 0, 1, "launcher")), dice.choice((0.0, dice.uniform(0.0, 0.05)))
-        if objective and trial.tried == 0:  # while the reference is read
+        if more and trial.tried == 0:  # while the reference is read, or the weights
             at, number, delay = "build", 1, dice.uniform(0.2, 1.0)
         does = f"kill {trial.tried + 1}, of {whom} at {at} {number} + {1000 * delay:.0f} ms"
         job = trial.start(layout, *arguments, actions=[

@@ -65,6 +65,7 @@ class _Chosen(TypedDict, total=False):
 
     attention: _Attention
     head: _Head
+    stages: list[int]  # layers of each
 
 
 class _Optimizer(TypedDict):
@@ -72,11 +73,13 @@ class _Optimizer(TypedDict):
     master: str
 
 
-class _BaseName(TypedDict, total=False):
+class _OfSomeAdapters(TypedDict, total=False):
     base_model_name_or_path: str
+    expert_rank: int
+    expert_alpha: float
 
 
-class _Adapter(_BaseName):
+class _Adapter(_OfSomeAdapters):
     rank: int
     alpha: float
     dropout: float

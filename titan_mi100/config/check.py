@@ -17,7 +17,7 @@ from titan_mi100.config.settings import FINGERPRINTS, NF4_BLOCK, Config, DataCon
 from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.files.model import check_weights
 from titan_mi100.files.patterns import matching_files, nearby
-from titan_mi100.shapes.base import ALL_LINEAR, EXPERTS, ModelSpec, adapter_shapes, parameter_shapes
+from titan_mi100.shapes.base import ALL_LINEAR, EXPERTS, ModelSpec, parameter_shapes
 from titan_mi100.shapes.families import ADAPTED, FAMILIES, LINEARS, known_fields
 from titan_mi100.text import assets
 from titan_mi100.wording import bytes_in_words, has_control_characters, some
@@ -38,7 +38,9 @@ _SWITCHES: dict[tuple[str, str], tuple[str, ...]] = {
     ("validation", "prompts"): ("prompt_tokens",),
     ("profiling", "enable_profiling"): ("profile_freq", "profile_steps", "save_traces_folder"),
     ("profiling", "enable_memory_snapshot"): ("save_memory_snapshot_folder",),
-    ("lora", "rank"): ("alpha", "dropout", "target_modules", "base", "base_model_name_or_path"),
+    ("lora", "rank"): (
+        *("alpha", "dropout", "target_modules", "base", "base_model_name_or_path", "expert_rank", "expert_alpha"),
+    ),
     ("compile", "enable"): ("backend",),
     ("checkpoint", "export_hf"): ("export_dtype",),
     ("data", "on_bad_row"): ("max_bad_rows",),
@@ -103,7 +105,7 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
         what = f"= {validation.patience} needs freq, the steps between validations"
         yield Problem("validation.patience", what, ("validation.freq",))
     known = [*FINGERPRINTS, *(f"model.{name}" for name in known_fields())]
-    known += [f"lora.{name}" for name in settings.lora_identity(config.lora, ())]
+    known += [f"lora.{name}" for name in settings.lora_identity(config.lora, (EXPERTS,))]
     known += [f"objective.{name}" for name in config.objective.identity]
     for name in config.checkpoint.allow_changed:
         if name not in known:
@@ -140,7 +142,7 @@ def check_start(config: Config) -> None:
         except UserError as error:
             raise UserError(f"{error}{hub_hint(load)}") from None
         assets.check_generation(assets.folder_of(load))
-    trained = adapter_shapes(spec, lora.rank, lora.target_modules) if lora.rank else parameter_shapes(spec)
+    trained = lora.shapes(spec) if lora.rank else parameter_shapes(spec)
     count = sum(map(math.prod, trained.values()))
     saved = count * (sum(config.optimizer.master_bytes) + config.optimizer.state_bytes)
     exported = count * (4 if save.export_dtype == "float32" else 2) if save.export_hf else 0  # at least
@@ -193,8 +195,9 @@ def _check_model(config: Config, spec: ModelSpec) -> Iterator[Problem]:
     if lora.base == "nf4" and (size := _not_in_blocks(spec, tp)):
         what = f'= "nf4" needs blocks of {NF4_BLOCK} values, which {size} does not have; use "whole"'
         yield Problem("lora.base", what, (*_MODEL, "parallelism.tensor_parallel_degree"))
-    if lora.rank > spec.hidden_size:
-        yield Problem("lora.rank", f"= {lora.rank} is more than hidden_size = {spec.hidden_size}; lower it", _MODEL)
+    for key, rank in (("rank", lora.rank), ("expert_rank", lora.expert_rank)):
+        if rank > spec.hidden_size:
+            yield Problem(f"lora.{key}", f"= {rank} is more than hidden_size = {spec.hidden_size}; lower it", _MODEL)
     if seq_len > (most := spec.max_position_embeddings):
         what = f"= {seq_len} is more than the model's max_position_embeddings = {most}; use at most {most}"
         yield Problem("training.seq_len", what, _MODEL)
@@ -452,9 +455,10 @@ def _check_lora(lora: LoRAConfig) -> Iterator[Problem]:
     if lora.rank and not lora.target_modules:
         what = f"is empty, but rank = {lora.rank}; name some, or set rank to 0"
         yield Problem("lora.target_modules", what, ("lora.rank",))
-    if EXPERTS in lora.target_modules and lora.dropout:
-        what = f"= {lora.dropout} is not for adapters of experts, which peft would not load; set it to 0"
-        yield Problem("lora.dropout", what, ("lora.target_modules",))
+    for key in ("expert_rank", "expert_alpha") if EXPERTS not in lora.target_modules else ():
+        if value := getattr(lora, key):
+            what = f'= {value} has no effect: target_modules does not name "{EXPERTS}"; add it, or leave {key} out'
+            yield Problem(f"lora.{key}", what, ("lora.target_modules",))
     if lora.rank and not lora.alpha:
         what = "= 0 switches the adapters off: nothing would be learned; the usual is 2 x rank"
         yield Problem("lora.alpha", what, ("lora.rank",))

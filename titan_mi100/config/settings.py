@@ -14,7 +14,7 @@ from titan_mi100.config.problem import ConfigError, Problem
 from titan_mi100.errors import did_you_mean
 from titan_mi100.losses import LOSSES, Factors, Loss
 from titan_mi100.shapes import families
-from titan_mi100.shapes.base import ALL_LINEAR, ModelSpec, differences
+from titan_mi100.shapes.base import ALL_LINEAR, EXPERTS, ModelSpec, adapter_shapes, differences
 from titan_mi100.text import assets
 
 # what must not change on resume
@@ -248,7 +248,9 @@ class ParallelismConfig:
     )
     pipeline_parallel_schedule: str = _key("1F1B", "order of forwards and backwards", choices=tuple(SCHEDULES))
     pipeline_parallel_layers_per_stage: tuple[int, ...] = _key(
-        (), "e.g. [16, 12]; two stages per rank under Interleaved and ZB schedules; default: balanced by cost"
+        (),
+        "e.g. [16, 12]; two stages per rank under Interleaved and ZB schedules; default: balanced by "
+        "cost, or by memory where that would almost fill a card",
     )
     zero_stage: int = _key(
         -1,
@@ -315,10 +317,21 @@ class LoRAConfig:
     )
     initial_load_path: str = _key("", "PEFT adapter folder to start from; empty: a fresh adapter", path=True)
     base_model_name_or_path: str = _key("", "the base that an export names, e.g. Qwen/Qwen3-0.6B (docs/LORA.md)")
+    expert_rank: int = _key(0, "rank of the adapters of experts; 0: rank")
+    expert_alpha: float = _key(0.0, "they are scaled by expert_alpha / expert_rank; 0: alpha")
 
     def __post_init__(self) -> None:
         if self.target_modules == (ALL_LINEAR,):  # everything else sees the names of the layers
             object.__setattr__(self, "target_modules", families.LINEARS)
+
+    @property
+    def of_experts(self) -> "LoRAConfig":
+        """The same with the experts' rank and alpha."""
+        return replace(self, rank=self.expert_rank or self.rank, alpha=self.expert_alpha or self.alpha)
+
+    def shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every matrix of a model's adapters."""
+        return adapter_shapes(spec, self.rank, self.target_modules, self.of_experts.rank)
 
 
 @dataclass(frozen=True)
@@ -518,4 +531,7 @@ def lora_identity(lora: LoRAConfig, modules: Collection[str]) -> dict[str, Any]:
         modules: linear layers that the model has; other targets name none.
     """
     targets = [name for name in families.ADAPTED if name in lora.target_modules and name in modules]
-    return {"rank": lora.rank, "alpha": lora.alpha, "target_modules": targets, "dropout": lora.dropout}
+    common = {"rank": lora.rank, "alpha": lora.alpha}
+    own = {f"expert_{key}": getattr(lora.of_experts, key) for key in common}
+    has_own = EXPERTS in targets and lora.of_experts != lora  # else as earlier versions wrote it
+    return {**common, "target_modules": targets, "dropout": lora.dropout, **(own if has_own else {})}

@@ -27,6 +27,8 @@ _SAMPLE = 4096  # bytes per tensor that enter the fingerprint of the base weight
 class LoRALinear(Linear):
     """A frozen linear layer with an adapter."""
 
+    part = 0, 1  # its part of the inputs, of how many: tensor parallel splits those of some layers
+
     def __init__(self, base: Linear, config: LoRAConfig) -> None:
         super().__init__(base.in_features, base.out_features)
         self.weight = base.weight  # W stays this module's own `weight`, so its HF name does not change
@@ -35,8 +37,7 @@ class LoRALinear(Linear):
         self.scale, self.dropout = config.alpha / config.rank, config.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = F.dropout(x, self.dropout, self.training) if self.dropout else x
-        return super().forward(x) + self.scale * self.lora_B(self.lora_A(kept))
+        return super().forward(x) + self.scale * self.lora_B(self.lora_A(_dropped(x, self)))
 
 
 class NF4LoRALinear(LoRALinear, NF4Linear):
@@ -48,21 +49,36 @@ class LoRAExpertLinear(ExpertLinear):
     (experts x rank, outputs).
     """
 
+    part = 0, 1
+
     def __init__(self, base: ExpertLinear, config: LoRAConfig) -> None:
         super().__init__(*base.sizes)
+        config = config.of_experts
         self.weight = base.weight
         sizes = base.in_features, base.out_features // base.experts
         inputs, outputs = sizes[::-1] if base.is_transposed else sizes
         self.lora_A = ExpertLinear(inputs, base.experts * config.rank, base.experts, False)
         self.lora_B = ExpertLinear(outputs, base.experts * config.rank, base.experts, True)
         self.scale = config.alpha / config.rank
+        self.dropout = config.dropout
 
     def forward(self, x: Tensor, routes: Routes) -> Tensor:  # type: ignore[override]
-        return super().forward(x, routes) + self.scale * self.lora_B(self.lora_A(x, routes), routes)
+        return super().forward(x, routes) + self.scale * self.lora_B(self.lora_A(_dropped(x, self), routes), routes)
 
 
 class NF4LoRAExpertLinear(LoRAExpertLinear, NF4ExpertLinear):  # type: ignore[misc]  # as NF4ExpertLinear
     """The same with experts in 4 bits."""
+
+
+def _dropped(x: Tensor, layer: LoRALinear | LoRAExpertLinear) -> Tensor:
+    """An adapter's input after dropout. A rank with some of the columns draws for all: it drops what one rank would."""
+    if not (layer.dropout and layer.training):
+        return x
+    number, parts = layer.part
+    if parts == 1:
+        return F.dropout(x, layer.dropout)
+    factors = F.dropout(x.new_ones(*x.shape[:-1], parts * x.shape[-1]), layer.dropout)
+    return x * factors.chunk(parts, dim=-1)[number].contiguous()
 
 
 _WITH_ADAPTER: dict[tuple[type[Linear], bool], Callable[[Any, LoRAConfig], Linear]] = {  # (layer, is it in 4 bits)

@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from titan_mi100.attention.base import Shape
 from titan_mi100.attention.choice import Choice, choose
@@ -17,6 +18,8 @@ from titan_mi100.optim.state import NamedState
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import World, from_rank_zero, raise_together
+from titan_mi100.planning.memory import layers_per_stage
+from titan_mi100.planning.plan import with_settings
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.text.assets import ending_turns, run_assets
 
@@ -42,6 +45,18 @@ def choose_backend(
     if before and before.arch == choice.arch and "head" in chosen:
         return choice, HeadMemory(**chosen["head"])
     return choice, from_rank_zero(partial(HeadMemory.of, world.device))
+
+
+def keep_stages(config: Config, world: World, spec: ModelSpec, data: Prepared, manifest: dict[str, Any]) -> Config:
+    """A resumed run's config with the stages that it has had, if it has as many: they order sums and seed dropout."""
+    layout, saved = config.layout(world.size), manifest.get("chosen", {}).get("stages")
+    if not layout.is_pipeline or manifest["layout"].get("pp") != layout.pp:
+        return config
+    share = data.train_counts.supervised_share(config.training.seq_len)
+    by_cost = layers_per_stage(config, spec, world.size, share)  # the only cut of earlier versions, which kept no note
+    if config.parallelism.pipeline_parallel_layers_per_stage or len(saved or by_cost) != len(by_cost):
+        return config
+    return with_settings(config, {"parallelism": {"pipeline_parallel_layers_per_stage": tuple(saved or by_cost)}})
 
 
 def open_checkpointer(

@@ -32,7 +32,7 @@ from titan_mi100.objectives.choose import choose
 from titan_mi100.open_run.answers import Pass, Reference, columns_of, with_columns
 from titan_mi100.open_run.data import accept_ledger, find_start, keep_global_batch, load_data, log_if_done, log_layout
 from titan_mi100.open_run.fingerprints import about_run
-from titan_mi100.open_run.model import choose_backend, open_checkpointer
+from titan_mi100.open_run.model import choose_backend, keep_stages, open_checkpointer
 from titan_mi100.open_run.record import log_machine, open_record
 from titan_mi100.open_run.rows import fit_progress, last_step, open_rows
 from titan_mi100.open_run.run import Run, StepObserver
@@ -42,6 +42,8 @@ from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.build import build_model
 from titan_mi100.parallel.distributed import World, from_rank_zero, raise_together, same_on_all_ranks
+from titan_mi100.planning.memory import layers_per_stage
+from titan_mi100.planning.plan import with_settings
 from titan_mi100.run.answers import AnswerWatch
 from titan_mi100.run.expert_load import ExpertLoad
 from titan_mi100.run.faults import FaultWatch
@@ -102,7 +104,7 @@ def open_run(
     config, spec, data, found, progress, layout, batch, _ = start
     forecast = Forecast(config, world, spec, folder)
     rows, about, steps = _rows(start)
-    mesh, model, optimizer = _model(start, world, about, objective or choose(config.objective))
+    mesh, model, optimizer = _model(start, world, about, objective or choose(config.objective), forecast.plan.card)
     loaded = found.path if found else None
     dp_rank = distributed.data_parallel_rank(mesh)
     if config.objective.has_reference and objective is None:
@@ -189,6 +191,7 @@ def _start(
         check_is_run_checkpoint(found)
         config = keep_global_batch(config, world, found.manifest)
         progress = Progress.of_trainer_state(found.trainer_state, found.path / TRAINER)
+        config = keep_stages(config, world, spec, data, found.manifest)
     layout, batch = config.layout(world.size), config.batch(world.size)
     log_layout(layout, batch, config.training, config.memory.offload)
     return _Start(config, spec, data, found, progress, layout, batch, columns)
@@ -207,7 +210,7 @@ def _rows(start: _Start) -> tuple[ShuffledEpochs | Mixture, dict[str, Any], int]
 
 
 def _model(
-    start: _Start, world: World, about: dict[str, Any], objective: Objective
+    start: _Start, world: World, about: dict[str, Any], objective: Objective, card: int
 ) -> tuple[DeviceMesh, ParallelModel, NamedState]:
     """The model in its layout, not filled, and the optimizer. A collective. Args: about: gets what was chosen."""
     config, spec, data, found, _, layout, batch, _ = start
@@ -216,6 +219,10 @@ def _model(
     mesh = distributed.build_mesh(layout, world.device)
     supervised_share, seed = data.train_counts.supervised_share(config.training.seq_len), config.training.seed
     wanted = attention.make(), supervised_share, head
+    if layout.is_pipeline:  # rank 0 chooses for all: the memory of cards may differ a little
+        layers = from_rank_zero(partial(layers_per_stage, config, spec, world.size, supervised_share, card))
+        about["chosen"]["stages"] = list(layers)
+        config = with_settings(config, {"parallelism": {"pipeline_parallel_layers_per_stage": tuple(layers)}})
     model = build_model(config, spec, layout, batch, mesh, world.device, *wanted, objective=objective)
     trained = model.trained_parameters()
     optimizer = build_optimizer(trained, config.optimizer, seed, model.weights_device, model.host_gradients)

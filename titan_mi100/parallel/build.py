@@ -1,6 +1,7 @@
 """Builds the model of a run in its layout: which wrappers, in which order, and why."""
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -43,6 +44,7 @@ def build_model(
     make: Callable[[Callable[[], CausalLM]], CausalLM] | None = None,
     is_gpu: bool | None = None,
     objective: Objective = SFT,
+    card: int = 0,
 ) -> ParallelModel:
     """Build the model in its layout, on this rank's device. The weights are not initialised.
 
@@ -55,6 +57,7 @@ def build_model(
             call it, then `to_empty`. The memory counter passes its own.
         is_gpu: work as on a GPU; None: if the device is one.
         objective: what is learned.
+        card: bytes of a card's memory, see layers_per_stage; the same on all ranks.
     """
     is_gpu = device.type != "cpu" if is_gpu is None else is_gpu
     head_memory = head_memory or HeadMemory.of(device)
@@ -82,7 +85,7 @@ def build_model(
 
     model: ParallelModel
     if layout.pp > 1:
-        layers = layers_per_stage(config, spec, layout.pp, supervised_share)
+        layers = layers_per_stage(config, spec, math.prod(layout.shape()), supervised_share, card)
         schedule, microbatches = config.parallelism.pipeline_parallel_schedule, batch.gradient_accumulation_steps
         log.info(f"pipeline: {schedule}, {microbatches} microbatches, layers per stage {', '.join(map(str, layers))}")
         boundary = (batch.local_batch_size, config.training.seq_len // layout.tp, spec.hidden_size)

@@ -52,6 +52,7 @@ def apply_tensor_parallel(model: CausalLM, mesh: DeviceMesh) -> None:
                 by_output = dim == 0 or parameter.is_transposed
                 _distribute(module.lora_A, mesh, Replicate() if by_output else Shard(1))
                 _distribute(module.lora_B, mesh, split if by_output else Replicate())
+                module.part = (0, 1) if by_output else (mesh.get_local_rank(), mesh.size())
         for names, hook in ((layer.gathers, gather), (layer.scatters, scatter)):
             for name in names:
                 layer.get_submodule(name).register_forward_hook(hook)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 from titan_mi100.config.settings import LoRAConfig
-from titan_mi100.shapes.base import ModelSpec, adapter_shapes
+from titan_mi100.shapes.base import ModelSpec
 
 _FLOP_PER_BYTE = 40  # bf16 FLOPs that a GPU computes in the time of moving one byte, roughly
 _BYTES_PER_LOGIT = 60  # moved by the head's loss, forward and backward, besides its matrix products: see loss.py
@@ -63,7 +63,7 @@ def train_flops(
 
 def flops_of_steps(spec: ModelSpec, lora: LoRAConfig) -> Callable[[int, int, int], int]:
     """A function (tokens, supervised tokens, attention pairs) -> train_flops of this model and LoRA config."""
-    adapters = adapter_shapes(spec, lora.rank, lora.target_modules)  # without LoRA of no elements
+    adapters = lora.shapes(spec)  # without LoRA of no elements
     return partial(train_flops, spec, adapter_values=sum(map(math.prod, adapters.values())))
 
 

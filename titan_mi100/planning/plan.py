@@ -11,17 +11,12 @@ from titan_mi100.config.layout import Batch, Layout
 from titan_mi100.config.settings import Config
 from titan_mi100.planning.cards import Gpu
 from titan_mi100.planning.costs import flops_of_steps, recomputed_flops
-from titan_mi100.planning.memory import Memory, estimate
+from titan_mi100.planning.memory import ABOVE, BELOW, Memory, estimate, with_unseen
 from titan_mi100.planning.scaling import bubble_share, exposed_seconds
 from titan_mi100.planning.traffic import REACHED, reached
-from titan_mi100.shapes.base import ModelSpec, adapter_shapes, parameter_shapes
+from titan_mi100.shapes.base import ModelSpec, parameter_shapes
 
 GIB = 1 << 30
-# Largest relative error of the plan against the counter, above and below, over the configs of tests/test_memory.py.
-ABOVE, BELOW = 0.10, 0.03
-# Memory that the counter does not see: the driver's context, buffers of the communication library, fragmentation.
-# Assumed, not measured on any card.
-_CONTEXT, _LOST = 0.75 * GIB, 0.02
 EFFICIENCY = 0.35  # share of the peak rate that a step reaches while it computes: assumed, not measured
 # Seconds per weight of an update on the CPU, measured on 2 cores: False: torch's AdamW, True: ours.
 _HOST_UPDATE = {False: 0.6e-9, True: 8.5e-9}
@@ -85,11 +80,6 @@ class Plan:
         return self.most <= self.card
 
 
-def with_unseen(peak: float) -> float:
-    """Bytes that a card needs for a counted peak: with the memory that the counter does not see."""
-    return peak * (1 + _LOST) + _CONTEXT
-
-
 def make_plan(config: Config, ranks: int, card: int, gpu: Gpu | None = None, spec: ModelSpec | None = None) -> Plan:
     """Plan a run on `ranks` cards. Args: card: bytes of a card's memory. gpu: its speed; None: not known."""
     spec = spec or config.spec()
@@ -111,8 +101,7 @@ def make_plan(config: Config, ranks: int, card: int, gpu: Gpu | None = None, spe
         hiding = computing * (1 if config.memory.offload == "weights" else 1 - flops / done / 3)  # backward
         hidden_from = training.local_batch_size * training.seq_len * with_host / hiding
         if config.memory.offload == "weights":
-            adapters = adapter_shapes(spec, config.lora.rank, config.lora.target_modules)
-            trained = adapters if config.lora.rank else parameter_shapes(spec)
+            trained = config.lora.shapes(spec) if config.lora.rank else parameter_shapes(spec)
             update = sum(map(math.prod, trained.values())) / layout.dp_shard * _HOST_UPDATE[config.optimizer.is_lean]
         computing = max(computing, computing - hiding + with_host)
         spread = sent["data parallel"] - sent_at_once

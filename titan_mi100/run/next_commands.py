@@ -107,7 +107,8 @@ def _serve(lora: LoRAConfig, base: str, export: str) -> str:
     """vLLM's command. An adapter's folder is the tokenizer, too: so stop token and prompts are its own."""
     if not lora.rank:
         return shlex.join(["vllm", "serve", export])
-    rank = next(allowed for allowed in _VLLM_RANKS if allowed >= lora.rank or allowed == _VLLM_RANKS[-1])
+    least = max(lora.rank, lora.expert_rank)
+    rank = next(allowed for allowed in _VLLM_RANKS if allowed >= least or allowed == _VLLM_RANKS[-1])
     adapter = ("--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", f"tuned={export}")
     return shlex.join(["vllm", "serve", shown_path(base), "--tokenizer", export, *adapter])
 

@@ -111,6 +111,7 @@ class LayerShape(NamedTuple):
         kept: activation_checkpoint.mode -> what a layer keeps from forward to backward.
         inside: the same for what its backward needs besides.
         for_norms: of what it keeps with "none", what the gradients of the norms' weights alone need.
+        slots: experts that a token goes to.
     """
 
     kind: str
@@ -122,6 +123,7 @@ class LayerShape(NamedTuple):
     kept: Mapping[str, Values]
     inside: Mapping[str, Values]
     for_norms: Values = Values(0)
+    slots: int = 0
 
     @property
     def size(self) -> int:
@@ -276,8 +278,14 @@ def parameter_count(spec: ModelSpec) -> int:
     return sum(parameter.size for parameter in spec.parameters.values())
 
 
-def adapter_shapes(spec: ModelSpec, rank: int, targets: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every LoRA matrix beside the linear layers of these names (of LayerShape.adapted)."""
+def adapter_shapes(
+    spec: ModelSpec, rank: int, targets: Collection[str], expert_rank: int = 0
+) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every LoRA matrix beside the linear layers of these names (of LayerShape.adapted).
+
+    Args:
+        expert_rank: of the experts' adapters; 0: the same rank.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, parameter in spec.parameters.items():
         module = name.removesuffix(".weight")
@@ -286,7 +294,7 @@ def adapter_shapes(spec: ModelSpec, rank: int, targets: Collection[str]) -> dict
             outputs, inputs = sizes[::-1] if parameter.is_transposed else sizes
             for matrix, size in (("A", inputs), ("B", outputs)) if EXPERTS in targets else ():
                 if not (matrix == "A" and module.endswith(".up_proj")):
-                    shapes[f"{module}.lora_{matrix}.weight"] = (parameter.experts * rank, size)
+                    shapes[f"{module}.lora_{matrix}.weight"] = (parameter.experts * (expert_rank or rank), size)
         elif parameter.role == "matrix" and (last := module.rsplit(".", 1)[-1]) in targets:
             if last not in spec.layers[int(module.split(".")[2])].adapted:
                 continue

@@ -67,6 +67,7 @@ def with_experts(
         adapted=(*(name for name in layer.adapted if name not in _MLP), EXPERTS),
         products=layer.products + hidden * (3 * slots * inner + experts + is_shared - 3 * gone),
         last_product=hidden * (slots * inner + is_shared * mlp),
+        slots=slots,
         kept={**layer.kept, "none": layer.kept["none"] + kept},
         inside={mode: v + moving + (Values(0) if mode == "none" else kept) for mode, v in layer.inside.items()},
     )

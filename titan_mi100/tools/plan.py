@@ -21,8 +21,8 @@ from titan_mi100.files.durable import replace
 from titan_mi100.log import setup_logging
 from titan_mi100.planning.cards import Gpu
 from titan_mi100.planning.device import NAMES, find_card, positive, positive_float, size_gib
-from titan_mi100.planning.memory import CATEGORIES
-from titan_mi100.planning.plan import ABOVE, BELOW, EFFICIENCY, GIB, Plan, make_plan, remedy, search
+from titan_mi100.planning.memory import ABOVE, BELOW, CATEGORIES
+from titan_mi100.planning.plan import EFFICIENCY, GIB, Plan, make_plan, remedy, search
 from titan_mi100.tools import rehearse
 from titan_mi100.wording import bytes_in_words, duration_in_words, plural
 

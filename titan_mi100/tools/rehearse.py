@@ -20,8 +20,8 @@ from titan_mi100.errors import UserError
 from titan_mi100.log import log, setup_logging
 from titan_mi100.planning.cards import Gpu
 from titan_mi100.planning.device import NAMES, find_card, positive, size_gib
-from titan_mi100.planning.memory import CATEGORIES
-from titan_mi100.planning.plan import GIB, make_plan, remedy, with_unseen
+from titan_mi100.planning.memory import CATEGORIES, with_unseen
+from titan_mi100.planning.plan import GIB, make_plan, remedy
 from titan_mi100.planning.scaling import EFFICIENCY, StepTime, step_of
 from titan_mi100.planning.traffic import by_axis
 from titan_mi100.wording import bytes_in_words, plural

@@ -12,7 +12,7 @@ from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.errors import UserError
 from titan_mi100.log import log
 from titan_mi100.model.lora import base_fingerprint
-from titan_mi100.shapes.base import EXPERTS, ModelSpec, adapter_shapes, parameter_shapes
+from titan_mi100.shapes.base import EXPERTS, ModelSpec, parameter_shapes
 from titan_mi100.text.assets import (
     PROMPTS,
     Assets,
@@ -43,8 +43,8 @@ def merged_source(base: ModelSource, adapter: str | Path) -> ModelSource:
     if base.lora is not None:
         raise UserError(f"{base.path}: is an adapter; name its base model here, and this folder as the adapter")
     lora, matrices = _open_adapter(Path(adapter), base, base.spec)
-    matrices.check(adapter_shapes(base.spec, lora.rank, lora.target_modules))
-    weights = MergedWeights(base.weights, matrices, lora.alpha / max(lora.rank, 1))
+    matrices.check(lora.shapes(base.spec))
+    weights = MergedWeights(base.weights, matrices, lora)
     return replace(base, weights=weights, assets=_assets_as_trained(base, Path(adapter)))
 
 
@@ -85,11 +85,11 @@ def _open_adapter(path: Path, base: ModelSource, spec: ModelSpec) -> tuple[LoRAC
 
 
 class MergedWeights(Weights):
-    """W + scale * B A in fp32, for matrices that have an adapter; the base's own tensor otherwise."""
+    """W + (alpha / rank) B A in fp32, for matrices that have an adapter; the base's own tensor otherwise."""
 
-    def __init__(self, base: Weights, adapter: Weights, scale: float) -> None:
+    def __init__(self, base: Weights, adapter: Weights, lora: LoRAConfig) -> None:
         self.source, self.kinds = base.source, base.kinds
-        self._base, self._adapter, self._scale = base, adapter, scale
+        self._base, self._adapter, self._lora = base, adapter, lora
 
     def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         # Only the requested part is merged, so a rank that reads its shard never holds a whole matrix of the base.
@@ -97,12 +97,14 @@ class MergedWeights(Weights):
         a, b = (f"{name.removesuffix('weight')}lora_{matrix}.weight" for matrix in "AB")
         if b not in self._adapter.kinds:
             return part
-        rows, columns = box(offset, size)
-        if f".{EXPERTS}." in name:
-            return part.float() + self._scale * self._of_experts(a, b, shape, rows, columns)
+        (rows, columns), is_expert = box(offset, size), f".{EXPERTS}." in name
+        lora = self._lora.of_experts if is_expert else self._lora
+        scale = lora.alpha / max(lora.rank, 1)
+        if is_expert:
+            return part.float() + scale * self._of_experts(a, b, shape, rows, columns)
         # Only the part's rows of B (out, rank) and columns of A (rank, in) are multiplied.
         product = self._adapter.tensor(b)[rows].float() @ self._adapter.tensor(a)[:, columns].float()
-        return part.float() + self._scale * product
+        return part.float() + scale * product
 
     def _of_experts(self, a: str, b: str, shape: torch.Size, rows: slice, columns: slice) -> Tensor:
         """B A of the experts in these rows, as the base has it: of gate and up transposed."""

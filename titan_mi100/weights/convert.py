@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +28,7 @@ from titan_mi100.files.durable import atomic_output_folder, sync
 from titan_mi100.files.library import try_library
 from titan_mi100.log import ByteProgress, log
 from titan_mi100.parallel.distributed import raise_together, wait_for_all
-from titan_mi100.shapes.base import ModelSpec, modules_of, parameter_count
+from titan_mi100.shapes.base import EXPERTS, ModelSpec, modules_of, parameter_count
 from titan_mi100.shapes.families import to_hf_config
 from titan_mi100.text import assets as asset_files
 from titan_mi100.text.assets import CONFIG, GENERATION, Assets, config_dtype, export_assets, naming_dtype, read_assets
@@ -180,6 +181,7 @@ def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, ve
             log.info(f"{output}: its names are those of {kind}: load the base with that class, then the adapter")
         again, written = peft_io.read_adapter(aside)
         modules = modules_of(kinds)
+        lora = replace(lora, dropout=again.dropout) if EXPERTS in modules else lora
         if verify != "off" and lora_identity(again, modules) != lora_identity(lora, modules):
             raise SaveError("the adapter's settings differ from those that were written")
         _compare(written, digests, verify)

@@ -19,7 +19,7 @@ from titan_mi100.optim.state import NamedState
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import raise_together
-from titan_mi100.shapes.base import EXPERTS, ModelSpec, adapter_shapes, parameter_count, parameter_shapes, stored_shapes
+from titan_mi100.shapes.base import EXPERTS, ModelSpec, parameter_count, parameter_shapes, stored_shapes
 from titan_mi100.weights.base import Weights
 from titan_mi100.weights.peft import open_adapter
 from titan_mi100.weights.pieces import joined, read_pieces
@@ -106,7 +106,7 @@ def _load_adapter(
     model: ParallelModel, optimizer: NamedState, lora: LoRAConfig, seed: int, spec: ModelSpec, checkpoint: Path | None
 ) -> None:
     """As load_weights, for LoRA's matrices. If the run resumes, its checkpoint fills them."""
-    shapes = adapter_shapes(spec, lora.rank, lora.target_modules)
+    shapes, own = lora.shapes(spec), lora.of_experts
     origin = f"resumed from {checkpoint}"
     if checkpoint is None:
         read: Read = partial(lora_values, seed)
@@ -119,6 +119,8 @@ def _load_adapter(
     trained, modules = sum(map(math.prod, shapes.values())), (n[: -len(".lora_B.weight")] for n in shapes if "_B." in n)
     kinds = Counter(m.rpartition("mlp." if f".{EXPERTS}." in m else ".")[2] for m in modules)
     everything, words = parameter_count(spec) + trained, ", ".join(f"{n} {kind}" for kind, n in kinds.items())
+    if own != lora and EXPERTS in lora.target_modules:
+        words += f", of experts with rank {own.rank} and alpha {own.alpha:g}"
     log.info(
         f"LoRA: {trained:,} of {everything:,} parameters are trained ({trained / everything:.2%}), with rank "
         f"{lora.rank} and alpha {lora.alpha:g} on {words}; {origin}"

@@ -52,10 +52,13 @@ def write_adapter(folder: str | Path, tensors: Mapping[str, Tensor], lora: LoRAC
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    stored = as_peft_has_experts(tensors, lora.rank)
+    stored = as_peft_has_experts(tensors, lora.of_experts.rank)
     contiguous = {_PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in stored.items()}
     save_file(contiguous, folder / WEIGHTS, metadata={"format": "pt"})
     named = modules_of(tensors)
+    identity = lora_identity(lora, named)
+    # peft's names for ranks and alphas of single modules
+    patterns = {"rank_pattern": "expert_rank", "alpha_pattern": "expert_alpha"}
     hub_name, commit = cached_model(base_model_name) if base_model_name else ("", "")
     config = {
         "peft_type": "LORA",
@@ -66,9 +69,10 @@ def write_adapter(folder: str | Path, tensors: Mapping[str, Tensor], lora: LoRAC
         "r": lora.rank,
         # a whole number as an int, as peft itself writes it
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
-        "lora_dropout": lora.dropout,
-        "target_modules": [name for name in lora_identity(lora, named)["target_modules"] if name != EXPERTS],
+        "lora_dropout": 0.0 if EXPERTS in named else lora.dropout,  # peft loads experts without only
+        "target_modules": [name for name in identity["target_modules"] if name != EXPERTS],
         **({"target_parameters": [*TARGET_PARAMETERS]} if EXPERTS in named else {}),
+        **{key: dict.fromkeys(TARGET_PARAMETERS, identity[own]) for key, own in patterns.items() if own in identity},
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
@@ -121,10 +125,12 @@ def read_adapter(folder: str | Path) -> tuple[LoRAConfig, Weights]:
         alpha=float(raw["lora_alpha"]),
         dropout=float(raw["lora_dropout"]),
         target_modules=tuple(name for name in ADAPTED if name in named),
+        expert_rank=raw.get("rank_pattern") or 0,
+        expert_alpha=float(raw.get("alpha_pattern") or 0),
     )
     names = {own_name(name.removeprefix(_PREFIX)): name for name in stored.kinds}
     weights: Weights = StoredWeights(path, stored, names)
-    return lora, AdapterOfExperts(weights, lora.rank) if EXPERTS in named else weights
+    return lora, AdapterOfExperts(weights, lora.of_experts.rank) if EXPERTS in named else weights
 
 
 def open_adapter(lora: LoRAConfig, shapes: Mapping[str, tuple[int, ...]]) -> Weights:
@@ -140,6 +146,8 @@ def open_adapter(lora: LoRAConfig, shapes: Mapping[str, tuple[int, ...]]) -> Wei
     found, weights = read_adapter(folder)
     modules = modules_of(shapes)
     ours, theirs = lora_identity(lora, modules), lora_identity(found, {*ADAPTED})
+    for one, other in ((ours, theirs), (theirs, ours)):  # ranks of experts are there if they differ
+        one |= {key: one[key.removeprefix("expert_")] for key in other if key not in one}
     if differing := [
         f"{key} = {theirs[key]}, not {ours[key]}" for key in ours if key != "dropout" and ours[key] != theirs[key]
     ]:
@@ -169,7 +177,15 @@ def _read_config(path: Path) -> dict[str, Any]:
         problems.append(f"base_model_name_or_path = {shortened(repr(base))} is neither a name nor a path")
     targets = raw.get("target_parameters")
     is_known = isinstance(targets, list) and sorted(map(str, targets)) == sorted(TARGET_PARAMETERS)
-    for key in sorted(raw.keys() - _HARMLESS - ({"target_parameters"} if is_known else set())):
+    harmless = _HARMLESS | ({"target_parameters"} if is_known else set())
+    limits = {"rank_pattern": ((int,), 1 << 20), "alpha_pattern": ((int, float), 1e9)}
+    for key, (types, most) in limits.items():  # ours have one value for all experts
+        if is_known and isinstance(raw.get(key), dict) and sorted(raw[key]) == sorted(TARGET_PARAMETERS):
+            value, other = raw[key].values()
+            if type(value) in types and 0 < value <= most and value == other:
+                raw[key] = value
+                harmless.add(key)
+    for key in sorted(raw.keys() - harmless):
         if raw[key] and raw[key] != "none":
             remedy = "merge the adapter into its base, or train without it"
             problems.append(f"{shortened(key)} = {shortened(repr(raw[key]))} is not supported; {remedy}")

@@ -14,7 +14,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.model import DCP, TORCH, weights_format
 from titan_mi100.files.patterns import nearby
 from titan_mi100.log import log
-from titan_mi100.shapes.base import ModelSpec, adapter_shapes, differences, stored_shapes
+from titan_mi100.shapes.base import ModelSpec, differences, stored_shapes
 from titan_mi100.shapes.families import of_fingerprint, read_hf_config
 from titan_mi100.text import assets as asset_files
 from titan_mi100.text.assets import Assets
@@ -131,12 +131,13 @@ def open_source(path: str | Path, assets_folder: str | Path = "") -> ModelSource
     adapter, lora = manifest.get("lora"), None
     if adapter:
         targets = tuple(adapter["target_modules"])
-        lora = LoRAConfig(adapter["rank"], adapter["alpha"], adapter["dropout"], targets)
+        own = {key: adapter[key] for key in ("expert_rank", "expert_alpha") if key in adapter}
+        lora = LoRAConfig(adapter["rank"], adapter["alpha"], adapter["dropout"], targets, **own)
     if spec is not None:
         spec = spec.as_stored(weights.kinds, trained or {})
         weights = joined(weights, spec)
         every = stored_shapes(spec, weights.kinds)
-        shapes = adapter_shapes(spec, lora.rank, lora.target_modules) if lora else every
+        shapes = lora.shapes(spec) if lora else every
         weights.check(shapes)
         weights.kinds = {name: weights.kinds[name] for name in shapes}  # drops a tied head and old buffers
     # Files beside a single file of torch.save belong to the model only if one of them is a config.json.

@@ -321,7 +321,7 @@ def as_rank(
         mesh = build_mesh(layout, CPU)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             attention = backend or FusedKernel()
-            how = 1.0, head, make, is_gpu, choose(config.objective)
+            how = 1.0, head, make, is_gpu, choose(config.objective), device_memory
             model = build_model(config, spec, layout, batch, mesh, CPU, attention, *how)
             if isinstance(model, ReplicatedModel):
                 no_others.patch_ddp(model.ddp)
