@@ -133,11 +133,12 @@ def test_a_batch_script_reads_code_and_move_of_its_own_start_only(tmp_path: Path
         command = [sys.executable, "-S", "-m", "titan_mi100.watch.outcome", str(tmp_path), *options]
         return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout
 
-    assert ask("--start", "7.0.1") == "1 retry the run has left no message\n"
+    nothing = f"the run has left no run_state.json in {tmp_path}\n"
+    assert ask("--start", "7.0.1") == f"1 retry {nothing}"
     state = {"state": "preempted", "exit_code": 3, "message": "stopped\nafter 5", "step": 5, "start": "7.0.1"}
     (tmp_path / "run_state.json").write_text(json.dumps(state))
     assert ask("--start", "7.0.1") == ask() == "3 requeue stopped after 5\n"
-    assert ask("--start", "7.0.2", "--srun", "2") == "2 end the run has left no message\n"  # the settings are wrong
+    assert ask("--start", "7.0.2", "--srun", "2") == f"2 end {nothing}"  # the settings are wrong
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"exit_code": null, "state": ""}', '{"exit_code": 3}'])

@@ -88,7 +88,7 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
         yield Problem("lr_scheduler.decay_ratio", '= 0 leaves no decay; use decay_type = "constant"')
     # a folder `wandb`, which wandb writes to, looks like a package: an installed one has an origin
     if with_files and config.metrics.enable_wandb and not getattr(find_spec("wandb"), "origin", None):
-        yield Problem("metrics.enable_wandb", "= true: wandb is not installed; pip install wandb")
+        yield Problem("metrics.enable_wandb", "= true: wandb is not installed; pip install wandb, or set it to false")
     yield from (*_check_data(data), *_check_lora(config.lora), *_check_effects(config), *_check_offload(config))
     yield from _check_objective(config)
     yield from _check_profiling(config.profiling, world_size)

@@ -152,7 +152,7 @@ def _search(options: argparse.Namespace, config: Config, card: int, gpu: Gpu) ->
         raise UserError(f"no layout fits {card / GIB:.1f} GiB{least}; train adapters only (--lora.rank 16)")
     if options.write:
         first = fitting[0]
-        heading = f"# For {first.ranks} card(s) of {first.card / GIB:.1f} GiB, by titan-mi100 plan --search\n\n"
+        heading = f"# For {plural(first.ranks, 'card')} of {first.card / GIB:.1f} GiB, by titan-mi100 plan --search\n\n"
         replace(Path(options.write), heading + to_toml(first.config))
         print(f"\n{options.write}: written, with the fastest layout", file=sys.stderr)
     return 0
