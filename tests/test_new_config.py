@@ -70,7 +70,9 @@ def test_options_alone_write_a_config_that_fits_and_name_the_next_commands(run: 
     assert config.data.path == (str(tmp_path / "train.jsonl"),) and not config.lora.rank
     assert "chosen for them: " in out and config.data.validation_fraction == 0.1
     plan = make_plan(config, 2, 32 * GIB)
-    assert plan.fits and f"{plan.most / GIB:.1f} of 32 GiB" in out
+    assert plan.fits and f"{plan.most / GIB:.1f} of 32 GiB" in out and "no GPU is here" not in out
+    if not new.count_gpus():
+        assert "for 2 processes on the CPU" in run(*given[:4], "--output", "cpu.toml")[1]
     before = Path("mine.toml").read_bytes()
     code, _, err = run(*given, "--output", "mine.toml")
     assert (

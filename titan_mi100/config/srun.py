@@ -4,7 +4,6 @@ import re
 from collections.abc import Mapping
 
 from titan_mi100.errors import UserError
-from titan_mi100.wording import plural
 
 RUN_FOLDER = "TITAN_RUN_FOLDER"  # environment variable: the run folder that the launcher has made
 ASKS_LIMIT = "TITAN_ASKS_LIMIT"  # environment variable: the launcher asks for a time limit before the run folder
@@ -87,9 +86,8 @@ def device_index(environ: Mapping[str, str], usable: int) -> int:
     if usable == 1 and "SLURM_STEP_ID" in environ:
         return 0
     raise UserError(
-        f"{processes} processes for {plural(usable, 'GPU')}; start with --nproc_per_node {usable}, or under srun give "
-        "each task a GPU of its own (--gpus-per-task=1), or let it see all of its node (--gpus-per-node, "
-        "--gpu-bind=none)"
+        f"{processes} processes, usable GPUs: {usable}; start with --nproc_per_node {usable}, or under srun give each "
+        "task a GPU of its own (--gpus-per-task=1), or let it see all of its node (--gpus-per-node, --gpu-bind=none)"
     )
 
 

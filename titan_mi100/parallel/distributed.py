@@ -30,7 +30,6 @@ from titan_mi100.errors import SaveError, UserError
 from titan_mi100.model.init import Read
 from titan_mi100.planning.cards import Gpu
 from titan_mi100.planning.hardware import count_gpus, find_gpu
-from titan_mi100.wording import plural
 
 # The names of torch 2.13, which deprecates the older names.
 all_gather_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -74,7 +73,7 @@ def init_distributed() -> World:
     usable = accelerator.count()
     if present and not usable:
         raise UserError(
-            f"this machine has {plural(present, 'GPU')}, but torch {torch.__version__} cannot use them; install "
+            f"this machine has GPUs ({present}), but torch {torch.__version__} cannot use them; install "
             "a torch built for them, check that you may open /dev/kfd or /dev/nvidia0, or hide them with "
             "CUDA_VISIBLE_DEVICES= to run on the CPU"
         )

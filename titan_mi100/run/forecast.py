@@ -20,7 +20,6 @@ from titan_mi100.planning.memory import CATEGORIES
 from titan_mi100.planning.plan import GIB, make_plan, remedy
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.trainer import StepResult, peak_memory_gib
-from titan_mi100.wording import plural
 
 FILE = "plan.json"
 _OWN = 1 << 30  # bytes that this process may hold on the card before the model: its context and libraries
@@ -63,9 +62,8 @@ class Forecast:
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         needed, has = processes * self.plan.host, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if needed > has:
-            takes = f"{needed / GIB:.1f} GiB of the host's memory"
-            what = f"memory.offload takes {takes} for {plural(processes, 'process')}"
-            raise UserError(f"{what}, which has {has / GIB:.1f}; planner --search looks for what takes less")
+            what = f"memory.offload takes {needed / GIB:.1f} GiB of the host's memory for all of its processes"
+            raise UserError(f"{what}, which has {has / GIB:.1f}; titan-mi100 plan --search looks for what takes less")
 
     def _check(self, memory: MemoryConfig) -> None:
         plan, card = self.plan, self._card

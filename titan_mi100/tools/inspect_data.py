@@ -38,8 +38,8 @@ def _show(options: argparse.Namespace, settings: Sequence[str]) -> None:
         report = make_report(load_config(settings, world_size=None), options)
     if options.html:
         write_page(Path(options.html), page(f"{_TITLE}{report['set']}", report, options.table), "--html")
-        for line in (*report.get("read", ()), *(f"WARNING {line}" for line in report.get("warnings", ()))):
-            print(printable(line))
+        first = report.get("sets", [report])[0]  # each set of a mixture has the lines of all
+        print(printable("\n".join([*first["read"], *(f"WARNING {line}" for line in first["warnings"])])))
         print(f"{options.html}: {os.path.getsize(options.html):,} bytes; open it in a browser")
     elif options.json:
         print(json.dumps(report, ensure_ascii=False))

@@ -178,9 +178,8 @@ def _write(given: str | None, answers: Answers, text: str, lines: Sequence[str],
     _check_free(str(output))  # again: the survey took some seconds
     write_page(output, text, "--output")
     print(f"{output}: {answers.method} fine-tuning of {answers.model} on {answers.cards} x {answers.memory:g} GiB")
-    if not count_gpus() and f"{answers.memory:g}GB" == _half_of_host():
-        here = f"{plural(answers.cards, 'process')} on the CPU, with half of its memory each"
-        print(f"no GPU is here, so this is for {here}; for other machines give --cards and --memory")
+    if not count_gpus() and f"{answers.memory:g}GB" == _questions()["memory"].default:
+        print(f"no GPU is here: for {plural(answers.cards, 'process')} on the CPU; for others: --cards and --memory")
     print("\n".join([*lines, "", "next:", *(f"  {line}" for line in [*first, *_next_commands(output, answers)])]))
 
 
@@ -189,14 +188,10 @@ def _check_free(output: str) -> None:
         raise UserError(f"--output {output}: exists already, and is not overwritten; name another file, or delete it")
 
 
-def _half_of_host() -> str:
-    """On a CPU, each of two processes has half of the memory."""
-    return f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / GIB / 2:.0f}GB"
-
-
 def _questions() -> dict[str, Question]:
     gpus = count_gpus()
-    memory = "32GB" if gpus else _half_of_host()
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    memory = "32GB" if gpus else f"{host / 2:.0f}GB"  # on a CPU, each of two processes has half of the memory
     return {
         "model": Question("Folder of the model (config.json, tokenizer, safetensors)", "", _model),
         "data": Question("Training data: files or globs, separated by spaces", "", _data),
@@ -313,9 +308,8 @@ def sized_run(training: TrainingConfig, batch: Batch, found: Survey) -> tuple[Ch
         f"{plural(size.epochs, 'epoch')}: {plural(size.steps, 'step')}, {size.padding:.0%} padding; "
         f"{held_out[share]:,} of the documents for validation (share {share:.0%})",
     ]
-    if found.refused:
-        how = "titan-mi100 inspect names them; correct them, or leave them out with --data.on_bad_row skip"
-        lines.append(f"WARNING refused: {plural(found.refused, 'row')}; {how}")
+    how = "titan-mi100 inspect names them; correct them, or leave them out with --data.on_bad_row skip"
+    lines += [f"WARNING refused: {plural(found.refused, 'row')}; {how}"] * (found.refused > 0)
     if end := found.own_end:
         lines.append(f"a base model: its eos_token ends no turn, {end} does, which such a model has hardly trained")
         lines.append("with few rows or LoRA start from the chat model (docs/HF.md, Base models)")

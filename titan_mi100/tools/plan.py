@@ -135,9 +135,7 @@ def _search(options: argparse.Namespace, config: Config, card: int, gpu: Gpu) ->
     if options.json:
         print(json.dumps([{**_as_json(plan), "ranks": plan.ranks} for plan in fitting[:_SHOWN]]))
     elif fitting:
-        print(
-            f"{len(fitting)} of {len(found)} fit {card / GIB:.1f} GiB; the fastest, at an assumed {EFFICIENCY:.0%}:\n"
-        )
+        print(f"{len(fitting)} of {len(found)} fit {card / GIB:.1f} GiB; the fastest at an assumed {EFFICIENCY:.0%}:\n")
         print(f"{'s/step':>8}{'GiB':>7}  cards, layout, rows x forwards, recomputation, optimizer, reduction")
         for plan in fitting[:_SHOWN]:
             print(f"{plan.seconds:>8.1f}{plan.most / GIB:>7.1f}  {_words(plan)}")

@@ -131,9 +131,6 @@ def _lines(
         f"{'TFLOP in a step':<22}" + "".join(f"{r.work.flops / 1e12:>14,.1f}" for r in found),
     ]
     for rehearsed in found:
-        if not rehearsed.work.traffic:
-            lines += ["", f"rank {rehearsed.rank} sends nothing in a step"]
-            continue
         lines += [
             "",
             f"rank {rehearsed.rank}, in a step:",
