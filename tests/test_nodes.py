@@ -162,7 +162,7 @@ def test_a_task_that_sees_one_gpu_takes_it_and_others_their_own(
     for wrong in ({"usable": 1, "step": {}}, {"usable": processes - 1, "step": {"SLURM_STEP_ID": "0"}}):
         if processes > 2:  # one device that is not bound by srun, or too few for all
             place = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes), **wrong["step"]}
-            with pytest.raises(UserError, match=r"8 processes for \d GPU"):
+            with pytest.raises(UserError, match=r"8 processes, usable GPUs: \d;"):
                 device_index(place, wrong["usable"])
 
 
