@@ -266,7 +266,7 @@ CLUSTER = {  # rows a step
 @pytest.mark.parametrize(
     ("tables", "said"),
     [
-        ([""], "[data] source, table 1: path is not set; name files, globs or a folder of prepare_corpus"),
+        ([""], "[data] source, table 1: path is not set; name files, globs or a folder of titan-mi100 prepare"),
         (['path = "a.jsonl"\nweigth = 1'], "[data] source, table 1: weigth is not a key; did you mean weight?"),
         (['path = "a.jsonl"\nweight = 1', 'path = "b.jsonl"'], "table 2: weight = 0.0: either all sources have one"),
         (['path = "a.jsonl"\nname = "x"', 'path = "b.jsonl"\nname = "x"'], "name = 'x' is another's too"),

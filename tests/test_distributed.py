@@ -70,12 +70,12 @@ def test_a_rank_that_is_killed_ends_the_wait_of_the_others() -> None:
 def test_gpus_that_torch_cannot_use_and_too_many_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "count_gpus", lambda is_rocm: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match=r"this machine has 2 GPU\(s\), but torch .* cannot use them"):
+    with pytest.raises(UserError, match=r"this machine has GPUs \(2\), but torch .* cannot use them"):
         distributed.init_distributed()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(UserError, match=r"4 processes for 2 GPU\(s\); start with --nproc_per_node 2"):
+    with pytest.raises(UserError, match=r"4 processes, usable GPUs: 2; start with --nproc_per_node 2"):
         distributed.init_distributed()
 
 

@@ -330,8 +330,8 @@ def test_rows_to_answer_may_have_what_exports_have(tmp_path: Path, capsys: pytes
     [(where, (messages, tools))] = read_rows(str(data), generate._prompt_of)
     assert (where, messages, tools) == (f"{data}:1", [{"role": "user", "content": "a"}], None)
     assert capsys.readouterr().err.splitlines() == [
-        f"WARNING {what} were accepted, the first at {data}:{line}"
-        for what, line in (("2 lines that end in CRLF", 1), ("1 byte order marks", 1), ("1 blank lines", 2))
+        f"WARNING {what} accepted, the first at {data}:{line}"
+        for what, line in (("2 CRLF line ends", 1), ("1 byte order mark", 1), ("1 blank line", 2))
     ]
 
 

@@ -59,7 +59,9 @@ class Inspect:
         return json.loads(self(*arguments, "--json", **how))
 
     def html(self, *arguments: str, **how: Any) -> str:
-        self(*arguments, "--html", str(self.page), **how)
+        said = self(*arguments, "--html", str(self.page), **how)
+        # the terminal, too, says what was left out
+        assert "\nledger: " in said and said.endswith(" bytes; open it in a browser\n")
         return self.page.read_text(encoding="utf-8")
 
 

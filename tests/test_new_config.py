@@ -70,10 +70,16 @@ def test_options_alone_write_a_config_that_fits_and_name_the_next_commands(run: 
     assert config.data.path == (str(tmp_path / "train.jsonl"),) and not config.lora.rank
     assert "chosen for them: " in out and config.data.validation_fraction == 0.1
     plan = make_plan(config, 2, 32 * GIB)
-    assert plan.fits and f"{plan.most / GIB:.1f} of 32 GiB" in out
+    assert plan.fits and f"{plan.most / GIB:.1f} of 32 GiB" in out and "no GPU is here" not in out
+    if not new.count_gpus():
+        assert "for 2 processes on the CPU" in run(*given[:4], "--output", "cpu.toml")[1]
     before = Path("mine.toml").read_bytes()
     code, _, err = run(*given, "--output", "mine.toml")
-    assert code == 2 and "mine.toml: exists already" in err and Path("mine.toml").read_bytes() == before
+    assert (
+        code == 2
+        and "mine.toml: exists already, and is not overwritten; name another file, or delete it" in err
+        and Path("mine.toml").read_bytes() == before
+    )
     assert run(*given)[0] == 0 and run(*given)[0] == 0
     assert Path("qwen3-0.6b-full.toml").exists() and Path("qwen3-0.6b-full-2.toml").exists()
 
@@ -199,7 +205,10 @@ def test_data_that_cannot_be_counted_leave_the_usual_size(run: Run) -> None:
     assert (code, err) == (0, "") and "WARNING the tokens were not counted, so the size of the run may not" in out
     assert "train.jsonl: rows have the keys a; expected messages" in out and "epochs" not in Path("x.toml").read_text()
     Path("train.jsonl").write_text('{"question": "a", "answer": "b"}\n{"question": 1, "answer": "b"}\n')
-    assert "WARNING refused: 1 row; titan-mi100 inspect names them" in run(*options, "--output", "y.toml")[1]
+    assert (
+        "WARNING refused: 1 row; titan-mi100 inspect names them; correct them, or leave them out with --data"
+        in run(*options, "--output", "y.toml")[1]
+    )
 
 
 @pytest.mark.parametrize(

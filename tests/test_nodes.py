@@ -133,11 +133,12 @@ def test_a_batch_script_reads_code_and_move_of_its_own_start_only(tmp_path: Path
         command = [sys.executable, "-S", "-m", "titan_mi100.watch.outcome", str(tmp_path), *options]
         return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout
 
-    assert ask("--start", "7.0.1") == "1 retry the run has left no message\n"
+    nothing = f"the run has left no run_state.json in {tmp_path}\n"
+    assert ask("--start", "7.0.1") == f"1 retry {nothing}"
     state = {"state": "preempted", "exit_code": 3, "message": "stopped\nafter 5", "step": 5, "start": "7.0.1"}
     (tmp_path / "run_state.json").write_text(json.dumps(state))
     assert ask("--start", "7.0.1") == ask() == "3 requeue stopped after 5\n"
-    assert ask("--start", "7.0.2", "--srun", "2") == "2 end the run has left no message\n"  # the settings are wrong
+    assert ask("--start", "7.0.2", "--srun", "2") == f"2 end {nothing}"  # the settings are wrong
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"exit_code": null, "state": ""}', '{"exit_code": 3}'])
@@ -161,7 +162,7 @@ def test_a_task_that_sees_one_gpu_takes_it_and_others_their_own(
     for wrong in ({"usable": 1, "step": {}}, {"usable": processes - 1, "step": {"SLURM_STEP_ID": "0"}}):
         if processes > 2:  # one device that is not bound by srun, or too few for all
             place = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes), **wrong["step"]}
-            with pytest.raises(UserError, match=r"8 processes for \d GPU"):
+            with pytest.raises(UserError, match=r"8 processes, usable GPUs: \d;"):
                 device_index(place, wrong["usable"])
 
 

@@ -626,6 +626,6 @@ def test_a_run_names_the_command(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         caplog.clear()
         with caplog.at_level("INFO"):
             log_where_everything_is(tmp_path / "a b", config, progress, 5)
-        said.append("done: learned 0 rows in 5 steps")
+        said.append("done: learned 0 packed rows in 5 steps")
         assert [part for part in said if part not in caplog.text] == []
         assert any(line.endswith(f"titan-mi100 report '{tmp_path}/a b'") for line in caplog.messages)

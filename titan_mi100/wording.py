@@ -43,8 +43,8 @@ def as_key(name: str) -> str:
 
 
 def plural(number: int, what: str) -> str:
-    """A number with its noun: "1 row", "2,000 rows"."""
-    return f"{number:,} {what}{'s' * (number != 1)}"
+    """A number with its noun: "1 row", "2,000 rows", "2 processes"."""
+    return f"{number:,} {what}{('es' if what.endswith('s') else 's') * (number != 1)}"
 
 
 def some(names: Iterable[object], most: int = 8) -> str:

@@ -17,7 +17,7 @@ NEWEST = -1
 TRAINER = "trainer.json"  # a checkpoint's file with the trainer's state: step, consumed rows, best loss ...
 REMEDY = "move this checkpoint elsewhere to resume from the one before"
 _OF_A_RUN = ("layout", "data", "rows", "fingerprints")  # keys of a manifest that only a run writes, not a converter
-_FP32 = {"state": "fp32", "master": "fp32"}  # number formats of the optimizer if a manifest names none
+_FP32 = {"state": "fp32", "master": "fp32"}  # what an older manifest does not say about its optimizer
 # Counts in a manifest's top level, layout and fingerprints that must be above 0: resuming divides by them.
 _COUNTS = ("rows", "global_batch_size", "local_batch_size", "gradient_accumulation_steps", "dp_degree")
 
@@ -171,7 +171,7 @@ def check_same_run(found: Found, about: dict[str, Any], allowed: Collection[str]
     if permitted:
         log.warning(f"checkpoint.allow_changed: the run resumes with changes: {some(permitted, 30)}")
     # The optimizer's number format cannot be allowed to change: its state has other dtypes.
-    before, now = found.manifest.get("optimizer", _FP32), about.get("optimizer", _FP32)
+    before, now = ({**_FP32, **of.get("optimizer", {})} for of in (found.manifest, about))
     if different := differing({"optimizer": before}, {"optimizer": now}).values():
         raise UserError(
             f"{found.path}: was saved with another {some(list(different), 30)}; resume with the same setting, or start "

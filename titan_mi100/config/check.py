@@ -90,7 +90,7 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
         yield Problem("lr_scheduler.decay_ratio", '= 0 leaves no decay; use decay_type = "constant"')
     # a folder `wandb`, which wandb writes to, looks like a package: an installed one has an origin
     if with_files and config.metrics.enable_wandb and not getattr(find_spec("wandb"), "origin", None):
-        yield Problem("metrics.enable_wandb", "= true: wandb is not installed; pip install wandb")
+        yield Problem("metrics.enable_wandb", "= true: wandb is not installed; pip install wandb, or set it to false")
     yield from (*_check_data(data), *_check_lora(config.lora), *_check_effects(config), *_check_offload(config))
     yield from _check_objective(config)
     yield from _check_profiling(config.profiling, world_size)
@@ -297,7 +297,7 @@ def _check_sources(data: DataConfig) -> Iterator[Problem]:
     for number, source in enumerate(data.source, 1):
         problems = []
         if not source.path:
-            problems.append("path is not set; name files, globs or a folder of prepare_corpus")
+            problems.append("path is not set; name files, globs or a folder of titan-mi100 prepare")
         if source.name and names.count(source.name) > 1:
             problems.append(f"name = {source.name!r} is another's too; each needs its own")
         elif not source.name and names.count(source.stem) > 1:
@@ -309,7 +309,7 @@ def _check_sources(data: DataConfig) -> Iterator[Problem]:
         yield from (Problem("data.source", f", table {number}: {problem}") for problem in problems)
     for source in data.sources if all(source.path for source in data.source) else ():
         if any(map(assets.is_corpus, source.path)) and (len(source.path) > 1 or source.format != "auto"):
-            what = f"{source.path[0]}: a folder of prepare_corpus is a source of its own, with format = 'auto'; "
+            what = f"{source.path[0]}: a folder of titan-mi100 prepare is a source of its own, with format = 'auto'; "
             what += "give each path a [[data.source]], or set data.weights"
             yield Problem("data.source" if data.source else "data.path", f": {what}", ("data.weights",))
 
@@ -344,7 +344,7 @@ def _check_effects(config: Config) -> Iterator[Problem]:
         idle.append(("no weights", "data.weights", ("weights_in",)))
     corpora = [assets.is_corpus(path) for source in data.sources for path in source.path]
     if not any(corpora):
-        idle.append(("no source that prepare_corpus has made", "data.path", ("concatenate",)))
+        idle.append(("no source that titan-mi100 prepare has made", "data.path", ("concatenate",)))
     if corpora and all(corpora) and not data.validation_path:
         idle.append(("corpora only, which are plain text", "data.path", ("system_prompt", *assets.VARIABLES)))
     if data.format in ("text", "tokens"):
@@ -391,7 +391,7 @@ def _check_objective(config: Config) -> Iterator[Problem]:
         if (value := getattr(o, key)) > limit or (key == "label_smoothing" and value == limit):
             yield Problem(f"objective.{key}", f"= {value} must be {'less than' if limit < 1 else 'at most'} {limit}")
     if o.name != "sft" and any(assets.is_corpus(path) for source in data.sources for path in source.path):
-        what = f'= "{o.name}" learns from rows, and a source is a corpus of prepare_corpus; name its files instead'
+        what = f'= "{o.name}" learns from rows, and a source is a corpus of titan-mi100 prepare; name its files instead'
         yield Problem("objective.name", what, ("data.path", "data.source"))
     if o.answers == "pairs" and any(source.format != "auto" for source in data.source):
         yield Problem("data.source", ": format has no effect: pairs of answers are read by their keys; delete it")

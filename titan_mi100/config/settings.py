@@ -57,11 +57,11 @@ _FORMATS = ("auto", "messages", "sharegpt", "alpaca", "prompt_completion", "colu
 class SourceConfig:
     """A `[[data.source]]`. Those of a config are in `DataConfig.sources`."""
 
-    path: tuple[str, ...] = _key((), "files or globs, or one folder that prepare_corpus has made", path=True)
+    path: tuple[str, ...] = _key((), "files or globs, or one folder of titan-mi100 prepare", path=True)
     name: str = _key("", "of the source, in logs, metrics and checkpoints; default: that of its first file or folder")
     weight: float = _key(0.0, "share of the rows, relative to the other sources' weights; 0 in all: by their size")
     epochs: float = _key(1.0, "how often it is read until it is exhausted; see data.on_exhausted")
-    format: str = _key("auto", "as data.format; auto for a folder of prepare_corpus", choices=_FORMATS)
+    format: str = _key("auto", "as data.format; auto for a folder of titan-mi100 prepare", choices=_FORMATS)
 
     @property
     def stem(self) -> str:

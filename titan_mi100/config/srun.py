@@ -86,7 +86,7 @@ def device_index(environ: Mapping[str, str], usable: int) -> int:
     if usable == 1 and "SLURM_STEP_ID" in environ:
         return 0
     raise UserError(
-        f"{processes} processes for {usable} GPU(s); start with --nproc_per_node {usable}, or under srun give each "
+        f"{processes} processes, usable GPUs: {usable}; start with --nproc_per_node {usable}, or under srun give each "
         "task a GPU of its own (--gpus-per-task=1), or let it see all of its node (--gpus-per-node, --gpu-bind=none)"
     )
 

@@ -33,7 +33,7 @@ _BOMB, _MOST_UNPACKED = 2**20, 100
 _ZSTD_WINDOW, _ZSTD_BLOCK = 2**27, 2**12
 
 # Harmless oddities that exports contain. They are accepted and counted.
-BLANK, CRLF, BOM = "blank lines", "lines that end in CRLF", "byte order marks"
+BLANK, CRLF, BOM = "blank line", "CRLF line end", "byte order mark"
 # Why a record cannot be read, as "kind: what is wrong; remedy".
 NUL = "NUL byte: the file is damaged, or not UTF-8 (UTF-16?); write it again, or convert it with iconv"
 BROKEN_ARRAY = "broken JSON array"  # never skipped, even with on_bad_row = "skip": unknown many rows follow

@@ -219,7 +219,7 @@ class Ledger:
         for what in (BLANK, CRLF, BOM):
             if found := [(file.oddities[what], file.path) for file in self._sources if what in file.oddities]:
                 [((_, line), path), *_], number = found, sum(number for (number, _), _ in found)
-                lines.append(f"{number:,} {what} were accepted, the first at {path}:{line}")
+                lines.append(f"{plural(number, what)} accepted, the first at {path}:{line}")
         for key, unused in sorted(self._findings.unused.items(), key=lambda item: -item[1].words)[:_SHOWN]:
             if unused.words > MANY_WORDS * unused.rows:
                 mean = f"{unused.rows:,} rows have {unused.words / unused.rows:.0f} words there on average"

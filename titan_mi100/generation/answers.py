@@ -22,7 +22,7 @@ from titan_mi100.generation.engine import AnswerBatch, Model, Request
 from titan_mi100.model.decode import check_lengths
 from titan_mi100.text.assets import VARIABLES
 from titan_mi100.weights.base import dtype_name
-from titan_mi100.wording import some
+from titan_mi100.wording import plural, some
 
 _MODEL = "outputs/RUN/checkpoint/step-500"
 _ROW_BEGINS = b'{"prompt": "'
@@ -90,7 +90,7 @@ def read_rows(path: str, read: Callable[[Row], T]) -> list[tuple[str, T]]:
         except BadRecord as bad:
             raise UserError(f"{where}: {bad}") from None
     for what, (number, line) in reader.oddities.items():
-        print(f"WARNING {number:,} {what} were accepted, the first at {path}:{line}", file=sys.stderr)
+        print(f"WARNING {plural(number, what)} accepted, the first at {path}:{line}", file=sys.stderr)
     return rows
 
 

@@ -168,7 +168,7 @@ def log_where_everything_is(folder: Path, config: Config, progress: Progress, st
     library = "peft" if config.lora.rank else "transformers"
     files += [f"hf-step-{step}/ for {library}, vLLM"] * config.checkpoint.export_hf
     good, to_try = _how_good(progress)
-    log.info(f"done: learned {plural(progress.rows_consumed, 'row')} in {plural(progress.step, 'step')}")
+    log.info(f"done: learned {plural(progress.rows_consumed, 'packed row')} in {plural(progress.step, 'step')}")
     log.info(f"  how good   {good}")
     log.info(f"  where      {shown_path(folder)}: {', '.join(files)}; docs/RUN_FOLDER.md explains the other files")
     log.info(f"  try next   {to_try}")
@@ -202,7 +202,7 @@ def code_and_machine(world: World) -> dict[str, Any]:
 
 def log_machine(dtype: str, is_compiled: bool, world: World) -> None:
     """Log the device, and advice on the dtype of the computation and torch.compile."""
-    log.info(f"{world.size} process(es), each on {distributed.device_name(world.device)[0]}")
+    log.info(f"{plural(world.size, 'process')}, each on {distributed.device_name(world.device)[0]}")
     is_cpu = world.device.type == "cpu"
     if other := accelerator.left_alone():
         log.warning(f"{other} is left alone: runs compute on CUDA, ROCm or the CPU")

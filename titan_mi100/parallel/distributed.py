@@ -73,9 +73,9 @@ def init_distributed() -> World:
     usable = accelerator.count()
     if present and not usable:
         raise UserError(
-            f"this machine has {present} GPU(s), but torch {torch.__version__} cannot use them; install a torch built "
-            "for them, check that you may open /dev/kfd or /dev/nvidia0, or hide them with CUDA_VISIBLE_DEVICES= to "
-            "run on the CPU"
+            f"this machine has GPUs ({present}), but torch {torch.__version__} cannot use them; install "
+            "a torch built for them, check that you may open /dev/kfd or /dev/nvidia0, or hide them with "
+            "CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
     device = torch.device("cpu")
     if usable:

@@ -92,7 +92,7 @@ class RunFolder:
 
     def _write_running(self) -> None:
         again = f"if it was killed, start again with job.run_folder = {self.path}"
-        message = f"running if the process named in {LOCK} exists; otherwise it was killed, or its disk was full"
+        message = f"It runs if the process named in {LOCK} exists; otherwise it was killed, or its disk was full"
         write_run_state(self.path, RunState(RUNNING, 1, message, again, self.step))
 
     def _take(self, job: JobConfig, fresh: bool) -> tuple[str, str]:

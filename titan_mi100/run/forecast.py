@@ -62,8 +62,8 @@ class Forecast:
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         needed, has = processes * self.plan.host, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if needed > has:
-            what = f"memory.offload takes {needed / GIB:.1f} GiB of the host's memory for {processes} process(es)"
-            raise UserError(f"{what}, which has {has / GIB:.1f}; planner --search looks for what takes less")
+            what = f"memory.offload takes {needed / GIB:.1f} GiB of the host's memory for all of its processes"
+            raise UserError(f"{what}, which has {has / GIB:.1f}; titan-mi100 plan --search looks for what takes less")
 
     def _check(self, memory: MemoryConfig) -> None:
         plan, card = self.plan, self._card

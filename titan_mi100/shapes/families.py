@@ -63,7 +63,7 @@ def read_hf_config(folder: str | Path) -> ModelSpec:
         UserError: no such file, a model of another family, one with its own code, or a key that its family refuses.
     """
     path = Path(folder) / "config.json"
-    raw = read_object(path, "download it again, or name a folder that has it, or for other weights model.flavor")
+    raw = read_object(path, "download the model, or name its folder; for weights in another format set model.flavor")
     refuse_code(path, raw)
     family = FAMILIES.get(str(raw.get("model_type")))
     if family is None:

@@ -153,7 +153,7 @@ class Carried:
                 self.sources[f"training.{key}"] = f"{name}; a step has the tokens of {plural(rows, 'example')}"
             batch = self.checked(cards).batch(cards)
             yield f"a step there: {plural(rows, 'example')} of {tokens / rows:,.0f} tokens on average, one in a row"
-            yield f"here: {plural(batch.global_batch_size, 'row')} of {seq_len:,} packed tokens, no card without one"
+            yield f"here: {plural(batch.global_batch_size, 'row')} of {seq_len:,} packed tokens, at least one per card"
         epoch = 0
         if found is not None:
             kept = found.lengths[found.places >= config.data.validation_fraction]

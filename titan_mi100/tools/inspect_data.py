@@ -21,6 +21,7 @@ from titan_mi100.tools.pages.document import check_place
 from titan_mi100.tools.prepared.page import page
 from titan_mi100.tools.prepared.report import make_report
 from titan_mi100.tools.prepared.view import report_lines, terminal_text
+from titan_mi100.wording import printable
 
 _TITLE = "Data as training sees it: "
 
@@ -37,7 +38,9 @@ def _show(options: argparse.Namespace, settings: Sequence[str]) -> None:
         report = make_report(load_config(settings, world_size=None), options)
     if options.html:
         write_page(Path(options.html), page(f"{_TITLE}{report['set']}", report, options.table), "--html")
-        print(f"{options.html}: {os.path.getsize(options.html):,} bytes")
+        first = report.get("sets", [report])[0]  # each set of a mixture has the lines of all
+        print(printable("\n".join([*first["read"], *(f"WARNING {line}" for line in first["warnings"])])))
+        print(f"{options.html}: {os.path.getsize(options.html):,} bytes; open it in a browser")
     elif options.json:
         print(json.dumps(report, ensure_ascii=False))
     else:

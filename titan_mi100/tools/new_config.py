@@ -178,12 +178,14 @@ def _write(given: str | None, answers: Answers, text: str, lines: Sequence[str],
     _check_free(str(output))  # again: the survey took some seconds
     write_page(output, text, "--output")
     print(f"{output}: {answers.method} fine-tuning of {answers.model} on {answers.cards} x {answers.memory:g} GiB")
+    if not count_gpus() and f"{answers.memory:g}GB" == _questions()["memory"].default:
+        print(f"no GPU is here: for {plural(answers.cards, 'process')} on the CPU; for others: --cards and --memory")
     print("\n".join([*lines, "", "next:", *(f"  {line}" for line in [*first, *_next_commands(output, answers)])]))
 
 
 def _check_free(output: str) -> None:
     if os.path.lexists(output):
-        raise UserError(f"--output {output}: exists already; name another file")
+        raise UserError(f"--output {output}: exists already, and is not overwritten; name another file, or delete it")
 
 
 def _questions() -> dict[str, Question]:
@@ -306,7 +308,8 @@ def sized_run(training: TrainingConfig, batch: Batch, found: Survey) -> tuple[Ch
         f"{plural(size.epochs, 'epoch')}: {plural(size.steps, 'step')}, {size.padding:.0%} padding; "
         f"{held_out[share]:,} of the documents for validation (share {share:.0%})",
     ]
-    lines += [f"WARNING refused: {plural(found.refused, 'row')}; titan-mi100 inspect names them"] * (found.refused > 0)
+    how = "titan-mi100 inspect names them; correct them, or leave them out with --data.on_bad_row skip"
+    lines += [f"WARNING refused: {plural(found.refused, 'row')}; {how}"] * (found.refused > 0)
     if end := found.own_end:
         lines.append(f"a base model: its eos_token ends no turn, {end} does, which such a model has hardly trained")
         lines.append("with few rows or LoRA start from the chat model (docs/HF.md, Base models)")

@@ -135,9 +135,7 @@ def _search(options: argparse.Namespace, config: Config, card: int, gpu: Gpu) ->
     if options.json:
         print(json.dumps([{**_as_json(plan), "ranks": plan.ranks} for plan in fitting[:_SHOWN]]))
     elif fitting:
-        print(
-            f"{len(fitting)} of {len(found)} fit {card / GIB:.1f} GiB; the fastest, at an assumed {EFFICIENCY:.0%}:\n"
-        )
+        print(f"{len(fitting)} of {len(found)} fit {card / GIB:.1f} GiB; the fastest at an assumed {EFFICIENCY:.0%}:\n")
         print(f"{'s/step':>8}{'GiB':>7}  cards, layout, rows x forwards, recomputation, optimizer, reduction")
         for plan in fitting[:_SHOWN]:
             print(f"{plan.seconds:>8.1f}{plan.most / GIB:>7.1f}  {_words(plan)}")
@@ -152,7 +150,7 @@ def _search(options: argparse.Namespace, config: Config, card: int, gpu: Gpu) ->
         raise UserError(f"no layout fits {card / GIB:.1f} GiB{least}; train adapters only (--lora.rank 16)")
     if options.write:
         first = fitting[0]
-        heading = f"# For {first.ranks} card(s) of {first.card / GIB:.1f} GiB, by titan-mi100 plan --search\n\n"
+        heading = f"# For {plural(first.ranks, 'card')} of {first.card / GIB:.1f} GiB, by titan-mi100 plan --search\n\n"
         replace(Path(options.write), heading + to_toml(first.config))
         print(f"\n{options.write}: written, with the fastest layout", file=sys.stderr)
     return 0

@@ -87,9 +87,7 @@ def _checked(path: str, node: "yaml.Node", where: str, seen: set[int], is_repeat
         if key is not None:
             yield from _checked(path, key, f"a key of {where or 'the file'}", seen, is_repeated=True)
             if not isinstance(key.value, str) or key.value in names:
-                raise UserError(
-                    f"{path}:{_line(key)}: {as_key(str(key.value))} is given twice, or is no text; delete it"
-                )
+                raise UserError(f"{path}:{_line(key)}: {as_key(str(key.value))} is given twice, or no text; delete it")
             names.add(key.value)
             key.tag = key.tag if key.tag == f"{_TAG}merge" else f"{_TAG}str"  # `on` is a name here, not true
             name = f"{where}.{as_key(key.value)}".lstrip(".")

@@ -243,7 +243,7 @@ def main() -> int:
     parser.add_argument("--start", default="", help="the start's TITAN_START; states of other starts are ignored")
     parser.add_argument("--srun", type=int, default=1, help="srun's exit code; 2 is used if the run left no state")
     options = parser.parse_args()
-    silent = Outcome(2 if options.srun == 2 else 1, "the run has left no message")
+    silent = Outcome(2 if options.srun == 2 else 1, f"the run has left no {STATE} in {options.folder}")
     outcome = read_outcome(options.folder / STATE, options.start) or silent
     print(outcome.code, next_move(outcome), " ".join(outcome.message.split()))
     return 0

@@ -17,7 +17,7 @@ from titan_mi100.config.layout import Layout
 from titan_mi100.log import setup_logging
 from titan_mi100.weights.base import dtype_name
 from titan_mi100.weights.source import open_weights, read_manifest, verify_files
-from titan_mi100.wording import printable
+from titan_mi100.wording import plural, printable
 
 
 def main() -> None:
@@ -77,7 +77,7 @@ def describe(path: Path, verify: bool) -> dict[str, Any]:
 def facts(found: dict[str, Any]) -> str:
     """The result of `describe` in one line, without fingerprints and tensors."""
     parts = [f"step {found['step']}" if found["sealed"] else "no manifest"]
-    parts += [f"{found['layout']}, {found['processes']} process(es)"] if found["layout"] else []
+    parts += [f"{found['layout']}, {plural(found['processes'], 'process')}"] if found["layout"] else []
     parts += [f"torch {found['torch']}"] if found["torch"] else []
     weights = sum(map(is_weight, found["tensors"]))
     parts.append(f"{weights} weights with {found['model_values']:,} values")

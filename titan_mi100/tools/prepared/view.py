@@ -88,9 +88,7 @@ def _summary(report: dict[str, Any]) -> Iterator[Line]:
     texts = [*report["read"], *(f"{name}: {value}" for name, value in report["from"].items())]
     texts += [f"warning: {line}" for line in report["warnings"]]
     if report["sampled"] > 1:
-        texts.append(
-            f"for the counts and comparisons of tokens below, one document in {report['sampled']} was examined"
-        )
+        texts.append(f"for counts and comparisons of tokens below, one document in {report['sampled']} was examined")
     yield from ([Piece(text)] for text in texts)
     yield _heading("options and their effects")
     for entry in report["options"]:
