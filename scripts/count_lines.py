@@ -36,7 +36,7 @@ CORE = (
     ),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )
-BUDGETS = {"core": 9840, "titan_mi100": 26710, "scripts": 1850}  # lines of code
+BUDGETS = {"core": 9845, "titan_mi100": 26710, "scripts": 1960}  # lines of code
 FOLDERS = {  # the same, of folders in titan_mi100/ with all below them
     "attention": 935, "checkpoint": 715, "config": 2005, "data": 3645, "device": 105, "files": 1050,
     "generation": 275, "launch": 1480, "model": 1450, "objectives": 185, "open_run": 1025, "optim": 615,

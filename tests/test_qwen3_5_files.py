@@ -25,6 +25,7 @@ from titan_mi100.parallel.distributed import World, fill_parameters
 from titan_mi100.shapes.base import differences, parameter_shapes
 from titan_mi100.shapes.families import read_hf_config
 from titan_mi100.shapes.qwen3_5 import every_fourth
+from titan_mi100.text.assets import PROCESSORS, run_assets
 from titan_mi100.text.bpe import PATTERNS, QWEN3_5
 from titan_mi100.weights import convert
 from titan_mi100.weights.pieces import read_pieces
@@ -57,6 +58,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     index = json.loads((found / "model.safetensors.index.json").read_text())
     index["weight_map"] |= dict.fromkeys(draft, "mtp.safetensors")
     (found / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name in PROCESSORS:
+        (found / name).write_text(f'{{"of": "{name}"}}')
     file = with_tokenizer(found) / "tokenizer.json"
     content = json.loads(file.read_text())
     content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = PATTERNS[QWEN3_5]  # transformers takes its class
@@ -90,6 +93,10 @@ def test_a_published_folder_comes_back_bit_for_bit(folder: Path, tmp_path: Path)
     assert torch.load(tmp_path / "pt" / "model.pt").keys() == before.keys()
     written, read = (json.loads((path / "config.json").read_text()) for path in (tmp_path / "hf", folder))
     assert written == read
+    # without these files vLLM loads no folder that has a vision tower
+    of_run = run_assets(read_hf_config(folder), str(folder), str(folder), "")
+    for name in PROCESSORS:
+        assert (tmp_path / "hf" / name).read_bytes() == of_run[name] == (folder / name).read_bytes(), name
 
 
 # What servers read, by vLLM's vllm/model_executor/models/qwen3_5.py (00def4f842) and layers/mamba/gdn_linear_attn.py
@@ -166,6 +173,7 @@ def test_an_adapter_has_the_same_logits_in_peft(folder: Path, tmp_path: Path, wo
     assert stored[f"{first}A.weight"].shape == (4, 64) and stored[f"{first}B.weight"].shape == (128, 4)
     targets = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_modules"]
     assert {"in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "down_proj"} < {*targets} and len(targets) == 10
+    assert not [name for name in PROCESSORS if (tmp_path / "adapter" / name).exists()]  # they are the base's
     merged = tmp_path / "merged"
     tool(
         "merge_lora", "--base", folder, "--adapter", tmp_path / "adapter", "--output_dir", merged, "--dtype", "float32"

@@ -31,6 +31,9 @@ _TOKENIZER = (
     *("tokenizer.json", _TOKENIZER_CONFIG, "vocab.json", "merges.txt", _SPECIAL_TOKENS),
     *("added_tokens.json", TEMPLATE),
 )
+# How images become tokens. Carried along: servers load no model that reads images without them.
+PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+_OF_MODEL = (CONFIG, GENERATION, PROMPTS, *PROCESSORS)
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # the key in transformers 5 and later, and the key before
 
 # Keys of generation_config.json that transformers accepts with any value.
@@ -54,7 +57,7 @@ def read_assets(folder: Path) -> Assets:
     Raises:
         UserError: one is no regular file, or too large.
     """
-    return _read_files(folder, (CONFIG, GENERATION, PROMPTS)) | tokenizer_files(folder)
+    return _read_files(folder, _OF_MODEL) | tokenizer_files(folder)
 
 
 def has_tokenizer(folder: str | Path) -> bool:
@@ -118,7 +121,7 @@ def run_assets(
             prompt.
         variables: other variables of the template that the data were rendered with.
     """
-    own = _read_files(folder_of(base), (CONFIG, GENERATION, PROMPTS)) if base else {}
+    own = _read_files(folder_of(base), _OF_MODEL) if base else {}
     assets = {CONFIG: _json(to_hf_config(spec)), **own, **tokenizer_files(Path(tokenizer))}
     assets = naming_class(assets, _read_files(folder_of(tokenizer), (CONFIG,)))
     if chat_template:

@@ -185,7 +185,8 @@ def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, ve
         if verify != "off" and lora_identity(again, modules) != lora_identity(lora, modules):
             raise SaveError("the adapter's settings differ from those that were written")
         _compare(written, digests, verify)
-        kept = {name: content for name, content in source.assets.items() if name not in (CONFIG, GENERATION)}
+        of_base = (CONFIG, GENERATION, *asset_files.PROCESSORS)
+        kept = {name: content for name, content in source.assets.items() if name not in of_base}
         _write_assets(aside, asset_files.naming_class(kept, source.assets))
         if verify == "logits":
             _compare_logits(Path(base), merged_source(open_source(base), aside).weights, source.spec, adapter=aside)
