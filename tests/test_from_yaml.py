@@ -40,7 +40,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
     def command(text: str | bytes, *options: str) -> tuple[int, str, str]:
         Path("x.yaml").write_bytes(text.encode() if isinstance(text, str) else text)
-        usual = {"--cards": "2", "--memory": "32GB", "--output": "x.toml"}
+        usual = {"--gpus": "2", "--memory": "32GB", "--output": "x.toml"}
         given = [word for name, value in usual.items() if name not in options for word in (name, value)]
         code = new.main(["--from", "x.yaml", *given, *options])
         found = capsys.readouterr()

@@ -61,7 +61,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 def test_options_alone_write_a_config_that_fits_and_name_the_next_commands(run: Run, tmp_path: Path) -> None:
-    given = ("--model", "Qwen3-0.6B", "--data", "train.jsonl", "--cards", "2", "--memory", "32GB")
+    given = ("--model", "Qwen3-0.6B", "--data", "train.jsonl", "--gpus", "2", "--memory", "32GB")
     code, out, err = run(*given, "--method", "full", "--output", "mine.toml")
     assert (code, err) == (0, "") and "changed" not in out and " of 32 GiB on each card" in out
     for word in ("inspect", "plan", "train"):
@@ -88,7 +88,7 @@ def test_pairs_of_answers_get_their_objective_a_low_rate_and_no_dropout(run: Run
     rows = [{"prompt": f"{i} + 1?", "chosen": str(i + 1), "rejected": str(i)} for i in range(200)]
     Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for method, rate in (("full", 1e-6), ("lora", 1e-5)):
-        given = ("--model", "Qwen3-0.6B", "--data", "pairs.jsonl", "--cards", "1", "--memory", "32GB")
+        given = ("--model", "Qwen3-0.6B", "--data", "pairs.jsonl", "--gpus", "1", "--memory", "32GB")
         code, out, err = run(*given, "--method", method, "--output", f"{method}.toml")
         assert (code, err) == (0, "") and "counted: 200 documents" in out
         config = load_config(["--job.config_file", f"{method}.toml"], 1)
@@ -105,7 +105,7 @@ def test_a_config_that_cannot_be_written_whole_is_not_there(run: Run, monkeypatc
         return text
 
     monkeypatch.setattr(new, "as_toml", then_files_end_early)
-    given = ("--model", "Qwen3-0.6B", "--data", "train.jsonl", "--cards", "2", "--memory", "32GB")
+    given = ("--model", "Qwen3-0.6B", "--data", "train.jsonl", "--gpus", "2", "--memory", "32GB")
     try:
         code, _, err = run(*given, "--output", "mine.toml")
     finally:
@@ -163,7 +163,7 @@ def test_a_base_model_is_told_from_a_chat_model_where_conversations_are_learned(
     file = Path("Qwen3-0.6B/tokenizer_config.json")
     config = json.loads(file.read_text())
     Path("texts.jsonl").write_text('{"text": "A text of some words."}\n' * 40)
-    options = ("--model", "Qwen3-0.6B", "--cards", "1", "--memory", "32GB", "--data")
+    options = ("--model", "Qwen3-0.6B", "--gpus", "1", "--memory", "32GB", "--data")
     assert "a base model" not in run(*options, "train.jsonl")[1]
     file.write_text(json.dumps({**config, "eos_token": "<|endoftext|>"}))
     _, out, err = run(*options, "train.jsonl")
@@ -187,7 +187,7 @@ def test_the_share_for_validation_is_the_smallest_that_is_enough(documents: int,
 def test_more_data_than_can_be_read_in_time_are_a_sample(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     text = Path("train.jsonl").read_text()
     Path("train.jsonl").write_text(text * (4_000_000 // len(text)))
-    options = ("--model", "Qwen3-0.6B", "--data", "train.jsonl", "--cards", "2", "--memory", "32GB")
+    options = ("--model", "Qwen3-0.6B", "--data", "train.jsonl", "--gpus", "2", "--memory", "32GB")
     monkeypatch.setattr(new, "_SECONDS", 0.0)
     code, out, err = run(*options, "--output", "x.toml")
     pattern = r"counted: ([\d,]+) documents of .* in the first ([0-9.]+)% of the data, read for 0 seconds"
@@ -199,7 +199,7 @@ def test_more_data_than_can_be_read_in_time_are_a_sample(run: Run, monkeypatch: 
 
 
 def test_data_that_cannot_be_counted_leave_the_usual_size(run: Run) -> None:
-    options = ("--model", "Qwen3-0.6B", "--data", "train.jsonl", "--cards", "2", "--memory", "32GB")
+    options = ("--model", "Qwen3-0.6B", "--data", "train.jsonl", "--gpus", "2", "--memory", "32GB")
     Path("train.jsonl").write_text('{"a": 1}\n')
     code, out, err = run(*options, "--output", "x.toml")
     assert (code, err) == (0, "") and "WARNING the tokens were not counted, so the size of the run may not" in out
@@ -231,7 +231,7 @@ def test_data_that_cannot_be_counted_leave_the_usual_size(run: Run) -> None:
 def test_settings_change_until_the_run_fits(
     cards: str, memory: str, method: str, said: str, expected: dict[str, object], run: Run
 ) -> None:
-    options = ("--model", "Qwen3-8B", "--data", "train.jsonl", "--cards", cards, "--memory", memory)
+    options = ("--model", "Qwen3-8B", "--data", "train.jsonl", "--gpus", cards, "--memory", memory)
     code, out, err = run(*options, "--method", method, "--output", "x.toml")
     assert (code, err) == (0, "") and said in out
     config = load_config(["--job.config_file", "x.toml"], int(cards))
@@ -245,7 +245,7 @@ def test_settings_change_until_the_run_fits(
 
 
 def test_what_fits_in_no_way_is_refused_with_what_would(run: Run) -> None:
-    options = ("--model", "Qwen3-8B", "--data", "train.jsonl", "--cards", "1")
+    options = ("--model", "Qwen3-8B", "--data", "train.jsonl", "--gpus", "1")
     code, _, err = run(*options, "--memory", "12GB", "--output", "x.toml")
     assert code == 2 and "full fine-tuning of " in err and "; --method lora fits" in err
     code, _, err = run(*options, "--memory", "4GB", "--output", "x.toml")
@@ -256,7 +256,7 @@ def test_a_method_that_is_not_for_the_model_is_refused_only_where_it_was_asked_f
     shape = json.loads(Path("Qwen3-0.6B/config.json").read_text())
     small = {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 3, "num_key_value_heads": 1}
     Path("Qwen3-0.6B/config.json").write_text(json.dumps({**shape, **small, "head_dim": 32}))
-    options = ("--model", "Qwen3-0.6B", "--data", "train.jsonl", "--cards", "2", "--memory", "32GB")
+    options = ("--model", "Qwen3-0.6B", "--data", "train.jsonl", "--gpus", "2", "--memory", "32GB")
     assert run(*options, "--method", "full", "--output", "x.toml")[0] == 0
     code, _, err = run(*options, "--method", "qlora", "--output", "y.toml")
     assert code == 2 and "--method qlora is not for " in err and "blocks of 64 values" in err
@@ -289,7 +289,7 @@ def test_a_terminal_is_asked_again_until_the_answer_is_right(run: Run) -> None:
         ),
         (("--model", "gone"), None, 2, "--data must be given"),
         (
-            ("--model", "Qwen3-0.6B", "--data", "train.jsonl", "--cards", "zero"),
+            ("--model", "Qwen3-0.6B", "--data", "train.jsonl", "--gpus", "zero"),
             None,
             2,
             "a whole number from 1 to 1,048,576, such",
@@ -298,10 +298,10 @@ def test_a_terminal_is_asked_again_until_the_answer_is_right(run: Run) -> None:
         (("--model", "gone"), (), 2, "--model: gone: is no folder"),
         (("--model", "Qwen3-0.6B", "--data", "*.csv"), None, 2, "--data: "),
         (
-            ("--model", "Qwen3-0.6B", "--data", "train.jsonl", "--cards", "0"),
+            ("--model", "Qwen3-0.6B", "--data", "train.jsonl", "--gpus", "0"),
             None,
             2,
-            "--cards: '0' must be a whole number",
+            "--gpus: '0' must be a whole number",
         ),
     ],
 )

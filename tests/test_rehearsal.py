@@ -20,8 +20,9 @@ from titan_mi100.config.layout import Layout
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config
 from titan_mi100.launch import launcher as launch
-from titan_mi100.planning.cards import Gpu
+from titan_mi100.planning.cards import DEVICES, Gpu
 from titan_mi100.planning.costs import recomputed_flops, train_flops
+from titan_mi100.planning.device import find_card
 from titan_mi100.planning.plan import make_plan, with_settings
 from titan_mi100.planning.scaling import StepTime, bubble_share, step_time
 from titan_mi100.planning.traffic import OPERATIONS, Transfer, Work, axis_of, by_axis
@@ -333,3 +334,15 @@ def test_a_shipped_configs_peak_is_what_the_table_says(name: str, ranks: str, pe
 def test_all_configs_for_pretraining_are_in_the_table() -> None:
     named = {path.stem for path in (REPO / "train_configs").glob("*node*.toml")}
     assert {name for name, _, _ in TABLE} == named and len(named) == 6
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [("4090", "RTX 4090"), ("RTX 4090", "RTX 4090"), ("radeon rx 7900 xtx", "RX 7900 XTX"), ("MI100", "MI100")],
+)
+def test_a_card_is_found_by_the_name_it_is_sold_by(given: str, name: str) -> None:
+    assert find_card(given, 0, "mi100")[0].name == name
+
+
+def test_no_two_cards_have_the_same_name() -> None:
+    assert all(find_card(key, 0, "mi100")[0] is gpu for key, gpu in DEVICES.items())

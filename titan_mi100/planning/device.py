@@ -1,6 +1,7 @@
 """The device that a command plans for, and parsers of option values. Imports no torch."""
 
 import argparse
+import re
 from dataclasses import fields
 from typing import Any
 
@@ -15,8 +16,8 @@ _MAY_BE_LEFT_OUT = ("host_gbs", "overlap", "per_node", "node_gbs")
 
 def find_device(name: str) -> Gpu:
     """The device of this name, or the one that a user's TOML file describes."""
-    if name in DEVICES:
-        return DEVICES[name]
+    if found := [gpu for key, gpu in DEVICES.items() if _plain(key) == _plain(name)]:
+        return found[0]
     if not name.endswith(".toml"):
         raise UserError(f"--device {name} is not known{did_you_mean(name, DEVICES)}; or name a TOML file")
     defaults = {key: getattr(Gpu, key) for key in _MAY_BE_LEFT_OUT}
@@ -39,6 +40,11 @@ def find_device(name: str) -> Gpu:
             "(whole) may be left out"
         )
     return Gpu(**values)
+
+
+def _plain(name: str) -> str:
+    """4090 of "RTX 4090", 7900xtx of "Radeon RX 7900 XTX"."""
+    return re.sub(r"nvidia|amd|geforce|radeon|instinct|rtx|rx|pro|[ _-]", "", name.lower())
 
 
 NAMES = f"{', '.join(DEVICES)}, or a TOML file that describes one"

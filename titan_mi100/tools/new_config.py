@@ -70,7 +70,7 @@ _LEAST_STEPS, _MOST_EPOCHS, _MOST_PADDING = 30, 10, 0.1  # of a run, if its data
 class Answers(NamedTuple):
     model: str
     data: tuple[str, ...]
-    cards: int
+    gpus: int
     memory: float  # GiB of a card
     method: str
 
@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", metavar="FOLDER", help="Hugging Face folder, such as Qwen3-0.6B")
     add("--data", metavar="FILE", nargs="+", help="training data: files or globs")
-    add("--cards", metavar="N", help="GPUs, one process each; on a CPU: processes")
+    add("--gpus", metavar="N", help="GPUs, one process each; on a CPU: processes")
     add("--memory", metavar="32GB", help="of each card")
     add("--method", metavar="|".join(METHODS), help="train all weights, adapters, or adapters on 4-bit weights")
     add("--output", metavar="X.toml", help="file to write; never overwritten")
@@ -144,7 +144,7 @@ def _carry_over(options: argparse.Namespace) -> None:
         raise UserError("--method: the YAML of --from says what is trained; leave --method out, or change the YAML")
     read = {name: _answer(name, asked, options) for name, asked in _questions().items() if getattr(options, name)}
     theirs = carry(options.yaml, options.trainer or "", read.get("model", ""), read.get("data", ()))
-    cards, memory = (_answer(name, _questions()[name], options) for name in ("cards", "memory"))
+    cards, memory = (_answer(name, _questions()[name], options) for name in ("gpus", "memory"))
     lines, found = list[str](), None
     if theirs.has_model and _model(theirs.model) and theirs.has_data:
         try:
@@ -177,9 +177,9 @@ def _write(given: str | None, answers: Answers, text: str, lines: Sequence[str],
     output = Path(given or _free_name(f"{Path(answers.model).name}-{answers.method}".lower()))
     _check_free(str(output))  # again: the survey took some seconds
     write_page(output, text, "--output")
-    print(f"{output}: {answers.method} fine-tuning of {answers.model} on {answers.cards} x {answers.memory:g} GiB")
+    print(f"{output}: {answers.method} fine-tuning of {answers.model} on {answers.gpus} x {answers.memory:g} GiB")
     if not count_gpus() and f"{answers.memory:g}GB" == _questions()["memory"].default:
-        print(f"no GPU is here: for {plural(answers.cards, 'process')} on the CPU; for others: --cards and --memory")
+        print(f"no GPU is here: for {plural(answers.gpus, 'process')} on the CPU; for others: --gpus and --memory")
     print("\n".join([*lines, "", "next:", *(f"  {line}" for line in [*first, *_next_commands(output, answers)])]))
 
 
@@ -195,7 +195,7 @@ def _questions() -> dict[str, Question]:
     return {
         "model": Question("Folder of the model (config.json, tokenizer, safetensors)", "", _model),
         "data": Question("Training data: files or globs, separated by spaces", "", _data),
-        "cards": Question("Number of GPUs, or of processes on a CPU", str(gpus or 2), positive),
+        "gpus": Question("Number of GPUs, or of processes on a CPU", str(gpus or 2), positive),
         "memory": Question("Memory of each", memory, size_gib),
         "method": Question("Train all weights: full; adapters: lora; on 4-bit weights: qlora", "full", _method),
     }
@@ -257,9 +257,9 @@ def fitting_plan(answers: Answers) -> tuple[Plan, tuple[str, Change], str]:
     given = ["--job.config_file", str(FOLDER / "finetune.toml"), "--checkpoint.initial_load_path", answers.model]
     if {"chosen", "rejected"} <= first_keys(answers.data[0]):
         given += ["--objective.name", "preference"]
-    config = load_config([*given, "--data.path", *answers.data], answers.cards)
+    config = load_config([*given, "--data.path", *answers.data], answers.gpus)
     try:
-        sized, about_data = sized_run(config.training, config.batch(answers.cards), survey(config, _SECONDS))
+        sized, about_data = sized_run(config.training, config.batch(answers.gpus), survey(config, _SECONDS))
     except UserError as error:
         sized, about_data = {}, f"WARNING the tokens were not counted, so the size of the run may not fit them: {error}"
     config = with_settings(config, sized)
@@ -273,7 +273,7 @@ def fitting_plan(answers: Answers) -> tuple[Plan, tuple[str, Change], str]:
     better = f"--method {others[0]} fits" if others else "use more cards, or a smaller model"
     raise UserError(
         f"{answers.method} fine-tuning of {answers.model} takes at least {plan.most / GIB:.1f} GiB on each of "
-        f"{answers.cards} card{'s' * (answers.cards > 1)}, with {answers.memory:g} each; {better}"
+        f"{answers.gpus} card{'s' * (answers.gpus > 1)}, with {answers.memory:g} each; {better}"
     )
 
 
@@ -335,9 +335,9 @@ def _first_fitting(
         elif config.objective.answers:
             change = _of_pairs(config, change)
         changed = with_settings(config, change)
-        refused = check(changed, answers.cards, with_files=False)
+        refused = check(changed, answers.gpus, with_files=False)
         if not refused:
-            plans.append((make_plan(changed, answers.cards, round(answers.memory * GIB)), (words, change)))
+            plans.append((make_plan(changed, answers.gpus, round(answers.memory * GIB)), (words, change)))
             if plans[-1][0].fits:
                 return plans[-1]
     if not plans:
@@ -360,7 +360,7 @@ def as_toml(
     data = {"path": answers.data, **change.get("data", {})}
     settings: Change = {"checkpoint": {"initial_load_path": answers.model}, **change, "data": data}
     lines = [
-        f"# {answers.method} fine-tuning on {answers.cards} x {answers.memory:g} GiB; titan-mi100 config new{origin}",
+        f"# {answers.method} fine-tuning on {answers.gpus} x {answers.memory:g} GiB; titan-mi100 config new{origin}",
         "# Every setting: titan-mi100 train --help. What is not here is as in the bundled finetune.toml.",
         'base = "finetune.toml"',
     ]
@@ -382,8 +382,8 @@ def _next_commands(output: Path, answers: Answers) -> list[str]:
     config = "--job.config_file", str(output)
     return [
         command("inspect", *config, "--html", "data.html"),
-        command("plan", *config, "--gpus", str(answers.cards), "--memory", f"{answers.memory:g}GB"),
-        command("train", *config, "--nproc_per_node", str(answers.cards)),
+        command("plan", *config, "--gpus", str(answers.gpus), "--memory", f"{answers.memory:g}GB"),
+        command("train", *config, "--nproc_per_node", str(answers.gpus)),
     ]
 
 
