@@ -171,8 +171,9 @@ def _zeros(v: Tensor, k: Tensor) -> Tensor:
 
 
 class _DeltaRule(torch.autograd.Function):
-    """Saves its arguments and the state at each chunk, (N, B, Hk, G, dv, dk); backward computes the rest again,
-    unless that is kept, too."""
+    """Saves its arguments and the state at each chunk, (N, B, Hk, G, dv, dk). With `keeps` also what the chunks need;
+    otherwise backward computes that again.
+    """
 
     @staticmethod
     def forward(
@@ -271,12 +272,13 @@ class _Chunks(NamedTuple):
         q = _split(_normalised(q, q.shape[-1] ** -0.5), chunk).transpose(2, 3).contiguous()
         k = _split(_normalised(k), chunk).transpose(2, 3).contiguous()
         strength, logs = (_values(x[..., None], chunk, heads) for x in (beta, g))  # (N, B, Hk, G, 1, C)
-        # Padding behind the row belongs to the row's last document, whose state it hands on: its beta and g are 0.
+        # Padding behind the row belongs to the row's last document. Its beta and g are 0: the state does not change.
         tail = ids[:, -1:].expand(-1, -ids.shape[1] % chunk)
         number = torch.cat((ids, tail), 1).unflatten(1, (-1, chunk)).transpose(0, 1)  # (N, B, C)
         same = (number[..., None] == number[..., None, :]).tril()
         enters = number == torch.cat((before[None], number[:-1, :, -1:]))  # the document of the state, (N, B, 1)
-        # Sums over documents, so that no other document has a say in their rounding. In fp32 their differences cancel.
+        # Each document is summed alone, so that no other document changes its rounding. In fp64, because the sums are
+        # subtracted from each other, which would lose the digits of fp32.
         sums = logs.flatten(2, 4).double() @ same.double().mT  # (N, B, Hv, C)
         high = sums.to(k.dtype)
         low = (sums - high).to(k.dtype)
@@ -380,7 +382,7 @@ def _inverse(a: Tensor) -> Tensor:
 
 
 def _exp(x: Tensor) -> Tensor:
-    """e^x, without tiny values. Overwrites x. It never computes them: that is slow, too."""
+    """e^x, with 0 for tiny values, which are not computed: that would be slow, too. Overwrites x."""
     return _without_tiny(x.clamp_(min=2 * math.log(torch.finfo(x.dtype).eps) - 1).exp_())
 
 

@@ -30,8 +30,10 @@ SERIES = {
 SOURCE = "validation_loss/"  # prefix of the key of one source's validation loss
 _SUMS = ("seconds", "tokens", "supervised_tokens")
 _MOST_SERIES, _LONGEST_NAME = len(SERIES) + 32, 300
-_MOST_STATUSES, _MOST_EXAMPLES, _MOST_MESSAGES, _MOST_STEPS = 12, 3, 50, 100
-_MOST_PROMPTS, _MOST_ANSWERS, _MOST_LEFT_OUT, _LONGEST_TEXT = 20, 6, 10_000, 4000
+_MOST_STATUSES, _MOST_EXAMPLES = 12, 3
+_MOST_MESSAGES, _MOST_STEPS = 50, 100
+_MOST_PROMPTS, _MOST_ANSWERS = 20, 6
+_MOST_LEFT_OUT, _LONGEST_TEXT = 10_000, 4000
 _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,\d+)? (INFO|WARNING|ERROR) (.*)")
 
 
