@@ -20,7 +20,7 @@ from titan_mi100.attention.backends import make_backend
 from titan_mi100.attention.base import Documents
 from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.model.decode import Sampling, generate
-from titan_mi100.model.experts import ExpertLinear, Mixture, Routes, choose_products
+from titan_mi100.model.experts import ExpertLinear, Mixture, Routes, choose_products, keeping_routes
 from titan_mi100.model.init import initial_values
 from titan_mi100.model.layers import Linear
 from titan_mi100.model.lora import LoRAExpertLinear, LoRALinear, _dropped, lora_values
@@ -158,13 +158,22 @@ def test_packed_documents_are_as_alone_and_see_no_other() -> None:
     ids = draw(spec, 1, sum(lengths))
     documents = model.model.prepare(Documents(1, sum(lengths), lengths), ids.device)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    packed = model(ids, positions, documents)[0]
+    first, again = keeping_routes()
+    with first:
+        packed = model(ids, positions, documents)[0]
     alone = torch.cat([model(part[None])[0] for part in ids[0].split(list(lengths))])
     assert (packed - alone).abs().max() < 1e-12 * alone.abs().max()
     changed = ids.clone()
     changed[0, 2:63] = draw(spec, 1, 62)[0, 1:]
+    # A library may round a product of 12 rows otherwise than one of 13 (MKL does, with AVX2). So another document's
+    # tokens may change the last bits of this one, through the number of rows that an expert gets, and no more than that:
     after = model(changed, positions, documents)[0]
-    assert torch.equal(after[:2], packed[:2]) and torch.equal(after[63:], packed[63:])
+    others = [slice(2), slice(63, None)]
+    assert all((after[part] - packed[part]).abs().max() < 1e-12 * packed.abs().max() for part in others)
+    assert (after - packed)[2:63].abs().max() > 1e-3 * packed.abs().max()
+    with again:  # the routes of before, so every product has the shape that it had
+        after = model(changed, positions, documents)[0]
+    assert all(torch.equal(after[part], packed[part]) for part in others)
     assert not torch.equal(after[2:63], packed[2:63])
 
 
