@@ -25,6 +25,7 @@ tokenizer_path = "{ASSETS / "tokenizer"}"
 path = "{ASSETS / "arithmetic.jsonl"}"
 [training]
 """
+ASKED_FOR = "TITAN_TESTS_SIMGPU"  # the pretended device is built for a run of all tests only if it was built before
 FULL = "TITAN_TESTS_FULL"  # set for the decorators of test modules, which see no options
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -59,6 +60,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--full"):
         os.environ[FULL] = "1"
+    named = [*config.args, *config.getoption("--full-of")]
+    os.environ[ASKED_FOR] = "1" if config.getoption("--full") or any("test_simgpu" in name for name in named) else ""
 
 
 def examples(count: int) -> int:

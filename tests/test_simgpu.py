@@ -13,11 +13,15 @@ from typing import Any, NamedTuple
 
 import pytest
 from breaks.run import Break, read_breaks
-from conftest import ASSETS, FULL, REPO, torchrun
-from simgpu.build import HERE, build, why_not
+from conftest import ASSETS, ASKED_FOR, FULL, REPO, torchrun
+from simgpu.build import HERE, build, library, why_not
 
-if "simgpu" not in os.environ.get("TITAN_TESTS_REQUIRE", "") and why_not():
-    pytest.skip(f"tests/simgpu cannot be built: {why_not()}", allow_module_level=True)
+if "simgpu" not in os.environ.get("TITAN_TESTS_REQUIRE", ""):
+    if why_not():
+        pytest.skip(f"tests/simgpu cannot be built: {why_not()}", allow_module_level=True)
+    if not (library().exists() or os.environ.get(ASKED_FOR)):
+        # the compiler would take a third of the default tests' time
+        pytest.skip("not built: python tests/simgpu/build.py builds it", allow_module_level=True)
 
 BASE = f"""
 [model]
