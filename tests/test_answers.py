@@ -325,7 +325,7 @@ def test_settings_that_do_not_fit_each_other(case: str, tmp_path: Path) -> None:
 
 
 def measured(accuracy: float, chosen: float, margin: float, *kl: float) -> Any:
-    names = ("accuracy", "reward_chosen", "margin", "kl")
+    names = ("accuracy", "reward_chosen", "margin", "below_reference")
     return SimpleNamespace(skipped=False, measures=dict(zip(names, (accuracy, chosen, margin, *kl), strict=False)))
 
 

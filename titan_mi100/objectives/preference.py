@@ -27,16 +27,16 @@ class Preference(Objective):
 
     Measures: an answer's reward is loss.reward; margin is their difference (of a single answer: its reward, or minus
     it if it is not wanted), accuracy the share where it is positive (ties: half); logp is the sum over an answer's
-    tokens. kl is the mean of reference - log p per answer: an
-    estimate of KL(reference || model) in nats, as if the reference had written the answers.
+    tokens. below_reference is the mean of reference - log p per answer, in nats: how much less likely the answers have
+    become. It is no KL, which is never negative: the reference has not written these answers.
     """
 
     def __init__(self, loss: Loss, factors: Factors, sft_weight: float = 0.0) -> None:
         """Args: sft_weight: of a further term, minus log p per token of the chosen answer."""
         self._loss, self._factors, self._sft_weight = loss, factors, sft_weight
         self.columns = (DOCUMENT, *[REFERENCE] * loss.has_reference, *[LABEL] * (not loss.is_paired))
-        self.printed = ("margin", "accuracy", *["kl"] * loss.has_reference)
-        self.measures = (*(_OF_BOTH if loss.is_paired else _OF_ONE), *["kl"] * loss.has_reference)
+        self.printed = ("margin", "accuracy", *["below_reference"] * loss.has_reference)
+        self.measures = (*(_OF_BOTH if loss.is_paired else _OF_ONE), *["below_reference"] * loss.has_reference)
 
     def count(self, microbatch: Microbatch) -> int:
         documents = microbatch[DOCUMENT].amax(1) + 1

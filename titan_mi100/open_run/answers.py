@@ -174,7 +174,7 @@ class Pass:
         Raises:
             Preempted: a process was told to stop.
         """
-        rows, width, found, done = _AllRows(self._rows.sets, part), 1 + 2 * k, list[Arrays](), 0
+        rows, width, found, done = _AllRows(self._rows.sets, part), max(1, 2 * k), list[Arrays](), 0
         local, ranks = self._batch.local_batch_size, self._batch.dp_degree
         batches = validation_batches(rows, self._batch, self._dp_rank)  # type: ignore[arg-type]
         own = self._dp_rank if model.counts_loss else -1  # of each data-parallel rank one rank's values count
@@ -198,22 +198,23 @@ class Pass:
         return {name: np.concatenate([each[name] for each in found]) for name in found[0]} if found else {}
 
     def _arrays(self, rows: _AllRows, indices: range, dense: np.ndarray, k: int) -> Arrays:
-        """Args: dense: (rows, seq, 1 + 2 k), as Record returns it, of these rows, then of padding."""
-        numbers, tokens, sums, chosen = list[int](), list[int](), list[float](), []
+        """Args: dense: (rows, seq, width), as Record returns it, of these rows, then of padding."""
+        numbers, tokens, sums, chosen = list[int](), list[int](), list[float](), [np.zeros((0, 2 * k))]
         for place_of_row, index in enumerate(indices):
             row = rows.row(index)
             learned = row.supervised()[1:]  # of the position before: it predicts the token
             for place, document in enumerate(rows.documents_of(index).tolist()):
                 mask = learned & (row.document_ids[:-1] == place)
-                values = dense[place_of_row, :-1][mask]
                 numbers.append(document)
-                tokens.append(len(values))
-                sums.append(float(values[:, 0].sum()))
-                chosen.append(values[:, 1:])
+                tokens.append(int(mask.sum()))
+                if k:
+                    chosen.append(dense[place_of_row, :-1][mask])
+                else:
+                    sums.append(float(dense[place_of_row, place, 0]))
         arrays: dict[str, np.ndarray] = {"documents": np.array(numbers, np.int64), "tokens": np.array(tokens, np.int64)}
         if not k:
             return {**arrays, "sums": np.array(sums)}
-        every = np.concatenate([np.zeros((0, 2 * k)), *chosen])
+        every = np.concatenate(chosen)
         return {**arrays, "ids": every[:, :k].astype(np.int32), "log_p": every[:, k:].astype(np.float32)}
 
 

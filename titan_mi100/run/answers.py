@@ -29,7 +29,7 @@ class AnswerWatch:
             self._warn("trivial", f"{what}; look at some with titan-mi100 inspect")
         if len(self._recent) == _STEPS:
             _, chosen, margin = (sum(values) / _STEPS for values in zip(*self._recent, strict=True))
-            if chosen < _FALLEN and "kl" in found:  # without a reference the reward is not a change
+            if chosen < _FALLEN and "below_reference" in found:  # without a reference the reward is not a change
                 what = f"the chosen answers have become less likely (reward {chosen:.2f}, mean of {_STEPS} steps)"
                 self._warn("fallen", f"{what}; add objective.sft_weight = 0.2, or lower optimizer.lr")
             if margin > _LARGE:
