@@ -154,18 +154,19 @@ def test_a_policy_that_is_its_reference_and_answers_that_are_swapped(world: Worl
     assert result["loss"] == pytest.approx(expected("dpo", swapped=True)[0], rel=1e-12)
 
 
-@pytest.mark.parametrize("param", ["float32", "bfloat16"])
-@pytest.mark.parametrize("accumulation", [8, 2])
-def test_the_first_step_is_a_tie_in_every_dtype(param: str, accumulation: int, world: World) -> None:
-    """The reference's sums have the bits of the policy's: the same sum of the same forward, in any order of rows."""
+@pytest.mark.parametrize(("param", "accumulation"), [("float32", 8), ("float32", 1), ("bfloat16", 8)])
+def test_the_first_step_is_a_tie(param: str, accumulation: int, world: World) -> None:
+    """The reference's sums are the policy's: the same sum of the same forward. Beside other rows (one forward for all)
+    some CPUs change the last bits, which still is a tie.
+    """
     case = make_case()
     run = open_split(world, case, {**split("dpo", accumulation), "param": param}, data=data_of(case))
     for name, parameter in run.model.named_parameters():
         parameter.data.copy_(initial_values(SPEC, 0, name, parameter.shape, (0,) * parameter.ndim, parameter.shape))
     measures = run.step().measures
-    assert {name: measures[name] for name in ("accuracy", "margin", "below_reference")} == {
-        "accuracy": 0.5, "margin": 0.0, "below_reference": 0.0,
-    }  # fmt: skip
+    assert measures["accuracy"] == 0.5
+    limit = 1e-4 if accumulation == 1 else 0
+    assert abs(measures["margin"]) <= limit and abs(measures["below_reference"]) <= limit
 
 
 def run_job(processes: int, splits: list[dict], folder: Path, name: str = "dpo") -> None:

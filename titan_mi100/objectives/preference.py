@@ -20,13 +20,15 @@ from titan_mi100.objectives.base import Objective
 DOCUMENT = "document_ids"
 _OF_BOTH = ("reward_chosen", "reward_rejected", "margin", "accuracy", "logp_chosen", "logp_rejected")
 _OF_ONE = ("margin", "accuracy")
+_ROUNDING = 8  # units in the last place of a sum of log p
 
 
 class Preference(Objective):
     """The mean over the step's pairs, whatever the microbatches.
 
     Measures: an answer's reward is loss.reward; margin is their difference (of a single answer: its reward, or minus
-    it if it is not wanted), accuracy the share where it is positive (ties: half); logp is the sum over an answer's
+    it if it is not wanted), accuracy the share where it is positive (ties, within
+    rounding: half); logp is the sum over an answer's
     tokens. below_reference is the mean of reference - log p per answer, in nats: how much less likely the answers have
     become. It is no KL, which is never negative: the reference has not written these answers.
     """
@@ -63,7 +65,7 @@ class Preference(Objective):
         each = each - self._sft_weight * chosen.mean if self._sft_weight else each
         rewards = [self._loss.reward(self._factors.beta, answers) for answers in (chosen, rejected)]
         margin = rewards[0] - rewards[1]
-        measures = [*rewards, margin, (margin.sign() + 1) / 2, chosen.sums, rejected.sums]
+        measures = [*rewards, margin, self._accuracy(margin, chosen, rejected), chosen.sums, rejected.sums]
         if self._loss.has_reference:
             measures.append(-(chosen.ratio + rejected.ratio) / 2)
         return _total(exists, each, measures)
@@ -72,7 +74,15 @@ class Preference(Objective):
         if self._sft_weight:
             each = each - self._sft_weight * torch.where(wanted > 0, answers.mean, 0.0)
         margin = wanted * self._loss.reward(self._factors.beta, answers)
-        return _total(exists, each, [margin, (margin.sign() + 1) / 2, -answers.ratio])
+        return _total(exists, each, [margin, self._accuracy(margin, answers), -answers.ratio])
+
+    def _accuracy(self, margin: Tensor, *compared: Answers) -> Tensor:
+        """1 of a positive margin, 0 of a negative one, a half within the rounding of the sums: the rows beside an answer
+        may change its last bits.
+        """
+        errors = (Answers(_ROUNDING * torch.finfo(x.sums.dtype).eps * x.sums, 0 * x.sums, x.tokens) for x in compared)
+        slack = sum((self._loss.reward(self._factors.beta, error).abs() for error in errors), torch.zeros_like(margin))
+        return (torch.where(margin.abs() <= slack, 0.0, margin).sign() + 1) / 2
 
 
 def _total(exists: Tensor, each: Tensor, measures: list[Tensor]) -> Tensor:
