@@ -77,8 +77,8 @@ class Preference(Objective):
         return _total(exists, each, [margin, self._accuracy(margin, answers), -answers.ratio])
 
     def _accuracy(self, margin: Tensor, *compared: Answers) -> Tensor:
-        """1 of a positive margin, 0 of a negative one, a half within the rounding of the sums: the rows beside an answer
-        may change its last bits.
+        """1 of a positive margin, 0 of a negative one, a half within the rounding of the sums: other rows beside an
+        answer may change its last bits.
         """
         errors = (Answers(_ROUNDING * torch.finfo(x.sums.dtype).eps * x.sums, 0 * x.sums, x.tokens) for x in compared)
         slack = sum((self._loss.reward(self._factors.beta, error).abs() for error in errors), torch.zeros_like(margin))
