@@ -47,7 +47,8 @@ def write_synced(path: Path, text: str, mode: str = "wb") -> None:
     with path.open(mode) as file:
         file.write(text.encode())
         file.flush()
-        os.fsync(file.fileno())
+        if not is_stream(path):
+            os.fsync(file.fileno())
 
 
 def replace(path: Path, content: str | bytes, is_synced: bool = False) -> None:

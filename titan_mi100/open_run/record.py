@@ -128,7 +128,7 @@ def _write_explanation(folder: Path, config: Config, last_step: int, ran: dict[s
         "command": sys.argv,
     }
     about = json.dumps(record, indent=1) + "\n"
-    environment.write_text(about, encoding="utf-8")
+    durable.replace(environment, about)
     texts = {"config": text, "layout": str(ran.get("layout", "")), "environment": about}
     return Explanation({}, {}, texts, is_known=before == [text.encode(), about.encode()])
 
