@@ -85,7 +85,7 @@ def test_every_word_has_an_effect_or_is_refused(files: Path, capsys: pytest.Capt
         ((*new, "--top_k", "3"), "--top_k has no effect with --ids"),
         ((*new, "--out", "teacher"), "--out has no effect with --ids"),
         ((*new, "few.jsonl"), "'few.jsonl' is not an option; name data with --data.path"),
-        ((*new, *vllm), "--ids and --from_vllm exclude each other"),
+        ((*new, *vllm), "has no effect with --ids"),
         ((*vllm, "--bogus", "1"), "--bogus has no effect with --from_vllm"),
         ((*vllm, "--model", "teacher"), "--model has no effect with --from_vllm"),
         ((*vllm, "--nproc_per_node", "2"), "--nproc_per_node has no effect with --from_vllm"),

@@ -32,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _show(options: argparse.Namespace, settings: Sequence[str]) -> None:
     setup_logging(0)
+    if options.html or options.json:
+        idle = ("json", "color") if options.html else ("table", "color")
+        _parser().check_used(options, "--html" if options.html else "--json", vars(options).keys() - {*idle})
     if options.html:
         check_output(Path(options.html), "--html", is_page(_TITLE))
     with redirect_stdout(sys.stderr):  # stdout gets the report only, so that it can be piped

@@ -71,24 +71,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _check_words(options: argparse.Namespace, settings: Sequence[str]) -> None:
     """Refuse what would have no effect. The values of settings are checked where they are read."""
-    if options.ids and options.from_vllm:
-        raise UserError(
-            "--ids and --from_vllm exclude each other: the one asks, the other reads; leave one of them out"
-        )
     if options.top_k is not None and options.top_k < 1:
         raise UserError(f"--top_k {options.top_k}: must be 1 or more; the usual is 32")
     mode = "--ids" * bool(options.ids) or "--from_vllm" * bool(options.from_vllm)
-    idle = {"--ids": ("model", "out", "top_k"), "--from_vllm": ("model",)}.get(mode, ())
-    words = [f"--{name}" for name in idle if getattr(options, name)]
-    used = _OF_ROWS if mode else (*_OF_ROWS, *_OF_A_PASS)
-    words += [word for word in settings if word.startswith("--") and not word.startswith(used)]
-    if words:
+    used = {"--ids": ["ids"], "--from_vllm": ["from_vllm", "out", "top_k"], "": vars(options)}[mode]
+    _parser().check_used(options, mode, ["config", *used])
+    taken = _OF_ROWS if mode else (*_OF_ROWS, *_OF_A_PASS)
+    for word in (word for word in settings if word.startswith("--") and not word.startswith(taken)):
+        instead = "; --top_k is the number of ids" * word.startswith("--objective.top_k")
         where = mode or "titan-mi100 teach"
-        raise UserError(f"{words[0].partition('=')[0]} has no effect with {where}; leave it out{_hint(words[0])}")
-
-
-def _hint(word: str) -> str:
-    return " (--top_k is the number of ids)" if word.startswith("--objective.top_k") else ""
+        raise UserError(f"{word.partition('=')[0]} has no effect with {where}; leave it out{instead}")
 
 
 def _microbatches(settings: Sequence[str]) -> list[str]:
