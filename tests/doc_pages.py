@@ -24,6 +24,9 @@ _FENCE = re.compile(
     r"(?P<text>.*?)^(?P=indent)```$",
     re.S | re.M,
 )
+_OURS = re.compile(
+    r"(titan-mi100|(\./)?run_train\.sh|python -m titan_mi100\S*|(python (scripts|tests)|(\./)?scripts)/\S+\.(py|sh)) "
+)
 _LINK = re.compile(r"(?<!\\)\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)|(?:src|srcset|href)=\"([^\"]+)\"")
 _MACHINE = re.compile(r"(?<![\w.~])/(?:work|tmp|home|root|Users|models)/[^\s`)\"]*")
 
@@ -79,6 +82,15 @@ class Page:
     def prose(self) -> str:
         """The text without fenced blocks and code spans, in which brackets are no links."""
         return re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", "", _FENCE.sub("", self.text), flags=re.S)
+
+    def inline_commands(self) -> list[Command]:
+        """Commands of ours in code spans, with words that stand for others (N, HOST:PORT, ...) as they are written."""
+        text, found = _FENCE.sub(lambda block: "\n" * block[0].count("\n"), self.text), []
+        for span in re.finditer(r"(?<!`)`([^`\n]+)`(?!`)", text):
+            if _OURS.match(span[1]):
+                where = f"{self.name}:{text.count(chr(10), 0, span.start()) + 1}: {span[1]}"
+                found.append(Command(where, shlex.split(span[1]), {}, "", True))
+        return found
 
     def links(self) -> list[str]:
         return [markdown or html for markdown, html in _LINK.findall(self.prose)]

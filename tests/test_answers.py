@@ -17,7 +17,7 @@ from titan_mi100.data import answer_store
 from titan_mi100.data.answers import LABELS, PAIRS
 from titan_mi100.data.columns import Findings
 from titan_mi100.data.formats import choose_format
-from titan_mi100.data.prepare import prepare_data
+from titan_mi100.data.prepare import prepare_data, prepare_run
 from titan_mi100.data.prepared import PackedDataset, Prepared
 from titan_mi100.data.prompts import _documents
 from titan_mi100.data.strict_json import BadRecord
@@ -325,7 +325,7 @@ def test_settings_that_do_not_fit_each_other(case: str, tmp_path: Path) -> None:
 
 
 def measured(accuracy: float, chosen: float, margin: float, *kl: float) -> Any:
-    names = ("accuracy", "reward_chosen", "margin", "kl")
+    names = ("accuracy", "reward_chosen", "margin", "below_reference")
     return SimpleNamespace(skipped=False, measures=dict(zip(names, (accuracy, chosen, margin, *kl), strict=False)))
 
 
@@ -336,6 +336,7 @@ def measured(accuracy: float, chosen: float, margin: float, *kl: float) -> Any:
         ((0.7, -0.6, 0.2, 1.0), "the chosen answers have become less likely (reward -0.57"),
         ((0.9, 0.1, 25.0), "the margin is 24: nearly all pairs are learned"),
         ((0.9, 0.1, 1.0, 1.0), ""),
+        ((0.0, 0.1, -1.0, 1.0), "2% of the answers are on the right side (mean of 20 steps; half is chance)"),
         ((0.9, -2.0, 1.0), ""),  # without a reference the reward is a level, not a change
     ],
 )
@@ -354,6 +355,25 @@ def arguments_of(config: Config) -> list[str]:
     given = {"model.flavor": "debug", "model.tokenizer_path": folder, "data.path": path, "training.seq_len": "64"}
     given["objective.name"] = "preference"
     return [word for key, value in given.items() for word in (f"--{key}", value)]
+
+
+def test_rows_that_teach_something_else_are_warned_of(tmp_path: Path) -> None:
+    def warned(rows: list[dict[str, Any]], **more: str) -> str:
+        path = write(tmp_path / "rows.jsonl", rows)
+        return "\n".join(prepare_run(config_of(tmp_path, **{"data.path": str(path), **more}), None).facts.warnings)
+
+    single = {"objective.loss": "apo_zero_unpaired"}
+    rows = [{"prompt": f"{i} + 3?", "completion": str(i + 3), "label": i % 2 == 0} for i in range(40)]
+    assert "every label" not in warned(rows, **single)
+    for label in (True, False):
+        words = warned([{**row, "label": label} for row in rows], **single)
+        assert f"every label is {str(label).lower()}: nothing is compared" in words
+    pairs = [{"prompt": f"{i} + 3?", "chosen": str(i + 3), "rejected": str(i)} for i in range(40)]
+    assert "begin with the question" not in warned(pairs)
+    again = [row | {name: f"{row['prompt']}\n{row[name]}" for name in ("chosen", "rejected")} for row in pairs[:3]]
+    messages = {"prompt": [{"role": "user", "content": "7 + 7?"}], "chosen": "7 + 7? 14", "rejected": "7 + 7? 15"}
+    words = warned([*again, messages, *pairs[3:], {"prompt": "x", "chosen": "x is right", "rejected": "no"}])
+    assert "4 rows with answers that both begin with the question" in words and "rows.jsonl:1;" in words
 
 
 def test_the_data_page_shows_both_answers_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

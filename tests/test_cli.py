@@ -22,7 +22,7 @@ from titan_mi100.config.as_text import help_text
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
 from titan_mi100.log import log, setup_logging
-from titan_mi100.tools import exact_match, generate, inspect_data
+from titan_mi100.tools import certify, exact_match, generate, inspect_data, prepare_corpus
 from titan_mi100.watch.outcome import RunState, write_run_state
 from titan_mi100.wording import printable, shown
 
@@ -105,6 +105,25 @@ def test_an_option_that_is_given_twice_is_refused(
     with pytest.raises(SystemExit) as ended:
         parser.parse_args([option, "1", *others, f"{option}=1"])
     assert ended.value.code == 2 and f"{option} is given twice; keep one of them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "said"),
+    [
+        (certify, "--board certificates --minutes 3", "--minutes has no effect with --board; leave it out"),
+        (certify, "--board certificates --model debug", "--model has no effect with --board"),
+        (inspect_data, "--html a.html --json", "--json has no effect with --html"),
+        (inspect_data, "--json --table", "--table has no effect with --json"),
+        (prepare_corpus, "--output_dir c --verify --workers 2", "--workers has no effect with --verify"),
+        (prepare_corpus, "--output_dir c --input a --tokenizer b --on_bad_row error --max_bad_share 0.2",
+         "--max_bad_share has no effect with --on_bad_row error"),
+    ],
+)  # fmt: skip
+def test_no_command_takes_a_word_that_it_does_not_use(
+    command: Any, words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(words.split()) == 2
+    assert f"ERROR {said}" in capsys.readouterr().err
 
 
 def test_where_no_file_can_be_written_the_traceback_itself_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_mi100.config import load as load_module
+from titan_mi100.config import other_trainers
 from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.load import config_from_command_line, load_config, make_run_folder
 from titan_mi100.config.settings import Config, JobConfig
@@ -491,9 +492,37 @@ def test_a_syntax_error_in_toml_names_its_repair(text: str, remedy: str, tmp_pat
     assert line.endswith(f"; {remedy}")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("objective.loss", "sigmoid", 'here it is "dpo"'),
+        ("objective.loss", "kto", 'nearest is objective.name = "preference" with objective.loss = "apo_zero_unpaired"'),
+        ("objective.loss", "rpo", "it is dpo with sft_weight, which is its alpha"),
+        ("objective.loss", "dppo", "did you mean dpo?"),
+        ("objective.name", "dpo", 'write name = "preference"; its loss is dpo by default'),
+        ("objective.name", "kto", "KTO subtracts a mean over the batch"),
+        ("objective.name", "grpo", "there is no reinforcement learning"),
+        ("lora.base", "4bit", 'here it is "nf4"'),
+        ("data.overlong", "raise", 'here it is "error"'),
+    ],
+)
+def test_a_value_of_another_trainer_is_no_spelling_mistake(key: str, value: str, said: str, file: Path) -> None:
+    answer = refusal("--job.config_file", str(file), f"--{key}", value)
+    assert said in answer and ("did you mean" in answer) == ("did you mean" in said)
+
+
+def test_the_values_of_other_trainers_are_for_keys_that_exist() -> None:
+    for table in other_trainers._values():
+        theirs = {name for entry in other_trainers.entries() for name in entry.names}
+        for key in table["keys"]:
+            assert key in theirs | other_trainers.our_keys().keys(), key
+            choices = other_trainers.our_keys()[key].metadata["choices"] if "." in key else ()
+            assert not {*choices} & table.keys(), f"{key}: a value of ours needs no meaning"
+
+
 def test_values_that_do_not_fit_are_answered_with_those_that_do(file: Path, tmp_path: Path) -> None:
     said = refusal("--job.config_file", str(file), "--training.mixed_precision_param", "bf16")
-    assert said.endswith("must be one of: bfloat16, float16, float32, float64; did you mean bfloat16?")
+    assert said.endswith('must be one of: bfloat16, float16, float32, float64; here it is "bfloat16"')
     said = refusal("--job.config_file", str(file), "--training.seq_len", "100000")
     assert re.search(r"max_position_embeddings = (\d+); use at most \1$", said)
     assert refusal("--job.config_file", str(file), "--lora.alpha", "4").endswith(

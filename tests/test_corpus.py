@@ -416,7 +416,7 @@ def test_damage_is_found_when_it_is_looked_for_and_a_short_file_when_it_is_read(
     out = tmp_path / "out"
     prepare("--input", write(tmp_path / "in.jsonl", texts(50)), "--output_dir", out)
     prepare("--output_dir", out, "--verify")
-    assert "leave out --input" in prepare("--output_dir", out, "--verify", "--input", "x", code=2)
+    assert "--input has no effect with --verify" in prepare("--output_dir", out, "--verify", "--input", "x", code=2)
     before = (out / "corpus.json").read_text()
     for key, value, said in (("lines", [7], "has other counts"), ("content", "0" * 64, "is not the corpus of these")):
         (out / "corpus.json").write_text(json.dumps({**json.loads(before), key: value}))

@@ -1,13 +1,18 @@
 """Distillation: against a dense loop in fp64 in every layout; the teacher's pass, its folder, and what vLLM writes."""
 
+import hashlib
 import json
+import os
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import torch
 from conftest import ASSETS, random_documents, records_of
 from gloo.job_answers import data_of, recorded
@@ -19,8 +24,9 @@ from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config
 from titan_mi100.data import answer_store
-from titan_mi100.data.answer_store import About, AnswerStore, tokens_hash
+from titan_mi100.data.answer_store import AnswerStore, Wanted, tokens_hash
 from titan_mi100.data.prepare import prepare_run
+from titan_mi100.data.prepared import DocumentTable
 from titan_mi100.errors import Preempted, UserError
 from titan_mi100.losses import log_of_rest
 from titan_mi100.model.loss import HeadMemory, likeliest, of_labels, token_losses
@@ -55,20 +61,28 @@ def teacher_logits() -> list[Tensor]:
     return [2 * torch.randn(int(learned[1:].sum()), VOCABULARY).double() for _, learned in make_case()["documents"]]
 
 
-def write_store(folder: Path, k: int, **other: Any) -> AnswerStore:
+def wanted() -> Wanted:
+    """Of the case's rows, which are those of training and of validation."""
     data = data_of(make_case())
-    count = len(make_case()["documents"])
-    facts = {"kind": "teacher", "weights": "made up", "tokens": tokens_hash([data.train]), "tokenizer": "none"}  # type: ignore[list-item]
-    about = About(**{**facts, "documents": count, "rows": 1, "seq_len": SEQ_LEN, "k": k, "dtype": "float64", **other})
-    store = AnswerStore(folder, about, "make it anew")
-    store.begin()
-    found = [logits.log_softmax(-1).topk(k) for logits in teacher_logits()]
-    arrays = {
-        "documents": np.arange(count), "tokens": np.array([len(each.values) for each in found]),
+    return Wanted([source.rows for source in (*data.sources, *data.validation)], VOCABULARY)  # type: ignore[misc]
+
+
+def arrays_of(documents: np.ndarray, k: int) -> dict[str, np.ndarray]:
+    found = [teacher_logits()[number].log_softmax(-1).topk(k) for number in documents.tolist()]
+    return {
+        "documents": documents, "tokens": np.array([len(each.values) for each in found]),
         "ids": torch.cat([each.indices for each in found]).int().numpy(),
         "log_p": torch.cat([each.values for each in found]).float().numpy(),
     }  # fmt: skip
-    store.write(0, arrays)
+
+
+def write_store(folder: Path, k: int, **other: Any) -> AnswerStore:
+    """All parts of a teacher's folder."""
+    about = replace(wanted().about("teacher", "made up", "none", k, "float64"), **other)
+    store = AnswerStore(folder, about, "make it anew")
+    store.begin()
+    for number in range(about.parts):
+        store.write(number, arrays_of(wanted().documents(about, number), k), wanted())
     return store
 
 
@@ -215,26 +229,27 @@ def test_a_rest_of_nothing_has_a_finite_gradient() -> None:
     assert log_q.grad is not None and log_q.grad.isfinite().all()
 
 
-def test_a_pass_goes_on_where_it_was_stopped_and_refuses_what_is_not_its_own(
+def test_a_damaged_or_unfinished_folder_or_one_of_other_rows(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answer_store, "_ROWS_OF_A_PART", 3)
-    store = write_store(tmp_path, 4, rows=16)
-    assert store.about.parts == 6 and not store.is_complete
-    with pytest.raises(UserError, match="1 of 6 parts are there; run titan-mi100 teach again: it goes on"):
+    store = write_store(tmp_path, 4)
+    assert store.about.parts == 6 and store.is_complete
+    [part] = tmp_path.glob("part-00000-*")
+    whole = part.read_bytes()
+    part.unlink()
+    with pytest.raises(UserError, match="5 of 6 parts are there; run titan-mi100 teach again: it goes on"):
         opened(tmp_path)
-    [part] = tmp_path.glob("part-*")
-    for number in range(1, 6):
-        store.write(number, {"documents": np.zeros(0, np.int64), "tokens": np.zeros(0, np.int64)})
-    opened(tmp_path).verify()
-    content = bytearray(part.read_bytes())
+    content = bytearray(whole)
     content[-1] ^= 1
     part.write_bytes(bytes(content))
-    with pytest.raises(UserError, match="is damaged; delete it, and start again"):
+    with pytest.raises(UserError, match="is damaged; delete it, and make it again: titan-mi100 teach"):
         open_split(world, make_case(), split(tmp_path, 1), data=data_of(make_case()))
     for change, words in (
         ({"tokenizer": "other"}, "another tokenizer"), ({"tokens": "other"}, "other rows, or other settings"),
-        ({"kind": "reference"}, "another purpose"),
+        ({"kind": "reference", "k": 0}, "another purpose"), ({"format": 1}, "an older format"),
+        ({"format": 3}, "a newer format"), ({"k": -1}, "k = -1 must be"), ({"more": 1}, "unknown key more"),
+        ({"kind": "both"}, "do not fit each other"),
     ):  # fmt: skip
         about = json.loads((tmp_path / "store.json").read_text()) | change
         other = tmp_path / "other"
@@ -245,6 +260,150 @@ def test_a_pass_goes_on_where_it_was_stopped_and_refuses_what_is_not_its_own(
         shutil.rmtree(other)
     with pytest.raises(UserError, match="holds no teacher's answers; make it of this run's data"):
         open_split(world, make_case(), split(other, 1), data=data_of(make_case()))
+    part.write_bytes(whole)
+    opened(tmp_path).verify(wanted())
+
+
+def forge(folder: Path, change: Callable[[dict[str, np.ndarray]], object], **metadata: str) -> None:
+    """Change the first part's arrays, and give it the name and the metadata of a sound one."""
+    [path] = folder.glob("part-00000-*")
+    with safetensors.safe_open(path, "np") as file:
+        arrays = {name: file.get_tensor(name).copy() for name in file.keys()}  # noqa: SIM118
+        about = file.metadata() | metadata
+    change(arrays)
+    content = safetensors.numpy.save(arrays, about)
+    path.unlink()
+    path.with_name(f"part-00000-{hashlib.sha256(content).hexdigest()[:16]}.safetensors").write_bytes(content)
+
+
+def put(name: str, place: Any, value: Any) -> Callable[[dict[str, np.ndarray]], object]:
+    return lambda arrays: arrays[name].__setitem__(place, value)
+
+
+def other(name: str, make: Callable[[np.ndarray], np.ndarray]) -> Callable[[dict[str, np.ndarray]], object]:
+    return lambda arrays: arrays.update({name: make(arrays[name])})
+
+
+# What somebody, a disk or another program may have done to a part that is named and marked as a sound one.
+_OF_BOTH: dict[str, Callable[[dict[str, np.ndarray]], object]] = {
+    "an array is missing": lambda arrays: arrays.pop("tokens"),
+    "an array more": lambda arrays: arrays.update(weights=np.zeros(3)),
+    "another dtype": other("documents", lambda array: array.astype(np.int32)),
+    "another shape": other("tokens", lambda array: array[:, None]),
+    "a document too many": lambda arrays: arrays.update({n: np.append(arrays[n], 1) for n in ("documents", "tokens")}),
+    "a document less": lambda arrays: arrays.update({n: arrays[n][1:] for n in ("documents", "tokens")}),
+    "a document that is none": put("documents", 0, 10_000),
+    "a negative document": put("documents", 0, -1),
+    "documents of another order": other("documents", lambda array: array[::-1]),
+    "other numbers of tokens": other("tokens", lambda array: array + 1),
+    "tokens moved between documents": other("tokens", lambda array: np.roll(array, 1)),
+}
+_OF_TEACHERS = {
+    "an id behind the vocabulary": put("ids", (0, 0), VOCABULARY),
+    "an id that is ignored elsewhere": put("ids", (0, 0), -100),
+    "an id twice": lambda arrays: put("ids", (0, 1), arrays["ids"][0, 0])(arrays),
+    "a positive log p": put("log_p", (0, 0), 0.5),
+    "no number": put("log_p", (0, 3), np.nan),
+    "no probability": put("log_p", (0, 3), -np.inf),
+    "probabilities of more than 1": put("log_p", 0, -0.5),
+    "the likeliest is not first": other("log_p", lambda array: array[:, ::-1]),
+    "other log p than ids": other("log_p", lambda array: array[:-1]),
+    "less ids per token": lambda arrays: arrays.update({n: arrays[n][:, :2] for n in ("ids", "log_p")}),
+    "logits in the place of log p": other("log_p", lambda array: array - array.min() + 1),
+    "half precision": other("log_p", lambda array: array.astype(np.float16)),
+    "ids of 64 bits": other("ids", lambda array: array.astype(np.int64)),
+}
+_OF_REFERENCES = {
+    "no number": put("sums", 0, np.nan),
+    "a positive sum": put("sums", 1, 2.0),
+    "no probability": put("sums", 1, -np.inf),
+    "a sum less": other("sums", lambda array: array[:-1]),
+    "single precision": other("sums", lambda array: array.astype(np.float32)),
+    "a teacher's arrays": lambda arrays: arrays.update(ids=np.zeros((3, 1), np.int32)),
+}
+
+
+@pytest.mark.parametrize("kind", ["teacher", "reference"])
+def test_no_array_of_a_store_is_believed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_store, "_ROWS_OF_A_PART", 3)
+    fits, k = wanted(), 4 if kind == "teacher" else 0
+    about = fits.about(kind, "made up", "none", k, "float64")
+    sound = AnswerStore(tmp_path / "sound", about, "make it anew")
+    sound.begin()
+    for number in range(about.parts):
+        arrays = arrays_of(fits.documents(about, number), 4)
+        if not k:
+            arrays = {**{name: arrays[name] for name in ("documents", "tokens")}, "sums": -1.0 * arrays["tokens"]}
+        sound.write(number, arrays, fits)
+    damages = _OF_BOTH | (_OF_TEACHERS if k else _OF_REFERENCES)
+    for what, change in damages.items():
+        folder = tmp_path / what
+        shutil.copytree(sound.folder, folder)
+        forge(folder, change)
+        with pytest.raises(UserError, match="; delete it, and"):
+            AnswerStore(folder, about, "").verify(fits, tmp_path / "cache")
+        arrays = {name: array.copy() for name, array in sound.load(0).items()}
+        change(arrays)
+        with pytest.raises(UserError, match="part 0 is not written, as it"):  # the writer asks the same
+            sound.write(0, arrays, fits)
+    for what, metadata in {"of another store": {"store": "0"}, "another part": {"part": "1"}}.items():
+        shutil.copytree(sound.folder, tmp_path / what)
+        forge(tmp_path / what, lambda arrays: None, **metadata)
+        with pytest.raises(UserError, match="was written for another folder or as another part"):
+            AnswerStore(tmp_path / what, about, "").verify(fits)
+    for _ in range(2):  # the second time what was judged is remembered
+        AnswerStore(sound.folder, about, "").verify(fits, tmp_path / "cache")
+
+
+def test_parts_that_belong_to_no_store_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_store, "_ROWS_OF_A_PART", 3)
+    write_store(tmp_path / "sound", 4)
+    [first, second, *_] = sorted(path.name for path in (tmp_path / "sound").glob("part-*"))
+
+    def damage(what: str, words: str, change: Callable[[Path], object]) -> None:
+        shutil.copytree(tmp_path / "sound", tmp_path / what)
+        change(tmp_path / what)
+        with pytest.raises(UserError, match=words):
+            opened(tmp_path / what).verify(wanted())
+
+    damage("without", "is without its store.json", lambda folder: (folder / "store.json").unlink())
+    damage(
+        "twice",
+        "has the number of part-00000",
+        lambda folder: shutil.copy(folder / first, folder / f"part-00000-{'0' * 16}.safetensors"),
+    )
+    damage(
+        "beyond",
+        "is no part of the teacher",
+        lambda folder: (folder / first).rename(folder / first.replace("00000", "00006")),
+    )
+    damage("odd", "is no part of the teacher", lambda folder: shutil.copy(folder / first, folder / "copy.safetensors"))
+    damage("folder", "is not a regular file", lambda folder: (folder / first).unlink() or (folder / first).mkdir())
+    damage("pipe", "is not a regular file", lambda folder: (folder / first).unlink() or os.mkfifo(folder / first))
+    damage(
+        "link",
+        "is a link to",
+        lambda folder: (folder / first).unlink() or (folder / first).symlink_to(tmp_path / "sound" / first),
+    )
+    damage("swapped", "is damaged", lambda folder: (folder / second).write_bytes((folder / first).read_bytes()))
+    damage(
+        "store pipe",
+        "is not a regular file",
+        lambda folder: (folder / "store.json").unlink() or os.mkfifo(folder / "store.json"),
+    )
+    damage("no json", "cannot be read as JSON", lambda folder: (folder / "store.json").write_text("{"))
+    about = json.loads((tmp_path / "sound" / "store.json").read_text())
+    text = json.dumps(about | {"weights": "of another run"})
+    damage("other weights", "was written for another folder", lambda folder: (folder / "store.json").write_text(text))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be read \\(Not a directory\\)"):
+        opened(tmp_path / "file")
+    with pytest.raises(UserError, match="cannot be written \\(Not a directory\\)"):
+        AnswerStore(tmp_path / "file" / "teacher", wanted().about("teacher", "", "", 4, ""), "").begin()
+    left = tmp_path / "sound" / ".part-00003"  # of an earlier version that was killed: a link is not followed
+    left.symlink_to(tmp_path / "file")
+    opened(tmp_path / "sound").begin()
+    assert not left.is_symlink() and (tmp_path / "file").exists()
 
 
 def test_what_a_model_thinks_of_rows_on_one_process(world: World) -> None:
@@ -313,15 +472,48 @@ def test_what_vllm_says_is_checked_position_by_position(tmp_path: Path) -> None:
     assert arrays["ids"].tolist() == [[7, 8]] * int(arrays["tokens"].sum())
     assert np.allclose(arrays["log_p"], [-0.5, -1.5])
     shifted = {**lines[0], "prompt_logprobs": [None, *lines[0]["prompt_logprobs"][:0:-1]]}
+    place = next(i for i, entry in enumerate(table_of(config)[0] & 1) if entry and i)
+
+    def told(**entries: Any) -> list[dict[str, Any]]:
+        """The first document with another entry at its first learned token."""
+        token = str(lines[0]["prompt_token_ids"][place])
+        given = {token: {"logprob": -3.0}, **{name.strip("_"): value for name, value in entries.items()}}
+        probabilities = lines[0]["prompt_logprobs"]
+        return [
+            {**lines[0], "prompt_logprobs": [*probabilities[:place], given, *probabilities[place + 1 :]]},
+            *lines[1:],
+        ]
+
+    half, other = {"logprob": -0.7}, tmp_path / "other"
     for given, words in (
         (lines[:-1], "has 19 lines, the data have 20 documents"),
         ([*lines, lines[0]], "a line more than the data have documents"),
         ([lines[1], *lines[1:]], r"prompt_token_ids are not those of document 0: id \d+ is"),
         ([shifted, *lines[1:]], "lacks the id .* that stands there: the positions are not those of the ids"),
         ([{**lines[0], "prompt_logprobs": None}, *lines[1:]], "prompt_logprobs must be a list"),
+        (told(_7=half, _8={"logprob": 0.5}), "above 0 or not finite"),
+        (told(_7=half, _8={"logprob": -1e5}), "above 0 or not finite"),
+        (told(_7=half, _8=half, _9=half), "sum to more than 1"),
+        (told(_7=half, **{"-100": half}), "must be ID: {logprob: x}, with ids of the vocabulary"),
+        (told(_7=half, **{str(2**31): half}), "must be ID: {logprob: x}, with ids of the vocabulary"),
+        (told(_7=half, **{"07": {"logprob": -4.0}}), "must be ID: {logprob: x}, with ids of the vocabulary"),
+        (told(_7=half, _8={"logprob": True}), "must be ID: {logprob: x}"),
+        (told(_7=half, _99999999={"logprob": -4.0}), "names the id 99999999, which no head of .* tokens has"),
     ):
         with pytest.raises(UserError, match=words):
-            vllm_answers.read_answers(config, write(given), tmp_path / "other", 2)
-        shutil.rmtree(tmp_path / "other", ignore_errors=True)
+            vllm_answers.read_answers(config, write(given), other, 2)
+        assert not [*tmp_path.glob("*other*")]  # the corrected try is not in anything's way
+    vocabulary = prepare_run(config, None).facts.n_vocab
+    padded = told(**{str(vocabulary + 5): {"logprob": -0.9}}, _7={"logprob": -1.0})
+    vllm_answers.read_answers(config, write(padded), other, 2)  # a row of the head that no token has: as teach does
+    assert open_teacher(other, data, tokens_hash([data.train])).load(0)["ids"][0].tolist()[0] == 7  # type: ignore[list-item]
+    with pytest.raises(UserError, match="exists already, and is not overwritten"):
+        vllm_answers.read_answers(config, write(lines), other, 2)
     with pytest.raises(UserError, match="a token has 3 ids; ask vLLM for prompt_logprobs = 4"):
         vllm_answers.read_answers(config, write(lines), tmp_path / "more", 4)
+    with pytest.raises(UserError, match="--top_k 1000000: the tokenizer has"):
+        vllm_answers.read_answers(config, answers, tmp_path / "more", 10**6)
+
+
+def table_of(config: Config) -> DocumentTable:
+    return prepare_run(config, None).train.documents  # type: ignore[attr-defined, no-any-return]

@@ -23,8 +23,10 @@ from forked import ForkServer
 from titan_mi100 import __main__ as console
 from titan_mi100.config.check import ALTERNATIVES
 from titan_mi100.config.load import load_config
+from titan_mi100.config.other_trainers import our_keys
 from titan_mi100.config.settings import DataConfig
 from titan_mi100.config.toml_file import tomllib
+from titan_mi100.config.unknown import LAUNCHER_OPTIONS
 from titan_mi100.data.answers import PAIRS
 from titan_mi100.data.columns import Findings
 from titan_mi100.data.files import read_records
@@ -198,6 +200,34 @@ def test_each_command_is_taken_by_its_own_parser(
         f"{command.where}\n{problem}" for command in page.commands() if (problem := check(command, monkeypatch, capsys))
     ]
     assert not wrong, "\n\n".join(wrong)
+
+
+_STANDS_FOR_ANOTHER = re.compile(r"[A-Z]{1,8}(_[A-Z]+)*(:[A-Z]+)?|\.\.\.|\[.*|.*\]|step-N|.*-N\b")
+_NO_WHOLE = ("required", "expected ", "names no checkpoint", "needs a value", "is not set")
+
+
+def whole(command: Command) -> bool:
+    """Whether it can be typed as it stands."""
+    return not any(_STANDS_FOR_ANOTHER.fullmatch(word.rpartition("/")[2]) for word in command.words)
+
+
+@every_page
+def test_each_command_inside_a_sentence_has_options_that_exist(
+    page: Page, parsing: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A sentence may name a command with some of its words; those that it has are taken."""
+    monkeypatch.chdir(parsing)
+    for command in page.inline_commands():
+        program = program_of(command.words)
+        if program.kind == "script":
+            text = (parsing / program.name.removeprefix("./")).read_text()
+            assert all(word in text for word in program.arguments if word.startswith("--")), command.where
+        elif whole(command) and program.name != "__main__":
+            problem = check(command, monkeypatch, capsys)
+            assert not problem or any(words in problem for words in _NO_WHOLE), f"{command.where}\n{problem}"
+        for word in program.arguments:
+            known = [*LAUNCHER_OPTIONS, *our_keys(), "help", "rehearse"] if program.kind == "launch" else []
+            assert not known or not word.startswith("--") or word[2:].partition("=")[0] in known, command.where
 
 
 @every_page
@@ -377,6 +407,20 @@ def _to_run() -> Iterator[Page]:
     for page in PAGES:
         if any(not command.is_marked for command in page.commands()):
             yield page
+
+
+@pytest.mark.full
+def test_whole_commands_inside_sentences_run(prepared: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "page"
+    shutil.copytree(prepared, folder, symlinks=True)
+    commands = {tuple(command.words): command for page in PAGES for command in page.inline_commands()}
+    ran = 0
+    for words, command in commands.items():
+        is_ours = words[0] == "titan-mi100" and len(words) > 2 and words[1] not in ("doctor", "certify", "plan")
+        if is_ours and whole(command) and " ".join(words[1:3]) not in console.COMMANDS:
+            problem, ran = run_command(command, folder), ran + 1
+            assert not problem, problem
+    assert ran > 5
 
 
 @pytest.mark.full

@@ -151,6 +151,7 @@ enable_wandb = true
         'memory.offload = "weights" is CPU offload',
     },
 )
+ALPACA = 'its own prompt, "Below is an instruction ...", is not written: rows have the model\'s chat template'
 AXOLOTL_FULL = (
     """
 base_model: Qwen3-0.6B
@@ -221,6 +222,8 @@ eps = 1e-7
 decay_type = "constant"
 """,
     {
+        "datasets[0].type": "3 " + ALPACA,
+        "test_datasets[0].type": "5 " + ALPACA,
         "lora_r": "9 all weights are trained: adapter asks for no adapters",
         "lora_target_linear": "10 all weights are trained: adapter asks for no adapters",
         "warmup_steps": "21 the schedule `constant` has no warmup there",
@@ -776,7 +779,7 @@ TRL = "model_name_or_path: Qwen3-0.6B\ndataset_name: train.jsonl\n"
         ),
         ("dataset_name: train.jsonl\n", "", "x.yaml: names no model; give it with --model"),
         ("base_model: Qwen3-0.6B\n", "", "x.yaml: names no data; give it with --data"),
-        ("base_model: Qwen3-0.6B\nrl: grpo\n", "", "x.yaml:2: rl = 'grpo': objective.loss has dpo, ipo"),
+        ("base_model: Qwen3-0.6B\nrl: grpo\n", "", "x.yaml:2: rl = 'grpo': there is no reinforcement learning"),
         ("stage: ppo\n", "", "x.yaml:1: stage = 'ppo': there is no reinforcement learning"),
         ("finetuning_type: freeze\n", "", "x.yaml:1: finetuning_type = 'freeze': a rank above 0 trains adapters"),
         (TRL, "--from y.yaml", "--from is given twice; keep one of them"),
@@ -824,3 +827,65 @@ def test_the_tokens_of_real_data_are_counted(run: Run, monkeypatch: pytest.Monke
     Path("train.jsonl").write_text('{"a": 1}\n')
     code, out, _ = run(f"{TRL}warmup_ratio: 0.5\n", "--output", "y.toml")
     assert code == 0 and "WARNING the tokens were not counted: " in out and "warmup_ratio" in not_carried(out)
+
+
+PAIRS_OF_TRL = "model_name_or_path: Qwen3-0.6B\ndataset_name: pairs.jsonl\nmax_steps: 9\nlearning_rate: 1e-6\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "loss", "sft_weight", "lost"),
+    [
+        ("loss_type: sigmoid\n", "dpo", 0.0, {}),
+        ("loss_type: [sigmoid]\n", "dpo", 0.0, {}),
+        ("loss_type: [sigmoid, sft]\nloss_weights: [1.0, 0.2]\n", "dpo", 0.2, {}),
+        ("loss_type: [sft, ipo]\nloss_weights: [1.0, 2.0]\n", "ipo", 0.5, {}),
+        ("loss_type: [sigmoid, sft]\n", "dpo", 1.0, {}),
+        ("rpo_alpha: 0.3\n", "dpo", 0.3, {}),
+        ("loss_type: [sigmoid, bco_pair]\n", "dpo", 0.0, {"loss_type": "here it is one loss of pairs"}),
+        ("loss_type: [sigmoid, sigmoid]\n", "dpo", 0.0, {"loss_type": "here it is one loss of pairs"}),
+        ("loss_type: hinge\n", "dpo", 0.0, {"loss_type": "of SFT cross-entropy, of pairs objective.loss"}),
+        ("loss_type: kto\n", "dpo", 0.0, {"loss_type": "KTO subtracts a mean over the batch"}),
+        ("desirable_weight: 2.0\n", "dpo", 0.0, {"desirable_weight": "KTO is not here; nearest"}),
+    ],
+)
+def test_losses_of_preferences(text: str, loss: str, sft_weight: float, lost: dict[str, str], run: Run) -> None:
+    code, out, err = run(PAIRS_OF_TRL + text)
+    assert code == 0, err
+    objective = read("x.toml").objective
+    assert (objective.name, objective.loss, objective.sft_weight) == ("preference", loss, sft_weight)
+    found = not_carried(out)
+    assert found.keys() == lost.keys() and all(words in found[name] for name, words in lost.items()), out
+
+
+@pytest.mark.parametrize("key", ["rl", "stage"])
+def test_kto_says_what_is_nearest(key: str, run: Run) -> None:
+    start = {"rl": "base_model: Qwen3-0.6B\n", "stage": "model_name_or_path: Qwen3-0.6B\ndataset: pairs.jsonl\n"}[key]
+    code, _, err = run(f"{start}{key}: kto\n")
+    assert code == 2 and "KTO subtracts a mean over the batch" in err and '"apo_zero_unpaired"' in err
+
+
+def test_what_is_not_carried_over_is_in_two_lists(run: Run) -> None:
+    text = "neftune_noise_alpha: 5\ndataloader_num_workers: 4\nnum_train_epochs: 3\nwarmup_steps: 1\nmade_up: 1\n"
+    code, out, _ = run(PAIRS_OF_TRL + text)
+    first, second = (out.index(f"not carried over, {words}") for words in ("which changes", "without effect"))
+    idle = {"neftune_noise_alpha": False, "made_up": False, "num_train_epochs": True, "dataloader_num_workers": True}
+    for name, is_idle in idle.items():
+        place = out.index(f": {name} = ")
+        assert code == 0 and first < place and (place > second) == is_idle, name
+
+
+def test_datasets_beside_dataset_name_and_names_of_dataset_info(run: Run) -> None:
+    code, out, _ = run(f"{PAIRS_OF_TRL}datasets: [{{path: json, data_files: [train.jsonl]}}]\n")
+    assert code == 0 and [Path(path).name for path in read("x.toml").data.path] == ["train.jsonl"]
+    assert "datasets counts, as there" in not_carried(out)["dataset_name"]
+    Path("data").mkdir()
+    shutil.copy("alpaca.jsonl", "data/mine.jsonl")
+    info = {"mine": {"file_name": "mine.jsonl", "columns": {"prompt": "question"}}, "x": {"hf_hub_url": "a/b"}}
+    Path("data/dataset_info.json").write_text(json.dumps(info))
+    code, out, err = run("model_name_or_path: Qwen3-0.6B\nstage: sft\ndataset: mine\n", "--output", "y.toml")
+    assert code == 0, err
+    assert [Path(path).name for path in read("y.toml").data.path] == ["mine.jsonl"]
+    assert "in data/dataset_info.json; the form of the rows is recognised" in not_carried(out)["dataset.mine.columns"]
+    Path("data/dataset_info.json").write_text("{")
+    code, _, err = run("model_name_or_path: Qwen3-0.6B\nstage: sft\ndataset: mine\n", "--output", "z.toml")
+    assert code == 2 and "data/dataset_info.json: cannot be read as JSON" in err

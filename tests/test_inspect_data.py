@@ -347,7 +347,7 @@ def test_mistakes_exit_with_2_and_a_message(inspect: Inspect) -> None:
     assert "no such set" in inspect("--validation", code=2)
     assert "/nowhere/x.html: cannot be written (No such file" in inspect("--html", "/nowhere/x.html", code=2)
     content = inspect.file.read_text()
-    assert "is no page of this command" in inspect("--html", str(inspect.file), code=2)
+    assert "exists already, and is not overwritten" in inspect("--html", str(inspect.file), code=2)
     assert inspect.file.read_text() == content
     assert "'--data.pth' is not an option; did you mean" in inspect("--data.pth", "x", code=2)
 

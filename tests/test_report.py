@@ -466,6 +466,13 @@ def test_what_to_look_at(tmp_path: Path, run: Path) -> None:
     assert "10.0% of the time was spent waiting for data" in of(data_wait=0.1)
     assert "100 steps were skipped" in of(skipped=True)
     assert "The loss did not fall: 9 at first, now 9" in of(loss=9.0)
+    assert "0% of the answers of the last 10 steps are on the right side; half is chance" in of(accuracy=0.0)
+    assert "The chosen answers have become less likely" not in of(reward_chosen=0.1)
+    assert "0% of the new answers" in of(validation_accuracy=0.0) and "on the right side" not in of(
+        validation_accuracy=0.9
+    )
+    assert "The model did not come nearer to its teacher: 1 nats at first, now 1" in of(agreement=0.1, kl=1.0)
+    assert "The teacher's folder keeps 0.0003 of the teacher's probability only" in of(kept_mass=0.0003)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 100, "validation_loss": 20.0}\n')
     assert "Validation loss was lowest at step 100 (2.0000; 20.0000 at the end, +900.0%)" in of()
@@ -578,9 +585,9 @@ def test_the_page_is_written_beside_the_run_and_over_pages_only(run: Path, tmp_p
     assert said == f"{run / 'report.html'}: {(run / 'report.html').stat().st_size:,} bytes\n"
     report(run)  # again
     before = (run / "config.toml").read_bytes()
-    assert "is no page of this command" in report(run, "--output", run / "config.toml", code=2)
+    assert "exists already, and is not overwritten" in report(run, "--output", run / "config.toml", code=2)
     (thesis := tmp_path / "thesis.html").write_text("<!DOCTYPE html>\n<title>My thesis</title>")
-    assert "is no page of this command" in report(run, "--output", thesis, code=2)
+    assert "exists already, and is not overwritten" in report(run, "--output", thesis, code=2)
     assert "leave --output out" in report(run, "--json", "--output", tmp_path / "new.html", code=2)
     (run / "report.html").unlink()
     (run / "report.html").symlink_to(run / "config.toml")
@@ -618,14 +625,20 @@ def test_a_run_names_the_command(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
     config = load_config(["--job.config_file", str(REPO / "train_configs" / "debug.toml")])
     log.propagate = True  # until the end of the test
+    best, said = Progress(5, best_step=5, best_loss=0.7081), list[Any]()
     for progress, *said in (
         (Progress(5), "not measured on new rows", "--data.validation_fraction 0.05"),
         (Progress(5, best_step=5, best_loss=0.5), "loss 0.5000 on new rows", "more steps or epochs"),
         (Progress(5, best_step=3, best_loss=0.5, validations_since_best=1), "at best, after step 3", "fewer steps"),
+        (best, {"accuracy": 0.8, "below_reference": 1.0}, "80% of the new answers on the right side", "more steps"),
+        (best, {"accuracy": 0.0}, "0% of the new answers on the right side", "a lower optimizer.lr; look at pairs"),
+        (best, {"accuracy": 0.9, "below_reference": 50.0}, "90% of the new answers", "objective.sft_weight = 0.2"),
+        (best, {"agreement": 0.25, "kl": 1.5}, "25% of the teacher's likeliest ids, KL 1.5000 nats", "more steps"),
     ):
         caplog.clear()
+        measured = said.pop(0) if isinstance(said[0], dict) else {}
         with caplog.at_level("INFO"):
-            log_where_everything_is(tmp_path / "a b", config, progress, 5)
+            log_where_everything_is(tmp_path / "a b", config, progress, 5, measured)
         said.append("done: learned 0 packed rows in 5 steps")
         assert [part for part in said if part not in caplog.text] == []
         assert any(line.endswith(f"titan-mi100 report '{tmp_path}/a b'") for line in caplog.messages)

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import textwrap
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, NoReturn
@@ -83,6 +83,12 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         return super().format_help() + example_of(self.prog)
+
+    def check_used(self, options: argparse.Namespace, why: str, used: Collection[str]) -> None:
+        """Refuse options that were given and are not among those that are used. Raises UserError."""
+        for name, value in vars(options).items():
+            if name not in used and value != self.get_default(name):
+                raise UserError(f"--{name} has no effect with {why}; leave it out")
 
     def _get_formatter(self) -> argparse.HelpFormatter:
         width = min(shutil.get_terminal_size().columns, WIDTH)

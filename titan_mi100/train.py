@@ -181,7 +181,7 @@ def train(run: Run, preemption: Preemption) -> tuple[str, str]:
     if settings.export_hf:
         export(run.folder, step, settings.export_dtype, run.config.lora, run.world.rank)
     if run.world.rank == 0:
-        log_where_everything_is(run.folder, run.config, progress, step)
+        log_where_everything_is(run.folder, run.config, progress, step, run.measured)
     return message, remedy
 
 

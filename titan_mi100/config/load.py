@@ -21,7 +21,7 @@ from titan_mi100 import cli
 from titan_mi100.config import bundled
 from titan_mi100.config.as_text import help_text, keys_of, sections, table_of
 from titan_mi100.config.check import ALTERNATIVES, check, check_start
-from titan_mi100.config.other_trainers import our_keys
+from titan_mi100.config.other_trainers import meaning, our_keys
 from titan_mi100.config.problem import Problem
 from titan_mi100.config.settings import Config, JobConfig
 from titan_mi100.config.srun import ASKS_LIMIT, RUN_FOLDER, check_place, srun_ranks
@@ -255,7 +255,8 @@ def _convert(key: Any, setting: _Setting) -> tuple[Any, str]:
         hint = "; write it without quotes" if is_quoted and type(_as_kind(value, kind, True)) is kind else ""
         return key.default, f"must be {_KINDS[kind]}{', or a list of such' if is_list else ''}{hint}"
     if rules["choices"] and value not in rules["choices"]:
-        hint = did_you_mean(value, rules["choices"], otherwise="", cutoff=0.52)  # bf16, fp16
+        name = next((name for name, ours in our_keys().items() if ours is key), "")
+        hint = meaning(name, value) or did_you_mean(value, rules["choices"], otherwise="", cutoff=0.52)
         return key.default, f"must be one of: {', '.join(filter(None, rules['choices']))}{hint}"
     problems = [problem for item in values if (problem := _refused(item, rules))]
     if rules["path"] and not problems:

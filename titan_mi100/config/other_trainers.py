@@ -7,7 +7,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, get_args, get_origin
 
 from titan_mi100.config.as_text import keys_of, sections, toml_value
 from titan_mi100.config.hub import download, hub_id
+from titan_mi100.config.toml_file import parse
 from titan_mi100.wording import as_key, has_control_characters, shown
 
 # what may be given as OWNER/NAME elsewhere, and must be a path here
@@ -102,6 +103,23 @@ def entries() -> tuple[Entry, ...]:
                 )
             )
     return tuple(found)
+
+
+@cache
+def _values() -> Sequence[Mapping[str, Any]]:
+    return parse(str(_FILE.with_suffix(".toml")))["all"]["values"]  # type: ignore[no-any-return]
+
+
+def meaning(name: str, value: object) -> str:
+    """The end of a message about a value of another trainer. "": it is not known.
+
+    Args:
+        name: "section.key" of ours, or an option of theirs.
+    """
+    word = str(value).lower()
+    text = next((str(each[word]) for each in _values() if name in each["keys"] and word in each), "")
+    is_ours = name in our_keys() and text in our_keys()[name].metadata["choices"]
+    return f'; here it is "{text}"' if is_ours else f"; {text}" * bool(text)
 
 
 def setting_of(entry: Entry, value: Any) -> str | None:

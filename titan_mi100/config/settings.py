@@ -1,8 +1,8 @@
 """The settings of a run: one dataclass per TOML section. Imports no torch."""
 
-import json
 import os
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ from titan_mi100.config.hub import no_such_model
 from titan_mi100.config.kernels import AUTO, KERNELS
 from titan_mi100.config.layout import AXES, SCHEDULES, Batch, Layout, resolve_batch, resolve_layout
 from titan_mi100.config.problem import ConfigError, Problem
-from titan_mi100.errors import did_you_mean
+from titan_mi100.errors import UserError, did_you_mean
+from titan_mi100.files.plain import read_object
 from titan_mi100.losses import LOSSES, Factors, Loss
 from titan_mi100.shapes import families
 from titan_mi100.shapes.base import ALL_LINEAR, EXPERTS, ModelSpec, adapter_shapes, differences
@@ -382,14 +383,14 @@ class ObjectiveConfig:
     @property
     def ids_per_token(self) -> int:
         """Ids that a teacher gives for each learned token; top_k where its folder is not there yet."""
-        return int(self._stored("k", self.top_k)) if self.name == "distill" else 0
+        return self._stored("k", self.top_k) if self.name == "distill" else 0
 
     def _stored(self, key: str, otherwise: Any) -> Any:
         """What the teacher's folder says of itself."""
-        try:
-            return json.loads(Path(self.teacher, "store.json").read_text())[key]
-        except (OSError, ValueError, KeyError, TypeError):
-            return otherwise
+        with suppress(UserError):  # it is read again, and checked, when the data are opened
+            value = read_object(Path(self.teacher, "store.json"), "").get(key)
+            return value if type(value) is type(otherwise) else otherwise
+        return otherwise
 
     @property
     def has_reference(self) -> bool:

@@ -3,36 +3,47 @@
 | file | content |
 |---|---|
 | store.json | what it was made of; `About` |
-| part-00012-HASH.safetensors | a part; HASH begins its SHA-256. Arrays: |
+| part-00012-HASH.safetensors | a part; HASH begins its SHA-256. Its metadata: its number, and `About.digest`. Arrays: |
 | documents, tokens | (d,) int64: numbers of documents of the prepared data, and the learned tokens of each |
 | sums | (d,) float64: of a reference: sum of log p over the document's learned tokens |
 | ids, log_p | (t, k) int32, float32: of a teacher: the k likeliest ids for each learned token, and their log p, at |
 | | temperature 1, the likeliest first; t is the sum of `tokens` |
 
-Imports no torch.
+Writer and reader check every array against the documents (`Wanted.judge`). Imports no torch.
 """
 
 import hashlib
+import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.data.answers import TEACHER_IDS, TEACHER_LOG_P
-from titan_mi100.data.cache import content_hash
+from titan_mi100.data.cache import cached_text, content_hash
 from titan_mi100.data.prepared import PackedDataset
 from titan_mi100.data.rows import Row
 from titan_mi100.errors import UserError
-from titan_mi100.files.durable import replace, sha256_of, sync
-from titan_mi100.files.plain import plain_path, read_checked
+from titan_mi100.files.durable import replace, sha256_of
+from titan_mi100.files.plain import plain_path, read_checked, read_object
+from titan_mi100.log import log
 
 STORE = "store.json"
-_PART = re.compile(r"part-(\d{5})-([0-9a-f]{16})\.safetensors")
+VLLM = "vllm"  # About.dtype of an import, whose parts have the documents in their order
+FORMAT = 2  # of the folder; 1 had parts without metadata
+_PART = re.compile(r"part-(\d{5,10})-([0-9a-f]{16})\.safetensors")
 _ROWS_OF_A_PART = 512  # in every layout alike
+_DOCUMENTS_OF_A_PART = 4096  # of an import
+ROUNDING = 1e-3  # of log p above 0 and of probabilities above 1, which other programs write
+_LOW_MASS = 0.5  # of the kept ids, on average; a teacher with another tokenizer has next to nothing
+_LOOKED_AT = 4  # parts
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -52,80 +63,253 @@ class About:
     dtype: str
     attention: str = ""
     layout: str = ""
+    packing: str = ""  # hash of which documents are in which row
+    format: int = FORMAT
 
     @property
     def part_rows(self) -> int:
-        return _ROWS_OF_A_PART
+        """Rows of a part; of an import: documents."""
+        return _DOCUMENTS_OF_A_PART if self.dtype == VLLM else _ROWS_OF_A_PART
 
     @property
     def parts(self) -> int:
         return -(-self.rows // self.part_rows)
 
+    @property
+    def digest(self) -> str:
+        """Identifies the store in each of its parts."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
 
 _WORDS = {
     "tokenizer": "another tokenizer", "tokens": "other rows, or other settings of [data]", "weights": "other weights",
     "documents": "other rows", "rows": "other rows", "seq_len": "another seq_len", "k": "another top_k",
-    "dtype": "another dtype", "kind": "for another purpose",
+    "dtype": "another dtype", "kind": "for another purpose", "packing": "rows that are packed otherwise",
 }  # fmt: skip
 
 
+class Wanted:
+    """The rows that a store is about, as far as its arrays must fit them."""
+
+    def __init__(self, sets: Sequence[PackedDataset], vocabulary: int) -> None:
+        """Args: sets: share their documents. vocabulary: ids of the tokenizer; those behind are a head's padding."""
+        self.sets, self.vocabulary = sets, vocabulary
+        table = sets[0].documents
+        self.count, learned = len(table.starts) - 1, np.zeros(len(table.starts) - 1, np.int64)
+        for first in range(0, self.count, 1 << 16):
+            starts = table.starts[first : first + (1 << 16) + 1].astype(np.int64)
+            bits = (table.values[starts[0] : starts[-1]] & 1).astype(np.int64)
+            bits[starts[:-1] - starts[0]] = 0  # nothing predicts the first token
+            learned[first : first + len(starts) - 1] = np.add.reduceat(bits, starts[:-1] - starts[0])
+        self.learned = learned
+        packed = [(rows.packing.starts, rows.packing.documents) for rows in sets]
+        digest = hashlib.sha256()
+        for array in (array for pair in packed for array in pair):
+            digest.update(np.ascontiguousarray(array, np.int64).tobytes())
+        self.packing = digest.hexdigest()
+        ends = np.cumsum([0, *(len(documents) for _, documents in packed)])
+        self._starts = np.concatenate(
+            [[0], *(starts[1:] + end for (starts, _), end in zip(packed, ends, strict=False))]
+        )
+        self._documents = np.concatenate([documents for _, documents in packed])
+
+    def about(self, kind: str, weights: str, tokenizer: str, k: int, dtype: str, *how: str) -> About:
+        rows, packing = (self.count, VLLM) if dtype == VLLM else (len(self._starts) - 1, self.packing)
+        shape = self.count, rows, self.sets[0].seq_len, k
+        return About(kind, weights, tokens_hash(self.sets), tokenizer, *shape, dtype, *how, packing=packing)
+
+    def documents(self, about: About, number: int) -> np.ndarray:
+        """The documents of a part, in order."""
+        first, last = (min(n * about.part_rows, about.rows) for n in (number, number + 1))
+        if about.packing == VLLM:
+            return np.arange(first, last)
+        return self._documents[self._starts[first] : self._starts[last]]
+
+    def judge(self, about: About, number: int, arrays: Arrays) -> str:
+        """What is wrong with the arrays of a part; "": nothing."""
+        wanted = {"documents": (np.int64, 1), "tokens": (np.int64, 1)}
+        of_kind = {"sums": (np.float64, 1)} if not about.k else {"ids": (np.int32, 2), "log_p": (np.float32, 2)}
+        if {name: (array.dtype.type, array.ndim) for name, array in arrays.items()} != (wanted := wanted | of_kind):
+            return f"does not hold {', '.join(wanted)} in their dtypes"
+        documents, tokens = arrays["documents"], arrays["tokens"]
+        if documents.size and not (documents.min() >= 0 and documents.max() < self.count):
+            return f"names documents that are none of the {self.count:,}"
+        if about.packing in (VLLM, self.packing) and not np.array_equal(documents, self.documents(about, number)):
+            return "has documents that are not those of its rows"
+        if not np.array_equal(tokens, self.learned[documents]):
+            return "has other numbers of learned tokens than its documents"
+        if not about.k:
+            sums, lengths = arrays["sums"], (len(arrays["sums"]), len(documents))
+            is_wrong = lengths[0] != lengths[1] or not np.isfinite(sums).all() or (sums > ROUNDING).any()
+            return "lacks a sum of log p, or has one above 0 or not finite" * bool(is_wrong)
+        ids, log_p = arrays["ids"], arrays["log_p"]
+        if not ids.shape == log_p.shape == (tokens.sum(), about.k):
+            return f"has ids {ids.shape} and log_p {log_p.shape} for {tokens.sum():,} tokens and k = {about.k}"
+        for first in range(0, len(ids), 1 << 16):
+            part, own = ids[first : first + (1 << 16)], log_p[first : first + (1 << 16)]
+            if not (part.min() >= 0 and part.max() < self.vocabulary):
+                return f"has ids that are none of the tokenizer's {self.vocabulary:,}"
+            if (np.diff(np.sort(part, 1), axis=1) == 0).any():
+                return "has an id twice for one token"
+            if not np.isfinite(own).all() or own.max() > ROUNDING:
+                return "has a log p above 0 or not finite"
+            if (np.diff(own, axis=1) > 0).any():
+                return "has ids of which the likeliest are not first"
+            if (mass := _mass(own).max()) > 1 + ROUNDING:
+                return f"has probabilities that sum to {mass:.4g} for one token"
+        return ""
+
+
+def _mass(log_p: np.ndarray) -> np.ndarray:
+    """The sum of the kept probabilities of each token, (t,) fp64."""
+    return np.exp(log_p.astype(np.float64)).sum(1)  # type: ignore[no-any-return]
+
+
 class AnswerStore:
-    """Opens a store, or begins it. `parts` are the paths of those that are complete, by number."""
+    """Opens a store, or begins it. `parts` are the paths of those that are there, by number."""
 
     def __init__(self, folder: Path, about: About, remedy: str, only: Sequence[str] = tuple(_WORDS)) -> None:
         """Args: about: what is wanted. remedy: if it differs. only: the fields of `About` that must not.
 
         Raises:
-            UserError: the folder is a store of something else, or cannot be read.
+            UserError: the folder is a store of something else, holds parts that are none of it, or cannot be read.
         """
-        self.folder, self.remedy = folder, remedy
-        if (folder / STORE).exists():
-            self.about = read_checked(folder / STORE, About, remedy)
+        self.folder, self.remedy, self.about = folder, remedy, about
+        self.parts = dict[int, Path]()
+        try:
+            names = sorted(os.listdir(folder)) if os.path.lexists(folder) else []
+        except OSError as error:
+            raise UserError(f"{folder}: cannot be read ({error.strerror}); name another folder") from None
+        self.is_begun = STORE in names
+        if self.is_begun:
+            self.about = self._read_about()
             if wrong := [name for name in _WORDS if name in only and getattr(self.about, name) != getattr(about, name)]:
                 raise UserError(f"{folder}: was made of {_WORDS[wrong[0]]}; {remedy}")
-        else:
-            self.about = about
-        self.parts = dict[int, Path]()
-        for path in sorted(folder.glob("part-*.safetensors")):
-            if found := _PART.fullmatch(path.name):
-                self.parts[int(found[1])] = path
+        for path in (folder / name for name in names if name.endswith(".safetensors")):
+            found = _PART.fullmatch(path.name)
+            number, problem = int(found[1]) if found else -1, ""
+            if not self.is_begun:
+                problem = f"is without its {STORE}, which says what it was made of"
+            elif not 0 <= number < self.about.parts:
+                problem = f"is no part of the {self.about.kind} in this folder"
+            elif number in self.parts:
+                problem = f"has the number of {self.parts[number].name}"
+            if problem:
+                raise UserError(f"{path}: {problem}; move it out of the folder, and start again")
+            self.parts[number] = path
+
+    def _read_about(self) -> About:
+        path = self.folder / STORE
+        version = read_object(path, self.remedy).get("format", 1)
+        if version != FORMAT:
+            age = "a newer" if isinstance(version, int) and version > FORMAT else "an older"
+            raise UserError(f"{path}: has {age} format than this version's, {FORMAT}; {self.remedy}")
+        about: About = read_checked(path, About, self.remedy)
+        if (
+            about.kind not in ("reference", "teacher")
+            or (about.kind == "teacher") != (about.k > 0)
+            or about.k > 1 << 20
+        ):
+            raise UserError(f"{path}: kind = {about.kind!r} and k = {about.k} do not fit each other; {self.remedy}")
+        return about
 
     def begin(self) -> None:
-        """Write what it is made of. Raises OSError."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        replace(self.folder / STORE, json.dumps(asdict(self.about), indent=1))
+        """Write what it is made of, and remove what a killed writer left. Raises UserError."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for left in self.folder.glob(".part-*"):
+                left.unlink()
+            if not self.is_begun:
+                replace(self.folder / STORE, json.dumps(asdict(self.about), indent=1), is_synced=True)
+        except OSError as error:
+            raise self._cannot(error) from None
+
+    def _cannot(self, error: OSError) -> UserError:
+        return UserError(f"{self.folder}: cannot be written ({error.strerror}); free some space, or correct the path")
 
     @property
     def is_complete(self) -> bool:
         return len(self.parts) == self.about.parts
 
-    def write(self, number: int, arrays: Arrays) -> None:
-        """Seal a part: its name, with its hash, appears when all of it is on the disk. Raises OSError."""
-        from safetensors.numpy import save  # not save_file, whose error is no OSError
-
-        aside = self.folder / f".part-{number:05}"
-        aside.write_bytes(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
-        sync(aside)
-        path = self.folder / f"part-{number:05}-{sha256_of(aside)[:16]}.safetensors"
-        aside.rename(path)
-        sync(self.folder)
-        self.parts[number] = path
-
-    def verify(self, cache: Path | None = None) -> None:
-        """Compare every part with its hash. Args: cache: see cache.content_hash; None: hash them again.
+    def write(self, number: int, arrays: Arrays, wanted: Wanted) -> None:
+        """Seal a part: its name, with its hash, appears when all of it is on the disk.
 
         Raises:
-            UserError: a part is damaged.
+            UserError: the arrays are not what they must be, or cannot be written.
         """
-        for path in self.parts.values():
-            digest = sha256_of(plain_path(path)) if cache is None else content_hash(plain_path(path), cache)[0]
-            if digest[:16] != _PART.fullmatch(path.name)[2]:  # type: ignore[index]
-                raise UserError(f"{path}: is damaged; delete it, and start again: it is made anew")
+        from safetensors.numpy import save  # not save_file, whose error is no OSError
+
+        if problem := wanted.judge(self.about, number, arrays):
+            what = (
+                "ask vLLM again"
+                if self.about.dtype == VLLM
+                else "compute with --training.mixed_precision_param float32"
+            )
+            raise UserError(f"{self.folder}: part {number} is not written, as it {problem}; {what}")
+        metadata = {"store": self.about.digest, "part": str(number)}
+        content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, metadata)
+        path = self.folder / f"part-{number:05}-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
+        try:
+            replace(path, content, is_synced=True)
+        except OSError as error:
+            raise self._cannot(error) from None
+        self.parts[number] = path
+
+    def verify(self, wanted: Wanted, cache: Path | None = None) -> None:
+        """Compare every part with its hash, with the store and with the documents.
+
+        Args:
+            cache: remembers hashes and judgements of unchanged files; None: read them again.
+
+        Raises:
+            UserError: a part is damaged, of another store, or holds what cannot be.
+        """
+        again = {"reference": "start again: it is made anew", "teacher": "make it again: titan-mi100 teach"}
+        for number, path in self.parts.items():
+            try:
+                digest = content_hash(plain_path(path), cache)[0] if cache else sha256_of(plain_path(path))
+            except OSError as error:
+                raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+            problem = "is damaged"
+            if digest[:16] == _PART.fullmatch(path.name)[2]:  # type: ignore[index]
+                depends = [FORMAT, digest, number, self.about.digest, wanted.packing, wanted.vocabulary]
+                judged = partial(self._judged, number, wanted)
+                problem = cached_text(cache / "answers", depends, judged) if cache else judged()
+            if problem:
+                raise UserError(f"{path}: {problem}; delete it, and {again[self.about.kind]}")
+
+    def _judged(self, number: int, wanted: Wanted) -> str:
+        from safetensors import SafetensorError
+
+        try:
+            return wanted.judge(self.about, number, self.load(number))
+        except UserError as error:
+            return str(error)
+        except (SafetensorError, OSError, TypeError, ValueError, KeyError) as error:  # such as a dtype that numpy lacks
+            return f"cannot be read as a part ({type(error).__name__}: {error})"
 
     def load(self, number: int) -> Arrays:
-        from safetensors.numpy import load_file
+        """Raises UserError: it is no part of this store with this number."""
+        file = self.open(number)
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dict
 
-        return load_file(self.parts[number])  # type: ignore[no-any-return]
+    def open(self, number: int) -> Any:
+        """The part's file, see safetensors.safe_open. Raises as `load` does."""
+        from safetensors import safe_open
+
+        file = safe_open(self.parts[number], framework="np")
+        metadata = file.metadata() or {}
+        if metadata.get("store") != self.about.digest or metadata.get("part") != str(number):
+            raise UserError("was written for another folder or as another part")
+        return file
+
+    def warn_of_mass(self) -> None:
+        """Warn of a teacher whose ids have little probability."""
+        kept = [_mass(self.load(number)["log_p"]) for number in itertools.islice(self.parts, _LOOKED_AT)]
+        mass = np.concatenate(kept).mean() if sum(map(len, kept)) else 1.0
+        if mass < _LOW_MASS:
+            what = f"the {self.about.k} ids kept per token have {mass:.4f} of the teacher's probability"
+            log.warning(f"{self.folder}: {what}: is it a model for these texts and ids? else raise --top_k")
 
     def sums(self) -> np.ndarray:
         """(documents,) fp64; NaN of a document that is in no row."""
@@ -139,9 +323,7 @@ class Teacher:
     """A complete store's distributions, read when a row needs them."""
 
     def __init__(self, store: AnswerStore) -> None:
-        from safetensors import safe_open
-
-        self._files = [safe_open(path, framework="np") for path in store.parts.values()]
+        self._files = [store.open(number) for number in store.parts]
         self._place = np.full((store.about.documents, 3), -1, dtype=np.int64)  # part, first token, number of tokens
         for part, file in enumerate(self._files):
             documents, tokens = file.get_tensor("documents"), file.get_tensor("tokens")

@@ -133,7 +133,7 @@ def make_folder(folder: Path, request: DataRequest, inputs: Inputs) -> None:
             made_of=inputs.made_of,
             sets=counts,
             summary=[*_format_lines(sources, config), *ledger.summary(), *in_sets, *thinking_lines],
-            warnings=[*filter(None, [tokenizer.warning]), *ledger.warnings(config)],
+            warnings=[*filter(None, [tokenizer.warning, _one_sided(tokens.labels)]), *ledger.warnings(config)],
             enable_thinking=enable_thinking,
             variables={name: value for name, value in config.variables.items() if name != "enable_thinking"},
             system_prompt=config.system_prompt if encoder.end_of_turn else None,
@@ -201,6 +201,16 @@ def _load_template(request: DataRequest, sources: Sequence[Source], tokenizer: T
         )
     template.require(request.config.variables)
     return template
+
+
+def _one_sided(labels: np.ndarray) -> str:
+    """A warning of single answers that all have the same label; pairs have both, other data none (0)."""
+    if not len(labels) or labels.min() != labels.max() or not labels[0]:
+        return ""
+    word = "true" if labels[0] > 0 else "false"
+    return (
+        f"every label is {word}: nothing is compared; add answers of the other kind, or train on the good ones as sft"
+    )
 
 
 class _Tokens(NamedTuple):

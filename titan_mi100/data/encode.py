@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titan_mi100.config.settings import DataConfig
-from titan_mi100.data.answers import EARLIER, SAME, differs_early
+from titan_mi100.data.answers import EARLIER, PROMPT_AGAIN, SAME, differs_early, repeats_prompt
 from titan_mi100.data.columns import Findings
 from titan_mi100.data.conversation import with_system_prompt
 from titan_mi100.data.files import Record
@@ -194,8 +194,9 @@ class Encoder:
             if self._config.overlong == "error":
                 raise BadRecord(OVERLONG, f"{detail}; raise it, or set data.overlong to drop")
             return made._replace(kind=OVERLONG, detail=detail, lost=sum(lengths))
-        early = example.rejected and differs_early(example.messages or [], example.rejected)
-        kind = EARLIER if early else LOST_REASONING if any(each[1] for each in found) else JOINED if found[0][3] else ""
+        kind = LOST_REASONING if any(each[1] for each in found) else JOINED if found[0][3] else ""
+        if pair := (example.messages or [], example.rejected) if example.rejected else None:
+            kind = PROMPT_AGAIN if repeats_prompt(*pair) else EARLIER if differs_early(*pair) else kind
         labels = (1, -1) if example.rejected else (example.label,)
         return made._replace(status=KEPT, documents=documents, kind=kind, labels=labels, shared=shared)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from titan_mi100.config.settings import DataConfig
+from titan_mi100.data.answers import PROMPT_AGAIN
 from titan_mi100.data.columns import MANY_WORDS, Findings
 from titan_mi100.data.encode import (
     DROPPED,
@@ -37,6 +38,10 @@ _WARNED = {  # kinds of reasons that cause a warning: what the rows have, and wh
         "reasoning that the template leaves out",
         "data.earlier_thinking decides whether such turns are still learned; if it is that of the last turns, name a "
         "template that shows it in model.chat_template",
+    ),
+    PROMPT_AGAIN: (
+        "answers that both begin with the question, which the model would learn to repeat",
+        "write the answers alone into chosen and rejected",
     ),
     JOINED: (
         "an answer whose first token also holds the end of the prompt, so a prompt has other tokens",

@@ -43,7 +43,10 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
     Raises:
         UserError: from `prepare_data`, or a corpus cannot be read, or the tokenizer is not the model's.
     """
-    _check_own_tokenizer(config.model, config.checkpoint.initial_load_path)
+    if config.objective.name == "teach":
+        check_teacher(config.checkpoint.initial_load_path, config.tokenizer_path())
+    else:
+        _check_own_tokenizer(config.model, config.checkpoint.initial_load_path)
     path, seq_len, data = config.tokenizer_path(), config.training.seq_len, None
     try:
         if patterns(config.data):
@@ -71,14 +74,33 @@ def _check_own_tokenizer(model: ModelConfig, load: str) -> None:
     """Refuse a tokenizer other than that in the weights' folder: its ids would mean other tokens to the model."""
     if not (model.tokenizer_path and load) or model.allow_other_tokenizer or not has_tokenizer(own := folder_of(load)):
         return
-    contents = [[read_plain(file) for file in tokenizer_files(path)] for path in (own, model.tokenizer_path)]
-    if contents[0] == contents[1]:  # identical files: no need to load both tokenizers
-        return
-    if load_tokenizer(own).fingerprint != load_tokenizer(model.tokenizer_path).fingerprint:
+    if not _gives_same_ids(own, Path(model.tokenizer_path)):
         raise UserError(
             f"[model] tokenizer_path = {model.tokenizer_path!r} is not the model's own tokenizer in "
             f"{own}; leave it out, or set model.allow_other_tokenizer = true"
         )
+
+
+def check_teacher(load: str, tokenizer_path: str) -> None:
+    """Refuse a teacher whose tokenizer is another one than the student's: its ids would mean other tokens.
+
+    Args:
+        load: the teacher's weights; a head that is longer than the vocabulary does not matter.
+    """
+    own = folder_of(load)
+    if not has_tokenizer(own):
+        what = "holds no tokenizer, so nothing shows that its ids mean what the student's mean"
+        raise UserError(f"{own}: {what}; copy the teacher's tokenizer files into it")
+    if not _gives_same_ids(own, Path(tokenizer_path)):
+        what = f"has another tokenizer than the student, {tokenizer_path}: its ids mean other tokens"
+        raise UserError(f"{own}: {what}; name a teacher with the student's tokenizer with --model")
+
+
+def _gives_same_ids(*paths: Path) -> bool:
+    contents = [[read_plain(file) for file in tokenizer_files(path)] for path in paths]
+    if contents[0] == contents[1]:  # identical files: no need to load both tokenizers
+        return True
+    return len({load_tokenizer(path).fingerprint for path in paths}) == 1
 
 
 def _fingerprint(tokenizer_path: str, cache: Path) -> str:

@@ -1,4 +1,6 @@
-"""Durable files: synced writes, atomic folders, hashes, and the lock that gives a folder to one run only."""
+"""Durable files: synced writes, what commands write, atomic folders, hashes, and the lock that gives a folder to one
+run only.
+"""
 
 import errno
 import fcntl
@@ -8,10 +10,11 @@ import json
 import os
 import shutil
 import socket
+import stat
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -44,37 +47,103 @@ def write_synced(path: Path, text: str, mode: str = "wb") -> None:
     with path.open(mode) as file:
         file.write(text.encode())
         file.flush()
-        os.fsync(file.fileno())
+        if not is_stream(path):
+            os.fsync(file.fileno())
 
 
-def replace(path: Path, text: str) -> None:
-    """Write a file atomically: readers see the old content or the new one, never a part. Not synced."""
+def replace(path: Path, content: str | bytes, is_synced: bool = False) -> None:
+    """Write a file atomically: readers see the old content or the new one, never a part. A link is replaced, and not
+    followed. Args: is_synced: flush the file and its folder to the device.
+    """
     with _replacing(path) as aside:
-        aside.write_text(text, encoding="utf-8")
+        with aside.open("xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            if is_synced:
+                os.fsync(file.fileno())
+        aside.replace(path)
+    if is_synced:
+        sync(path.parent)
 
 
 def copy(source: Path, target: Path) -> None:
     """Copy a file atomically. Not synced."""
     with _replacing(target) as aside:
         shutil.copyfile(source, aside)
+        aside.replace(target)
 
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A temporary name for a file that takes the place of `path` at the end; it is removed after an OSError."""
+    """A temporary name for a file that takes the place of `path`; it is removed after an error."""
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         yield aside
-        aside.replace(path)
-    except OSError:
-        aside.unlink(missing_ok=True)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
         raise
 
 
-def write_page(path: Path, text: str, option: str) -> None:
-    """Write a page atomically. Raises UserError: it cannot be written. Args: option: it names another file."""
+def is_stream(path: Path) -> bool:
+    """Whether it is a pipe or a device, also behind a link such as /dev/stdout: it is written to as it is."""
     try:
-        replace(path, text)
+        kind = path.stat().st_mode
+    except OSError:
+        return False
+    return stat.S_ISFIFO(kind) or stat.S_ISCHR(kind)
+
+
+def check_output(path: Path, option: str, is_ours: Callable[[bytes], bool] = lambda start: False) -> None:
+    """Refuse to write over what a command has not written itself: a mistyped option could name the data.
+
+    Args:
+        option: it names another file.
+        is_ours: whether a file that begins so may be replaced.
+
+    Raises:
+        UserError: the last part of the path is a link, a folder, or a file that is not ours.
+    """
+    try:
+        if is_stream(path) or not os.path.lexists(path):
+            return
+        if path.is_symlink() or not path.is_file():
+            problem = "is a link" if path.is_symlink() else "is no regular file"
+        else:
+            with path.open("rb") as file:
+                problem = "" if is_ours(file.read(4096)) else "exists already, and is not overwritten"
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+    if problem:
+        raise UserError(f"{path}: {problem}; name another file with {option}")
+
+
+def write_output(
+    path: Path, content: Iterable[str], option: str, is_ours: Callable[[bytes], bool] = lambda start: False
+) -> None:
+    """Write a file that a command's option names: atomically, and only what `check_output` accepts.
+
+    Args:
+        content: texts, one after the other. Others: see check_output.
+
+    Raises:
+        UserError: it is refused, or cannot be written.
+    """
+    check_output(path, option, is_ours)
+
+    def write(target: Path, mode: str) -> None:
+        with target.open(mode) as file:
+            for text in content:
+                file.write(text.encode(errors="backslashreplace"))
+
+    try:
+        if is_stream(path):
+            write(path, "wb")
+        else:
+            with _replacing(path) as aside:
+                write(aside, "xb")
+                check_output(path, option, is_ours)  # again: another process may have made it meanwhile
+                aside.replace(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); name another file with {option}") from None
 

@@ -17,6 +17,7 @@ from titan_mi100.data.formats import parse_record
 from titan_mi100.data.strict_json import BadRecord, parse
 from titan_mi100.device import accelerator
 from titan_mi100.errors import UserError
+from titan_mi100.files.durable import is_stream, write_synced
 from titan_mi100.files.plain import open_plain
 from titan_mi100.generation.engine import AnswerBatch, Model, Request
 from titan_mi100.model.decode import check_lengths
@@ -125,7 +126,7 @@ def answer_all(
         paths = {"model": options.model} | ({"adapter": options.adapter} if options.adapter else {})
         found = {name: os.path.abspath(path) for name, path in paths.items()} | {"weights": model.fingerprint()[:16]}
         settings = {**found, "dtype": dtype_name(model.dtype), "max_new_tokens": options.max_new_tokens, **settings}
-        if os.path.lexists(options.output):
+        if os.path.lexists(options.output) and not is_stream(Path(options.output)):
             rows = _finished_rows(options.output, requests, settings, judge)
         _append(options.output, [])  # report a path that cannot be written before any work is done
     if len(rows) == len(requests):
@@ -178,9 +179,6 @@ def _finished_rows(path: str, requests: Sequence[Request], settings: Row, judge:
 
 def _append(path: str, rows: list[Row]) -> None:
     try:
-        with open(path, "ab") as file:
-            file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(Path(path), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "ab")
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); fix that and start again") from None

@@ -20,23 +20,25 @@ from titan_mi100.objectives.base import Objective
 DOCUMENT = "document_ids"
 _OF_BOTH = ("reward_chosen", "reward_rejected", "margin", "accuracy", "logp_chosen", "logp_rejected")
 _OF_ONE = ("margin", "accuracy")
+_ROUNDING = 8  # units in the last place of a sum of log p
 
 
 class Preference(Objective):
     """The mean over the step's pairs, whatever the microbatches.
 
     Measures: an answer's reward is loss.reward; margin is their difference (of a single answer: its reward, or minus
-    it if it is not wanted), accuracy the share where it is positive (ties: half); logp is the sum over an answer's
-    tokens. kl is the mean of reference - log p per answer: an
-    estimate of KL(reference || model) in nats, as if the reference had written the answers.
+    it if it is not wanted), accuracy the share where it is positive (ties, within
+    rounding: half); logp is the sum over an answer's
+    tokens. below_reference is the mean of reference - log p per answer, in nats: how much less likely the answers have
+    become. It is no KL, which is never negative: the reference has not written these answers.
     """
 
     def __init__(self, loss: Loss, factors: Factors, sft_weight: float = 0.0) -> None:
         """Args: sft_weight: of a further term, minus log p per token of the chosen answer."""
         self._loss, self._factors, self._sft_weight = loss, factors, sft_weight
         self.columns = (DOCUMENT, *[REFERENCE] * loss.has_reference, *[LABEL] * (not loss.is_paired))
-        self.printed = ("margin", "accuracy", *["kl"] * loss.has_reference)
-        self.measures = (*(_OF_BOTH if loss.is_paired else _OF_ONE), *["kl"] * loss.has_reference)
+        self.printed = ("margin", "accuracy", *["below_reference"] * loss.has_reference)
+        self.measures = (*(_OF_BOTH if loss.is_paired else _OF_ONE), *["below_reference"] * loss.has_reference)
 
     def count(self, microbatch: Microbatch) -> int:
         documents = microbatch[DOCUMENT].amax(1) + 1
@@ -63,7 +65,7 @@ class Preference(Objective):
         each = each - self._sft_weight * chosen.mean if self._sft_weight else each
         rewards = [self._loss.reward(self._factors.beta, answers) for answers in (chosen, rejected)]
         margin = rewards[0] - rewards[1]
-        measures = [*rewards, margin, (margin.sign() + 1) / 2, chosen.sums, rejected.sums]
+        measures = [*rewards, margin, self._accuracy(margin, chosen, rejected), chosen.sums, rejected.sums]
         if self._loss.has_reference:
             measures.append(-(chosen.ratio + rejected.ratio) / 2)
         return _total(exists, each, measures)
@@ -72,7 +74,15 @@ class Preference(Objective):
         if self._sft_weight:
             each = each - self._sft_weight * torch.where(wanted > 0, answers.mean, 0.0)
         margin = wanted * self._loss.reward(self._factors.beta, answers)
-        return _total(exists, each, [margin, (margin.sign() + 1) / 2, -answers.ratio])
+        return _total(exists, each, [margin, self._accuracy(margin, answers), -answers.ratio])
+
+    def _accuracy(self, margin: Tensor, *compared: Answers) -> Tensor:
+        """1 of a positive margin, 0 of a negative one, a half within the rounding of the sums: other rows beside an
+        answer may change its last bits.
+        """
+        errors = (Answers(_ROUNDING * torch.finfo(x.sums.dtype).eps * x.sums, 0 * x.sums, x.tokens) for x in compared)
+        slack = sum((self._loss.reward(self._factors.beta, error).abs() for error in errors), torch.zeros_like(margin))
+        return (torch.where(margin.abs() <= slack, 0.0, margin).sign() + 1) / 2
 
 
 def _total(exists: Tensor, each: Tensor, measures: list[Tensor]) -> Tensor:

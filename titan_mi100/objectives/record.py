@@ -9,16 +9,19 @@ from torch import Tensor
 from titan_mi100.data.microbatch import Microbatch
 from titan_mi100.model.loss import Predicted, likeliest, of_labels, token_losses
 from titan_mi100.objectives.base import Objective
+from titan_mi100.objectives.preference import DOCUMENT, sums_of_documents
 
 
 class Record(Objective):
-    """Its "loss" is what is recorded: (batch x seq x (1 + 2 k),) fp64, zero where nothing is learned: the log p of the
-    label, then the k likeliest ids, then their log p.
+    """Its "loss" is what is recorded, flattened. Of a reference (k = 0): each answer's sum of log p, (batch, seq),
+    computed as the objective of preferences does it. Of a teacher: (batch x seq x 2 k), zero where nothing is learned:
+    the k likeliest ids, then their log p. In fp64.
     """
 
     def __init__(self, k: int = 0, vocabulary: int = 0) -> None:
         """Args: vocabulary: only ids below it are recorded; the rows of a head behind it are padding."""
         self._k, self._vocabulary = k, vocabulary
+        self.columns = () if k else (DOCUMENT,)
 
     def count(self, microbatch: Microbatch) -> int:
         return 0
@@ -36,9 +39,9 @@ class Record(Objective):
         **options: Any,
     ) -> Tensor:
         predicted = token_losses(hidden, weight, of_labels(labels, tokens), **options)
-        values = -predicted.losses.double()
-        if self._k:
-            ids, log_p = likeliest(hidden, weight, tokens, predicted, self._k, self._vocabulary, **options)
-            values = torch.cat((values, ids.double(), log_p.double()), 1)
+        if not self._k:
+            return sums_of_documents(-predicted.losses[:, 0], tokens, columns[DOCUMENT]).double().flatten()
+        ids, log_p = likeliest(hidden, weight, tokens, predicted, self._k, self._vocabulary, **options)
+        values = torch.cat((ids.double(), log_p.double()), 1)
         dense = values.new_zeros(labels.numel(), values.shape[1])
         return dense.index_put((tokens,), values).flatten()

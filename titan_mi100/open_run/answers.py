@@ -4,6 +4,7 @@ The pass runs in the run's layout before training, over all rows, a part after t
 calls.
 """
 
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from titan_mi100.data.answer_store import (
     AnswerStore,
     Arrays,
     Column,
+    Wanted,
     WithColumns,
     by_document,
     teacher_columns,
@@ -107,6 +109,7 @@ class Pass:
         self._dp_rank = dp_rank
         self._rows = _AllRows([_packed(source) for source in (*data.sources, *data.validation)])
         self._vocabulary = data.facts.n_vocab or spec.vocab_size  # without the model's padding
+        self.wanted = Wanted(self._rows.sets, self._vocabulary)
 
     def about(self, kind: str, k: int, attention: str) -> About:
         """A collective."""
@@ -114,20 +117,17 @@ class Pass:
         weights = (
             base_identity(self._config.checkpoint.initial_load_path, self._config.training.seed, self._spec) + weights
         )
-        documents = self._rows.sets[0].documents
-        of_tokens = from_rank_zero(lambda: tokens_hash(self._rows.sets))
-        facts = self._data.facts
-        shape = len(documents.starts) - 1, len(self._rows), facts.seq_len, k
         how = self._config.training.mixed_precision_param, attention, self._layout.describe()
-        return About(kind, weights, of_tokens, facts.tokenizer, *shape, *how)
+        about: About = from_rank_zero(lambda: self.wanted.about(kind, weights, self._data.facts.tokenizer, k, *how))
+        return about
 
     def fill(
-        self, model: ParallelModel, store: AnswerStore, stop: Callable[[], bool], beat: Callable[[], None]
+        self, model: ParallelModel, store: AnswerStore, stop: Callable[[], bool], beat: Callable[[], None], cache: Path
     ) -> None:
         """Make the parts that the store lacks; rank 0 writes them. A collective.
 
         Args:
-            stop: whether this process was told to. beat: called for each microbatch.
+            stop: whether this process was told to. beat: called for each microbatch. cache: see AnswerStore.verify.
 
         Raises:
             Preempted: told to stop; the parts before are kept.
@@ -139,6 +139,7 @@ class Pass:
             if self._world.rank == 0:
                 _make_room(store, self._size(about) * len(missing) // max(1, about.parts))
                 store.begin()
+                store.verify(self.wanted, cache)
         what = f"{about.kind}: log probabilities of {len(self._rows):,} rows"
         log.info(f"{what}, {len(missing)} of {about.parts} parts are to be made, in {store.folder}")
         with ByteProgress(about.kind, len(missing) * about.part_rows) as progress:
@@ -151,11 +152,8 @@ class Pass:
                     what = f"{len(store.parts)} of {about.parts} parts, which are kept"
                     raise Preempted(f"stopped: the {about.kind} is complete in {what}") from None
                 with raise_together():
-                    try:
-                        if self._world.rank == 0:
-                            store.write(number, arrays)
-                    except OSError as error:
-                        raise UserError(f"{store.folder}: cannot be written: {error.strerror}; start again") from None
+                    if self._world.rank == 0:
+                        store.write(number, arrays, self.wanted)
                 progress.advance(about.part_rows)
 
     def _size(self, about: About) -> int:
@@ -176,7 +174,7 @@ class Pass:
         Raises:
             Preempted: a process was told to stop.
         """
-        rows, width, found, done = _AllRows(self._rows.sets, part), 1 + 2 * k, list[Arrays](), 0
+        rows, width, found, done = _AllRows(self._rows.sets, part), max(1, 2 * k), list[Arrays](), 0
         local, ranks = self._batch.local_batch_size, self._batch.dp_degree
         batches = validation_batches(rows, self._batch, self._dp_rank)  # type: ignore[arg-type]
         own = self._dp_rank if model.counts_loss else -1  # of each data-parallel rank one rank's values count
@@ -200,28 +198,29 @@ class Pass:
         return {name: np.concatenate([each[name] for each in found]) for name in found[0]} if found else {}
 
     def _arrays(self, rows: _AllRows, indices: range, dense: np.ndarray, k: int) -> Arrays:
-        """Args: dense: (rows, seq, 1 + 2 k), as Record returns it, of these rows, then of padding."""
-        numbers, tokens, sums, chosen = list[int](), list[int](), list[float](), []
+        """Args: dense: (rows, seq, width), as Record returns it, of these rows, then of padding."""
+        numbers, tokens, sums, chosen = list[int](), list[int](), list[float](), [np.zeros((0, 2 * k))]
         for place_of_row, index in enumerate(indices):
             row = rows.row(index)
             learned = row.supervised()[1:]  # of the position before: it predicts the token
             for place, document in enumerate(rows.documents_of(index).tolist()):
                 mask = learned & (row.document_ids[:-1] == place)
-                values = dense[place_of_row, :-1][mask]
                 numbers.append(document)
-                tokens.append(len(values))
-                sums.append(float(values[:, 0].sum()))
-                chosen.append(values[:, 1:])
+                tokens.append(int(mask.sum()))
+                if k:
+                    chosen.append(dense[place_of_row, :-1][mask])
+                else:
+                    sums.append(float(dense[place_of_row, place, 0]))
         arrays: dict[str, np.ndarray] = {"documents": np.array(numbers, np.int64), "tokens": np.array(tokens, np.int64)}
         if not k:
             return {**arrays, "sums": np.array(sums)}
-        every = np.concatenate([np.zeros((0, 2 * k)), *chosen])
+        every = np.concatenate(chosen)
         return {**arrays, "ids": every[:, :k].astype(np.int32), "log_p": every[:, k:].astype(np.float32)}
 
 
 def _make_room(store: AnswerStore, size: int) -> None:
     there = store.folder
-    while not there.exists():
+    while not os.path.isdir(there):
         there = there.parent
     if (free := shutil.disk_usage(there).free) < size:
         what = f"{bytes_in_words(free)} are free, the {store.about.kind} takes {bytes_in_words(size)}"
@@ -245,7 +244,10 @@ def teach(run: Run) -> tuple[str, str]:
     about = reading.about("teacher", config.objective.top_k, run.about["chosen"]["attention"]["name"])
     with raise_together():
         store = AnswerStore(folder, about, "name another folder with --out, or delete this one")
-    reading.fill(run.model, store, run.wants_to_stop, lambda: run.heartbeat.begin(VALIDATION, "teacher"))
+    beat = partial(run.heartbeat.begin, VALIDATION, "teacher")
+    reading.fill(run.model, store, run.wants_to_stop, beat, cache_folder(config.data))
+    if run.world.rank == 0:
+        store.warn_of_mass()
     log.info(f'teacher: {folder} is complete; learn from it: [objective] name = "distill", teacher = "{folder}"')
     return "", "the folder is complete"
 
@@ -281,9 +283,14 @@ class Reference:
             sums = from_rank_zero(lambda: sums)
         else:
             if not self._is_complete:
-                reading.fill(model, store, stop, beat)
-            again = AnswerStore(store.folder, store.about, "start again")
-            sums = from_rank_zero(lambda: again.verify(cache) or again.sums())  # type: ignore[func-returns-value]
+                reading.fill(model, store, stop, beat, cache)
+
+            def read() -> np.ndarray:
+                again = AnswerStore(store.folder, store.about, "start again")
+                again.verify(reading.wanted, cache)
+                return again.sums()
+
+            sums = from_rank_zero(read)
             if self._is_elsewhere:
                 self._compare(model, store.about, sums, beat)
         self._columns[REFERENCE] = by_document(sums)
@@ -301,7 +308,7 @@ class Reference:
                 log.info(what)
 
 
-def columns_of(config: Config, world: World, data: Prepared) -> dict[str, Column]:
+def columns_of(config: Config, world: World, data: Prepared, spec: ModelSpec) -> dict[str, Column]:
     """The further arrays that are known before the model is. A collective.
 
     Raises:
@@ -316,9 +323,12 @@ def columns_of(config: Config, world: World, data: Prepared) -> dict[str, Column
         digest = from_rank_zero(lambda: tokens_hash(map(_packed, data.sources)))
         with raise_together():
             store = open_teacher(Path(config.objective.teacher), data, digest)
+            sets = [_packed(source) for source in (*data.sources, *data.validation)]
             if world.rank == 0:
-                store.verify(cache_folder(config.data) if data.facts.files else None)
-            columns |= teacher_columns(store, [_packed(source) for source in (*data.sources, *data.validation)])
+                wanted = Wanted(sets, data.facts.n_vocab or spec.vocab_size)
+                store.verify(wanted, cache_folder(config.data) if data.facts.files else None)
+                store.warn_of_mass()
+            columns |= teacher_columns(store, sets)
         log.info(f"teacher: {store.about.k} ids per token, in {store.folder}, of {store.about.weights}")
     return columns
 
@@ -328,9 +338,9 @@ def open_teacher(folder: Path, data: Prepared, digest: str) -> AnswerStore:
     shape = len(_packed(data.sources[0]).documents.starts) - 1, 0, data.facts.seq_len, 0
     about = About("teacher", "", digest, data.facts.tokenizer, *shape, "")
     remedy = "make it of this run's data: titan-mi100 teach"
-    if not (folder / "store.json").exists():
-        raise UserError(f"objective.teacher = {str(folder)!r} holds no teacher's answers; {remedy}")
     store = AnswerStore(folder, about, remedy, only=("kind", "tokenizer", "tokens", "documents"))
+    if not store.is_begun:
+        raise UserError(f"objective.teacher = {str(folder)!r} holds no teacher's answers; {remedy}")
     if not store.is_complete:
         what = f"{folder}: {len(store.parts)} of {store.about.parts} parts are there"
         raise UserError(f"{what}; run titan-mi100 teach again: it goes on")

@@ -4,10 +4,12 @@ import json
 import platform
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,6 +41,8 @@ from titan_mi100.run.sinks import Explanation, open_sinks
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.wording import plural
 
+_CHANCE = 0.5  # share of answers on the right side
+_FAR = 20.0  # nats that answers have become less likely
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
@@ -124,7 +128,7 @@ def _write_explanation(folder: Path, config: Config, last_step: int, ran: dict[s
         "command": sys.argv,
     }
     about = json.dumps(record, indent=1) + "\n"
-    environment.write_text(about, encoding="utf-8")
+    durable.replace(environment, about)
     texts = {"config": text, "layout": str(ran.get("layout", "")), "environment": about}
     return Explanation({}, {}, texts, is_known=before == [text.encode(), about.encode()])
 
@@ -158,8 +162,14 @@ def step_to_use(folder: Path, validation: ValidationConfig, progress: Progress) 
     return progress.step
 
 
-def log_where_everything_is(folder: Path, config: Config, progress: Progress, step: int) -> None:
-    """The closing summary, and commands to go on with. Args: step: step of the export."""
+def log_where_everything_is(
+    folder: Path, config: Config, progress: Progress, step: int, measured: Mapping[str, float] = MappingProxyType({})
+) -> None:
+    """The closing summary, and commands to go on with.
+
+    Args:
+        step: step of the export. measured: the last validation, if this start had one.
+    """
     if count := progress.skipped_steps - progress.skipped_spikes:
         log.warning(f"skipped {plural(count, 'step')}: loss or gradients not finite; rows: {folder / FILE}")
     if spikes := progress.skipped_spikes:
@@ -167,7 +177,7 @@ def log_where_everything_is(folder: Path, config: Config, progress: Progress, st
     files = [f"checkpoint/{path.name}" for path in list_checkpoints(folder / "checkpoint")]
     library = "peft" if config.lora.rank else "transformers"
     files += [f"hf-step-{step}/ for {library}, vLLM"] * config.checkpoint.export_hf
-    good, to_try = _how_good(progress)
+    good, to_try = _how_good(progress, measured)
     log.info(f"done: learned {plural(progress.rows_consumed, 'packed row')} in {plural(progress.step, 'step')}")
     log.info(f"  how good   {good}")
     log.info(f"  where      {shown_path(folder)}: {', '.join(files)}; docs/RUN_FOLDER.md explains the other files")
@@ -177,12 +187,21 @@ def log_where_everything_is(folder: Path, config: Config, progress: Progress, st
         log.info(f"  {purpose:<10} {command}")
 
 
-def _how_good(progress: Progress) -> tuple[str, str]:
-    """The lowest loss on the validation rows, and what it says to try next."""
+def _how_good(progress: Progress, measured: Mapping[str, float]) -> tuple[str, str]:
+    """What the objective measures on the validation rows, and what it says to try next."""
     if progress.best_step is None:
         return "not measured on new rows", "--data.validation_fraction 0.05 --validation.freq 50, which measure it"
     found = f"loss {progress.best_loss:.4f} on new rows at best, after step {progress.best_step}"
-    return found, "fewer steps, or more data" if progress.validations_since_best else "more steps or epochs"
+    next_try = "fewer steps, or more data" if progress.validations_since_best else "more steps or epochs"
+    if "accuracy" in measured:  # of preferences, whose loss says little
+        found = f"{measured['accuracy']:.0%} of the new answers on the right side (half is chance); {found}"
+        if measured["accuracy"] <= _CHANCE:
+            next_try = "a lower optimizer.lr; look at pairs and labels with titan-mi100 inspect: nothing was learned"
+        elif measured.get("below_reference", 0.0) > _FAR:
+            next_try = "objective.sft_weight = 0.2 or a lower optimizer.lr: its answers have become unlikely as a whole"
+    elif "agreement" in measured:
+        found = f"{measured['agreement']:.0%} of the teacher's likeliest ids, KL {measured['kl']:.4f} nats; {found}"
+    return found, next_try
 
 
 def code_and_machine(world: World) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -74,6 +74,7 @@ class Run:
     wants_to_stop: Callable[[], bool]
     sampler: Sampler | None
     profiler: Profiler | None
+    measured: dict[str, float] = field(default_factory=dict)  # the last validation
 
     def step(self) -> StepResult:
         """Take the next step. Learning rate and dropout's seed are functions of its number."""
@@ -154,6 +155,7 @@ class Run:
 
             answered = self.sampler.answer(self.model, self.stream.batch, self.stream.dp_rank, is_told_to_stop)
             losses = None if answered is None else losses
+        self.measured = losses[0] if losses else {}
         loss = losses[0]["loss"] if losses else None
         if losses and self.reporter is not None:
             names = [source.name for source in self.data.validation]

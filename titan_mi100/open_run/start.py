@@ -179,7 +179,7 @@ def _start(
     with raise_together():
         spec = spec or config.spec()
     data = data or load_data(config, world, folder, heartbeat)
-    columns = columns_of(config, world, data)
+    columns = columns_of(config, world, data, spec)
     data = with_columns(data, columns) if config.objective.name in ("preference", "distill") else data
     found = find_start(checkpoint, folder, world, config.checkpoint.load_step)
     progress = Progress()

@@ -1,4 +1,4 @@
-"""Warns of what goes wrong with preferences: the chosen answers get unlikely, margins explode, pairs are trivial."""
+"""Warns of what goes wrong with preferences: wrong or unlikely answers, margins that explode, trivial pairs."""
 
 from collections import deque
 
@@ -8,6 +8,7 @@ from titan_mi100.trainer import StepResult
 _STEPS = 20  # means are over so many
 _FALLEN = -0.5  # mean reward of chosen answers: with dpo's beta of 0.1 they are 5 nats less likely than at first
 _LARGE = 20.0  # mean margin at which a pair has no gradient left
+_WRONG = 0.4  # mean accuracy
 _TRIVIAL = 3  # steps in which every pair is right, from the second step on
 
 
@@ -20,16 +21,19 @@ class AnswerWatch:
 
     def after_step(self, step: int, result: StepResult) -> None:
         found = result.measures
-        if "reward_chosen" not in found or result.skipped:
+        if "accuracy" not in found or result.skipped:
             return
-        self._recent.append((found["accuracy"], found["reward_chosen"], found["margin"]))
+        self._recent.append((found["accuracy"], found.get("reward_chosen", 0.0), found["margin"]))
         accuracies = [accuracy for accuracy, *_ in self._recent]
         if step == 1 + _TRIVIAL and accuracies[-_TRIVIAL:] == [1.0] * _TRIVIAL:
             what = "every pair was right within three steps: length or form may tell the answers apart"
             self._warn("trivial", f"{what}; look at some with titan-mi100 inspect")
         if len(self._recent) == _STEPS:
-            _, chosen, margin = (sum(values) / _STEPS for values in zip(*self._recent, strict=True))
-            if chosen < _FALLEN and "kl" in found:  # without a reference the reward is not a change
+            accuracy, chosen, margin = (sum(values) / _STEPS for values in zip(*self._recent, strict=True))
+            if accuracy < _WRONG:
+                what = f"{accuracy:.0%} of the answers are on the right side (mean of {_STEPS} steps; half is chance)"
+                self._warn("wrong", f"{what}; lower optimizer.lr, and look at pairs and labels: titan-mi100 inspect")
+            if chosen < _FALLEN and "below_reference" in found:  # without a reference the reward is not a change
                 what = f"the chosen answers have become less likely (reward {chosen:.2f}, mean of {_STEPS} steps)"
                 self._warn("fallen", f"{what}; add objective.sft_weight = 0.2, or lower optimizer.lr")
             if margin > _LARGE:

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from titan_mi100.config.settings import MetricsConfig
 from titan_mi100.errors import UserError
+from titan_mi100.files.durable import replace
 from titan_mi100.files.plain import open_plain
 from titan_mi100.files.schema import if_finite, validated
 from titan_mi100.log import log
@@ -226,9 +227,7 @@ def _drop_after(path: Path, last_step: int, validation_due: bool, longest: int =
             if entry["step"] <= last_step and not again:
                 kept.append(line.rstrip(b"\n") + b"\n")
                 last = entry if isinstance(entry.get("lr"), float) else last
-    aside = path.with_suffix(".tmp")
-    aside.write_bytes(b"".join(kept))
-    os.replace(aside, path)
+    replace(path, b"".join(kept))
     return last
 
 

@@ -12,6 +12,7 @@ from torch.profiler import profile, record_function, schedule
 from titan_mi100.config.settings import ProfilingConfig
 from titan_mi100.device import accelerator
 from titan_mi100.errors import UserError
+from titan_mi100.files.durable import replace
 from titan_mi100.log import log
 from titan_mi100.parallel.distributed import World, any_rank
 from titan_mi100.run.trace_summary import STEP, read_trace, summarise
@@ -135,7 +136,7 @@ class Profiler:
             tracer.export_chrome_trace(str(path))
             summary = summarise(read_trace(path))
             text = f"step {step}, rank {rank}: " + "\n".join(summary.shares())
-            path.with_name(f"rank-{rank}.summary.txt").write_text(f"{text}\n", encoding="utf-8")
+            replace(path.with_name(f"rank-{rank}.summary.txt"), f"{text}\n")
         except (OSError, ValueError) as error:  # ValueError: the trace was cut off
             log.error(f"{path}: cannot be written, or not be read again: {error}")
             return

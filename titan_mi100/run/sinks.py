@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titan_mi100.errors import UserError
+from titan_mi100.files.durable import replace
 from titan_mi100.files.plain import LARGEST_CONFIG, read_plain
 from titan_mi100.log import log
 
@@ -160,7 +161,7 @@ def _run_id(folder: Path) -> str:
     """The W&B run id of this run folder; created at the first start."""
     path = folder / _WANDB_ID
     if not path.exists():
-        path.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
+        replace(path, secrets.token_hex(4) + "\n")
     run_id = read_plain(path, LARGEST_CONFIG).decode(errors="replace").strip()
     if not (run_id.isascii() and run_id.isalnum() and len(run_id) <= 64):
         raise UserError(f"{path}: holds no id of a W&B run; remove it, and the run gets a new one")

@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _certify(options: argparse.Namespace) -> int:
     setup_logging(0)
     if options.board:
+        _parser().check_used(options, "--board", ["board"])
         write_board(options.board)
         return 0
     signals: list[int] = []  # only noted: an exception could cut off a line of the certificate

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from titan_mi100.data.packing import pack_rows
 from titan_mi100.data.survey import Survey
 from titan_mi100.errors import UserError
 from titan_mi100.files.patterns import matching_files
+from titan_mi100.files.plain import read_object
 from titan_mi100.shapes.base import ALL_LINEAR
 from titan_mi100.tools.yaml_file import YamlFile, read_yaml
 from titan_mi100.wording import as_key, plural, shown
@@ -31,6 +33,7 @@ from titan_mi100.wording import as_key, plural, shown
 _MODEL = "checkpoint.initial_load_path"
 _FACTS = parse(str(Path(other_trainers.__file__).with_suffix(".toml")))
 _ALL = _FACTS.pop("all")
+_AS_THERE = "counts, as there"
 
 
 @dataclass
@@ -46,6 +49,7 @@ class Carried:
         loose: those of ours that an exact value replaces.
         shares: our key for a number of steps -> their key, its number, and what that is.
         lost: their key -> why it is not carried over.
+        idle: those of them that have no effect there, either.
         fetch: commands that fetch what is not here.
     """
 
@@ -61,6 +65,7 @@ class Carried:
     loose: set[str] = field(default_factory=set)
     shares: dict[str, tuple[str, float, str]] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
+    idle: list[str] = field(default_factory=list)
     fetch: list[str] = field(default_factory=list)
 
     @property
@@ -123,9 +128,14 @@ class Carried:
         return found
 
     def report(self) -> list[str]:
-        lost = sorted(self.lost.items(), key=lambda item: self.line(item[0]))
-        lines = [f"  {self.place(name)} {reason}" for name, reason in lost]
-        lines = ["not carried over:", *lines] if lines else ["all keys are carried over"]
+        lost, lines = sorted(self.lost, key=self.line), list[str]()
+        idle = [name for name in lost if any(fnmatch(re.split(r"[.[]", name)[-1], each) for each in _ALL["harmless"])]
+        idle += self.idle
+        groups = [[name for name in lost if name not in idle], [name for name in lost if name in idle]]
+        for title, names in zip(("which changes the result", "without effect on the result"), groups, strict=True):
+            found = [f"  {self.place(name)} {self.lost[name]}" for name in names]
+            lines += [f"not carried over, {title}:", *found] if found else []
+        lines = lines or ["all keys are carried over"]
         used = {source.partition(";")[0] for source in self.sources.values()} | self.lost.keys()
         rest = [as_key(name) for name in self.names if name not in used]
         lines += [f"no setting is needed for: {', '.join(rest)}"] * bool(rest)
@@ -196,17 +206,23 @@ def carry(path: str, trainer: str, model: str, data: Sequence[str]) -> Carried:
     rules = [rule for rule in _ALL["overruled"] if rule["when"].items() <= values.items()]
     overruled = {name: rule.get("why", "") for rule in rules for name in rule["keys"]}
     if isinstance(steps := values.get("max_steps"), int) and steps > 0:
-        overruled |= dict.fromkeys(("num_train_epochs", "num_epochs"), "max_steps counts, as there")
+        overruled |= dict.fromkeys(("num_train_epochs", "num_epochs"), f"max_steps {_AS_THERE}")
+    if trainer == "TRL" and values.get("datasets"):
+        overruled |= dict.fromkeys(("dataset_name", "dataset_config"), f"datasets {_AS_THERE}")
+    if isinstance(values.get("loss_type"), list):
+        _take_losses(carried, values)
     for name, value in values.items():
         entry = _entry(trainer, name)
         is_for_adapters = name != switch and entry and entry.targets and all("lora." in key for key in entry.targets)
         if is_for_adapters and not has_adapter:
             overruled[name] = f"all weights are trained: {switch} asks for no adapters" if value else ""
         if reason := overruled.get(name):
+            carried.idle.append(name)
             carried.lost[name] = f"= {shown(value)}: {reason}"
         elif name in overruled or value is None or value in ("", [], {}):
             continue
         elif name == "datasets" or (entry and entry.key in ("data.path", "data.validation_path")):
+            value = _named_files(carried, name, value, str(values.get("dataset_dir") or "data"))
             _take_data(carried, entry.key if entry else "data.path", name, value)
         elif entry:
             _take(carried, name, value, entry)
@@ -293,10 +309,41 @@ def _take(carried: Carried, name: str, value: Any, entry: Entry) -> None:
                 raise UserError(f"{carried.place(name)} = {shown(item)}: no such folder; name another with --model")
         if not advice.written:
             reason = re.sub(r"^is an option of [\w ,-]+?( and does not exist here)?[:;] (here: )?", "", text)
-            carried.lost[name] = f"= {shown(item)}: {reason.partition('; leave it out')[0]}"
+            known = other_trainers.meaning(name, item).removeprefix("; ")
+            carried.lost[name] = f"= {shown(item)}: {known or reason.partition('; leave it out')[0]}"
             if name in _ALL["kinds"]:
                 raise UserError(f"{carried.place(name)} {carried.lost[name]}")
     return None
+
+
+def _take_losses(carried: Carried, values: dict[str, Any]) -> None:
+    """TRL's sum of losses: one of pairs, and the likelihood of the chosen answers."""
+    kinds, weights = values["loss_type"], values.pop("loss_weights", None)
+    shares = dict(zip(kinds, weights if isinstance(weights, list) else [1.0] * len(kinds), strict=False))
+    beside = float(shares.pop("sft", 0) or 0)
+    if len(shares) == 1 and len(set(kinds)) == len(kinds) and all(float(share) > 0 for share in shares.values()):
+        [(values["loss_type"], share)] = shares.items()
+        if beside:
+            carried.set("objective.sft_weight", [beside / float(share)], "loss_type")
+    else:
+        what = "one loss of pairs, and the likelihood of the chosen answers beside it (objective.sft_weight)"
+        carried.lost["loss_type"] = f"= {shown(values.pop('loss_type'))}: here it is {what}"
+
+
+def _named_files(carried: Carried, name: str, value: Any, folder: str) -> Any:
+    """LLaMA-Factory's names of data sets as the files that dataset_info.json says."""
+    folders = [folder, os.path.join(os.path.dirname(carried.path), folder), os.path.dirname(carried.path) or "."]
+    index = next((path for each in folders if os.path.isfile(path := os.path.join(each, "dataset_info.json"))), "")
+    if carried.trainer != "LLaMA-Factory" or not index:
+        return value
+    info, found = read_object(Path(index), "correct it, or name the files with --data"), list[str]()
+    for each in value if isinstance(value, list) else map(str.strip, str(value).split(",")):
+        entry = info.get(each) if isinstance(info.get(each), dict) else {}
+        found.append(os.path.join(os.path.dirname(index), str(entry["file_name"])) if "file_name" in entry else each)
+        for key in sorted(entry.keys() - {"file_name", "formatting", "ranking"}):
+            what = "the form of the rows is recognised; other columns are named in data.prompt_column and its like"
+            carried.lost[f"{name}.{each}.{key}"] = f"= {shown(entry[key])}: in {index}; {what}"
+    return found
 
 
 def _take_data(carried: Carried, key: str, name: str, value: Any) -> None:
@@ -316,6 +363,9 @@ def _take_data(carried: Carried, key: str, name: str, value: Any) -> None:
                 carried.fetch += [command] * is_of_hub
                 how = f"of the hub, fetch it: {command}; then name its" if is_of_hub else "no such file; name the"
                 carried.notes.append(f"{as_key(name)}: {shown(path)}: {how} JSONL, JSON or parquet files with --data")
+        if table.get("type") == "alpaca":
+            what = 'its own prompt, "Below is an instruction ...", is not written: rows have the model\'s chat template'
+            carried.lost[f"{name}[{number}].type"] = f"= 'alpaca': {what}"
         forms.add(harmless["type"].get(str(table.get("type")), "auto"))
         for inner, given in table.items():
             if inner not in ("path", "data_files") and given not in (None, False, *harmless.get(inner, ())):

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from titan_mi100 import cli
 from titan_mi100.errors import UserError
+from titan_mi100.files.durable import check_output
 from titan_mi100.files.library import try_library
 from titan_mi100.files.plain import read_object
 from titan_mi100.text.assets import PromptSettings, prompt_settings, read_assets
@@ -123,6 +124,7 @@ def _evaluate(arguments: Sequence[str], results: Path, folder: str | None) -> in
     own = {"PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false", **(_OFFLINE if folder else {})}
     results.mkdir(parents=True, exist_ok=True)
     log = results / "lm_eval.log"
+    check_output(log, "--output_path", lambda start: True)
     said = bytearray()
     with (
         log.open("wb") as kept,

@@ -30,7 +30,7 @@ from titan_mi100.data.formats import first_keys
 from titan_mi100.data.packing import pack_rows
 from titan_mi100.data.survey import Survey, survey
 from titan_mi100.errors import UserError
-from titan_mi100.files.durable import write_page
+from titan_mi100.files.durable import write_output
 from titan_mi100.files.patterns import matching_files
 from titan_mi100.planning.device import positive, size_gib
 from titan_mi100.planning.hardware import count_gpus
@@ -176,7 +176,7 @@ def _write(given: str | None, answers: Answers, text: str, lines: Sequence[str],
     """Write the config; print what is to know of it, and the next commands."""
     output = Path(given or _free_name(f"{Path(answers.model).name}-{answers.method}".lower()))
     _check_free(str(output))  # again: the survey took some seconds
-    write_page(output, text, "--output")
+    write_output(output, [text], "--output")
     print(f"{output}: {answers.method} fine-tuning of {answers.model} on {answers.gpus} x {answers.memory:g} GiB")
     if not count_gpus() and f"{answers.memory:g}GB" == _questions()["memory"].default:
         print(f"no GPU is here: for {plural(answers.gpus, 'process')} on the CPU; for others: --gpus and --memory")

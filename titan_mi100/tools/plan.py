@@ -5,7 +5,6 @@ With --rehearse N the run's own code counts it instead, see rehearse.py.
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,7 +16,7 @@ from titan_mi100.config.as_text import settings_text, to_toml
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
-from titan_mi100.files.durable import replace
+from titan_mi100.files.durable import check_output, write_output
 from titan_mi100.log import setup_logging
 from titan_mi100.planning.cards import Gpu
 from titan_mi100.planning.device import NAMES, find_card, positive, positive_float, size_gib
@@ -40,8 +39,8 @@ def _plan(options: argparse.Namespace, settings: Sequence[str]) -> int:
     setup_logging(0)
     if options.write and not options.search:
         raise UserError("--write needs --search, which finds what is written; add it")
-    if options.write and os.path.lexists(options.write):
-        raise UserError(f"{options.write}: exists already, and is not overwritten; name another file with --write")
+    if options.write:
+        check_output(Path(options.write), "--write")
     if options.search and options.tokens:
         raise UserError("--tokens is for one config, not for --search; leave it out")
     gpu, card = find_card(options.device, options.memory, "mi100")
@@ -151,7 +150,7 @@ def _search(options: argparse.Namespace, config: Config, card: int, gpu: Gpu) ->
     if options.write:
         first = fitting[0]
         heading = f"# For {plural(first.ranks, 'card')} of {first.card / GIB:.1f} GiB, by titan-mi100 plan --search\n\n"
-        replace(Path(options.write), heading + to_toml(first.config))
+        write_output(Path(options.write), [heading, to_toml(first.config)], "--write")
         print(f"\n{options.write}: written, with the fastest layout", file=sys.stderr)
     return 0
 

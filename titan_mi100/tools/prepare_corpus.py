@@ -114,6 +114,8 @@ def _prepare(options: argparse.Namespace) -> int:
     folder, started = Path(options.output_dir), time.monotonic()
     if not options.tokenizer or not options.input:
         raise UserError("--input (the files) and --tokenizer (the model's tokenizer) are needed; add them")
+    if options.on_bad_row == "error":
+        _parser().check_used(options, "--on_bad_row error", vars(options).keys() - {"max_bad_share"})
     if options.workers < 0:
         raise UserError(f"--workers {options.workers}: must be above 0, or 0 for one per core")
     tokenizer = load_tokenizer(options.tokenizer)
@@ -404,9 +406,7 @@ def _write_table(path: Path, heading: list[str], rows: Iterable[Any]) -> None:
 
 def _verify(options: argparse.Namespace) -> int:
     """Compare a complete corpus with its hashes. Raises UserError: some of it is damaged."""
-    given = [name for name in ("input", "tokenizer") if getattr(options, name)]
-    if given:
-        raise UserError(f"--verify reads a finished corpus, and needs --output_dir only; leave out --{given[0]}")
+    _parser().check_used(options, "--verify, which reads a finished corpus", ("verify", "output_dir", "json"))
     folder = Path(options.output_dir)
     corpus, _ = read_corpus(folder)
     damaged, hashes = list[str](), list[str]()

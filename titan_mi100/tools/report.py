@@ -14,10 +14,10 @@ from pathlib import Path
 
 from titan_mi100 import cli as tool
 from titan_mi100.errors import UserError
-from titan_mi100.files.durable import write_page
+from titan_mi100.files.durable import check_output, write_output
 from titan_mi100.log import setup_logging
 from titan_mi100.tools.pages.collect import collect
-from titan_mi100.tools.pages.document import check_place
+from titan_mi100.tools.pages.document import is_page
 from titan_mi100.tools.pages.page import page
 
 _MOST_RUNS = 20
@@ -35,13 +35,13 @@ def _report(options: argparse.Namespace) -> None:
         raise UserError(f"{len(options.runs)} runs are too many for a page; name at most {_MOST_RUNS}")
     output = Path(options.output or (options.runs[0] if len(options.runs) == 1 else Path()) / "report.html")
     if not options.json:
-        check_place(output, "Report: ", "--output")
+        check_output(output, "--output", is_page("Report: "))
     runs = [collect(run) for run in dict.fromkeys(options.runs)]
     if options.json:
         print(json.dumps(runs if len(runs) > 1 else runs[0], allow_nan=False))
     else:
-        write_page(output, page(runs).encode("utf-8", "backslashreplace").decode("utf-8"), "--output")
-        print(f"{output}: {output.stat().st_size:,} bytes")
+        write_output(output, text := [page(runs)], "--output", is_page("Report: "))
+        print(f"{output}: {len(text[0].encode(errors='backslashreplace')):,} bytes")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -25,36 +25,70 @@ from titan_mi100.config.settings import (
     ModelConfig,
     ObjectiveConfig,
 )
+from titan_mi100.data.prepare import check_teacher
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import replace as write
 from titan_mi100.log import setup_logging
 
 _OWN = "teach.toml"  # in the teacher's folder
+_TOP_K = 32
+# What settings may begin with: those that say which rows, and those that say how a pass is computed.
+_OF_ROWS = ("--data.", "--model.tokenizer_path", "--model.chat_template", "--training.seq_len")
+_OF_A_PASS = (
+    *("--nproc_per_node", "--nproc-per-node", "--nnodes", "--node_rank", "--rdzv", "--max_restarts", "--parallelism."),
+    *("--memory.", "--compile.", "--watchdog.", "--model.attention_backend", "--lora.base", "--training.seed"),
+    *("--training.mixed_precision_param", "--training.local_batch_size", "--training.gradient_accumulation_steps"),
+    *("--job.description", "--activation_checkpoint."),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options, settings = _parser().parse_known_args(argv)
-    path = ""
-    if options.from_vllm or options.ids:
-        from titan_mi100.tools.vllm_answers import read_answers, write_ids
-
-        if options.ids:
-            return tool.exit_code(lambda: write_ids(_student(options), Path(options.ids)))
-        return tool.exit_code(
-            lambda: read_answers(_student(options), Path(options.from_vllm), _out(options), options.top_k)
-        )
+    config = ""
 
     def prepare() -> None:
-        nonlocal path
-        path = str(_write_config(options))
+        nonlocal config
+        _check_words(options, settings)
+        if options.ids or options.from_vllm:
+            from titan_mi100.tools.vllm_answers import read_answers, write_ids
+
+            student = _student(options, settings)
+            if options.ids:
+                write_ids(student, Path(options.ids))
+            else:
+                read_answers(student, Path(options.from_vllm), _out(options, student), options.top_k or _TOP_K)
+        else:
+            config = str(_write_config(options))
 
     code = tool.exit_code(prepare)
-    if code:
+    if code or not config:
         return code
     from titan_mi100.launch import launcher
 
     signal.pthread_sigmask(signal.SIG_BLOCK, launcher.SIGNALS)
-    return launcher.main(["--job.config_file", path, *settings])
+    return launcher.main(["--job.config_file", config, *settings, *_microbatches(settings)])
+
+
+def _check_words(options: argparse.Namespace, settings: Sequence[str]) -> None:
+    """Refuse what would have no effect. The values of settings are checked where they are read."""
+    if options.top_k is not None and options.top_k < 1:
+        raise UserError(f"--top_k {options.top_k}: must be 1 or more; the usual is 32")
+    mode = "--ids" * bool(options.ids) or "--from_vllm" * bool(options.from_vllm)
+    used = {"--ids": ["ids"], "--from_vllm": ["from_vllm", "out", "top_k"], "": vars(options)}[mode]
+    _parser().check_used(options, mode, ["config", *used])
+    taken = _OF_ROWS if mode else (*_OF_ROWS, *_OF_A_PASS)
+    for word in (word for word in settings if word.startswith("--") and not word.startswith(taken)):
+        instead = "; --top_k is the number of ids" * word.startswith("--objective.top_k")
+        where = mode or "titan-mi100 teach"
+        raise UserError(f"{word.partition('=')[0]} has no effect with {where}; leave it out{instead}")
+
+
+def _microbatches(settings: Sequence[str]) -> list[str]:
+    """A pipeline wants as many forwards of a step as it has stages, also where no step is taken."""
+    pipeline, accumulation = "--parallelism.pipeline_parallel_degree", "--training.gradient_accumulation_steps"
+    given = [word for setting in settings for word in setting.split("=", 1)]
+    degree = given[given.index(pipeline) + 1 :][:1] if pipeline in given else []
+    return [accumulation, *degree] if degree and accumulation not in given else []
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,19 +100,22 @@ def _parser() -> argparse.ArgumentParser:
     add("--job.config_file", dest="config", required=True, metavar="STUDENT.toml", help="the student's config")
     add("--model", default="", metavar="TEACHER", help="HF folder or checkpoint of the teacher")
     add("--out", default="", metavar="FOLDER", help="default: the config's objective.teacher")
-    add("--top_k", type=int, default=32, metavar="K", help="ids kept per learned token: 8 bytes each (default 32)")
+    add("--top_k", type=int, metavar="K", help="ids kept per learned token: 8 bytes each (default 32)")
     add("--ids", default="", metavar="FILE.jsonl", help="only write the rows' token ids, for vLLM")
     add("--from_vllm", default="", metavar="FILE.jsonl", help="read the answers of vLLM instead (docs/PREFERENCES.md)")
     return parser
 
 
-def _student(options: argparse.Namespace) -> Config:
+def _student(options: argparse.Namespace, settings: Sequence[str] = ()) -> Config:
     setup_logging(0)
-    return load_config(["--job.config_file", options.config], world_size=None)
+    student = load_config(["--job.config_file", options.config, *settings], world_size=None)
+    if student.objective.answers:
+        raise UserError('[objective] name = "preference": a teacher is for rows of sft and distill')
+    return student
 
 
-def _out(options: argparse.Namespace) -> Path:
-    out = options.out or _student(options).objective.teacher
+def _out(options: argparse.Namespace, student: Config) -> Path:
+    out = options.out or student.objective.teacher
     if not out:
         raise UserError("--out FOLDER is missing, and the config has no objective.teacher")
     return Path(os.path.abspath(out))
@@ -88,11 +125,10 @@ def _write_config(options: argparse.Namespace) -> Path:
     """The config of the teacher's pass, whose run folder is the teacher's folder."""
     if not options.model:
         raise UserError("--model TEACHER is missing: an HF folder, or another run's checkpoint/step-N")
-    if options.top_k < 1:
-        raise UserError(f"--top_k {options.top_k}: must be 1 or more; the usual is 32")
-    student, out = _student(options), _out(options)
-    if student.objective.answers:
-        raise UserError('[objective] name = "preference": a teacher is for rows of sft and distill')
+    student = _student(options)
+    out = _out(options, student)
+    if os.path.lexists(out) and not (out / _OWN).exists() and not (out.is_dir() and not os.listdir(out)):
+        raise UserError(f"{out}: exists already, and is no teacher's folder; name a new one with --out")
     training = replace(student.training, steps=1, epochs=0, target_tokens_per_step=0, gradient_accumulation_steps=1)
     training = replace(training, train_router=False)
     load = CheckpointConfig(initial_load_path=os.path.abspath(options.model))
@@ -109,11 +145,15 @@ def _write_config(options: argparse.Namespace) -> Path:
         lr_scheduler=LRSchedulerConfig(warmup_steps=0),
         lora=idle,
         checkpoint=load,
-        objective=ObjectiveConfig(name="teach", teacher=str(out), top_k=options.top_k),
+        objective=ObjectiveConfig(name="teach", teacher=str(out), top_k=options.top_k or _TOP_K),
         metrics=MetricsConfig(enable_tensorboard=False),
     )
-    out.mkdir(parents=True, exist_ok=True)
-    write(out / _OWN, to_toml(config))
+    check_teacher(config.checkpoint.initial_load_path, config.tokenizer_path())
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write(out / _OWN, to_toml(config))
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written ({error.strerror}); name another folder with --out") from None
     return out / _OWN
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from titan_mi100.files.durable import write_page
+from titan_mi100.files.durable import write_output
 from titan_mi100.tools.measure.parts import CERTIFICATE, FAIL, PAGE, PASS, Header, Part, measured, read, summary
 
 _BOARD = ("model", "method", "bf16", "N", "toks/s", "mfu")  # columns of the steps' table
@@ -47,7 +47,7 @@ def write_board(folder: Path) -> None:
     readme = folder / "README.md"
     text = readme.read_text(encoding="utf-8").partition(_MARK)[0] if readme.exists() else ""
     table = _table(("card", *_BOARD, "torch, ROCm or CUDA", "made"), rows)
-    write_page(readme, f"{text}{_MARK}\n" + "\n".join(table) + "\n", "--board")
+    write_output(readme, [f"{text}{_MARK}\n", "\n".join(table), "\n"], "--board", lambda start: True)
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -1,11 +1,9 @@
 """The frame and the style of our HTML pages: one file each, light and dark, no network. Imports no torch."""
 
-import os
+from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
-from titan_mi100.errors import UserError
-from titan_mi100.files.plain import open_plain
 from titan_mi100.wording import printable
 
 
@@ -31,24 +29,6 @@ def html_document(title: str, body: str) -> str:
     return f"{head}{body}</html>\n"
 
 
-def check_place(path: Path, title: str, option: str) -> None:
-    """Refuse to write a page over a file that is none: a mistyped option could name the data.
-
-    Args:
-        title: how the page's title begins.
-        option: it names another file.
-
-    Raises:
-        UserError: the file is no page with such a title, or cannot be read.
-    """
-    if not os.path.lexists(path):
-        return
-    try:
-        with open_plain(path) as file:
-            start = file.read(4096)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); name another file with {option}") from None
-    except UserError as error:
-        raise UserError(f"{error}; or name another file with {option}") from None
-    if not start.startswith(b"<!DOCTYPE html>") or f"<title>{title}".encode() not in start:
-        raise UserError(f"{path}: exists already and is no page of this command; name another file with {option}")
+def is_page(title: str) -> Callable[[bytes], bool]:
+    """For durable.write_output: whether a file that begins so is a page of ours. Args: title: how its title begins."""
+    return lambda start: start.startswith(b"<!DOCTYPE html>") and f"<title>{title}".encode() in start

@@ -19,8 +19,8 @@ _LONGEST_LINE = 1 << 16  # bytes; a line of metrics.jsonl has about 400
 _LONGEST_SAMPLE = 1 << 20  # bytes of a line of samples.jsonl
 _MOST_BYTES = 1 << 33  # largest file; a metrics.jsonl of 10,000,000 steps has half of it
 MEASURES = {  # of objectives
-    "accuracy", "margin", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected", "kl", "cross_entropy",
-    "kept_mass", "agreement",
+    "accuracy", "margin", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected", "below_reference", "kl",
+    "cross_entropy", "kept_mass", "agreement",
 }  # fmt: skip
 SERIES = {
     "loss", "grad_norm", "lr", "tokens_per_second", "mfu", "peak_memory_gib", "data_wait", "loss_scale", "seconds",

@@ -20,6 +20,7 @@ _STATES = {
 }
 # Limits of the findings: last / lowest validation loss; share of the time spent waiting for data; share of the memory.
 _RISE, _WAIT, _FULL = 1.02, 0.05, 0.95
+_CHANCE, _FALLEN = 0.5, 0.5  # share of answers on the right side; reward of the chosen answers
 
 
 class Finding(NamedTuple):
@@ -79,6 +80,7 @@ def _of_metrics(run: dict[str, Any]) -> list[Finding]:
         found.append(
             Finding(BAD, f"The loss did not fall: {loss['first'][1]:.4g} at first, now {loss['recent'][0]:.4g}")
         )
+    found += _of_objective(series)
     if broken := metrics["validations_not_finite"]:
         found.append(Finding(BAD, f"Validation losses that were not finite: {broken:,}"))
     validation = series.get("validation_loss")
@@ -91,6 +93,25 @@ def _of_metrics(run: dict[str, Any]) -> list[Finding]:
     card, memory = run["plan"].get("card"), series.get("peak_memory_gib")
     if card and memory and memory["max"] * 2**30 > _FULL * card:
         found.append(Finding(WARN, f"Memory was nearly full: {memory['max']:.1f} of {card / 2**30:.1f} GiB"))
+    return found
+
+
+def _of_objective(series: dict[str, Any]) -> list[Finding]:
+    """Of preferences and of distillation, whose loss says little."""
+    found = list[Finding]()
+    if accuracy := series.get("validation_accuracy") or series.get("accuracy"):
+        share = accuracy["last"][1] if "validation_accuracy" in series else accuracy["recent"][0]
+        of = "new answers" if "validation_accuracy" in series else f"answers of the last {accuracy['recent'][1]} steps"
+        if share <= _CHANCE and series.get("accuracy", accuracy)["count"] > 20:
+            found.append(Finding(BAD, f"{share:.0%} of the {of} are on the right side; half is chance"))
+        if (reward := series.get("reward_chosen")) and reward["recent"][0] < reward["first"][1] - _FALLEN:
+            what = f"{reward['first'][1]:.3g} at first, now {reward['recent'][0]:.3g}"
+            found.append(Finding(WARN, f"The chosen answers have become less likely: their reward was {what}"))
+    if (kl := series.get("kl")) and "agreement" in series and kl["count"] > 20 and kl["recent"][0] >= kl["first"][1]:
+        what = f"{kl['first'][1]:.4g} nats at first, now {kl['recent'][0]:.4g}"
+        found.append(Finding(BAD, f"The model did not come nearer to its teacher: {what}"))
+    if (kept := series.get("kept_mass")) and kept["mean"] < _CHANCE:
+        found.append(Finding(WARN, f"The teacher's folder keeps {kept['mean']:.4f} of the teacher's probability only"))
     return found
 
 
