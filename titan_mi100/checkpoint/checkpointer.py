@@ -209,7 +209,7 @@ class Checkpointer:
     def _begin(self, step: int) -> Path:
         """Make the temporary folder of a save. Checks the free space first, by the size of the checkpoint before."""
         with _as_save_error(self.folder, step):
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(exist_ok=True)  # never the run folder itself: it may just have been renamed
             if (free := shutil.disk_usage(self.folder).free) < self._bytes:
                 raise OSError(
                     errno.ENOSPC, f"it needs {self._bytes / 2**30:,.2f} GiB, {free / 2**30:,.2f} GiB are free"
