@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from conftest import ASSETS, REPO
 
+from titan_mi100 import train as train_module
 from titan_mi100.__main__ import COMMANDS
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config, LoRAConfig, ValidationConfig
@@ -29,7 +30,6 @@ from titan_mi100.run.progress import Progress
 from titan_mi100.tools import exact_match, generate, inspect_data, report
 from titan_mi100.tools.convert import dcp_to_hf
 from titan_mi100.tools.pages.verdict import _STATES
-from titan_mi100 import train as train_module
 from titan_mi100.train import train
 from titan_mi100.watch.outcome import RunState, write_run_state
 
