@@ -200,6 +200,7 @@ format = "alpaca"
 validation_path = "train.jsonl"
 loss = "all"
 overlong = "truncate"
+max_cut_share = 0.5
 [training]
 seq_len = 512
 local_batch_size = 1
@@ -329,6 +330,7 @@ run_folder = "saves/mine"
 path = ["sums", "alpaca_en"]
 workers = 16
 overlong = "truncate"
+max_cut_share = 0.5
 [training]
 seq_len = 2048
 local_batch_size = 1
@@ -397,6 +399,7 @@ run_folder = "saves/full"
 path = "train.jsonl"
 validation_fraction = 0.2
 overlong = "truncate"
+max_cut_share = 0.5
 loss = "last"
 [training]
 seq_len = 4096
@@ -502,6 +505,7 @@ interval = 50
 [data]
 path = "sums/data/train-*.parquet"
 overlong = "truncate"
+max_cut_share = 0.5
 loss = "all"
 [training]
 seq_len = 1024
@@ -568,6 +572,7 @@ run_folder = "data/out"
 path = "sums.jsonl"
 validation_fraction = 0.05
 overlong = "truncate"
+max_cut_share = 0.5
 loss = "all"
 [training]
 seq_len = 1024
@@ -637,6 +642,7 @@ chat_template = "mine.jinja"
 [data]
 path = "train.jsonl"
 overlong = "truncate"
+max_cut_share = 0.5
 [training]
 seq_len = 512
 local_batch_size = 1
@@ -698,6 +704,31 @@ def test_model_and_data_of_the_hub_are_fetched_first_and_options_take_their_plac
     code, out, _ = run(TRL_SHORT[0], "--output", "z.toml")
     command = "hf download somebody/sums --repo-type dataset --local-dir sums"
     assert code == 0 and f"of the hub, fetch it: {command}; then name its JSONL" in out and f"\n  {command}\n" in out
+
+
+PT = "stage: pt\nmodel_name_or_path: Qwen3-0.6B\ndataset: sums.jsonl\n"
+COMPLETION = "base_model: Qwen3-0.6B\ndatasets: [{path: sums.jsonl, type: completion}]\n"
+TEXTS = "model_name_or_path: Qwen3-0.6B\ndataset_name: sums.jsonl\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "overlong", "most"),
+    [
+        (PT, "split", 1.0),
+        (COMPLETION, "split", 1.0),
+        (COMPLETION + "excess_length_strategy: truncate\n", "truncate", 1.0),  # as the user says
+        (PT.replace("pt", "sft"), "truncate", 0.5),
+        (TEXTS, "truncate", 0.5),
+        (TEXTS + "packing: true\npacking_strategy: wrapped\n", "split", 1.0),
+        (COMPLETION.replace("completion", "chat_template"), "drop", 1.0),
+    ],
+)
+def test_long_texts_of_pretraining_are_split_and_a_default_that_cuts_has_a_limit(
+    text: str, overlong: str, most: float, run: Run
+) -> None:
+    code, out, err = run(text)
+    assert code == 0, out + err
+    assert (read("x.toml").data.overlong, read("x.toml").data.max_cut_share) == (overlong, most)
 
 
 def test_what_the_reader_of_yaml_has_resolved_is_listed(run: Run) -> None:

@@ -56,6 +56,7 @@ class Carried:
     notes: list[str]
     is_packed: bool = False
     has_data: bool = True
+    has_texts: bool = False
     settings: dict[str, tuple[str, ...]] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     loose: set[str] = field(default_factory=set)
@@ -212,6 +213,8 @@ def carry(path: str, trainer: str, model: str, data: Sequence[str]) -> Carried:
             _take(carried, name, value, entry)
         else:
             carried.lost[name] = f"= {shown(value)}: not a key that is known here"
+    if values.get("stage") == "pt" or carried.has_texts:  # a long text is cut into pieces there, and nothing is lost
+        carried.set("data.overlong", ["split"], f"{trainer}'s pretraining", is_exact=False)
     for section, keys in _FACTS[trainer]["defaults"].items():
         for key, value in keys.items() if section != "lora" or has_adapter else ():
             words = value if isinstance(value, list) else [value]
@@ -230,6 +233,11 @@ def carry(path: str, trainer: str, model: str, data: Sequence[str]) -> Carried:
             name = carried.sources["data.validation_fraction"]
             carried.notes.append(f"{name}: no data for it are named: 5% of the rows are held out")
     _choose_objective(carried)
+    is_default = carried.sources.get("data.overlong") == f"{trainer}'s default"
+    if (
+        is_default and carried.settings["data.overlong"] == ("truncate",) and "objective.name" not in carried.settings
+    ):  # the user has not asked for cutting
+        carried.set("data.max_cut_share", ["0.5"], f"{trainer}'s default cuts rows", is_exact=False)
     return carried
 
 
@@ -317,6 +325,7 @@ def _take_data(carried: Carried, key: str, name: str, value: Any) -> None:
                 how = f"of the hub, fetch it: {command}; then name its" if is_of_hub else "no such file; name the"
                 carried.notes.append(f"{as_key(name)}: {shown(path)}: {how} JSONL, JSON or parquet files with --data")
         forms.add(harmless["type"].get(str(table.get("type")), "auto"))
+        carried.has_texts |= "text" in forms
         for inner, given in table.items():
             if inner not in ("path", "data_files") and given not in (None, False, *harmless.get(inner, ())):
                 reason = "no setting for it; files are read whole, and the form of their rows is recognised"
