@@ -200,7 +200,6 @@ format = "alpaca"
 validation_path = "train.jsonl"
 loss = "all"
 overlong = "truncate"
-max_cut_share = 0.5
 [training]
 seq_len = 512
 local_batch_size = 1

@@ -233,10 +233,8 @@ def carry(path: str, trainer: str, model: str, data: Sequence[str]) -> Carried:
             name = carried.sources["data.validation_fraction"]
             carried.notes.append(f"{name}: no data for it are named: 5% of the rows are held out")
     _choose_objective(carried)
-    is_default = carried.sources.get("data.overlong") == f"{trainer}'s default"
-    if (
-        is_default and carried.settings["data.overlong"] == ("truncate",) and "objective.name" not in carried.settings
-    ):  # the user has not asked for cutting
+    cuts = carried.settings.get("data.overlong") == ("truncate",) and "objective.name" not in carried.settings
+    if cuts and carried.sources["data.overlong"] == f"{trainer}'s default":  # the user has not asked for it
         carried.set("data.max_cut_share", ["0.5"], f"{trainer}'s default cuts rows", is_exact=False)
     return carried
 
