@@ -71,7 +71,7 @@ def main(config: Config, preemption: Preemption, heartbeat: Heartbeat) -> None:
     except Preempted as error:
         ended = RunState("preempted", 3, str(error), again)
     except NumericalError as error:
-        ended = RunState("numerical_abort", 4, str(error), _way_back(folder) + again)
+        ended = RunState("numerical_abort", 4, str(error), _way_back(folder, error.remedy) + again)
     except SaveError as error:
         ended = _moved(folder) or RunState("save_failed", 1, str(error), "fix the problem above, then " + again)
     except KeyboardInterrupt:
@@ -126,9 +126,9 @@ def _what_was_planned(error: Exception, where: str, run: Run | None) -> str:
     return f"{where}: out of memory: {planned}\n{shortened(str(error).strip(), 1000)}"
 
 
-def _way_back(folder: RunFolder | None) -> str:
-    """What to do after a numerical abort."""
-    remedy = "lower optimizer.lr, or correct the rows and allow that with checkpoint.allow_changed = data; "
+def _way_back(folder: RunFolder | None, remedy: str) -> str:
+    """What to do after a numerical abort. Args: remedy: for its cause; "": that is not known."""
+    remedy = remedy or "lower optimizer.lr, or correct the rows and allow that with checkpoint.allow_changed = data; "
     found = list_checkpoints(folder.path / "checkpoint") if folder else []
     if not found:
         return f"{remedy}no sound checkpoint was made before; "

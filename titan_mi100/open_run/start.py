@@ -142,7 +142,8 @@ def open_run(
         with raise_together():
             accept_ledger(data, folder, world)
             observers.append(AnswerWatch())
-            observers.append(FaultWatch(stream, folder, world, progress, config.training.max_nonfinite_steps))
+            most = config.training.max_nonfinite_steps
+            observers.append(FaultWatch(stream, folder, world, progress, most, model))
         profiler = open_profiler(folder, config.profiling, world, steps)
     if profiler is not None:
         observers.append(profiler)
