@@ -42,12 +42,12 @@ def leave_the_range(run: Run, layer: int) -> None:
                 getattr(parameter, "_local_tensor", parameter).fill_(200.0)
 
 
-def cause_of(run: Run, folder: Path) -> str:
-    """What a step says that leaves the range of fp16, where only rank 1 knows which microbatch has failed."""
+def cause_of(run: Run, folder: Path, knows: int) -> str:
+    """What a step says that leaves the range of fp16, where only rank `knows` knows which microbatch has failed."""
     leave_the_range(run, 1)
     watch = FaultWatch(run.stream, folder, here, run.progress, 99, run.model)
     result = run.step()
-    if here.rank == 0:
+    if here.rank != knows:
         result = replace(result, nonfinite_microbatches=[])
     watch._places = lambda *_: ["rows:1"]  # type: ignore[method-assign]  # made-up rows are in no file
     watch.after_step(run.progress.step, result)
@@ -85,6 +85,6 @@ if __name__ == "__main__":
         again = seen(resumed, 1)
         same = all(map(torch.equal, weights(resumed), after))
         found[name] = {"steps": first + last, "progress": progress, "again": again, "same": same}
-        found[name]["cause"] = cause_of(resumed, folder)
+        found[name]["cause"] = cause_of(resumed, folder, knows=int(name != "TP2"))
     torch.save(found, folder / f"rank-{here.rank}.pt")
     distributed.leave(0)
