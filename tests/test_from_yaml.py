@@ -675,7 +675,10 @@ def test_a_yaml_becomes_the_config_that_was_written_by_hand(name: str, run: Run)
     if not Path("Qwen3-4B").exists():  # it is fetched only now
         model(Path("Qwen3-4B"))
     Path("hand.toml").write_text(f'base = "finetune.toml"\n{by_hand}')
-    assert read("x.toml") == read("hand.toml")
+    hand = read("hand.toml")
+    folder = str(Path(hand.job.run_folder or "outputs/x").absolute())
+    saved = replace(hand.checkpoint, export_hf=True, fresh=False)  # the same command resumes
+    assert read("x.toml") == replace(hand, job=replace(hand.job, run_folder=folder), checkpoint=saved)
     assert not_carried(out) == expected
     for word in ("inspect", "plan", "train"):
         assert f" {word} --job.config_file x.toml" in out
@@ -728,6 +731,21 @@ def test_long_texts_of_pretraining_are_split_and_a_default_that_cuts_has_a_limit
     code, out, err = run(text)
     assert code == 0, out + err
     assert (read("x.toml").data.overlong, read("x.toml").data.max_cut_share) == (overlong, most)
+
+
+def test_a_config_that_could_not_start_is_not_written_and_bad_rows_that_were_counted_are_told(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = Survey(np.full(64, 64), np.linspace(0, 1, 64, endpoint=False), 1.0, 3)
+    monkeypatch.setattr(new, "survey", lambda *_: counted)
+    code, out, _ = run(AXOLOTL_QLORA[0].replace("warmup_ratio: 0.1", "warmup_steps: 100"))
+    assert code == 0 and read("x.toml").lr_scheduler.warmup_steps == -1
+    assert not_carried(out)["warmup_steps"].endswith("the run has 3 steps, so the warmup is 3% of them")
+    assert "WARNING refused: 3 rows; titan-mi100 inspect names them" in out
+    assert Path("x.toml").read_text().count(f'run_folder = "{Path("out").absolute()}"') == 1  # output_dir
+    Path("out").mkdir()
+    code, out, err = run(AXOLOTL_QLORA[0], "--output", "y.toml")
+    assert code == 2 and f"{Path('out').absolute()}: exists already" in err and not Path("y.toml").exists()
 
 
 def test_what_the_reader_of_yaml_has_resolved_is_listed(run: Run) -> None:

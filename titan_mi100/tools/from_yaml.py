@@ -28,7 +28,7 @@ from titan_mi100.shapes.base import ALL_LINEAR
 from titan_mi100.tools.yaml_file import YamlFile, read_yaml
 from titan_mi100.wording import as_key, plural, shown
 
-_MODEL = "checkpoint.initial_load_path"
+_MODEL, _WARMUP = "checkpoint.initial_load_path", "lr_scheduler.warmup_steps"
 _FACTS = parse(str(Path(other_trainers.__file__).with_suffix(".toml")))
 _ALL = _FACTS.pop("all")
 
@@ -169,6 +169,11 @@ class Carried:
             else:
                 self.lost[name] = f"= {shown(number)}: {key} counts steps, which are known when model and data are here"
                 self.settings.pop(key, None)
+        warmup = int(self.settings.get(_WARMUP, ("0",))[0])
+        if run and warmup > run:  # it would be refused
+            name = self.sources[_WARMUP]
+            self.lost[name] = f"= {warmup}: the run has {plural(run, 'step')}, so the warmup is 3% of them"
+            self.settings[_WARMUP] = ("-1",)
 
 
 def carry(path: str, trainer: str, model: str, data: Sequence[str]) -> Carried:
