@@ -158,7 +158,7 @@ def test_a_crash_of_the_trainer_is_one_line(
 
     crashes: list[Any] = []
     folder = SimpleNamespace(
-        path=tmp_path, step=None, own_log=lambda: tmp_path / "train.log", note_crash=crashes.append
+        path=tmp_path, step=None, own_log=lambda: tmp_path / "train.log", note_crash=crashes.append, moved=str
     )
     monkeypatch.setattr(train, "RunFolder", lambda *_: folder if has_folder else raises(KeyError("name"))())
     monkeypatch.setattr(train, "open_run", raises(KeyError("name")))

@@ -332,6 +332,7 @@ run_folder = "saves/mine"
 path = ["sums", "alpaca_en"]
 workers = 16
 overlong = "truncate"
+max_cut_share = 0.5
 [training]
 seq_len = 2048
 local_batch_size = 1
@@ -400,6 +401,7 @@ run_folder = "saves/full"
 path = "train.jsonl"
 validation_fraction = 0.2
 overlong = "truncate"
+max_cut_share = 0.5
 loss = "last"
 [training]
 seq_len = 4096
@@ -505,6 +507,7 @@ interval = 50
 [data]
 path = "sums/data/train-*.parquet"
 overlong = "truncate"
+max_cut_share = 0.5
 loss = "all"
 [training]
 seq_len = 1024
@@ -571,6 +574,7 @@ run_folder = "data/out"
 path = "sums.jsonl"
 validation_fraction = 0.05
 overlong = "truncate"
+max_cut_share = 0.5
 loss = "all"
 [training]
 seq_len = 1024
@@ -640,6 +644,7 @@ chat_template = "mine.jinja"
 [data]
 path = "train.jsonl"
 overlong = "truncate"
+max_cut_share = 0.5
 [training]
 seq_len = 512
 local_batch_size = 1
@@ -673,7 +678,10 @@ def test_a_yaml_becomes_the_config_that_was_written_by_hand(name: str, run: Run)
     if not Path("Qwen3-4B").exists():  # it is fetched only now
         model(Path("Qwen3-4B"))
     Path("hand.toml").write_text(f'base = "finetune.toml"\n{by_hand}')
-    assert read("x.toml") == read("hand.toml")
+    hand = read("hand.toml")
+    folder = str(Path(hand.job.run_folder or "outputs/x").absolute())
+    saved = replace(hand.checkpoint, export_hf=True, fresh=False)  # the same command resumes
+    assert read("x.toml") == replace(hand, job=replace(hand.job, run_folder=folder), checkpoint=saved)
     assert not_carried(out) == expected
     for word in ("inspect", "plan", "train"):
         assert f" {word} --job.config_file x.toml" in out
@@ -701,6 +709,46 @@ def test_model_and_data_of_the_hub_are_fetched_first_and_options_take_their_plac
     code, out, _ = run(TRL_SHORT[0], "--output", "z.toml")
     command = "hf download somebody/sums --repo-type dataset --local-dir sums"
     assert code == 0 and f"of the hub, fetch it: {command}; then name its JSONL" in out and f"\n  {command}\n" in out
+
+
+PT = "stage: pt\nmodel_name_or_path: Qwen3-0.6B\ndataset: sums.jsonl\n"
+COMPLETION = "base_model: Qwen3-0.6B\ndatasets: [{path: sums.jsonl, type: completion}]\n"
+TEXTS = "model_name_or_path: Qwen3-0.6B\ndataset_name: sums.jsonl\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "overlong", "most"),
+    [
+        (PT, "split", 1.0),
+        (COMPLETION, "split", 1.0),
+        (COMPLETION + "excess_length_strategy: truncate\n", "truncate", 1.0),  # as the user says
+        (PT.replace("pt", "sft"), "truncate", 0.5),
+        (TEXTS, "truncate", 0.5),
+        (TEXTS + "packing: true\npacking_strategy: wrapped\n", "split", 1.0),
+        (COMPLETION.replace("completion", "chat_template"), "drop", 1.0),
+    ],
+)
+def test_long_texts_of_pretraining_are_split_and_a_default_that_cuts_has_a_limit(
+    text: str, overlong: str, most: float, run: Run
+) -> None:
+    code, out, err = run(text)
+    assert code == 0, out + err
+    assert (read("x.toml").data.overlong, read("x.toml").data.max_cut_share) == (overlong, most)
+
+
+def test_a_config_that_could_not_start_is_not_written_and_bad_rows_that_were_counted_are_told(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = Survey(np.full(64, 64), np.linspace(0, 1, 64, endpoint=False), 1.0, 3)
+    monkeypatch.setattr(new, "survey", lambda *_: counted)
+    code, out, _ = run(AXOLOTL_QLORA[0].replace("warmup_ratio: 0.1", "warmup_steps: 100"))
+    assert code == 0 and read("x.toml").lr_scheduler.warmup_steps == -1
+    assert not_carried(out)["warmup_steps"].endswith("the run has 3 steps, so the warmup is 3% of them")
+    assert "WARNING refused: 3 rows; titan-mi100 inspect names them" in out
+    assert Path("x.toml").read_text().count(f'run_folder = "{Path("out").absolute()}"') == 1  # output_dir
+    Path("out").mkdir()
+    code, out, err = run(AXOLOTL_QLORA[0], "--output", "y.toml")
+    assert code == 2 and f"{Path('out').absolute()}: exists already" in err and not Path("y.toml").exists()
 
 
 def test_what_the_reader_of_yaml_has_resolved_is_listed(run: Run) -> None:

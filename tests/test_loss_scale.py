@@ -1,21 +1,25 @@
 """fp16: the loss scale, steps whose gradients overflow, and what a run learns with it."""
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import torchrun
-from gloo.job_overflow import WHERE, let_step_overflow
+from gloo.job_overflow import WHERE, leave_the_range, let_step_overflow
 
 from titan_mi100.config.settings import Config, LRSchedulerConfig, TrainingConfig
 from titan_mi100.data.made_up import made_up, packed, random_rows
+from titan_mi100.errors import NumericalError
 from titan_mi100.open_run.run import Run
 from titan_mi100.open_run.start import open_run
 from titan_mi100.optim.loss_scale import LARGEST, LossScale
 from titan_mi100.parallel.distributed import World
+from titan_mi100.run import faults
 from titan_mi100.shapes.qwen3 import Qwen3Spec
+from titan_mi100.train import _way_back
 
 SPEC = Qwen3Spec(64, 16, 32, 2, 2, 1, 8, True, rope_theta=10_000.0)
 
@@ -105,6 +109,35 @@ def test_a_loss_that_is_not_finite_is_no_overflow_of_gradients(world: World) -> 
     assert run.progress.loss_scale.value == LARGEST
 
 
+def test_a_layer_beyond_the_range_of_fp16_is_named_at_the_first_step_and_not_the_rows(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults.FaultWatch, "_places", lambda *_: ["rows:1"])  # made-up rows are in no file
+    monkeypatch.setattr(faults, "dtype_advice", lambda *_: "this CPU has no bfloat16 instructions")
+    run = opened(world, tmp_path)
+    leave_the_range(run, 1)
+    run.step()
+    cause = "layer 1 computes values beyond 65,504, the largest of float16, so the rows are not the cause. "
+    remedy = "--training.mixed_precision_param float32"
+    assert f"step 1: {cause}To train or resume: {remedy}" in caplog.messages
+    with pytest.raises(NumericalError, match=re.escape(cause)) as caught:
+        run.step()
+    assert caught.value.remedy == f"train with {remedy}; "
+    assert _way_back(None, caught.value.remedy).startswith(f"train with {remedy}; no sound checkpoint")
+    assert caplog.text.count(cause) == 1  # it is looked for once
+
+
+def test_weights_that_are_not_finite_are_no_overflow_of_fp16(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults.FaultWatch, "_places", lambda *_: ["rows:1"])
+    run = opened(world, tmp_path)
+    with torch.no_grad():
+        dict(run.model.named_parameters())["model.layers.1.mlp.down_proj.weight"][0, 0] = torch.nan
+    run.step()
+    assert "step 1: loss nan" in caplog.text and "65,504" not in caplog.text
+
+
 @pytest.mark.full
 def test_every_rank_skips_what_overflows_on_one_and_resumes_to_the_bit(tmp_path: Path) -> None:
     job = Path(__file__).parent / "gloo" / "job_overflow.py"
@@ -122,6 +155,7 @@ def test_every_rank_skips_what_overflows_on_one_and_resumes_to_the_bit(tmp_path:
         assert first["progress"] == second["progress"] == (1, 0)
         for rank in (first, second):
             assert rank["again"] == rank["steps"][3:] and rank["same"], name
+            assert rank["cause"].startswith("layer 1 computes values beyond 65,504"), name
 
 
 @pytest.mark.full

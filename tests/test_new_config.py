@@ -1,5 +1,6 @@
 """`titan-mi100 config new`: five answers, a config that the planner has checked, and nothing written otherwise."""
 
+import importlib.util
 import json
 import multiprocessing
 import re
@@ -82,6 +83,41 @@ def test_options_alone_write_a_config_that_fits_and_name_the_next_commands(run: 
     )
     assert run(*given)[0] == 0 and run(*given)[0] == 0
     assert Path("qwen3-0.6b-full.toml").exists() and Path("qwen3-0.6b-full-2.toml").exists()
+
+
+GIVEN = ("--model", "Qwen3-0.6B", "--data", "train.jsonl")
+CARDS = ("--gpus", "2", "--memory", "32GB")
+
+
+def test_the_config_names_its_run_folder_and_export_and_a_folder_that_is_there_is_refused(
+    run: Run, tmp_path: Path
+) -> None:
+    """So the same command resumes, from any folder."""
+    assert run(*GIVEN, *CARDS, "--output", "mine.toml")[0] == 0
+    config = load_config(["--job.config_file", "mine.toml"], 2)
+    assert config.job.run_folder == str(tmp_path / "outputs/mine") and config.checkpoint.export_hf
+    assert f'run_folder = "{tmp_path}/outputs/mine"' in Path("mine.toml").read_text()
+    Path("outputs/other").mkdir(parents=True)
+    Path("outputs/other/run_state.json").write_text("{}")
+    code, _, err = run(*GIVEN, *CARDS, "--output", "other.toml")
+    assert code == 2 and not Path("other.toml").exists() and "outputs/other: exists already, so the run would" in err
+    Path("outputs/qwen3-0.6b-full").mkdir()
+    assert run(*GIVEN, *CARDS)[0] == 0 and Path("qwen3-0.6b-full-2.toml").exists()
+
+
+def test_on_a_cpu_without_bfloat16_it_is_float32_but_not_for_cards(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(new, "count_gpus", lambda: 0)
+    Path("x.yaml").write_text("base_model: Qwen3-0.6B\ndatasets: [{path: train.jsonl}]\nbf16: true\n")
+    ways = {"plain": GIVEN, "yaml": ("--from", "x.yaml")} if importlib.util.find_spec("yaml") else {"plain": GIVEN}
+    for is_slow in (True, False):
+        monkeypatch.setattr(new, "dtype_advice", lambda *_, is_slow=is_slow, **__: "slow" * is_slow)
+        for way, given in ways.items():
+            for cards in ((), ("--gpus", "1"), CARDS):
+                file = f"{way}-{is_slow}-{len(cards)}.toml"
+                code, out, err = run(*given, *cards, "--output", file)
+                assert code == 0, out + err
+                dtype = load_config(["--job.config_file", file], None).training.mixed_precision_param
+                assert dtype == ("float32" if is_slow and cards != CARDS else "bfloat16"), file
 
 
 def test_pairs_of_answers_get_their_objective_a_low_rate_and_no_dropout(run: Run) -> None:
@@ -237,7 +273,8 @@ def test_settings_change_until_the_run_fits(
     config = load_config(["--job.config_file", "x.toml"], int(cards))
     answers = new.Answers(str(Path("Qwen3-8B").absolute()), config.data.path, int(cards), int(memory[:2]), method)
     planned = new.fitting_plan(answers)[0]
-    assert planned.config == replace(config, job=planned.config.job, notes=planned.config.notes)
+    saved = replace(config.checkpoint, export_hf=False)  # of the plan no run is made
+    assert planned.config == replace(config, job=planned.config.job, notes=planned.config.notes, checkpoint=saved)
     for name, value in expected.items():
         section, key = name.split(".")
         assert getattr(getattr(config, section), key) == value

@@ -450,6 +450,9 @@ def test_what_is_lost_to_seq_len_is_warned_of_and_more_than_half_of_a_paths_rows
         assert first.endswith('tokens: raise it, or set data.overlong = "split"')
         assert last.startswith("that is more than [data] max_lost_share = 0.") and last.endswith("; 1 allows any share")
     assert load(of(10, 8), seq_len=150, max_lost_share=1.0).train
+    with pytest.raises(RefusedData, match=r"0\.0% of the rows and 60(.|\n)* \[data\] max_cut_share = 0\.5 allows"):
+        load(tmp_path / "cut.jsonl", seq_len=150, overlong="truncate", max_cut_share=0.5)
+    assert load(of(10, 8), seq_len=150, overlong="split", max_cut_share=0.0).train
 
 
 HARMLESS = {"timestamp": 1.5, "id": 7, "uuid": "x", "model": "gpt", "metadata": {"a": [1]}}

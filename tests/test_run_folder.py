@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import sys
 import threading
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from conftest import ASSETS, REPO
 
+from titan_mi100 import train as train_module
 from titan_mi100.__main__ import COMMANDS
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config, LoRAConfig, ValidationConfig
@@ -327,3 +329,53 @@ def test_the_first_steps_state_does_not_replace_that_of_a_rank_that_fails_meanwh
     folder.after_step(1, None)
     crash.join()
     assert json.loads((tmp_path / "run/run_state.json").read_text())["state"] == "crashed"
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+class Renames:
+    """An observer that renames the run folder after a step. `replaced`: it puts another run's folder in its place."""
+
+    def __init__(self, folder: Path, step: int, replaced: bool) -> None:
+        self.folder, self.step, self.replaced = folder, step, replaced
+
+    def after_step(self, step: int, _: object) -> None:
+        if step == self.step:
+            self.folder.rename(self.folder.with_name("renamed"))
+            if self.replaced:
+                shutil.copytree(self.folder.with_name("renamed"), self.folder)
+                self.left = content(self.folder)
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["renamed", "replaced"])
+@pytest.mark.parametrize("at", [2, 4], ids=["in the middle", "at the end"])
+def test_a_run_whose_folder_was_renamed_stops_and_writes_nothing_elsewhere(
+    replaced: bool, at: int, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also nothing is removed there: `keep_latest_k` would remove another run's checkpoints."""
+    folder, renamed = tmp_path / "run", tmp_path / "renamed"
+    more = {"training.steps": 4, "checkpoint.interval": 1, "checkpoint.keep_latest_k": 1, "validation.freq": 0}
+    renames = Renames(folder, at, replaced)
+
+    def opened(*given: object, **named: object) -> Run:
+        run = open_run(*given, **{**named, "heartbeat": None})  # type: ignore[arg-type]
+        run.observers.append(renames)
+        return run
+
+    def leave(code: int, _: bool) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(train_module, "open_run", opened)
+    monkeypatch.setattr(train_module.distributed, "init_distributed", lambda: world)
+    monkeypatch.setattr(train_module.distributed, "leave", leave)
+    heartbeat: Any = SimpleNamespace(note=lambda _: None, is_in=lambda _: None)
+    with pytest.raises(SystemExit) as ended:
+        train_module.main(load_config(settings(folder, **more), 1), NEVER, heartbeat)  # type: ignore[arg-type]
+    state = json.loads((renamed / "run_state.json").read_text())
+    assert (ended.value.code, state["state"]) == (2, "bad_input")
+    assert f"it is now {renamed}. Rename it back, or start again with --job.run_folder" in state["message"]
+    assert content(folder) == renames.left if replaced else not folder.exists()
+    assert sorted(path.name for path in (renamed / "checkpoint").glob("step-*")) == [f"step-{at - 1}"]
+    assert json.loads((renamed / "metrics.jsonl").read_text().splitlines()[-1])["step"] == at

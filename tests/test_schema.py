@@ -211,10 +211,10 @@ def test_rows_of_steps_that_were_not_finite_are_a_runs_or_refused(world: World, 
     file = tmp_path / "nonfinite_rows.csv"
     file.write_bytes(content.encode(errors="surrogateescape"))
     if content == '1,"a':  # csv takes it
-        FaultWatch(None, tmp_path, world, Progress(step=1), 3)
+        FaultWatch(None, tmp_path, world, Progress(step=1), 3, None)
         return
     with pytest.raises(UserError, match=r"nonfinite_rows.csv: is not what a run wrote: .*; remove it"):
-        FaultWatch(None, tmp_path, world, Progress(step=1), 3)
+        FaultWatch(None, tmp_path, world, Progress(step=1), 3, None)
     assert file.read_bytes() == content.encode(errors="surrogateescape")
 
 
@@ -254,7 +254,7 @@ def test_a_file_of_a_run_that_has_become_huge_is_not_read_into_memory(
     assert read_outcome(tmp_path / "run_state.json") is None and restarts_of(tmp_path / "run_state.json") == []
     note_restart(tmp_path, Outcome(1))
     readers: dict[str, Callable[[], object]] = {
-        "loss_spikes.csv": lambda: FaultWatch(None, tmp_path, world, Progress(step=1), 3),
+        "loss_spikes.csv": lambda: FaultWatch(None, tmp_path, world, Progress(step=1), 3, None),
         "wandb_id": lambda: _run_id(tmp_path),
         "config.toml": lambda: _write_explanation(tmp_path, Config(), 0, {}),
     }

@@ -23,7 +23,15 @@ class SaveError(RuntimeError):
 
 
 class NumericalError(RuntimeError):
-    """Loss, gradients, weights or optimizer state are not finite, and the run cannot go on. Nothing of it was saved."""
+    """Loss, gradients, weights or optimizer state are not finite, and the run cannot go on. Nothing of it was saved.
+
+    Args:
+        remedy: what the user can do about it; "": the cause is not known.
+    """
+
+    def __init__(self, message: str, remedy: str = "") -> None:
+        super().__init__(message)
+        self.remedy = remedy
 
 
 def did_you_mean(

@@ -59,7 +59,8 @@ def main(config: Config, preemption: Preemption, heartbeat: Heartbeat) -> None:
         heartbeat.is_in(folder.path)
         started = folder.path, world.size, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         again = to_resume(*started)
-        run = open_run(config, world, folder.path, heartbeat=heartbeat, wants_to_stop=lambda: bool(preemption.reason))
+        told = {"wants_to_stop": lambda: bool(preemption.reason), "moved": folder.moved}
+        run = open_run(config, world, folder.path, heartbeat=heartbeat, **told)
         again = to_resume(*started)  # now the run's config.toml is there to start from
         run.observers += [folder, distributed.Patience(run.mesh, bool(config.watchdog.seconds))]
         if rank == 0 and (end := end_of_job(os.environ)):  # the others are told by the step's collective
@@ -70,9 +71,9 @@ def main(config: Config, preemption: Preemption, heartbeat: Heartbeat) -> None:
     except Preempted as error:
         ended = RunState("preempted", 3, str(error), again)
     except NumericalError as error:
-        ended = RunState("numerical_abort", 4, str(error), _way_back(folder) + again)
+        ended = RunState("numerical_abort", 4, str(error), _way_back(folder, error.remedy) + again)
     except SaveError as error:
-        ended = RunState("save_failed", 1, str(error), "fix the problem above, then " + again)
+        ended = _moved(folder) or RunState("save_failed", 1, str(error), "fix the problem above, then " + again)
     except KeyboardInterrupt:
         ended, all_ranks = RunState(INTERRUPTED, 1, "interrupted", again), False
     except Exception as error:
@@ -81,6 +82,8 @@ def main(config: Config, preemption: Preemption, heartbeat: Heartbeat) -> None:
             if run is not None and run.profiler is not None:
                 run.profiler.at_out_of_memory(folder.step if folder else None)
             ended = RunState("out_of_memory", 6, _what_was_planned(error, where, run), f"take less memory; {again}")
+        elif has_moved := _moved(folder):
+            ended = has_moved
         else:
             state = LOST if distributed.is_about_a_lost_process(error) else "crashed"
             said = message_of(error, folder.own_log() if folder else None)
@@ -93,13 +96,19 @@ def main(config: Config, preemption: Preemption, heartbeat: Heartbeat) -> None:
             (log.warning if ended.exit_code == 3 else log.error)(line)
         log.info(ended.next)
     if all_ranks and rank == 0:
-        write_run_state(folder.path if folder else None, ended)
+        write_run_state(folder.place() if folder else None, ended)
     elif not all_ranks and folder is not None and folder.note_crash(ended):
         message = with_level("ERROR", ended.message) + "\n" if rank else ""  # ranks but 0 log only to a file
         print(f"{message}{ended.next}", file=sys.stderr, flush=True)
     heartbeat.note(ENDED)
     # Our launcher reads the exit code from a file. Exiting with 0 avoids torchrun's page about failed workers.
     distributed.leave(0 if all_ranks and launcher_is_told() else ended.exit_code, all_ranks)
+
+
+def _moved(folder: RunFolder | None) -> RunState | None:
+    """How a run ends whose folder was moved. None: it is where it was."""
+    why = folder.moved() if folder else ""
+    return RunState("bad_input", 2, why, "fix the problem above and start again") if why else None
 
 
 def _where(rank: int, folder: RunFolder | None) -> str:
@@ -117,9 +126,9 @@ def _what_was_planned(error: Exception, where: str, run: Run | None) -> str:
     return f"{where}: out of memory: {planned}\n{shortened(str(error).strip(), 1000)}"
 
 
-def _way_back(folder: RunFolder | None) -> str:
-    """What to do after a numerical abort."""
-    remedy = "lower optimizer.lr, or correct the rows and allow that with checkpoint.allow_changed = data; "
+def _way_back(folder: RunFolder | None, remedy: str) -> str:
+    """What to do after a numerical abort. Args: remedy: for its cause; "": that is not known."""
+    remedy = remedy or "lower optimizer.lr, or correct the rows and allow that with checkpoint.allow_changed = data; "
     found = list_checkpoints(folder.path / "checkpoint") if folder else []
     if not found:
         return f"{remedy}no sound checkpoint was made before; "
@@ -178,6 +187,7 @@ def train(run: Run, preemption: Preemption) -> tuple[str, str]:
         log.info(message)
     step = step_to_use(run.folder, run.config.validation, progress)
     run.heartbeat.begin(SAVE, "export")
+    run.check_folder()
     if settings.export_hf:
         export(run.folder, step, settings.export_dtype, run.config.lora, run.world.rank)
     if run.world.rank == 0:

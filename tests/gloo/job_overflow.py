@@ -4,6 +4,7 @@ Arguments: folder for the ranks' output files.
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from titan_mi100.data.made_up import made_up
 from titan_mi100.open_run.run import Run
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
+from titan_mi100.run.faults import FaultWatch
 
 WHERE = ("FSDP2 x2", "PP2 1F1B", "TP2", "DDP x2")
 
@@ -32,8 +34,30 @@ def let_step_overflow(run: Run, step: int, rank: int) -> None:
     run.model.forward_backward = forward_backward  # type: ignore[method-assign]
 
 
+def leave_the_range(run: Run, layer: int) -> None:
+    """In fp16 its output is infinite, in bf16 it is not."""
+    with torch.no_grad():
+        for name, parameter in run.model.named_parameters():
+            if f"layers.{layer}.mlp." in name:
+                getattr(parameter, "_local_tensor", parameter).fill_(200.0)
+
+
+def cause_of(run: Run, folder: Path, knows: int) -> str:
+    """What a step says that leaves the range of fp16, where only rank `knows` knows which microbatch has failed."""
+    leave_the_range(run, 1)
+    watch = FaultWatch(run.stream, folder, here, run.progress, 99, run.model)
+    result = run.step()
+    if here.rank != knows:
+        result = replace(result, nonfinite_microbatches=[])
+    watch._places = lambda *_: ["rows:1"]  # type: ignore[method-assign]  # made-up rows are in no file
+    watch.after_step(run.progress.step, result)
+    return watch._cause
+
+
 def opened(cell: Cell, checkpoint: Path | None = None) -> Run:
-    return open_run(config_of(cell), here, spec=spec_of(cell), data=made_up(dataset()), checkpoint=checkpoint)
+    return open_run(
+        config_of(cell), here, spec=spec_of(cell), data=made_up(dataset(cell.seq_len)), checkpoint=checkpoint
+    )
 
 
 def seen(run: Run, steps: int) -> list[tuple]:
@@ -61,5 +85,6 @@ if __name__ == "__main__":
         again = seen(resumed, 1)
         same = all(map(torch.equal, weights(resumed), after))
         found[name] = {"steps": first + last, "progress": progress, "again": again, "same": same}
+        found[name]["cause"] = cause_of(resumed, folder, knows=int(name != "TP2"))
     torch.save(found, folder / f"rank-{here.rank}.pt")
     distributed.leave(0)

@@ -55,6 +55,7 @@ from titan_mi100.parallel.distributed import (
     sum_over_ranks,
     wait_for_all,
 )
+from titan_mi100.wording import some
 
 Kinds = dict[str, tuple[tuple[int, ...], torch.dtype]]  # name -> shape, dtype
 _PATIENCE = timedelta(hours=2)  # how long a background writer waits for the other ranks' writers
@@ -209,7 +210,7 @@ class Checkpointer:
     def _begin(self, step: int) -> Path:
         """Make the temporary folder of a save. Checks the free space first, by the size of the checkpoint before."""
         with _as_save_error(self.folder, step):
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(exist_ok=True)  # never the run folder itself: it may just have been renamed
             if (free := shutil.disk_usage(self.folder).free) < self._bytes:
                 raise OSError(
                     errno.ENOSPC, f"it needs {self._bytes / 2**30:,.2f} GiB, {free / 2**30:,.2f} GiB are free"
@@ -327,6 +328,7 @@ class Checkpointer:
         with raise_together():
             unexpected = [name for name, is_held in zip(names, held.tolist(), strict=True) if not is_held]
             wanted = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+            found |= self._wider(path, found, wanted)
             _check_names(path, saved.others, found, wanted, unexpected)
             extra = self._empty_extra_state(saved.kinds)
             fill_parameters((tensors | extra).items(), lambda name, _, offset, size: saved.read(name, offset, size))
@@ -341,6 +343,16 @@ class Checkpointer:
             self._retention.note(path)
             self._newest = path if path.parent == self.folder else None
         return trainer_state
+
+    def _wider(self, path: Path, found: Kinds, wanted: Kinds) -> Kinds:
+        """Tensors that are not trained, and that older versions have rounded to 16 bits: they stay as rounded."""
+        fixed = {name for name, parameter in self._model.saved_parameters() if not parameter.requires_grad}
+        narrow = {name: found[name][1] for name in sorted(fixed & found.keys()) if found[name][1] == torch.bfloat16}
+        narrow = {name: dtype for name, dtype in narrow.items() if wanted[name][1] != dtype}
+        if narrow:
+            what = "tensors that are not trained are rounded to bfloat16, as older versions did; they stay as they are"
+            log.warning(f"{path}: {len(narrow)} {what}: {some(list(narrow))}")
+        return {name: (found[name][0], wanted[name][1]) for name in narrow}
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The checkpoint's tensors that this rank holds, by their names, which are the same in every layout."""

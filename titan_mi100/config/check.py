@@ -81,7 +81,7 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
             what = f'= {value}: moments with state = "{state}" would freeze; use at most {most}, or state = "fp32"'
             yield Problem(f"optimizer.{key}", what, ("optimizer.state",))
     below_one = {"optimizer": ("beta1", "beta2"), "data": ("validation_fraction",), "lora": ("dropout",)}
-    at_most_one = {"lr_scheduler": ("decay_ratio", "min_lr_factor"), "data": ("max_lost_share",)}
+    at_most_one = {"lr_scheduler": ("decay_ratio", "min_lr_factor"), "data": ("max_lost_share", "max_cut_share")}
     for limits, limit in ((below_one, "less than"), (at_most_one, "at most")):
         for section, key in [(section, key) for section, keys in limits.items() for key in keys]:
             if (value := getattr(getattr(config, section), key)) > 1 or (limits is below_one and value == 1):

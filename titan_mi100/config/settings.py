@@ -115,6 +115,9 @@ class DataConfig:
         choices=("drop", "truncate", "split", "error"),
     )
     max_lost_share: float = _key(0.5, "stop if overlong rows are more than this share of a path's rows; 1: never")
+    max_cut_share: float = _key(
+        1.0, "with overlong = truncate: stop if more than this share of a path's tokens is cut off; 1: never"
+    )
     ignored_keys: tuple[str, ...] = _key(
         (), "keys of rows and messages to ignore, besides id, timestamp and others that are harmless (docs/DATA.md)"
     )

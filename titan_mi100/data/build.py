@@ -86,8 +86,8 @@ class DataRequest:
         follows_from = [options, hashes, self.files, [file.name for file in settings], code]
         key = hashlib.sha256(json.dumps(follows_from, sort_keys=True).encode()).hexdigest()[:32]
         # Runs of earlier versions, which lack some settings, read rows as with their defaults.
-        newer = ("null_arguments", *VARIABLES)
-        made_of = {k: v for k, v in options.items() if k != "source" and not (k in newer and v == "")}
+        newer, others = ("null_arguments", *VARIABLES), ("source", "max_cut_share")
+        made_of = {k: v for k, v in options.items() if k not in others and not (k in newer and v == "")}
         made_of["version of the row reader"] = _READING
         made_of |= {f"file {name}": sha256 for name, sha256 in zip(names, hashes, strict=True)}
         return Inputs(key, made_of, stamps)
@@ -288,9 +288,15 @@ def _empty_set_problem(request: DataRequest, ledger: Ledger, sets: dict[str, np.
 
 
 def _lost_share_problem(ledger: Ledger, config: DataConfig) -> str:
-    lines = [text for rows, _, text in ledger.lost() if rows > config.max_lost_share]
-    limit = f"that is more than [data] max_lost_share = {config.max_lost_share} allows; 1 allows any share"
-    return "\n".join([*lines, limit]) if lines else ""
+    lost, is_cut = ledger.lost(), config.overlong == "truncate"
+    over = {
+        "max_lost_share": [text for rows, _, text in lost if rows > config.max_lost_share],
+        "max_cut_share": [text for _, tokens, text in lost if is_cut and tokens > config.max_cut_share],
+    }
+    for key in [key for key, lines in over.items() if lines]:
+        limit = f"that is more than [data] {key} = {getattr(config, key)} allows; 1 allows any share"
+        return "\n".join([*over[key], limit])
+    return ""
 
 
 def _thinking_default(ledger: Ledger, chosen: np.ndarray, given: bool | None) -> tuple[bool | None, list[str]]:

@@ -1,11 +1,19 @@
 """The checks of the machine before a run starts."""
 
 import os
+import re
+import shlex
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
+from titan_mi100.checkpoint.sealed import list_checkpoints
 from titan_mi100.errors import UserError
+from titan_mi100.files.durable import is_locked
 from titan_mi100.launch.machine_checks import PASS, Result, judge
 from titan_mi100.launch.machine_facts import System, read
+from titan_mi100.watch.outcome import STATE, read_outcome
+
+_BY_TIME = re.compile(r"(.+)-\d{8}-\d{6}(?:-\d+)?")  # names that make_run_folder gives: config, time
 
 
 def before_start(
@@ -32,6 +40,26 @@ def before_start(
             say(f"doctor: {verdict.state}: {_line(verdict)}")
     if stopping := [_line(verdict) for verdict in verdicts if verdict.stops]:
         raise UserError("\n".join([*stopping, "no run can work here; titan-mi100 doctor shows all checks"]))
+
+
+def unfinished_run(folder: Path) -> str:
+    """A line about the newest run of a config of the same name that has saved something and is not done; "": none.
+
+    Args:
+        folder: the new folder of a run without job.run_folder, see make_run_folder.
+    """
+    named = _BY_TIME.fullmatch(folder.name)
+    if not named or any(folder.iterdir()):  # it has a name of its own, or is resumed
+        return ""
+    same = [
+        path for path in folder.parent.iterdir() if (other := _BY_TIME.fullmatch(path.name)) and other[1] == named[1]
+    ]
+    for path in sorted(same, reverse=True):
+        outcome, saved = read_outcome(path / STATE), list_checkpoints(path / "checkpoint")
+        if outcome and saved and outcome.state != "done" and not is_locked(path):
+            what = f"{path} has an unfinished run of {named[1]}.toml, saved up to {saved[-1].name}"
+            return f"{what}; to resume it, end this one and add --job.run_folder {shlex.quote(str(path))}"
+    return ""
 
 
 def _line(verdict: Result) -> str:

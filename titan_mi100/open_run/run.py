@@ -14,12 +14,13 @@ from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.config.settings import Config
 from titan_mi100.data.loader import RowStream
 from titan_mi100.data.prepared import Prepared
+from titan_mi100.errors import UserError
 from titan_mi100.log import log
 from titan_mi100.optim.optimizer import lr_factor, scale_lr
 from titan_mi100.optim.state import NamedState
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
-from titan_mi100.parallel.distributed import World, any_rank
+from titan_mi100.parallel.distributed import World, any_rank, from_rank_zero
 from titan_mi100.run.evaluate import bits_per_byte, validation_losses
 from titan_mi100.run.forecast import Forecast
 from titan_mi100.run.metrics import Reporter
@@ -31,6 +32,7 @@ from titan_mi100.watch.heartbeat import SAVE, VALIDATION, Heartbeat
 from titan_mi100.watch.stragglers import Stragglers
 
 _EARLY = 20  # the first validation comes after this part of the steps
+MOVED = "moved"  # a flag of the trainer: the run folder's path leads elsewhere
 NO_FINITE_STEP = "no step that began with them had a finite loss and gradient"
 
 
@@ -51,6 +53,7 @@ class Run:
         wants_to_stop: whether this process was told to stop.
         sampler: answers held-out prompts at each validation; None: disabled.
         profiler: traces some steps; None: disabled.
+        moved: why nothing may be written to the run folder any more; "": it is where it was. Rank 0's counts.
     """
 
     config: Config
@@ -75,6 +78,7 @@ class Run:
     sampler: Sampler | None
     profiler: Profiler | None
     measured: dict[str, float] = field(default_factory=dict)  # the last validation
+    moved: Callable[[], str] = lambda: ""
 
     def step(self) -> StepResult:
         """Take the next step. Learning rate and dropout's seed are functions of its number."""
@@ -85,6 +89,8 @@ class Run:
             distributed.seed_dropout(config.training.seed, number, self.mesh)
         with self.profiler.around(number) if self.profiler else nullcontext():
             result = self.trainer.step()
+            if MOVED in result.flags:  # before anything is written, or removed, under the folder's path
+                self.check_folder()
             if self.profiler and self.profiler.traces(number):
                 self.heartbeat.begin(SAVE, f"trace of step {number}")
         self.heartbeat.note("what follows a step")
@@ -156,6 +162,7 @@ class Run:
             answered = self.sampler.answer(self.model, self.stream.batch, self.stream.dp_rank, is_told_to_stop)
             losses = None if answered is None else losses
         self.measured = losses[0] if losses else {}
+        self.check_folder()
         loss = losses[0]["loss"] if losses else None
         if losses and self.reporter is not None:
             names = [source.name for source in self.data.validation]
@@ -166,8 +173,18 @@ class Run:
                 self.reporter.samples(self.progress.step, answered)
         return self.progress.after_validation(loss, counts=not self.is_early)
 
+    def check_folder(self) -> None:
+        """Raise UserError, on all ranks, if the run folder was moved: a save would make a new one. A collective."""
+
+        def raise_if_moved() -> None:
+            if why := self.moved():
+                raise UserError(why)
+
+        from_rank_zero(raise_if_moved)
+
     def save(self) -> None:
         assert self.folder is not None
+        self.check_folder()
         best = self.progress.best_step if self.keeps_best else None
         suspicion = self.progress.suspicion
         self.heartbeat.begin(SAVE, f"checkpoint of step {self.progress.step}", self.progress.step)

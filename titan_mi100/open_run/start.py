@@ -35,7 +35,7 @@ from titan_mi100.open_run.fingerprints import about_run
 from titan_mi100.open_run.model import choose_backend, keep_stages, open_checkpointer
 from titan_mi100.open_run.record import log_machine, open_record
 from titan_mi100.open_run.rows import fit_progress, last_step, open_rows
-from titan_mi100.open_run.run import Run, StepObserver
+from titan_mi100.open_run.run import MOVED, Run, StepObserver
 from titan_mi100.optim.optimizer import build_optimizer
 from titan_mi100.optim.state import NamedState
 from titan_mi100.parallel import distributed
@@ -85,6 +85,7 @@ def open_run(
     heartbeat: Heartbeat | None = None,
     wants_to_stop: Callable[[], bool] = lambda: False,
     objective: Objective | None = None,
+    moved: Callable[[], str] = lambda: "",
 ) -> Run:
     """Build everything that the first step needs. A collective.
 
@@ -95,6 +96,7 @@ def open_run(
         checkpoint: the checkpoint to resume from; None: the newest one in the folder, if there is one.
         heartbeat: this process's record for the watcher; None: not watched.
         objective: what is learned; None: what the config names.
+        moved: see Run.
 
     Raises:
         UserError: on all ranks: files do not fit each other or the config.
@@ -126,7 +128,11 @@ def open_run(
     log_if_done(progress, steps)
     stream = RowStream(rows, batch, dp_rank, with_padding=layout.is_pipeline)
     reporter, profiler, observers = None, None, list[StepObserver]([forecast])
-    flags = {STOP: wants_to_stop, SAVE_FAILED: checkpointer.has_failed}
+    flags = {
+        STOP: wants_to_stop,
+        SAVE_FAILED: checkpointer.has_failed,
+        MOVED: lambda: world.rank == 0 and bool(moved()),
+    }
     if folder is not None:
         reporter = open_record(folder, config, world, spec, model, rows, progress, steps)
         observers += [reporter] if reporter else []
@@ -136,7 +142,8 @@ def open_run(
         with raise_together():
             accept_ledger(data, folder, world)
             observers.append(AnswerWatch())
-            observers.append(FaultWatch(stream, folder, world, progress, config.training.max_nonfinite_steps))
+            most = config.training.max_nonfinite_steps
+            observers.append(FaultWatch(stream, folder, world, progress, most, model))
         profiler = open_profiler(folder, config.profiling, world, steps)
     if profiler is not None:
         observers.append(profiler)
@@ -157,7 +164,7 @@ def open_run(
         model=model, optimizer=optimizer, checkpointer=checkpointer, stream=stream, trainer=trainer,
         progress=progress, steps=steps, wants_to_stop=wants_to_stop,
         reporter=reporter, forecast=forecast, observers=observers, heartbeat=heartbeat, stragglers=stragglers,
-        sampler=sampler, profiler=profiler,
+        sampler=sampler, profiler=profiler, moved=moved,
     )  # fmt: skip
 
 

@@ -127,10 +127,13 @@ def parallelize(model: CausalLM, config: Config, layout: Layout, mesh: DeviceMes
         for name in layer.routers:
             layer.get_submodule(name).requires_grad_(False)
     # Trained weights get the master dtype, a base under adapters the compute dtype, which the DTensors made below keep.
+    # What else is not trained goes into checkpoint and export as it was read, so it is not held in 16 bits.
     wide = {id(parameter) for layer in model.model.blocks() for parameter in layer.fp32_parameters()}
     for parameter in model.parameters():
-        dtype = master if parameter.requires_grad or not lora.rank else compute_dtype(training)
-        dtype = torch.promote_types(dtype, torch.float32) if id(parameter) in wide else dtype
+        is_base = lora.rank and not parameter.requires_grad
+        is_wide = id(parameter) in wide or not (is_base or parameter.requires_grad)
+        dtype = compute_dtype(training) if is_base else master
+        dtype = torch.promote_types(dtype, torch.float32) if is_wide else dtype
         parameter.data = parameter.data.to(dtype)
     if layout.tp > 1:
         apply_tensor_parallel(model, tensor_parallel_ranks(mesh))

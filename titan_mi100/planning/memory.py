@@ -152,6 +152,8 @@ class _Rank:
         self.is_fsdp = layout.zero_stage > 0 and (layout.dp_degree > 1 or self.offload == "weights")
         self.shard = layout.dp_shard if self.is_fsdp else 1
         self.weights = sum(layer.size for layer in self.layers) / layout.tp
+        small = (p.size for layer in self.layers for p in layer.parameters.values() if p.role == "router")
+        self.routers = 0.0 if training.train_router else sum(small) / layout.tp  # not trained
         self.block = max((layer.size for layer in self.layers), default=0) / layout.tp
         self.vocabulary = spec.vocab_size * spec.hidden_size / layout.tp
         self.ends = self.first + self.last - (self.tied and self.first and self.last and len(stages) == 1)
@@ -252,8 +254,10 @@ class _Rank:
 
     def _held(self) -> tuple[float, float, float]:
         """Trained elements; bytes of this rank's weights and of its optimizer state."""
-        trained = self.adapters if self.lora else self.weights + self.ends * self.vocabulary
-        frozen = self.weights * self.bytes_each + self.ends * self.end_bytes if self.lora else 0.0
+        trained = self.adapters if self.lora else self.weights - self.routers + self.ends * self.vocabulary
+        frozen = max(4, self.compute) * self.routers
+        if self.lora:
+            frozen = self.weights * self.bytes_each + self.ends * self.end_bytes
         state = trained * (self.config.optimizer.state_bytes + self.beside)
         return trained, (trained * self.master + frozen) / self.shard, state / self.shard
 

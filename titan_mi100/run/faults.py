@@ -2,16 +2,23 @@
 
 import csv
 import io
+import math
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from titan_mi100.data.loader import RowStream
 from titan_mi100.errors import NumericalError, UserError
 from titan_mi100.files import durable
 from titan_mi100.files.plain import open_plain
 from titan_mi100.log import log
-from titan_mi100.parallel.distributed import World, gather
+from titan_mi100.parallel.base import ParallelModel
+from titan_mi100.parallel.distributed import World, data_sheet, gather, local_part
+from titan_mi100.planning.hardware import dtype_advice
 from titan_mi100.run.progress import Progress
 from titan_mi100.trainer import StepResult
 from titan_mi100.wording import some
@@ -24,10 +31,17 @@ _LONGEST_LINE = 1 << 16  # characters; ours are a step and a file's name
 class FaultWatch:
     """Logs skipped steps and spikes with their input rows. Ends the run after too many steps that are not finite."""
 
-    def __init__(self, stream: RowStream, folder: Path, world: World, progress: Progress, most_in_a_row: int) -> None:
-        """Remove what an earlier start wrote to the CSV files after its last checkpoint."""
+    def __init__(
+        self, stream: RowStream, folder: Path, world: World, progress: Progress, most: int, model: ParallelModel
+    ) -> None:
+        """Remove what an earlier start wrote to the CSV files after its last checkpoint.
+
+        Args:
+            most: so many steps in a row that are not finite end the run.
+        """
+        self._model, self._cause, self._remedy = model, "", ""
         self._stream, self._folder, self._world = stream, folder, world
-        self._progress, self._most_in_a_row = progress, most_in_a_row
+        self._progress, self._most_in_a_row = progress, most
         self._rows: list[str] = []  # input rows of the steps skipped in a row
         for file in (folder / FILE, folder / SPIKES) if world.rank == 0 else ():
             if file.exists():
@@ -57,12 +71,43 @@ class FaultWatch:
             self._note(FILE, step, places)
             what = f"loss {result.loss}, gradient norm {result.grad_norm}: not finite. The step was skipped on all"
             log.warning(f"step {step}: {what} ranks; rows: {some(places, _SHOWN)}")
-
+        if result.loss_scale is not None and not math.isfinite(result.loss) and not self._cause:
+            self._note_overflow(step, result)
         if (in_a_row := self._progress.skipped_in_a_row) >= self._most_in_a_row:
             raise NumericalError(
                 f"loss or gradient norm not finite in {in_a_row} steps in a row, up to step {step}. No weight was "
-                f"updated in them. Rows: {some(dict.fromkeys(self._rows), _SHOWN)}\nall of them: {self._folder / FILE}"
+                f"updated in them. {self._cause}Rows: {some(dict.fromkeys(self._rows), _SHOWN)}\n"
+                f"all of them: {self._folder / FILE}",
+                self._remedy,
             )
+
+    def _note_overflow(self, step: int, result: StepResult) -> None:
+        """Find the first layer that leaves the range of fp16, by a forward pass of rows that failed. A collective: each
+        rank computes the microbatch of the same number, whichever rank's has failed.
+        """
+        found: list[tuple[int, bool]] = []  # layers whose output is not finite; whether their input and weights are
+
+        def look(number: int, layer: nn.Module, given: tuple[Any, ...], output: Tensor) -> None:
+            if not output.isfinite().all():
+                before = (given[0], *(local_part(weight)[0] for weight in layer.parameters()))  # no collective here
+                found.append((number, all(bool(x.isfinite().all()) for x in before)))
+
+        layers = [(int(n), layer) for part in self._model.parts for n, layer in part.model.layers.items()]
+        hooks = [layer.register_forward_hook(partial(look, number)) for number, layer in layers]
+        failed = sorted({place for places in gather([*result.nonfinite_microbatches]) for place in places})
+        with self._model.evaluating():
+            for place in failed[:1]:
+                number = self._stream.numbers(result.first_row)[place]
+                self._model.forward(self._stream.microbatch(result.first_row, number))
+        for hook in hooks:
+            hook.remove()
+        first = min((of_rank[0] for of_rank in gather(found) if of_rank), default=None)
+        if first is not None and first[1]:
+            dtype = _wider_than_float16(self._world.device)
+            self._remedy = f"train with --training.mixed_precision_param {dtype}; "
+            what = "computes values beyond 65,504, the largest of float16, so the rows are not the cause"
+            self._cause = f"layer {first[0]} {what}. "
+            log.warning(f"step {step}: {self._cause}To train or resume: --training.mixed_precision_param {dtype}")
 
     def _after_spike(self, step: int, result: StepResult, limit: float) -> None:
         """A collective."""
@@ -87,6 +132,13 @@ class FaultWatch:
                 csv.writer(file).writerows((step, *place.rsplit(":", 1)) for place in places)
         except OSError as error:
             log.warning(f"{self._folder / name}: cannot be written to: {error.strerror}")
+
+
+def _wider_than_float16(device: torch.device) -> str:
+    """The dtype with the range of fp32 that suits the device: bfloat16 where it has it."""
+    sheet, is_cpu = data_sheet(device), device.type == "cpu"
+    lacks = "bfloat16" not in sheet.tflops if sheet else dtype_advice("bfloat16", None, is_cpu) != ""
+    return "float32" if lacks else "bfloat16"
 
 
 def _drop_after(path: Path, last_step: int) -> None:

@@ -1,8 +1,10 @@
 """The run folder: locked for one run at a time. It holds run_state.json, which says how the run stands or ended."""
 
+import errno
 import fcntl
 import json
 import os
+import shlex
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +20,7 @@ from titan_mi100.log import log, log_errors_to_file, log_to_file
 from titan_mi100.parallel.distributed import World, from_rank_zero, raise_together
 from titan_mi100.watch.outcome import RUNNING, STATE, RunState, write_run_state
 
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _LOG = "logs/rank-{:05}.log"  # the log of each rank except 0
 
 
@@ -29,6 +32,7 @@ class RunFolder:
     """
 
     step: int | None = None
+    _held: int = -1  # descriptor of the folder
 
     def __init__(self, config: Config, world: World) -> None:
         """Create the folder, lock it, and check that it can be written. A collective.
@@ -43,10 +47,13 @@ class RunFolder:
         with raise_together():
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 _check_shared(self.path, nonce, world.rank)
+            self._hold()
 
-    def own_log(self) -> Path:
-        """The path of this rank's log; its folder is created."""
-        path = self.path / (_LOG.format(self._rank) if self._rank else "train.log")
+    def own_log(self) -> Path | None:
+        """The path of this rank's log; its folder is created. None: the run folder is gone."""
+        if (place := self.place()) is None:
+            return None
+        path = place / (_LOG.format(self._rank) if self._rank else "train.log")
         with suppress(OSError):
             path.parent.mkdir(exist_ok=True)
         return path
@@ -68,13 +75,43 @@ class RunFolder:
         """
         with self._alone():
             if is_first := self._is_running():
-                write_run_state(self.path, state)
+                write_run_state(self.place(), state)
         return is_first
+
+    def place(self) -> Path | None:
+        """Where the folder is now: its path, or the one that it was renamed to. None: it is gone, or not known."""
+        try:
+            if os.path.samestat(os.stat(self.path), self._status):
+                return self.path
+        except OSError as error:
+            if error.errno not in _GONE:  # its file system fails at the moment; what is written there says so
+                return self.path
+        with suppress(OSError):
+            path = Path(os.readlink(f"/proc/self/fd/{self._held}"))  # Linux; others do not know the new name
+            if os.path.samestat(os.stat(path), self._status):
+                return path
+        return None
+
+    def moved(self) -> str:
+        """Why nothing may be written under the folder's path any more; "": it still leads to the locked folder."""
+        if (place := self.place()) == self.path:
+            return ""
+        what = f"{self.path}: is no longer the folder that this run has locked, so nothing more is written there"
+        if place is None:
+            return f"{what}; it was moved or deleted. Put it back to resume from its newest checkpoint"
+        return (
+            f"{what}; it is now {place}. Rename it back, or start again with --job.run_folder {shlex.quote(str(place))}"
+        )
+
+    def _hold(self) -> None:
+        """Keep the folder open, so that it is found again after a rename."""
+        self._held = os.open(self.path, os.O_RDONLY)
+        self._status = os.fstat(self._held)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """No other rank writes the state between this one's reading and writing, where the file system has locks."""
-        folder = os.open(self.path, os.O_RDONLY)
+        folder = os.open(self.place() or os.curdir, os.O_RDONLY)  # the folder is gone: any that exists
         try:
             with suppress(OSError):
                 fcntl.flock(folder, fcntl.LOCK_EX)
@@ -85,7 +122,7 @@ class RunFolder:
     def _is_running(self) -> bool:
         """Whether run_state.json says `running`. If it cannot be read, the caller should replace it: true."""
         try:
-            return json.loads(read_plain(self.path / STATE, LARGEST_CONFIG))["state"] == RUNNING
+            return json.loads(read_plain((self.place() or self.path) / STATE, LARGEST_CONFIG))["state"] == RUNNING
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             log.error(f"{self.path}: {error}")
             return True

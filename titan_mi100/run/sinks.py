@@ -64,6 +64,9 @@ class TensorBoard:
 
         is_new = not any(folder.glob("events.out.tfevents.*"))
         self._writer = SummaryWriter(str(folder), purge_step=last_step + 1)
+        # Its file is opened by its name for each event: in another folder, if this one was renamed meanwhile.
+        events: Any = self._writer._get_file_writer().event_writer
+        events._async_writer._writer._writer = open(events._file_name, "ab", buffering=0)  # noqa: SIM115
         if is_new or not about.is_known:
             for name, text in about.texts.items():
                 self.text(f"about/{name}", f"```\n{text}\n```", last_step)

@@ -38,7 +38,8 @@ class Parameter(NamedTuple):
     has two dimensions or less and one split. Files have HF's tensor.
 
     Attributes:
-        role: "matrix", "norm", "embedding", "head" or "other". Only matrices have adapters, and 4 bits.
+        role: "matrix", "norm", "embedding", "head", "router" or "other". Only matrices have adapters, and 4 bits. A
+            router is trained only if the config says so.
         start: its initial values: "normal" (mean 0, deviation `initializer_range`), "ones", "zeros", or "decay" (the
             logarithm of a value between 0.01 and 16).
         held_as: the last parts of its name in the model; "": as in files. It has no parts then.

@@ -49,7 +49,7 @@ def with_experts(
     matrix = Parameter((experts * hidden, inner), INPUTS, experts=experts, is_transposed=True)
     small = Parameter((experts, hidden), WHOLE, "other")
     parameters = {name: p for name, p in layer.parameters.items() if not name.startswith("mlp.")} | {
-        "mlp.gate.weight": small,
+        "mlp.gate.weight": small._replace(role="router"),
         "mlp.experts.gate_proj.weight": matrix,
         "mlp.experts.up_proj.weight": matrix,
         "mlp.experts.down_proj.weight": matrix._replace(is_transposed=False),

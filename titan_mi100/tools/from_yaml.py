@@ -30,7 +30,7 @@ from titan_mi100.shapes.base import ALL_LINEAR
 from titan_mi100.tools.yaml_file import YamlFile, read_yaml
 from titan_mi100.wording import as_key, plural, shown
 
-_MODEL = "checkpoint.initial_load_path"
+_MODEL, _WARMUP = "checkpoint.initial_load_path", "lr_scheduler.warmup_steps"
 _FACTS = parse(str(Path(other_trainers.__file__).with_suffix(".toml")))
 _ALL = _FACTS.pop("all")
 _AS_THERE = "counts, as there"
@@ -60,6 +60,7 @@ class Carried:
     notes: list[str]
     is_packed: bool = False
     has_data: bool = True
+    has_texts: bool = False
     settings: dict[str, tuple[str, ...]] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     loose: set[str] = field(default_factory=set)
@@ -178,6 +179,11 @@ class Carried:
             else:
                 self.lost[name] = f"= {shown(number)}: {key} counts steps, which are known when model and data are here"
                 self.settings.pop(key, None)
+        warmup = int(self.settings.get(_WARMUP, ("0",))[0])
+        if run and warmup > run:  # it would be refused
+            name = self.sources[_WARMUP]
+            self.lost[name] = f"= {warmup}: the run has {plural(run, 'step')}, so the warmup is 3% of them"
+            self.settings[_WARMUP] = ("-1",)
 
 
 def carry(path: str, trainer: str, model: str, data: Sequence[str]) -> Carried:
@@ -228,6 +234,8 @@ def carry(path: str, trainer: str, model: str, data: Sequence[str]) -> Carried:
             _take(carried, name, value, entry)
         else:
             carried.lost[name] = f"= {shown(value)}: not a key that is known here"
+    if values.get("stage") == "pt" or carried.has_texts:  # a long text is cut into pieces there, and nothing is lost
+        carried.set("data.overlong", ["split"], f"{trainer}'s pretraining", is_exact=False)
     for section, keys in _FACTS[trainer]["defaults"].items():
         for key, value in keys.items() if section != "lora" or has_adapter else ():
             words = value if isinstance(value, list) else [value]
@@ -246,6 +254,9 @@ def carry(path: str, trainer: str, model: str, data: Sequence[str]) -> Carried:
             name = carried.sources["data.validation_fraction"]
             carried.notes.append(f"{name}: no data for it are named: 5% of the rows are held out")
     _choose_objective(carried)
+    cuts = carried.settings.get("data.overlong") == ("truncate",) and "objective.name" not in carried.settings
+    if cuts and carried.sources["data.overlong"] == f"{trainer}'s default":  # the user has not asked for it
+        carried.set("data.max_cut_share", ["0.5"], f"{trainer}'s default cuts rows", is_exact=False)
     return carried
 
 
@@ -367,6 +378,7 @@ def _take_data(carried: Carried, key: str, name: str, value: Any) -> None:
             what = 'its own prompt, "Below is an instruction ...", is not written: rows have the model\'s chat template'
             carried.lost[f"{name}[{number}].type"] = f"= 'alpaca': {what}"
         forms.add(harmless["type"].get(str(table.get("type")), "auto"))
+        carried.has_texts |= "text" in forms
         for inner, given in table.items():
             if inner not in ("path", "data_files") and given not in (None, False, *harmless.get(inner, ())):
                 reason = "no setting for it; files are read whole, and the form of their rows is recognised"

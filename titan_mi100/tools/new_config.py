@@ -33,7 +33,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.durable import write_output
 from titan_mi100.files.patterns import matching_files
 from titan_mi100.planning.device import positive, size_gib
-from titan_mi100.planning.hardware import count_gpus
+from titan_mi100.planning.hardware import count_gpus, dtype_advice
 from titan_mi100.planning.plan import GIB, Plan, make_plan, remedy, with_settings
 from titan_mi100.run.next_commands import command
 from titan_mi100.shapes.families import read_hf_config
@@ -63,6 +63,7 @@ METHODS: dict[str, tuple[tuple[str, Change], ...]] = {
 }
 
 
+_PRECISION = "training.mixed_precision_param"
 _SECONDS = 10.0  # of reading the data; of more data a sample is read
 _LEAST_STEPS, _MOST_EPOCHS, _MOST_PADDING = 30, 10, 0.1  # of a run, if its data allow that
 
@@ -73,6 +74,7 @@ class Answers(NamedTuple):
     gpus: int
     memory: float  # GiB of a card
     method: str
+    is_here: bool = False  # for this machine's CPU
 
 
 class Size(NamedTuple):
@@ -133,9 +135,21 @@ def _new(options: argparse.Namespace) -> None:
         what = f"{' and '.join(missing)} must be given, as there is no terminal to ask for answers"
         raise UserError(f"{what}; e.g. titan-mi100 config new --model Qwen3-0.6B --data train.jsonl")
     answers = Answers(**{name: _answer(name, question, options) for name, question in questions.items()})
+    answers = answers._replace(is_here=_is_here(options, answers.memory))
     plan, changed, about_data = fitting_plan(answers)
     lines = [about_data, *_about_memory(answers, plan, changed[0])]
-    return _write(options.output, answers, as_toml(answers, changed[1]), lines)
+    return _write(options.output, answers, changed[1], lines)
+
+
+def _is_here(options: argparse.Namespace, memory: float) -> bool:
+    """Whether the config is for this machine's CPU: there is no GPU, and nobody has described one."""
+    return not count_gpus() and not options.memory and f"{memory:g}GB" == _questions()["memory"].default
+
+
+def _on_this_cpu(answers: Answers) -> Change:
+    """float32 for a CPU that computes many times more slowly in bfloat16."""
+    is_slow = answers.is_here and dtype_advice("bfloat16", None, is_cpu=True)
+    return {"training": {"mixed_precision_param": "float32"}} if is_slow else {}
 
 
 def _carry_over(options: argparse.Namespace) -> None:
@@ -145,7 +159,10 @@ def _carry_over(options: argparse.Namespace) -> None:
     read = {name: _answer(name, asked, options) for name, asked in _questions().items() if getattr(options, name)}
     theirs = carry(options.yaml, options.trainer or "", read.get("model", ""), read.get("data", ()))
     cards, memory = (_answer(name, _questions()[name], options) for name in ("gpus", "memory"))
-    lines, found = list[str](), None
+    lines, found, is_here = list[str](), None, _is_here(options, memory)
+    here = _on_this_cpu(Answers("", (), cards, memory, "", is_here)).get("training", {})
+    if here and theirs.checked(cards).training.mixed_precision_param == "bfloat16":
+        theirs.settings[_PRECISION], theirs.sources[_PRECISION] = tuple(here.values()), "this CPU has no bfloat16"
     if theirs.has_model and _model(theirs.model) and theirs.has_data:
         try:
             found = survey(theirs.checked(cards), _SECONDS)
@@ -153,18 +170,20 @@ def _carry_over(options: argparse.Namespace) -> None:
             lines.append(f"WARNING the tokens were not counted: {error}")
     if found and not len(found.lengths):
         lines, found = ["WARNING no row can be learned, as titan-mi100 inspect shows"], None
-    lines += theirs.sized(cards, found)
+    lines += [*theirs.sized(cards, found), *(_about_refused(found) if found else ())]
     config = theirs.checked(cards)
     method = ("qlora" if config.lora.base == "nf4" else "lora") if config.lora.rank else "full"
-    answers, change = Answers(theirs.model, config.data.path, cards, memory, method), theirs.change(config)
+    answers = Answers(theirs.model, config.data.path, cards, memory, method, is_here)
+    change = theirs.change(config)
+    change["checkpoint"].pop("fresh", None)  # the run folder is a new one, and the same command resumes
     if theirs.has_model:
         plan, (words, change) = _first_fitting(config, method, answers, change)
         lines += _about_memory(answers, plan, words)
         lines += [f"WARNING that is too much; {remedy(plan)}"] * (not plan.fits)
     else:
         lines.append("the memory is not predicted, as the model is not here; titan-mi100 plan does that")
-    text = as_toml(answers, change, f" from {as_key(theirs.path)}", theirs.sources)
-    _write(options.output, answers, text, [*theirs.report(), *lines], theirs.fetch)
+    origin = f" from {as_key(theirs.path)}", theirs.sources
+    _write(options.output, answers, change, [*theirs.report(), *lines], origin, theirs.fetch)
 
 
 def _about_memory(answers: Answers, plan: Plan, changed: str) -> list[str]:
@@ -172,13 +191,26 @@ def _about_memory(answers: Answers, plan: Plan, changed: str) -> list[str]:
     return [f"changed so that it fits: {changed}"] * bool(changed) + [peak]
 
 
-def _write(given: str | None, answers: Answers, text: str, lines: Sequence[str], first: Sequence[str] = ()) -> None:
-    """Write the config; print what is to know of it, and the next commands."""
+def _write(
+    given: str | None,
+    answers: Answers,
+    change: Change,
+    lines: Sequence[str],
+    origin: tuple[str, Mapping[str, str]] = ("", MappingProxyType({})),
+    first: Sequence[str] = (),
+) -> None:
+    """Write the config, with a run folder and an export; print what is to know of it, and the next commands."""
     output = Path(given or _free_name(f"{Path(answers.model).name}-{answers.method}".lower()))
     _check_free(str(output))  # again: the survey took some seconds
-    write_output(output, [text], "--output")
+    folder = os.path.abspath(change.get("job", {}).get("run_folder") or _run_folder(output.stem))
+    if os.path.lexists(folder):
+        what = "exists already, so the run would resume there, or mix with what is in it"
+        raise UserError(f"{folder}: {what}; move it away, or name another file with --output")
+    saved = {"export_hf": True, **change.get("checkpoint", {})}
+    change = {**change, "job": {**change.get("job", {}), "run_folder": folder}, "checkpoint": saved}
+    write_output(output, [as_toml(answers, change, *origin)], "--output")
     print(f"{output}: {answers.method} fine-tuning of {answers.model} on {answers.gpus} x {answers.memory:g} GiB")
-    if not count_gpus() and f"{answers.memory:g}GB" == _questions()["memory"].default:
+    if answers.is_here:
         print(f"no GPU is here: for {plural(answers.gpus, 'process')} on the CPU; for others: --gpus and --memory")
     print("\n".join([*lines, "", "next:", *(f"  {line}" for line in [*first, *_next_commands(output, answers)])]))
 
@@ -262,6 +294,8 @@ def fitting_plan(answers: Answers) -> tuple[Plan, tuple[str, Change], str]:
         sized, about_data = sized_run(config.training, config.batch(answers.gpus), survey(config, _SECONDS))
     except UserError as error:
         sized, about_data = {}, f"WARNING the tokens were not counted, so the size of the run may not fit them: {error}"
+    for section, values in _on_this_cpu(answers).items():
+        sized = {**sized, section: {**sized.get(section, {}), **values}}
     config = with_settings(config, sized)
     plan, (words, change) = _first_fitting(config, answers.method, answers)
     if plan.fits:
@@ -308,12 +342,16 @@ def sized_run(training: TrainingConfig, batch: Batch, found: Survey) -> tuple[Ch
         f"{plural(size.epochs, 'epoch')}: {plural(size.steps, 'step')}, {size.padding:.0%} padding; "
         f"{held_out[share]:,} of the documents for validation (share {share:.0%})",
     ]
-    how = "titan-mi100 inspect names them; correct them, or leave them out with --data.on_bad_row skip"
-    lines += [f"WARNING refused: {plural(found.refused, 'row')}; {how}"] * (found.refused > 0)
+    lines += _about_refused(found)
     if end := found.own_end:
         lines.append(f"a base model: its eos_token ends no turn, {end} does, which such a model has hardly trained")
         lines.append("with few rows or LoRA start from the chat model (docs/HF.md, Base models)")
     return change, "\n".join(lines)
+
+
+def _about_refused(found: Survey) -> list[str]:
+    how = "titan-mi100 inspect names them; correct them, or leave them out with --data.on_bad_row skip"
+    return [f"WARNING refused: {plural(found.refused, 'row')}; {how}"] * (found.refused > 0)
 
 
 def _first_fitting(
@@ -358,7 +396,8 @@ def as_toml(
 ) -> str:
     """Args: origin: the file of another trainer. sources: "section.key" of ours -> its key there."""
     data = {"path": answers.data, **change.get("data", {})}
-    settings: Change = {"checkpoint": {"initial_load_path": answers.model}, **change, "data": data}
+    checkpoint = {"initial_load_path": answers.model, **change.get("checkpoint", {})}
+    settings: Change = {**change, "checkpoint": checkpoint, "data": data}
     lines = [
         f"# {answers.method} fine-tuning on {answers.gpus} x {answers.memory:g} GiB; titan-mi100 config new{origin}",
         "# Every setting: titan-mi100 train --help. What is not here is as in the bundled finetune.toml.",
@@ -374,8 +413,12 @@ def as_toml(
 
 def _free_name(stem: str) -> str:
     """A name for a file that is not there yet."""
-    names = (f"{stem}.toml" if number == 1 else f"{stem}-{number}.toml" for number in range(1, 10_000))
-    return next(name for name in names if not os.path.lexists(name))
+    names = (stem if number == 1 else f"{stem}-{number}" for number in range(1, 10_000))
+    return next(f"{n}.toml" for n in names if not os.path.lexists(f"{n}.toml") and not os.path.lexists(_run_folder(n)))
+
+
+def _run_folder(stem: str) -> str:
+    return os.path.join("outputs", stem)
 
 
 def _next_commands(output: Path, answers: Answers) -> list[str]:
