@@ -121,7 +121,7 @@ def check_weights(
     file, more = (path / ".metadata", [None]) if kind == DCP else (path, [])
     table = call_in_child(f"files.tables:{_READERS[kind]}", file, *more)
     if kind == HF:  # else what is in there, and under which names, is known when it is opened
-        tensors = {own_name(name): (shape, dtype) for name, (dtype, shape, _) in table.items() if not carries(name)}
-        named = {own_name(name): name for name in table}
+        named = {own: name for name in table if not carries(own := own_name(name))}
+        tensors = {own: (table[name][1], table[name][0]) for own, name in named.items()}
         if problems := tensor_problems(tensors, shapes(tensors), named):
             raise UserError("\n".join(f"{path}: {problem}" for problem in problems))

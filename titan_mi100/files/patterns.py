@@ -14,6 +14,7 @@ from titan_mi100.files.plain import LFS_POINTER, lfs_problem
 from titan_mi100.wording import some
 
 _MOST_NAMES = 10_000  # most names in a folder that are compared with a missing name
+_LARGE = 1 << 30  # bytes from which a file is looked at for holes
 _MOST_ENTRIES, _MOST_SECONDS = 1_000_000, 30.0  # that a pattern may look at, and take
 
 
@@ -109,4 +110,9 @@ def unusable(path: str, kind: str = "*.jsonl") -> str:
     if not os.access(path, os.R_OK):
         return "cannot be read: Permission denied"
     with open(path, "rb") as file:
+        # a copy that did not end, or `truncate`; some file systems count no blocks, but those find no holes
+        is_sparse = found.st_size > _LARGE and found.st_blocks * 512 < found.st_size // 100
+        if is_sparse and os.lseek(file.fileno(), 0, os.SEEK_HOLE) < found.st_size:
+            return f"has {found.st_size:,} bytes, of which nearly none is on the disk; copy or download it again"
+        file.seek(0)
         return lfs_problem(path) if file.read(len(LFS_POINTER)) == LFS_POINTER else ""

@@ -109,6 +109,9 @@ class AdapterOfExperts(Weights):
         for name, kind in stored.kinds.items():
             is_inner, is_b = ".experts.base_layer." in name, name.endswith("B.weight") and ".experts." in name
             parts = ("gate_proj", "up_proj") if is_inner and is_b else ("gate_proj",) if is_inner else ("down_proj",)
+            if len(kind.shape) != 2 or kind.shape[0] % len(parts):
+                what = "of gate and up below each other" if len(parts) == 2 else "a matrix"
+                raise UserError(f"{stored.source}: {name} has shape {kind.shape}, and is not {what}; save it again")
             rows, columns = kind.shape[0] // len(parts), kind.shape[1]
             for number, part in enumerate(parts):
                 own = name.replace(".base_layer", "").replace(".experts.", f".experts.{part}.")
