@@ -126,7 +126,11 @@ def test_an_adapter_leaves_in_the_dtype_and_is_compared_as_was_asked_for(
     lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, compared = open_source(lora_run / "run" / "checkpoint" / "step-3"), list[Path]()
-    monkeypatch.setattr(convert, "_compare_logits", lambda base, *_, adapter: compared.append(base))
+
+    def compare(checks: convert.Checks, base: Path, *_: object, adapter: Path) -> None:
+        compared.extend([base] * (checks.mode == "logits"))
+
+    monkeypatch.setattr(convert, "_compare_logits", compare)
     for verify, count in (("off", 0), ("bytes", 0), ("logits", 1)):
         convert.to_hf(source, tmp_path / verify, "bfloat16", verify=verify)
         assert compared == [lora_run / "base"] * count

@@ -53,11 +53,14 @@ def test_a_command_ends_with_one_message_and_its_code(capsys: pytest.CaptureFixt
     assert cli.exit_code(raises(UserError("no\x1b[31m:\nother"))) == 2
     assert cli.exit_code(raises(PermissionError(13, "Permission denied", "a\x1b"))) == 2
     assert capsys.readouterr().err == "ERROR no\\x1b[31m:\nERROR other\nERROR a\\x1b: Permission denied\n"
-    for error in (KeyError("a\nb\x1b"), RuntimeError("x" * 9999), RecursionError(), MemoryError(), AssertionError()):
+    for error in (KeyError("a\nb\x1b"), RuntimeError("x" * 9999), RecursionError(), AssertionError()):
         assert cli.exit_code(raises(error)) == 1
         [line] = capsys.readouterr().err.splitlines()
         assert line.startswith(f"ERROR unexpected error, {type(error).__name__}: ") and len(line) < 1000
         assert "in program" in traceback_named_in(line) and "\x1b" not in line
+    for full in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory"), OSError(12, "Cannot")):
+        assert cli.exit_code(raises(full)) == (2 if isinstance(full, OSError) else 6)
+    assert capsys.readouterr().err.count("ERROR out of memory; use a machine with more, or end other programs (") == 2
 
 
 def test_a_converter_ends_in_the_same_way(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """Records of files: by content and not by name, numbered right, streamed in bounded memory, with progress."""
 
+import glob
 import gzip
 import json
 import os
@@ -17,7 +18,7 @@ from titan_mi100.data.files import Record, RecordReader, expand_patterns, read_r
 from titan_mi100.data.formats import parse
 from titan_mi100.data.strict_json import UNREAD, BadRecord, expect
 from titan_mi100.errors import UserError
-from titan_mi100.files import child
+from titan_mi100.files import child, patterns
 from titan_mi100.files.patterns import matching_files, nearby
 
 ROWS = [
@@ -403,6 +404,54 @@ def test_globs_stand_for_their_files_in_order(tmp_path: Path, monkeypatch: pytes
     ]
     assert expand_patterns(["x[1].jsonl"]) == [["x[1].jsonl"]]  # a file of that name wins over the glob
     assert expand_patterns([]) == []
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "d*/*.jsonl",
+        "**/*.jsonl",
+        "d/**",
+        "**/e/*.jsonl",
+        "./d/../d/**/[a-f].jsonl",
+        "d/*/",
+        ".*/*.jsonl",
+        "**/.h/*",
+        "?/e",
+    ],
+)
+def test_a_glob_finds_what_pythons_does(pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "d/a.jsonl", "d/e/f.jsonl", "d/.h/a.jsonl", ".h/a.jsonl", "d/.i.jsonl", "d1/b.jsonl"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("{}\n")
+    Path("d1/link.jsonl").symlink_to("b.jsonl")
+    theirs = {file for file in glob.glob(pattern, recursive=True) if not Path(file).is_dir()}
+    assert matching_files(pattern)[0] == sorted(theirs)
+
+
+def test_a_glob_ends_however_many_folders_and_links_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(30):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "up").symlink_to(tmp_path)  # glob follows each, 40 deep
+        (tmp_path / str(number) / "itself").symlink_to("itself")
+    (tmp_path / "3" / "a.jsonl").write_text("{}\n")
+    (tmp_path / "linked").symlink_to(tmp_path / "3")  # where the pattern names a folder, it may be a link
+    assert matching_files(f"{tmp_path}/**/*.jsonl") == ([f"{tmp_path}/3/a.jsonl"], [])
+    assert matching_files(f"{tmp_path}/l*/*.jsonl") == ([f"{tmp_path}/linked/a.jsonl"], [])
+    for limit in ("_MOST_ENTRIES", "_MOST_SECONDS"):
+        with monkeypatch.context() as patch:
+            patch.setattr(patterns, limit, 0)
+            files, [problem] = matching_files(f"{tmp_path}/**/*.jsonl")
+        assert not files and "files and folders to look at" in problem and "name a folder further down" in problem
+
+
+def test_a_file_that_is_one_large_hole_is_refused_unread(tmp_path: Path) -> None:
+    for content in (b"", b'{"text": "a"}\n'):
+        with open(tmp_path / "a.jsonl", "wb") as file:
+            file.write(content)
+            file.truncate(100 << 30)
+        assert "nearly none is on the disk" in matching_files(str(tmp_path / "a.jsonl"))[1][0]
 
 
 def test_all_patterns_without_a_readable_file_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

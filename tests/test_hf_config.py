@@ -4,8 +4,10 @@ Each case changes one folder. Either it is refused, by the key; or the logits an
 fp64, are those of transformers reading the same folder.
 """
 
+import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from titan_mi100.attention.plain import Eager
 from titan_mi100.errors import UserError
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.shapes.base import parameter_shapes
-from titan_mi100.shapes.families import read_hf_config, to_hf_config
+from titan_mi100.shapes.families import PRESETS, fingerprint, of_fingerprint, read_hf_config, to_hf_config
 from titan_mi100.shapes.hf_config import ONLY, ROPES, WITHOUT_EFFECT
 from titan_mi100.weights.hf import HFWeights
 
@@ -133,6 +135,46 @@ def by_us(folder: Path) -> dict[str, torch.Tensor]:
 
 def by_transformers(folder: Path) -> dict[str, torch.Tensor]:
     return computed(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa"))
+
+
+# Small files whose numbers would take all memory or time, or that no one can mean.
+HARM: dict[str, tuple[str, str]] = {
+    "experts": ('"model_type": "qwen3_moe", "num_experts": 99999999', "num_experts = 99999999 is more than any model"),
+    "layers": ('"num_hidden_layers": 9999', "num_hidden_layers = 9999 is more than any model has"),
+    "a list": (
+        f'"model_type": "qwen3_moe", "mlp_only_layers": [{"0," * 2000}0]',
+        "the length of mlp_only_layers = 2001 is more than any model has",
+    ),
+    "NaN": ('"rope_theta": NaN', "cannot be read as JSON: NaN is not a finite number"),
+    "-Infinity": ('"unheard_of": [{"a": -Infinity}]', "-Infinity is not a finite number"),
+    "1e999": ('"rope_theta": 1e999', "1e999 is not a finite number"),
+}
+
+
+@pytest.mark.parametrize("name", HARM)
+def test_numbers_that_do_harm_are_refused_before_anything_is_made_of_them(name: str, tmp_path: Path) -> None:
+    change, expected = HARM[name]
+    kept = {key: value for key, value in BASE.items() if f'"{key}"' not in change}
+    (tmp_path / "config.json").write_text(f"{json.dumps(kept)[:-1]}, {change}}}")
+    with pytest.raises(UserError, match=re.escape(expected)):
+        read_hf_config(tmp_path)
+
+
+def test_more_experts_than_the_folder_can_have_are_refused_before_their_names_are_made() -> None:
+    spec = dataclasses.replace(PRESETS["moe-debug"], num_hidden_layers=1000, num_experts=4096)
+    names = [f"model.layers.0.mlp.experts.{n}.{kind}_proj.weight" for n in range(8) for kind in ("gate", "up", "down")]
+    with pytest.raises(
+        UserError, match=r"num_experts = 4096 in 1,000 layers makes 12,288,000 tensors, but the weights"
+    ):
+        spec.as_stored(names, {})
+
+
+def test_a_checkpoints_shape_has_the_same_bounds() -> None:
+    saved = fingerprint(PRESETS["moe-debug"])
+    assert of_fingerprint(saved) == PRESETS["moe-debug"]
+    for change in ({"num_experts": 10**8}, {"num_hidden_layers": 10**7}, {"hidden_size": 10**9}):
+        with pytest.raises(ValueError, match="is more than any model has"):
+            of_fingerprint(saved | change)
 
 
 @pytest.fixture

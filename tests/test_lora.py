@@ -391,7 +391,7 @@ def read_checked(folder: Path) -> None:
         ({"r": 10**30}, "is not a rank"),
         ({"lora_alpha": 0}, "lora_alpha = 0"),
         ({"lora_alpha": 10**400}, "lora_alpha"),
-        ({"lora_alpha": float("nan")}, "lora_alpha = nan"),
+        ({"lora_alpha": float("nan")}, "NaN is not a finite number"),
         ({"lora_dropout": 1.0}, "lora_dropout = 1.0"),
         ({"base_model_name_or_path": ["x"]}, r"base_model_name_or_path = .'x'. is neither a name nor a path"),
         ({"base_model_name_or_path": "x" * 5000}, "base_model_name_or_path = 'xxx"),

@@ -27,6 +27,7 @@ from titan_mi100.config.settings import (
 from titan_mi100.model.init import initial_values
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.open_run.model import keep_stages
+from titan_mi100.parallel import build as building
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.build import build_model
 from titan_mi100.parallel.distributed import World
@@ -166,3 +167,22 @@ def test_a_resumed_pipeline_keeps_its_stages() -> None:
     assert kept(saved) == (18, 10) and kept(saved, given=(14, 14)) == (14, 14)
     assert kept({"layout": {"pp": 2}}) == (20, 8)  # by cost, as earlier versions cut
     assert kept(saved, pp=4) == kept({"layout": {"pp": 1}}) == ()  # another number of stages: chosen anew
+
+
+@pytest.mark.parametrize("lora", [{}, {"rank": 2}, {"rank": 2, "base": "nf4"}])
+def test_a_built_model_that_lacks_a_tensor_of_its_shape_is_an_error(
+    lora: dict[str, Any], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a wrapper that replaces modules might drop one, such as a bias."""
+    config, spec, layout = Config(lora=LoRAConfig(**lora)), PRESETS["debug"], Layout()
+    mesh, before = distributed.build_mesh(layout, world.device), building.parallelize
+    given = config, spec, layout, Batch(1, 1, 1), mesh, world.device, Sdpa(), 0.5
+    assert build_model(*given).parts
+
+    def drops(model: Any, *rest: Any) -> None:
+        before(model, *rest)
+        del model.model.layers["1"].self_attn.q_norm.weight
+
+    monkeypatch.setattr(building, "parallelize", drops)
+    with pytest.raises(AssertionError, match=r"differ in model\.layers\.1\.self_attn\.q_norm\.weight"):
+        build_model(*given)

@@ -23,6 +23,7 @@ from titan_mi100.config.settings import (
     ParallelismConfig,
     TrainingConfig,
 )
+from titan_mi100.errors import is_out_of_memory
 from titan_mi100.planning.plan import make_plan
 from titan_mi100.run import forecast
 from titan_mi100.tools import plan as planner
@@ -297,11 +298,11 @@ def test_out_of_memory_has_its_own_exit_code_and_says_what_was_planned(tmp_path:
 def test_what_counts_as_out_of_memory() -> None:
     with pytest.raises(RuntimeError) as found:
         torch.empty(1 << 60, dtype=torch.uint8)
-    assert forecast.is_out_of_memory(found.value) and forecast.is_out_of_memory(torch.OutOfMemoryError("x"))
+    assert is_out_of_memory(found.value) and is_out_of_memory(torch.OutOfMemoryError("x"))
     for message in (
         "HIP error: out of memory",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "NCCL error: unhandled cuda error. Last error: Cuda failure 2 'out of memory'",
     ):
-        assert forecast.is_out_of_memory(RuntimeError(message)), message
-    assert not forecast.is_out_of_memory(RuntimeError("a size does not fit"))
+        assert is_out_of_memory(RuntimeError(message)), message
+    assert not is_out_of_memory(RuntimeError("a size does not fit"))

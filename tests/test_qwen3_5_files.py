@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditio
 
 from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.errors import UserError
+from titan_mi100.files.model import check_weights
 from titan_mi100.generation.engine import Model
 from titan_mi100.model.decode import Sampling, generate
 from titan_mi100.model.families import MODELS
@@ -30,6 +32,7 @@ from titan_mi100.text.bpe import PATTERNS, QWEN3_5
 from titan_mi100.weights import convert
 from titan_mi100.weights.pieces import read_pieces
 from titan_mi100.weights.source import open_source
+from titan_mi100.weights.verify_logits import compare
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
 TEXT = {
@@ -202,6 +205,79 @@ def test_an_export_in_fp32_has_all_24_bits_of_whole_weights_and_of_those_in_part
         assert not torch.equal(wide[name], narrow[name].float()), name
         error = (wide[name] - narrow[name].float()).abs().max() / wide[name].abs().max()
         assert error < 2**-8, name
+
+
+def test_a_head_that_is_tied_in_text_config_only_is_refused(folder: Path, tmp_path: Path) -> None:
+    """transformers' class for images and text would start it with random values."""
+    config = json.loads((folder / "config.json").read_text())
+    for outer, inner, expected in (
+        (None, True, "tie_word_embeddings is False, and True in text_config; give both the value"),
+        (True, False, "tie_word_embeddings is True, and False in text_config"),
+        (None, None, False),
+        (None, False, False),
+        (True, None, True),
+        (True, True, True),
+    ):
+        for part, value in ((config, outer), (config["text_config"], inner)):
+            part.pop("tie_word_embeddings", None)
+            part |= {} if value is None else {"tie_word_embeddings": value}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        if isinstance(expected, bool):
+            assert read_hf_config(tmp_path).tie_word_embeddings == expected
+        else:
+            with pytest.raises(UserError, match=expected):
+                read_hf_config(tmp_path)
+
+
+def test_a_comparison_loads_the_class_of_the_config_and_finds_what_it_would_draw_at_random(
+    folder: Path, tmp_path: Path
+) -> None:
+    """The class for text alone takes the key in text_config."""
+    for file in folder.iterdir():
+        shutil.copy(file, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    for file in tmp_path.glob("*.safetensors"):
+        held = load_file(file)
+        if held.pop("lm_head.weight", None) is not None:
+            save_file(held, file, {"format": "pt"})
+            index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+            del index["weight_map"]["lm_head.weight"]
+            (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for outer, wrong in ((False, True), (True, False)):
+        config |= {"tie_word_embeddings": True}
+        config["text_config"] |= {"tie_word_embeddings": True}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        source = open_source(tmp_path)
+        assert source.spec is not None
+        (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": outer}))
+        problems = compare(tmp_path, source.weights, source.spec)[0]
+        assert bool(problems) == wrong and ("does not find lm_head.weight" in "".join(problems)) == wrong
+
+
+def test_tensors_are_named_as_the_folder_has_them(folder: Path, tmp_path: Path) -> None:
+    given = tmp_path / "given"
+    given.mkdir()
+    (given / "config.json").write_text((folder / "config.json").read_text())
+    spec, stored, name = read_hf_config(given), tensors(folder), "visual.pos_embed.weight"
+    text = {own: tensor for own, tensor in stored.items() if ".visual." not in own}
+    layer, of_vision = "model.language_model.layers.0.mlp.up_proj.weight", stored[f"model.{name}"]
+
+    def check(path: Path) -> None:
+        check_weights(path, lambda _: parameter_shapes(spec), spec.own_name, spec.carries)
+
+    save_file({**text, f"model.language_model.{name}": of_vision}, given / "model.safetensors")
+    check(given)
+    convert.to_hf(open_source(given), tmp_path / "export", verify="bytes")
+    assert same(tensors(tmp_path / "export"), {**text, f"model.{name}": of_vision})
+    save_file({**text, name: of_vision}, given / "model.safetensors")
+    for read in (open_source, check):
+        with pytest.raises(UserError, match=f"not part of this model: {name}; rename them to begin with 'model.visual"):
+            read(given)
+    del text[layer]
+    save_file({**text, f"{layer}s": of_vision}, given / "model.safetensors")
+    for read in (open_source, check):
+        with pytest.raises(UserError, match=f"missing: {layer}\n.*: not part of this model: {layer}s"):
+            read(given)
 
 
 def test_generation_keeps_in_fp32_what_training_does(folder: Path) -> None:

@@ -178,10 +178,36 @@ def test_an_adapter_has_the_same_logits_in_peft(
         ):
             with pytest.raises(UserError, match=words):
                 opened(folder, world, lora={**lora, **change, "initial_load_path": str(tmp_path / "adapter")})
+        short = ["down_proj", "experts.gate_up_proj"]  # peft takes the ends of names, too, in any order
+        spelt = {"target_parameters": short, "rank_pattern": dict.fromkeys(short, 2)}
+        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(written | spelt))
+        assert read_adapter(tmp_path / "adapter")[0].expert_rank == 2
         for pattern in ({names[0]: 2}, {names[0]: 2, names[1]: 3}, dict.fromkeys(names, 0)):
             (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({**written, "rank_pattern": pattern}))
             with pytest.raises(UserError, match="rank_pattern = "):
                 read_adapter(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("mlp.experts.base_layer.lora_B.weight", (129, 10), "(129, 10), and is not of gate and up below each other"),
+        ("mlp.experts.base_layer.lora_A.weight", (640,), "(640,), and is not a matrix"),
+        ("mlp.experts.lora_B.weight", (), "(), and is not a matrix"),
+        ("mlp.experts.lora_A.weight", (10, 64, 1), "(10, 64, 1), and is not a matrix"),
+        ("mlp.experts.3.up_proj.lora_A.weight", (2, 64), "adapters of single experts are not supported, only of all"),
+    ],
+)
+def test_adapters_of_experts_of_another_form_are_refused(
+    name: str, shape: tuple[int, ...], expected: str, tmp_path: Path
+) -> None:
+    targets = {"target_modules": [], "target_parameters": ["gate_up_proj", "down_proj"]}
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, **targets}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    stored = {f"base_model.model.model.layers.0.{name}": torch.zeros(shape)}
+    save_file(stored, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=re.escape(expected)):
+        read_adapter(tmp_path)
 
 
 def changed(folder: Path, where: Path, config: dict[str, Any], stored: dict[str, torch.Tensor] | None = None) -> Path:

@@ -14,7 +14,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from titan_mi100.errors import UserError
+from titan_mi100.errors import UserError, is_out_of_memory
 from titan_mi100.log import log, setup_logging
 from titan_mi100.streams import flush_output, open_streams
 from titan_mi100.wording import command_name, shortened, with_level
@@ -149,7 +149,7 @@ def exit_code(program: Callable[[], object], say: Callable[[object], None] = say
         code = 2
     except Exception as error:
         say(message_of(error))
-        code = 1
+        code = 6 if is_out_of_memory(error) else 1
     if (problem := flush_output()) and not code:
         say(problem)
         code = 2
@@ -171,11 +171,12 @@ def run(main: Callable[[], object], afterwards: str = "nothing was left behind")
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         code, remedy = _asked_to_end(error), "; free some space" if full else ""
         if code in (0, 130):  # SIGTERM is not answered
-            log.error("interrupted" if code else f"{error}{remedy}; {afterwards}")
-        code = code or (2 if getattr(error, "errno", 0) == errno.ENAMETOOLONG else 1)
+            said = message_of(error) if is_out_of_memory(error) else f"{error}{remedy}"
+            log.error("interrupted" if code else f"{said}; {afterwards}")
+        code = code or (6 if is_out_of_memory(error) else 2 if getattr(error, "errno", 0) == errno.ENAMETOOLONG else 1)
     except Exception as error:
         log.error(message_of(error))
-        code = 1
+        code = 6 if is_out_of_memory(error) else 1
     flush_output()
     if code:
         sys.exit(code)
@@ -189,6 +190,9 @@ def message_of(error: Exception, file: Path | None = None) -> str:
     """
     if isinstance(error, UserError):
         return str(error)
+    if is_out_of_memory(error):
+        reason = shortened(" ".join(str(error).split()) or type(error).__name__, 200)
+        return f"out of memory; use a machine with more, or end other programs ({reason})"
     text = "".join(traceback.format_exception(error))
     try:
         number, name = (None, file) if file else tempfile.mkstemp(prefix="titan_mi100-", suffix=".log")

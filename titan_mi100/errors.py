@@ -1,6 +1,7 @@
 """The exceptions that end a run with their message and no traceback."""
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 _BEGINNING, _END = 20_000, 2_000  # characters of a message that are shown
@@ -32,6 +33,23 @@ class NumericalError(RuntimeError):
     def __init__(self, message: str, remedy: str = "") -> None:
         super().__init__(message)
         self.remedy = remedy
+
+
+# In messages of a plain RuntimeError: torch's host allocator, then the runtimes and libraries of devices, whose memory
+# does not come from torch's device allocator (NCCL: "Cuda failure 2 'out of memory'").
+_OUT_OF_MEMORY = (
+    *("DefaultCPUAllocator", "CUDA error: out of memory", "HIP error: out of memory", "hipErrorOutOfMemory"),
+    *("CUBLAS_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
+    *("HIPBLAS_STATUS_ALLOC_FAILED", "rocblas_status_memory_error", "miopenStatusAllocFailed"),
+    *("failure 2 'out of memory'", "failure 'out of memory'"),
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether device or host memory ran out. Only torch's device allocator has a class of its own for this."""
+    is_known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    is_known |= isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return is_known or any(name in str(error) for name in _OUT_OF_MEMORY)
 
 
 def did_you_mean(

@@ -25,7 +25,7 @@ from dataclasses import replace
 from titan_mi100.checkpoint.sealed import list_checkpoints
 from titan_mi100.cli import message_of
 from titan_mi100.config.settings import Config
-from titan_mi100.errors import NumericalError, Preempted, SaveError, UserError
+from titan_mi100.errors import NumericalError, Preempted, SaveError, UserError, is_out_of_memory
 from titan_mi100.open_run.answers import teach
 from titan_mi100.open_run.record import log_where_everything_is, step_to_use
 from titan_mi100.open_run.run import NO_FINITE_STEP, Run
@@ -34,7 +34,6 @@ from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import any_rank
 from titan_mi100.planning.plan import remedy
 from titan_mi100.run.folder import RunFolder
-from titan_mi100.run.forecast import is_out_of_memory
 from titan_mi100.run.next_commands import to_resume
 from titan_mi100.run.time_limit import TimeLimit, end_of_job
 from titan_mi100.trainer import peak_memory_gib

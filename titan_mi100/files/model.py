@@ -6,6 +6,7 @@ weights/ opens the same files later, to read values.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from os.path import lexists
 from pathlib import Path
+from types import MappingProxyType
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.child import call_in_child
@@ -44,6 +45,7 @@ def weights_format(path: Path) -> str:
     return HF
 
 
+_REWRITE = "write it with transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)"
 _NO_GGUF = "GGUF cannot be trained; download the model's safetensors files"
 
 
@@ -51,18 +53,25 @@ def _instead(folder: Path) -> str:
     """The end of a message: what a folder has instead of safetensors, and the remedy."""
     names = sorted(f.name for kind in ("bin", "pt", "pth", "gguf") for f in folder.glob(f"*.{kind}"))
     pickles = [name for name in names if not name.endswith(("training_args.bin", ".gguf"))]  # the former: Trainer's
-    remedy = "write safetensors with transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)"
+    remedy = _REWRITE
     if len(pickles) == 1:
         remedy = "name that file itself instead of its folder; its pickle's code is not run"
     found, remedy = (pickles, remedy) if pickles else (names, _NO_GGUF)
     return f", only {some(found, 2)}; {remedy}" if names else "; download the whole folder again"
 
 
-def tensor_problems(tensors: Mapping[str, tuple[Sequence[int], str]], shapes: Mapping[str, Sequence[int]]) -> list[str]:
+def tensor_problems(
+    tensors: Mapping[str, tuple[Sequence[int], str]],
+    shapes: Mapping[str, Sequence[int]],
+    named: Mapping[str, str] = MappingProxyType({}),
+) -> list[str]:
     """What differs between stored tensors (name -> shape and dtype) and those of a model (name -> shape).
 
     A tied model has no head in `shapes`; its folder may have one. Old buffers of the rotary embedding are ignored, as
     in transformers.
+
+    Args:
+        named: our names of the stored tensors -> those in the folder, for messages.
     """
     wanted = {HEAD: shapes[EMBEDDING], **shapes} if HEAD in tensors and EMBEDDING in shapes else shapes
     unexpected = sorted(n for n in tensors.keys() - wanted.keys() if not n.endswith(_OLD_BUFFER))
@@ -71,16 +80,25 @@ def tensor_problems(tensors: Mapping[str, tuple[Sequence[int], str]], shapes: Ma
         return ["is a LoRA adapter; name its base and merge it, or continue it with lora.initial_load_path"]
     if before := next((name.removesuffix(EMBEDDING) for name in unexpected if name.endswith(EMBEDDING)), ""):
         return [f"names begin with {before!r}, as wrappers leave them; save the model itself, or rename its tensors"]
+    if EMBEDDING.removeprefix("model.") in unexpected:
+        what = "names lack 'model.' at their beginning: it was saved without a head, as an embedding model"
+        return [f"{what}; {_REWRITE}"]
+    prefix = named.get(EMBEDDING, EMBEDDING).removesuffix(EMBEDDING.removeprefix("model."))
+
+    def there(name: str) -> str:
+        return named.get(name) or (name.replace("model.", prefix, 1) if name.startswith("model.") else name)
+
     missing = sorted(wanted.keys() - tensors.keys())
     tied = "; if the head is tied to the embedding, set tie_word_embeddings to true in config.json"
-    problems = [f"missing: {some(missing)}{tied * (missing == [HEAD])}"] if missing else []
-    problems += [f"not part of this model: {some(unexpected)}"] if unexpected else []
+    problems = [f"missing: {some(map(there, missing))}{tied * (missing == [HEAD])}"] if missing else []
+    odd = "; rename them to begin with 'model.visual.', or remove them" * any(".visual." in f".{n}" for n in unexpected)
+    problems += [f"not part of this model: {some(map(there, unexpected))}{odd}"] if unexpected else []
     for name in sorted(wanted.keys() & tensors.keys()):
         shape, dtype = tensors[name]
         if tuple(shape) != tuple(wanted[name]):
-            problems.append(f"{name} has shape {tuple(shape)}, but the model needs {tuple(wanted[name])}")
+            problems.append(f"{there(name)} has shape {tuple(shape)}, but the model needs {tuple(wanted[name])}")
         if dtype not in HF_DTYPES.values():
-            problems.append(f"{name} has dtype {dtype}, which cannot be trained; use floating point")
+            problems.append(f"{there(name)} has dtype {dtype}, which cannot be trained; use floating point")
     return problems
 
 
@@ -103,6 +121,7 @@ def check_weights(
     file, more = (path / ".metadata", [None]) if kind == DCP else (path, [])
     table = call_in_child(f"files.tables:{_READERS[kind]}", file, *more)
     if kind == HF:  # else what is in there, and under which names, is known when it is opened
-        tensors = {own_name(name): (shape, dtype) for name, (dtype, shape, _) in table.items() if not carries(name)}
-        if problems := tensor_problems(tensors, shapes(tensors)):
+        named = {own: name for name in table if not carries(own := own_name(name))}
+        tensors = {own: (table[name][1], table[name][0]) for own, name in named.items()}
+        if problems := tensor_problems(tensors, shapes(tensors), named):
             raise UserError("\n".join(f"{path}: {problem}" for problem in problems))

@@ -1,22 +1,74 @@
 """Finds the data files that a path or glob pattern of the config matches. Imports no torch."""
 
 import difflib
+import fnmatch
 import glob
 import os
 import stat
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
+from titan_mi100.errors import UserError
 from titan_mi100.files.plain import LFS_POINTER, lfs_problem
 from titan_mi100.wording import some
 
 _MOST_NAMES = 10_000  # most names in a folder that are compared with a missing name
+_LARGE = 1 << 30  # bytes from which a file is looked at for holes
+_MOST_ENTRIES, _MOST_SECONDS = 1_000_000, 30.0  # that a pattern may look at, and take
 
 
 def matching_files(pattern: str) -> tuple[list[str], list[str]]:
-    """The files of a path or a glob pattern (`**`: any folders), sorted by name; and one line per problem."""
+    """The files of a path or a glob pattern (`**`: any folders, but no links), sorted by name; a line per problem."""
     literal = os.path.lexists(pattern) or not glob.has_magic(pattern)  # an existing file may be named data[1].jsonl
-    files = [pattern] if literal else sorted(f for f in glob.glob(pattern, recursive=True) if not os.path.isdir(f))
+    try:
+        files = [pattern] if literal else sorted({f for f in _matches(pattern) if not os.path.isdir(f)})
+    except (UserError, RecursionError) as error:
+        return [], [f"{pattern}: {error}"]
     problems = [f"{file}: {reason}" for file in files if (reason := unusable(file))]
     return files, problems if files else [f"{pattern}: matches no file{nearby(pattern)}"]
+
+
+def _matches(pattern: str) -> Iterator[str]:
+    """As glob.iglob, but `**` follows no links. Raises UserError: there is too much to look at."""
+    folder, parts, looked, end = pattern, list[str](), 0, time.monotonic() + _MOST_SECONDS
+    while glob.has_magic(folder):
+        folder, part = os.path.split(folder)
+        parts.insert(0, part)
+
+    def entries(folder: str) -> Iterator[os.DirEntry[str]]:
+        nonlocal looked
+        with suppress(OSError), os.scandir(folder or ".") as found:
+            for entry in found:
+                looked += 1
+                if looked > _MOST_ENTRIES or time.monotonic() > end:
+                    what = f"more than {_MOST_ENTRIES:,} files and folders to look at, or {_MOST_SECONDS:.0f} seconds"
+                    raise UserError(f"{what}; name a folder further down, or fewer *")
+                yield entry
+
+    def below(folder: str, parts: Sequence[str]) -> Iterator[str]:
+        part, rest = parts[0], parts[1:]
+        if not glob.has_magic(part):  # "": the pattern ends with a slash
+            path = os.path.join(folder, part)
+            yield from below(path, rest) if rest else [path] if os.path.lexists(path) else []
+            return
+        folders = [folder]
+        if part == "**" and rest:
+            yield from below(folder, rest)
+        while folders:
+            for entry in entries(above := folders.pop()):
+                path = os.path.join(above, entry.name)
+                if entry.name.startswith(".") and not part.startswith("."):
+                    continue
+                if part == "**" and entry.is_dir(follow_symlinks=False):
+                    folders.append(path)
+                    yield from below(path, rest) if rest else ()
+                elif not rest and fnmatch.fnmatchcase(entry.name, part):
+                    yield path
+                elif rest and part != "**" and fnmatch.fnmatchcase(entry.name, part) and os.path.isdir(path):
+                    yield from below(path, rest)
+
+    return below(folder, parts)
 
 
 def nearby(path: str) -> str:
@@ -58,4 +110,9 @@ def unusable(path: str, kind: str = "*.jsonl") -> str:
     if not os.access(path, os.R_OK):
         return "cannot be read: Permission denied"
     with open(path, "rb") as file:
+        # a copy that did not end, or `truncate`; some file systems count no blocks, but those find no holes
+        is_sparse = found.st_size > _LARGE and found.st_blocks * 512 < found.st_size // 100
+        if is_sparse and os.lseek(file.fileno(), 0, os.SEEK_HOLE) < found.st_size:
+            return f"has {found.st_size:,} bytes, of which nearly none is on the disk; copy or download it again"
+        file.seek(0)
         return lfs_problem(path) if file.read(len(LFS_POINTER)) == LFS_POINTER else ""

@@ -4,6 +4,7 @@ Messages have the form `file: what is wrong; remedy`. Imports no torch.
 """
 
 import json
+import math
 import os
 import shlex
 import stat
@@ -97,10 +98,17 @@ def _without_contradictions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _finite(word: str) -> float:
+    if not math.isfinite(number := float(word)):
+        raise ValueError(f"{shortened(word)} is not a finite number")
+    return number
+
+
 def parse_object(content: bytes, path: str | Path, remedy: str) -> dict[str, Any]:
     """Decode a file's content as a JSON object. Args: path, remedy: for the message. Raises UserError."""
     try:
-        value = json.loads(content.decode("utf-8"), object_pairs_hook=_without_contradictions)
+        hooks: dict[str, Any] = {"parse_constant": _finite, "parse_float": _finite}  # the former: of NaN, Infinity
+        value = json.loads(content.decode("utf-8"), object_pairs_hook=_without_contradictions, **hooks)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as JSON: {error}; {remedy}") from None
     if not isinstance(value, dict):

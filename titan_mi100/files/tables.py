@@ -97,7 +97,7 @@ def read_safetensors(file: str) -> Table:
             shape, (begin, stop) = _shape(entry["shape"]), entry["data_offsets"]
             if (dtype := HF_DTYPES.get(entry["dtype"])) is None:
                 what = f"{shortened(name)} has dtype {shown(entry['dtype'])}, which cannot be trained"
-                raise UserError(f"{path}: {what}; use bfloat16")
+                raise UserError(f"{path}: {what}; if its weights are quantized, use the model's unquantized folder")
             fits = 8 + length + begin == end and stop - begin == math.prod(shape) * BYTES[dtype]
             if not _are_sizes(begin, stop) or not fits:
                 raise ValueError(f"{name} has too few or too many bytes, or does not begin where the one before ends")

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from titan_mi100.attention.base import Backend
 from titan_mi100.config.layout import Batch, Layout, Stage, stages_of
-from titan_mi100.config.settings import CompileConfig, Config, MemoryConfig
+from titan_mi100.config.settings import CompileConfig, Config, LoRAConfig, MemoryConfig
 from titan_mi100.log import log
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.model.experts import choose_products
@@ -28,7 +28,8 @@ from titan_mi100.parallel.fsdp import ShardedModel, apply_fsdp
 from titan_mi100.parallel.offload import HostGradients, inputs_on_host
 from titan_mi100.parallel.tensor_parallel import apply_tensor_parallel, tensor_parallel_ranks
 from titan_mi100.planning.memory import layers_per_stage
-from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.shapes.base import ModelSpec, held_names
+from titan_mi100.wording import some
 
 
 def build_model(
@@ -72,6 +73,7 @@ def build_model(
             model = MODELS[spec.model_type](spec, backend, stage)
         model.head_loss, model.columns = loss, objective.columns
         parallelize(model, config, layout, mesh)
+        check_names(model, spec, config.lora)
         read_on_host(model, device)  # last: a hook prepended later runs first, and this one must run before FSDP2's
         return model
 
@@ -106,6 +108,16 @@ def build_model(
     if config.memory.offload == "optimizer":  # pipelines and DDP do not have it
         model.host_gradients = HostGradients(model.parts, device)
     return model
+
+
+def check_names(model: CausalLM, spec: ModelSpec, lora: LoRAConfig) -> None:
+    """Assert that a model or stage holds what its shape says: what a wrapper dropped would not be trained or saved."""
+    stage, every = model.model.stage, held_names(spec, lora.shapes(spec) if lora.rank else (), lora.rank)
+    kept = {"model.embed_tokens.weight": stage.first or (stage.last and spec.tie_word_embeddings)}
+    wanted = {name for name in every if kept.get(name, stage.last) and not name.startswith("model.layers.")}
+    wanted |= {name for name in every if name.startswith(tuple(f"model.layers.{number}." for number in stage.layers))}
+    differing = wanted ^ {name for name, _ in model.named_parameters() if not name.endswith(".largest")}  # of NF4
+    assert not differing, f"the model that was built and its shape differ in {some(sorted(differing))}"
 
 
 def is_sharded(layout: Layout, memory: MemoryConfig) -> bool:

@@ -7,8 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from titan_mi100.config.settings import Config, MemoryConfig
 from titan_mi100.device import accelerator
 from titan_mi100.errors import UserError
@@ -129,18 +127,3 @@ class Forecast:
             replace(self._folder / FILE, json.dumps(found, indent=1) + "\n")
         except OSError as error:
             log.warning(f"{self._folder / FILE}: cannot be written to: {error.strerror}")
-
-
-# In messages of a plain RuntimeError: torch's host allocator, then the runtimes and libraries of devices, whose memory
-# does not come from torch's device allocator (NCCL: "Cuda failure 2 'out of memory'").
-_OUT_OF_MEMORY = (
-    *("DefaultCPUAllocator", "CUDA error: out of memory", "HIP error: out of memory", "hipErrorOutOfMemory"),
-    *("CUBLAS_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
-    *("HIPBLAS_STATUS_ALLOC_FAILED", "rocblas_status_memory_error", "miopenStatusAllocFailed"),
-    *("failure 2 'out of memory'", "failure 'out of memory'"),
-)
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether device or host memory ran out. Only torch's device allocator has a class of its own for this."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(name in str(error) for name in _OUT_OF_MEMORY)

@@ -11,8 +11,10 @@ three, FSDP2 the rows, and blocks of a row never straddle experts. Files have on
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any, NamedTuple
 
+from titan_mi100.errors import UserError
 from titan_mi100.shapes.base import EXPERTS, INPUTS, WHOLE, LayerShape, ModelSpec, Parameter, Values
 
 INSIDE = ".mlp.experts."  # in the names of their tensors
@@ -81,17 +83,17 @@ def is_fused(spec: ModelSpec, stored: Iterable[str]) -> bool | None:
     return False if any(map(_SEPARATE.search, names)) else None
 
 
-def places(name: str, parameter: Parameter, fused: bool) -> list[Place]:
+def places(name: str, parameter: Parameter, fused: bool) -> Iterator[Place]:
     """Where a file has each expert of one of our matrices."""
     (rows, inner), experts, is_transposed = parameter.shape, parameter.experts, parameter.is_transposed
     hidden, (module, _, kind) = rows // experts, name.removesuffix(".weight").rpartition(".")
     if not fused:
         shape = (inner, hidden) if is_transposed else (hidden, inner)
-        return [Place(f"{module}.{expert}.{kind}.weight", shape, None, 0) for expert in range(experts)]
+        return (Place(f"{module}.{expert}.{kind}.weight", shape, None, 0) for expert in range(experts))
     start = inner if kind == "up_proj" else 0
     whole = f"{module}.gate_up_proj" if is_transposed else f"{module}.down_proj"
     rows, columns = (2 * inner, hidden) if is_transposed else (hidden, inner)
-    return [Place(whole, (experts, rows, columns), expert, start) for expert in range(experts)]
+    return (Place(whole, (experts, rows, columns), expert, start) for expert in range(experts))
 
 
 def stacks(spec: ModelSpec) -> Iterator[tuple[str, Parameter]]:
@@ -113,6 +115,10 @@ class MixtureSpec(ModelSpec):
 
     def as_stored(self, names: Collection[str], saved: Mapping[str, Any]) -> "MixtureSpec":
         form = is_fused(self, names)
+        wanted = sum(parameter.experts for _, parameter in stacks(self))
+        if form is False and wanted > 2 * (there := sum(INSIDE in name for name in names)):  # before names are made
+            what = f"num_experts = {self.num_experts} in {self.num_hidden_layers:,} layers makes {wanted:,} tensors"
+            raise UserError(f"config.json: {what}, but the weights have {there:,} of experts; correct it")
         known = saved.get("experts_fused", self.experts_fused) if form is None else form
         return replace(self, experts_fused=known)  # type: ignore[type-var]  # of a dataclass
 
@@ -123,7 +129,7 @@ class MixtureSpec(ModelSpec):
             if parameter is None or not parameter.experts:
                 found[name] = kind
                 continue
-            for place in places(name, parameter, form):
+            for place in islice(places(name, parameter, form), 1 if form else None):
                 found[place.name] = kind._replace(shape=place.shape) if hasattr(kind, "_replace") else place.shape
         return found
 

@@ -11,6 +11,7 @@ from titan_mi100.files.plain import read_object, refuse_code
 from titan_mi100.files.schema import validated
 from titan_mi100.shapes import qwen3, qwen3_5, qwen3_5_moe, qwen3_moe
 from titan_mi100.shapes.base import EXPERTS, ModelSpec
+from titan_mi100.shapes.hf_config import problems_of
 from titan_mi100.wording import shown
 
 
@@ -102,4 +103,7 @@ def of_fingerprint(saved: Mapping[str, Any]) -> ModelSpec:
     if model_type not in FAMILIES:
         raise ValueError(f"fingerprints.model: model_type = {shown(model_type)} is not known here")
     rest = {name: value for name, value in saved.items() if name != "model_type"}
-    return validated(rest, FAMILIES[model_type].spec, "fingerprints.model")
+    spec: ModelSpec = validated(rest, FAMILIES[model_type].spec, "fingerprints.model")
+    if problems := problems_of(spec):
+        raise ValueError(f"fingerprints.model: {problems[0]}")
+    return spec

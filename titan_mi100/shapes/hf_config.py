@@ -1,7 +1,7 @@
 """Reading the `config.json` of an HF folder: what all families share. Imports no torch."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,8 +10,9 @@ from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.wording import as_key, first_of, shortened, shown
 
 Spec = TypeVar("Spec", bound=ModelSpec)
-COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-LARGEST_COUNT, LARGEST_SIZE = 10_000, 10**8
+LARGEST_SIZE, LARGEST_HEADS, MOST_LAYERS = 10**8, 10_000, 1_024
+_LARGEST = {"num_hidden_layers": MOST_LAYERS, "num_experts": 4_096, "num_experts_per_tok": 4_096}
+_LARGEST |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), LARGEST_HEADS)
 
 # type of a field -> the types of JSON values that it accepts, and their name in messages
 _TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
@@ -64,15 +65,22 @@ def build(path: Path, kind: type[Spec], values: Mapping[str, Any], found: list[s
             found.append(f"{field.name} = {shown(value)} is not {words}")
     if not found:
         spec = kind(**{field.name: values[field.name] for field in fields(kind) if field.name in values})
-        # larger counts would make loops over layers endless, larger sizes would overflow
-        for field in fields(kind):
-            most = LARGEST_COUNT if field.name in COUNTS else LARGEST_SIZE
-            if field.type is int and (value := getattr(spec, field.name)) > most:
-                found.append(f"{field.name} = {shortened(str(value))} is more than any model has")
-        found = spec.problems() + found
+        found = problems_of(spec)
     if found:
         raise UserError(first_of([f"{path}: {problem}" for problem in found], str(path)))
     return spec
+
+
+def problems_of(spec: ModelSpec) -> list[str]:
+    """What is wrong with the values of a file. Larger counts would make loops endless, larger sizes would overflow."""
+    found = []
+    for name, value in asdict(spec).items():  # type: ignore[call-overload]  # of a dataclass
+        count, most = value, _LARGEST.get(name, LARGEST_SIZE)
+        if isinstance(value, tuple):
+            count, most, name = len(value), MOST_LAYERS, f"the length of {name}"
+        if type(count) is int and count > most:
+            found.append(f"{name} = {shortened(str(count))} is more than any model has")
+    return found or spec.problems()
 
 
 def unsupported(raw: Mapping[str, Any], known: Collection[str], only: Mapping[str, Any]) -> list[str]:

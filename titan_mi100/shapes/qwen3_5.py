@@ -278,11 +278,12 @@ def read(
         if text is not inner:
             found.append(f"text_config = {shown(inner)} is not a JSON object")
         found += hf_config.unsupported(raw, _OF_WRAPPER, {})
-        outer, own = (part.get("tie_word_embeddings") for part in (raw, text))
-        if None not in (outer, own) and outer != own:
+        # as transformers: its class for images and text reads this key beside text_config, where the default is false
+        outer, own = raw.get("tie_word_embeddings") or False, text.get("tie_word_embeddings")
+        if own is not None and outer != own:
             what = f"tie_word_embeddings is {outer!r}, and {own!r} in text_config"
-            found.append(f"{what}; keep the one that fits the weights: untied folders have lm_head.weight")
-        text = {**text, **({} if outer is None else {"tie_word_embeddings": outer})}
+            found.append(f"{what}; give both the value that fits the weights: untied folders have lm_head.weight")
+        text = {**text, "tie_word_embeddings": outer}
         kind = text.get("model_type", of_text)
         if kind != of_text:
             found.append(f"text_config: model_type = {shown(kind)} is not supported; only {of_text!r}")
@@ -307,7 +308,7 @@ def _layer_types(text: Mapping[str, Any], found: list[str]) -> tuple[str, ...]:
     every = 4 if every is None else every
     if type(every) is not int or every < 1:
         found.append(f"full_attention_interval = {shown(every)} is not a number above 0")
-    elif type(count) is int and 0 < count <= hf_config.LARGEST_COUNT:
+    elif type(count) is int and 0 < count <= hf_config.MOST_LAYERS:
         return every_fourth(count, every)
     return ()
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import yaml
 
 _LARGEST, _MOST = 1 << 17, 10_000  # bytes of a file; values in it, each as often as aliases repeat it
+_LONGEST = 400  # characters of a value that is no text
 _TAG = "tag:yaml.org,2002:"
 _PLAIN = {f"{_TAG}{name}" for name in ("str", "int", "float", "bool", "null", "timestamp", "seq", "map", "merge")}
 
@@ -43,7 +44,7 @@ def read_yaml(path: str) -> YamlFile:
         if not isinstance(top, yaml.MappingNode):
             raise UserError(f"{path}:1: has no keys at its top level; expected lines such as learning_rate: 2e-5")
         notes = []
-        for number, note in enumerate(_checked(path, top, "", set())):
+        for number, note in enumerate(_checked(path, top, "", set(), loader)):
             if number == _MOST:
                 raise UserError(f"{path}: has more than {_MOST:,} values, with those that its aliases repeat")
             notes += [note] * bool(note)
@@ -61,12 +62,20 @@ def _line(node: "yaml.Node") -> int:
     return node.start_mark.line + 1
 
 
-def _checked(path: str, node: "yaml.Node", where: str, seen: set[int], is_repeated: bool = False) -> Iterator[str]:
+def _checked(
+    path: str,
+    node: "yaml.Node",
+    where: str,
+    seen: set[int],
+    loader: "yaml.SafeLoader | None",
+    is_repeated: bool = False,
+) -> Iterator[str]:
     """A note, or "", for each value in a node; a value that an alias names is there again.
 
     Args:
         where: the keys that lead to it.
         seen: the nodes so far.
+        loader: makes the values; None: it is a key, which stays a text.
         is_repeated: it is inside of a node that an alias names.
 
     Raises:
@@ -77,6 +86,18 @@ def _checked(path: str, node: "yaml.Node", where: str, seen: set[int], is_repeat
         raise UserError(f"{path}:{_line(node)}: {where or 'the file'}: {what}; delete the tag, or the key")
     if isinstance(node.value, str) and not is_utf8(node.value):
         raise UserError(f"{path}:{_line(node)}: {where} is not UTF-8; write another text")
+    if isinstance(node.value, str) and loader:
+        try:
+            is_long = len(repr(loader.construct_object(node))) > _LONGEST and node.tag != f"{_TAG}str"
+        except Exception as error:  # PyYAML raises all kinds for a date without such a day, or a number without digits
+            what = (
+                f"cannot be read as {as_key(node.tag.replace(_TAG, '!!'))}: {shortened(' '.join(str(error).split()))}"
+            )
+            raise UserError(
+                f"{path}:{_line(node)}: {where} = {shortened(node.value)} {what}; correct it, or quote it without a tag"
+            ) from None
+        if is_long:
+            raise UserError(f"{path}:{_line(node)}: {where} is a number that no setting has; correct it")
     is_alias = id(node) in seen and not is_repeated
     yield f"{where}: an alias, with the value of line {_line(node)}" if is_alias else ""
     seen.add(id(node))
@@ -85,10 +106,10 @@ def _checked(path: str, node: "yaml.Node", where: str, seen: set[int], is_repeat
         key, value = item if isinstance(item, tuple) else (None, item)
         name = f"{where}[{number}]"
         if key is not None:
-            yield from _checked(path, key, f"a key of {where or 'the file'}", seen, is_repeated=True)
+            yield from _checked(path, key, f"a key of {where or 'the file'}", seen, None, is_repeated=True)
             if not isinstance(key.value, str) or key.value in names:
                 raise UserError(f"{path}:{_line(key)}: {as_key(str(key.value))} is given twice, or no text; delete it")
             names.add(key.value)
             key.tag = key.tag if key.tag == f"{_TAG}merge" else f"{_TAG}str"  # `on` is a name here, not true
             name = f"{where}.{as_key(key.value)}".lstrip(".")
-        yield from _checked(path, value, name, seen, is_repeated or is_alias)
+        yield from _checked(path, value, name, seen, loader, is_repeated or is_alias)

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -33,10 +34,12 @@ class Weights(ABC):
     Attributes:
         source: the folder or file, for messages.
         kinds: name -> shape and dtype, of all tensors.
+        named: where names differ from those in the folder: ours -> the folder's.
     """
 
     source: Path
     kinds: Kinds
+    named: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
     def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
@@ -75,7 +78,8 @@ class Weights(ABC):
         Raises:
             UserError: lists every tensor that is missing, unexpected, or has a wrong shape or dtype.
         """
-        problems = tensor_problems({n: (shape, dtype_name(dtype)) for n, (shape, dtype) in self.kinds.items()}, shapes)
+        kinds = {name: (shape, dtype_name(dtype)) for name, (shape, dtype) in self.kinds.items()}
+        problems = tensor_problems(kinds, shapes, self.named)
         # shapes has no head: the model ties it to the embedding
         tied_head = HEAD in self.kinds and HEAD not in shapes and EMBEDDING in shapes
         if with_values and not problems and tied_head and not self._same(HEAD, EMBEDDING):

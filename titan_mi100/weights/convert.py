@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from titan_mi100.files.durable import atomic_output_folder, sync
 from titan_mi100.files.library import try_library
 from titan_mi100.log import ByteProgress, log
 from titan_mi100.parallel.distributed import raise_together, wait_for_all
-from titan_mi100.shapes.base import EXPERTS, ModelSpec, modules_of, parameter_count
+from titan_mi100.shapes.base import EXPERTS, ModelSpec, differences, modules_of, parameter_count
 from titan_mi100.shapes.families import to_hf_config
 from titan_mi100.text import assets as asset_files
 from titan_mi100.text.assets import CONFIG, GENERATION, Assets, config_dtype, export_assets, naming_dtype, read_assets
@@ -38,10 +38,10 @@ from titan_mi100.weights.adapter import merged_source
 from titan_mi100.weights.base import Kind, Kinds, Weights, dtype_name, raw_bytes
 from titan_mi100.weights.dcp import MODEL_FILE, DCPWeights, read_torch_weights, write_dcp, write_torch
 from titan_mi100.weights.experts import in_files
-from titan_mi100.weights.hf import HFWeights, is_hf_folder, write_hf
+from titan_mi100.weights.hf import is_hf_folder, write_hf
 from titan_mi100.weights.pieces import joined
 from titan_mi100.weights.source import ModelSource, open_source, verify_files
-from titan_mi100.wording import some
+from titan_mi100.wording import shortened, some
 
 DTYPES = ("keep", "bfloat16", "float16", "float32")
 VERIFY = ("auto", "logits", "bytes", "off")
@@ -73,6 +73,19 @@ class Digest(NamedTuple):
 Digests = dict[str, Digest]
 
 
+@dataclass
+class Checks:
+    """How an output is checked.
+
+    Attributes:
+        mode: "off", "bytes" or "logits"; logits become bytes if transformers cannot compute them.
+        is_asked: --verify logits was given: if they cannot be computed, the output is refused.
+    """
+
+    mode: str
+    is_asked: bool
+
+
 def to_dcp(source: ModelSource, output: Path, dtype: str = "keep", verify: str = "auto") -> None:
     """Write the weights as a DCP folder with the model's other files, sealed by a manifest.
 
@@ -89,17 +102,16 @@ def to_dcp(source: ModelSource, output: Path, dtype: str = "keep", verify: str =
     comparable = is_hf_folder(source.path) and source.spec is not None
     # Checked before anything is written, so that a wrong option does not cost the time of a conversion.
     needed = "" if comparable else "an HF folder to compare with"
-    verify = _resolve_verify(verify, _total(kinds), source.path, needed)
-    with _new_folder(source, output, kinds, verify) as aside:
+    checks = _checks(verify, _total(kinds), source.path, needed)
+    with _new_folder(source, output, kinds, checks) as aside:
         files, digests = HashedFiles(), Digests()
         write_dcp(files, aside, in_files(source.spec, _tensors_to_write(source, kinds, digests)))
         for name, content in naming_dtype(source.assets, dtype).items():
             files.write(aside / name, content)
         written: Weights = DCPWeights(aside)
         written = joined(written, source.spec) if source.spec else written
-        _compare(written, digests, verify)
-        if verify == "logits":
-            _compare_logits(source.path, written, source.spec)
+        _compare(written, digests, checks)
+        _compare_logits(checks, source.path, lambda: written, source.spec)
         # Step 0: the trainer starts from it, but does not resume from it (see resume.check_is_run_checkpoint).
         sealed.write_manifest(aside, files.written, {"step": 0, "torch": torch.__version__})
 
@@ -124,8 +136,8 @@ def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = 
         named = config_dtype(source.assets) if "fingerprints" in source.manifest else None
         dtype = named if named in DTYPES else "keep"  # config.json may name a dtype that we do not write
     kinds = _output_kinds(source, dtype)
-    verify = _resolve_verify(verify, _total(kinds), source.assets_folder)
-    with _new_folder(source, output, kinds, verify) as aside:
+    checks = _checks(verify, _total(kinds), source.assets_folder)
+    with _new_folder(source, output, kinds, checks) as aside:
         _write_assets(aside, _assets_of_export(source, source.spec, kinds))
         digests = Digests()
         stored, tensors = source.spec.stored_name, in_files(source.spec, _tensors_to_write(source, kinds, digests))
@@ -133,10 +145,16 @@ def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = 
         write_hf(aside, there, ((stored(name), tensor) for name, tensor in tensors), SHARD_BYTES)
         for file in aside.glob("*.safetensors"):
             safe_open(file, framework="pt")  # the reader that other programs use accepts the file as well
-        written = joined(HFWeights(aside), source.spec)
-        _compare(written, digests, verify)
-        if verify == "logits":
-            _compare_logits(aside, written, source.spec, texts=True)
+        if checks.mode != "off":
+            try:
+                written = open_source(aside)
+            except UserError as error:
+                raise SaveError(f"what was written cannot be read again: {error}") from None
+            assert written.spec is not None
+            if differing := differences(written.spec, source.spec):
+                raise SaveError(f"the export's config.json describes another model: {'; '.join(differing)}")
+            _compare(written.weights, digests, checks)
+            _compare_logits(checks, aside, lambda: written.weights, source.spec, texts=True)
 
 
 def to_torch(source: ModelSource, output: Path, dtype: str = "keep", verify: str = "auto") -> None:
@@ -146,13 +164,13 @@ def to_torch(source: ModelSource, output: Path, dtype: str = "keep", verify: str
         UserError, SaveError: as to_dcp.
     """
     kinds = _output_kinds(source, dtype)
-    verify = _resolve_verify(verify, _total(kinds), source.path, "an HF folder to compare with")
-    with _new_folder(source, output, kinds, verify) as aside:
+    checks = _checks(verify, _total(kinds), source.path, "an HF folder to compare with")
+    with _new_folder(source, output, kinds, checks) as aside:
         digests, spec = Digests(), source.spec
         tensors = in_files(spec, _tensors_to_write(source, kinds, digests))
         write_torch(aside, ((spec.stored_name(name) if spec else name, tensor) for name, tensor in tensors))
         written: Weights = read_torch_weights(aside / MODEL_FILE)
-        _compare(joined(written, spec) if spec else written, digests, verify)
+        _compare(joined(written, spec) if spec else written, digests, checks)
         _write_assets(aside, naming_dtype(source.assets, dtype))
 
 
@@ -166,13 +184,13 @@ def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, ve
     comparable = bool(base) and is_hf_folder(base) and find_spec("peft") is not None
     needed = f"peft and the HF folder that the adapter was trained on ({base or 'none'})"
     # The comparison loads the base, so its size decides: 2 bytes per parameter in bf16.
-    verify = _resolve_verify(verify, 2 * parameter_count(source.spec), Path(base), "" if comparable else needed)
+    checks = _checks(verify, 2 * parameter_count(source.spec), Path(base), "" if comparable else needed)
     name = source.manifest["lora"].get("base_model_name_or_path", "")
     if base and not name and not is_hf_folder(base):
         log.warning(
             f"{output}: peft cannot load its base: {base} is not an HF folder; export that, and name the export"
         )
-    with _new_folder(source, output, kinds, verify) as aside:
+    with _new_folder(source, output, kinds, checks) as aside:
         digests = Digests()
         tensors = {source.spec.stored_name(own): tensor for own, tensor in _tensors_to_write(source, kinds, digests)}
         peft_io.write_adapter(aside, tensors, lora, name or base)
@@ -182,14 +200,14 @@ def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, ve
         again, written = peft_io.read_adapter(aside)
         modules = modules_of(kinds)
         lora = replace(lora, dropout=again.dropout) if EXPERTS in modules else lora
-        if verify != "off" and lora_identity(again, modules) != lora_identity(lora, modules):
+        if checks.mode != "off" and lora_identity(again, modules) != lora_identity(lora, modules):
             raise SaveError("the adapter's settings differ from those that were written")
-        _compare(written, digests, verify)
+        _compare(written, digests, checks)
         of_base = (CONFIG, GENERATION, *asset_files.PROCESSORS)
         kept = {name: content for name, content in source.assets.items() if name not in of_base}
         _write_assets(aside, asset_files.naming_class(kept, source.assets))
-        if verify == "logits":
-            _compare_logits(Path(base), merged_source(open_source(base), aside).weights, source.spec, adapter=aside)
+        merged = lambda: merged_source(open_source(base), aside).weights  # noqa: E731
+        _compare_logits(checks, Path(base), merged, source.spec, adapter=aside)
 
 
 def export(folder: Path, step: int, dtype: str, lora: LoRAConfig, rank: int) -> None:
@@ -236,8 +254,8 @@ def _output_kinds(source: ModelSource, dtype: str) -> Kinds:
     return {name: Kind(kind.shape, target) if name in cast else kind for name, kind in kinds.items()}
 
 
-def _resolve_verify(verify: str, nbytes: int, folder: Path, needed: str = "") -> str:
-    """Replace "auto" by "logits" or "bytes".
+def _checks(verify: str, nbytes: int, folder: Path, needed: str = "") -> Checks:
+    """What the output is checked with; "auto" becomes "logits" or "bytes".
 
     Args:
         nbytes: the size of the weights.
@@ -249,17 +267,18 @@ def _resolve_verify(verify: str, nbytes: int, folder: Path, needed: str = "") ->
     """
     if not needed and find_spec("transformers") is None:
         needed = "transformers: pip install transformers"
+    mode = verify
     if verify == "auto":
-        verify = "logits" if nbytes < _LOGITS_BELOW and not needed else "bytes"
-    if verify == "logits" and needed:
+        mode = "logits" if nbytes < _LOGITS_BELOW and not needed else "bytes"
+    if mode == "logits" and needed:
         raise UserError(f"--verify logits needs {needed}; or use --verify bytes")
-    if verify == "logits":
+    if mode == "logits":
         try_library(folder)
-    return verify
+    return Checks(mode, verify == "logits")
 
 
 @contextmanager
-def _new_folder(source: ModelSource, output: Path, kinds: Kinds, verify: str) -> Iterator[Path]:
+def _new_folder(source: ModelSource, output: Path, kinds: Kinds, checks: Checks) -> Iterator[Path]:
     """Yield a temporary folder for the output. It is synced and renamed at the end, or removed after an error."""
     if source.path.is_dir() and output.resolve().is_relative_to(source.path.resolve()):
         raise UserError(f"{output}: is inside {source.path}; name a folder elsewhere")
@@ -268,7 +287,7 @@ def _new_folder(source: ModelSource, output: Path, kinds: Kinds, verify: str) ->
         for file in aside.iterdir():
             sync(file)
     dtypes = " and ".join(sorted({dtype_name(kind.dtype) for kind in kinds.values()}))
-    log.info(f"{output}: {len(kinds)} tensors, {_total(kinds) / 1e6:,.1f} MB, {dtypes}, {_VERIFIED[verify]}")
+    log.info(f"{output}: {len(kinds)} tensors, {_total(kinds) / 1e6:,.1f} MB, {dtypes}, {_VERIFIED[checks.mode]}")
 
 
 def _total(kinds: Kinds) -> int:
@@ -319,9 +338,9 @@ def _is_finite(values: Tensor) -> bool:
     return all(torch.isfinite(extreme).item() for extreme in torch.aminmax(wide))
 
 
-def _compare(written: Weights, digests: Digests, verify: str) -> None:
-    """Read the written tensors again and compare their digests, unless verify is off. Raises SaveError."""
-    if verify == "off":
+def _compare(written: Weights, digests: Digests, checks: Checks) -> None:
+    """Read the written tensors again and compare their digests, unless --verify is off. Raises SaveError."""
+    if checks.mode == "off":
         return
     found = Digests()
     deque(_tensors(written, written.kinds, found, "verifying"), maxlen=0)  # runs the iterator, keeps no tensor
@@ -330,15 +349,29 @@ def _compare(written: Weights, digests: Digests, verify: str) -> None:
 
 
 def _compare_logits(
-    folder: Path, weights: Weights, spec: ModelSpec | None, texts: bool = False, adapter: Path | None = None
-) -> None:
-    """Compare the logits of transformers with ours. Args: see verify_logits.compare. Raises SaveError."""
-    from titan_mi100.weights.verify_logits import compare  # imported here, because transformers takes seconds to load
-
+    checks: Checks, folder: Path, weights: Callable[[], Weights], spec: ModelSpec | None, texts: bool = False,
+    adapter: Path | None = None,
+) -> None:  # fmt: skip
+    """Compare the logits of transformers with ours, if asked for. If transformers cannot compute them, a warning says
+    so. Args: see verify_logits.compare. Raises SaveError.
+    """
+    if checks.mode != "logits":
+        return
     assert spec is not None
-    with warnings.catch_warnings():  # deprecation warnings between transformers and peft, of no use to our users
-        warnings.simplefilter("ignore")
-        problems, difference = compare(folder, weights, spec, texts, adapter)
+    try:
+        # imported here, because transformers takes seconds to load
+        from titan_mi100.weights.verify_logits import compare
+
+        with warnings.catch_warnings():  # deprecation warnings between transformers and peft, of no use to our users
+            warnings.simplefilter("ignore")
+            problems, difference = compare(folder, weights(), spec, texts, adapter)
+    except Exception as error:  # a library's, of any type
+        reason = shortened(" ".join(f"{type(error).__name__}: {error}".split()), 300)
+        if checks.is_asked:
+            raise SaveError(f"transformers, reading {folder.name}: cannot compute logits: {reason}") from None
+        log.warning(f"{folder}: only bytes are compared, because transformers cannot compute logits: {reason}")
+        checks.mode = "bytes"
+        return
     if problems:
         raise SaveError("\n".join(f"transformers, reading {folder.name}: {problem}" for problem in problems))
     log.info(f"logits of transformers and ours, in fp32: largest difference {difference:.1e}")

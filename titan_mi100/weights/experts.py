@@ -20,15 +20,16 @@ class StackedWeights(Weights):
 
     def __init__(self, stored: Weights, spec: ModelSpec, fused: bool) -> None:
         """Raises UserError: experts are missing, or have other shapes than the model's, or several dtypes."""
-        self.source, self._stored = stored.source, stored
+        self.source, self._stored, self.named = stored.source, stored, stored.named
         there = {name: kind for name, kind in stored.kinds.items() if INSIDE in name and not spec.carries(name)}
         assert isinstance(spec, MixtureSpec)
         wanted = spec.in_files({name: parameter.shape for name, parameter in stacks(spec)}, fused)
-        problems = tensor_problems({n: (shape, dtype_name(dtype)) for n, (shape, dtype) in there.items()}, wanted)
+        held = {name: (shape, dtype_name(dtype)) for name, (shape, dtype) in there.items()}
+        problems = tensor_problems(held, wanted, self.named)
         self.kinds = {name: kind for name, kind in stored.kinds.items() if name not in there}
         self._places = {}
         for name, parameter in stacks(spec) if not problems else ():
-            self._places[name] = places(name, parameter, fused), parameter.is_transposed
+            self._places[name] = list(places(name, parameter, fused)), parameter.is_transposed
             dtypes = {there[place.name].dtype for place in self._places[name][0]}
             self.kinds[name] = Kind(parameter.shape, min(dtypes, key=dtype_name))
             if len(dtypes) > 1:
@@ -68,7 +69,7 @@ def in_files(spec: ModelSpec | None, tensors: Iterable[tuple[str, Tensor]]) -> I
             continue
         parts = tensor.unflatten(0, (parameter.experts, -1))
         parts = parts.mT if parameter.is_transposed else parts
-        found = places(name, parameter, spec.experts_fused)
+        found = list(places(name, parameter, spec.experts_fused))
         if found[0].expert is None:
             yield from ((place.name, part.contiguous()) for place, part in zip(found, parts, strict=True))
         elif found[0].start:
@@ -108,6 +109,9 @@ class AdapterOfExperts(Weights):
         for name, kind in stored.kinds.items():
             is_inner, is_b = ".experts.base_layer." in name, name.endswith("B.weight") and ".experts." in name
             parts = ("gate_proj", "up_proj") if is_inner and is_b else ("gate_proj",) if is_inner else ("down_proj",)
+            if len(kind.shape) != 2 or kind.shape[0] % len(parts):
+                what = "of gate and up below each other" if len(parts) == 2 else "a matrix"
+                raise UserError(f"{stored.source}: {name} has shape {kind.shape}, and is not {what}; save it again")
             rows, columns = kind.shape[0] // len(parts), kind.shape[1]
             for number, part in enumerate(parts):
                 own = name.replace(".base_layer", "").replace(".experts.", f".experts.{part}.")

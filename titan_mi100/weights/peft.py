@@ -29,6 +29,7 @@ _PREFIX = "base_model.model."  # PEFT puts it before the model's own names
 _NAME = re.compile(
     rf"{re.escape(_PREFIX)}(?:\w+\.)+layers\.\d+\.\w+\.({'|'.join(ADAPTED)})(?:\.base_layer)?\.lora_[AB]\.weight"
 )
+_OF_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 # Keys of adapter_config.json that do not change the result of an adapter with given tensors. Any other key that is set
 # is refused: the adapter would compute something else here than in peft.
 _HARMLESS = {
@@ -104,6 +105,9 @@ def read_adapter(folder: str | Path) -> tuple[LoRAConfig, Weights]:
         raise UserError(f"{path}: has no tensors; copy it again")
     found = {name: _NAME.fullmatch(name) for name in stored.kinds}
     if odd := sorted(name for name, match in found.items() if match is None):
+        if single := [name for name in odd if _OF_ONE_EXPERT.search(name)]:
+            what = f"has {some(single, 1)}: adapters of single experts are not supported, only of all in one tensor"
+            raise UserError(f"{path}: {what}; merge it with peft: PeftModel.merge_and_unload()")
         raise UserError(
             f"{path}: has {some(odd, 1)}, which is not a LoRA matrix of a linear layer as peft names it, "
             f"{_PREFIX}model.layers.0.self_attn.q_proj.lora_A.weight; rename it, or train the adapter on "
@@ -175,12 +179,11 @@ def _read_config(path: Path) -> dict[str, Any]:
     base = raw.get("base_model_name_or_path") or ""
     if not isinstance(base, str) or len(base) > _LONGEST_NAME:
         problems.append(f"base_model_name_or_path = {shortened(repr(base))} is neither a name nor a path")
-    targets = raw.get("target_parameters")
-    is_known = isinstance(targets, list) and sorted(map(str, targets)) == sorted(TARGET_PARAMETERS)
+    is_known = _names_experts(raw.get("target_parameters"))
     harmless = _HARMLESS | ({"target_parameters"} if is_known else set())
     limits = {"rank_pattern": ((int,), 1 << 20), "alpha_pattern": ((int, float), 1e9)}
     for key, (types, most) in limits.items():  # ours have one value for all experts
-        if is_known and isinstance(raw.get(key), dict) and sorted(raw[key]) == sorted(TARGET_PARAMETERS):
+        if is_known and isinstance(raw.get(key), dict) and _names_experts([*raw[key]]):
             value, other = raw[key].values()
             if type(value) in types and 0 < value <= most and value == other:
                 raw[key] = value
@@ -192,3 +195,10 @@ def _read_config(path: Path) -> dict[str, Any]:
     if problems:
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
     return raw
+
+
+def _names_experts(targets: Any) -> bool:
+    """Whether a list has both tensors of experts once each, by their names or ends of these, as peft allows."""
+    if not isinstance(targets, list) or len(targets) != 2:
+        return False
+    return all(sum(f".{name}".endswith(f".{target}") for target in targets) == 1 for name in TARGET_PARAMETERS)

@@ -64,17 +64,17 @@ class RenamedWeights(Weights):
     """Weights by our names. Args: names: our name -> the name in the folder."""
 
     def __init__(self, stored: Weights, names: Mapping[str, str]) -> None:
-        self.source, self._stored, self._names = stored.source, stored, names
+        self.source, self._stored, self.named = stored.source, stored, names
         self.kinds = {own: stored.kinds[name] for own, name in names.items()}
 
     def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-        return self._stored.read(self._names[name], shape, offset, size)
+        return self._stored.read(self.named[name], shape, offset, size)
 
     def read_exactly(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-        return self._stored.read_exactly(self._names[name], shape, offset, size)
+        return self._stored.read_exactly(self.named[name], shape, offset, size)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        return self._stored.tensor(self._names[name], dtype)
+        return self._stored.tensor(self.named[name], dtype)
 
 
 class JoinedWeights(Weights):

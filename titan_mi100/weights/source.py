@@ -108,21 +108,22 @@ def open_source(path: str | Path, assets_folder: str | Path = "") -> ModelSource
         UserError: there is no model, a file cannot be read, or the tensors do not fit the config.
     """
     path = Path(path)
+    if assets_folder and not Path(assets_folder).is_dir():
+        raise UserError(f"{assets_folder}: is not a folder; name one with config.json and tokenizer files")
+    folder = Path(assets_folder) if assets_folder else asset_files.folder_of(path)
+    has_config = path.exists() and lexists(folder / asset_files.CONFIG)
+    spec = read_hf_config(folder) if has_config else None  # first: it says if the weights are quantized
     weights = open_weights(path)
     if not weights.kinds:
         raise UserError(f"{path}: has no weights")
     manifest = read_manifest(path)
-    if assets_folder and not Path(assets_folder).is_dir():
-        raise UserError(f"{assets_folder}: is not a folder; name one with config.json and tokenizer files")
-    folder = Path(assets_folder) if assets_folder else asset_files.folder_of(path)
-    has_config = lexists(folder / asset_files.CONFIG)
     trained = manifest.get("fingerprints", {}).get("model")
     try:
         saved = of_fingerprint(trained) if trained else None
     except ValueError as error:
         raise UserError(f"{path / sealed.MANIFEST}: {error}; use another checkpoint") from None
     # config.json may have been copied from another model, so it must agree with what the run recorded.
-    spec = read_hf_config(folder) if has_config else saved
+    spec = spec or saved
     if spec is not None and saved is not None and (differing := differences(spec, saved)):
         raise UserError(
             f"{folder / asset_files.CONFIG}: does not describe the model that was trained ({folder}, {path}: "

@@ -1,6 +1,5 @@
 """Compares an HF folder, loaded by transformers, with the same weights in our model. Needs transformers."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +8,17 @@ import transformers
 from torch import Tensor
 
 from titan_mi100.errors import UserError
+from titan_mi100.files.plain import read_object
 from titan_mi100.model.families import MODELS
 from titan_mi100.parallel.distributed import fill_parameters
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.families import to_hf_config
-from titan_mi100.text.assets import GENERATION, read_assets, stop_ids
+from titan_mi100.text.assets import CONFIG, GENERATION, read_assets, stop_ids
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights.base import Weights
 from titan_mi100.weights.pieces import read_pieces
+from titan_mi100.wording import some
 
 _DTYPE = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"  # the argument's name
 _TEXTS = (
@@ -42,7 +43,8 @@ def compare(
 ) -> tuple[list[str], float]:
     """Load a folder with transformers on the CPU in fp32, and compare its logits with those of `weights` in our model.
 
-    The folder's own Python code is never run.
+    The folder's own Python code is never run. transformers raises all kinds of exceptions for a folder that it cannot
+    read, or a model that it cannot compute.
 
     Args:
         weights: ours. The folder's weights are cast to the same dtypes first, so that only the computation is compared.
@@ -53,22 +55,18 @@ def compare(
         Problems, one text each; and the largest difference of the logits.
     """
     transformers.utils.logging.disable_progress_bar()
-    try:
-        # Memory holds one model at a time: theirs is deleted before ours is built.
-        # An adapter's names are those of the whole model. The other class loads the text part of one that reads images.
-        names = to_hf_config(spec)["architectures"]
-        kind = transformers.AutoModelForCausalLM if adapter is None else getattr(transformers, names[0])
-        theirs: Any = kind.from_pretrained(
-            folder,
-            local_files_only=True,
-            trust_remote_code=False,
-            attn_implementation="eager",
-            **{_DTYPE: torch.float32},  # overrides the dtype of config.json
-        )
-    except Exception as error:  # the library raises all kinds of exceptions for a folder that it cannot read
-        return [f"cannot load it: {error}"], math.nan
-    wanted = [*names, *(name.replace("ForConditionalGeneration", "ForCausalLM") for name in names)]
-    problems = [] if type(theirs).__name__ in wanted else [f"it is a {type(theirs).__name__}"]
+    # Memory holds one model at a time: theirs is deleted before ours is built.
+    theirs, loading = getattr(transformers, _class_of(folder, spec)).from_pretrained(
+        folder,
+        local_files_only=True,
+        trust_remote_code=False,
+        attn_implementation="eager",
+        output_loading_info=True,
+        **{_DTYPE: torch.float32},  # overrides the dtype of config.json
+    )
+    problems = []
+    if lacking := sorted(name for name in loading["missing_keys"] if not spec.carries(name)):
+        problems.append(f"does not find {some(lacking)}, and would start with random values")
     tied = theirs.get_input_embeddings().weight is theirs.get_output_embeddings().weight
     if tied != spec.tie_word_embeddings:
         problems.append(f"head and embedding are {'' if tied else 'not '}tied")
@@ -79,7 +77,7 @@ def compare(
         theirs = peft.PeftModel.from_pretrained(theirs, adapter).eval()
     else:
         for name, parameter in theirs.named_parameters():
-            same = name.replace("experts.gate_up_proj", "experts.gate_proj")  # ours hold experts apart
+            same = spec.own_name(name).replace("experts.gate_up_proj", "experts.gate_proj")  # ours hold experts apart
             same = same if parameter.ndim < 3 else f"{same}.weight"
             if same in weights.kinds:  # a rounding to bf16 and back, if ours are stored in bf16
                 parameter.copy_(parameter.to(weights.kinds[same].dtype))
@@ -104,6 +102,14 @@ def compare(
     return problems + (_compare_texts(folder) if texts else []), difference
 
 
+def _class_of(folder: Path, spec: ModelSpec) -> str:
+    """The class of transformers that the folder's config.json names, if it is one of this family's."""
+    own = to_hf_config(spec)["architectures"][0]
+    named = read_object(folder / CONFIG, "").get("architectures")
+    text_only = own.replace("ForConditionalGeneration", "ForCausalLM")
+    return text_only if named == [text_only] else own
+
+
 def _prompts(folder: Path, vocabulary: int) -> list[Tensor]:
     """Prompts, (1, tokens) each: ids spread over the whole vocabulary, and texts if there is a tokenizer."""
     prompts = [[(step * i * i + step) % vocabulary for i in range(16)] for step in (1, 7919, 104729, 1299709)]
@@ -118,10 +124,7 @@ def _compare_texts(folder: Path) -> list[str]:
     if not _has_tokenizer(folder):
         return []
     ours = load_tokenizer(folder)
-    try:
-        theirs: Any = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        return [f"cannot load the tokenizer: {error}"]
+    theirs: Any = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     problems = [
         f"token ids of {t!r} differ" for t in _TEXTS if theirs.encode(t, add_special_tokens=False) != ours.encode(t)
     ]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titan_mi100.errors import UserError
+from titan_mi100.errors import UserError, is_out_of_memory
 from titan_mi100.files import durable, isolated
 from titan_mi100.files.pool import end_with_parent
 from titan_mi100.launch.links import reserved_port
@@ -180,8 +180,5 @@ def _call(target: str, arguments: dict[str, Any]) -> Outcome:
     except UserError as error:
         return UNAVAILABLE, _tidy(str(error)), None
     except Exception as error:
-        is_memory = isinstance(error, MemoryError)
-        if "torch" in sys.modules:  # do not import it, which takes seconds, for a part that did not use it
-            is_memory = importlib.import_module("titan_mi100.run.forecast").is_out_of_memory(error)
         said = _tidy(f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}")
-        return "out of memory" if is_memory else "failed", said, None
+        return "out of memory" if is_out_of_memory(error) else "failed", said, None
