@@ -165,8 +165,8 @@ def test_packed_documents_are_as_alone_and_see_no_other() -> None:
     assert (packed - alone).abs().max() < 1e-12 * alone.abs().max()
     changed = ids.clone()
     changed[0, 2:63] = draw(spec, 1, 62)[0, 1:]
-    # A library may round a product of 12 rows otherwise than one of 13 (MKL does, with AVX2). So another document's
-    # tokens may change the last bits of this one, through the number of rows that an expert gets, and no more than that:
+    # A library may round a product of 12 rows otherwise than one of 13 (MKL does, with AVX2). So another document may
+    # change the last bits of this one, through the number of rows that an expert gets, and nothing else:
     after = model(changed, positions, documents)[0]
     others = [slice(2), slice(63, None)]
     assert all((after[part] - packed[part]).abs().max() < 1e-12 * packed.abs().max() for part in others)

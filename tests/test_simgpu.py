@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from breaks.run import Break, read_breaks
-from conftest import ASSETS, ASKED_FOR, FULL, REPO, torchrun
+from conftest import ASKED_FOR, ASSETS, FULL, REPO, torchrun
 from simgpu.build import HERE, build, library, why_not
 
 if "simgpu" not in os.environ.get("TITAN_TESTS_REQUIRE", ""):
