@@ -21,7 +21,7 @@ from pathlib import Path
 REPO = Path(__file__).parents[1]
 PROGRAM = str(Path(sys.executable).with_name("titan-mi100"))
 CONFIG = [*("--job.config_file", str(REPO / "train_configs" / "debug.toml"))]
-ROWS = ["--training.seq_len", "64", "--training.local_batch_size", "4"]
+ROWS = ["--training.seq_len", "64", "--training.local_batch_size", "4", "--model.attention_backend", "sdpa"]
 _LIMIT = 300.0  # seconds that a start may take
 
 
@@ -46,7 +46,19 @@ def make_model(work: Path) -> None:
 
 
 def teach(out: Path) -> list[str]:
-    return ["teach", *CONFIG, "--model", "model/checkpoint/step-3", "--out", str(out), "--top_k", "8", *ROWS]
+    return [
+        "teach",
+        *CONFIG,
+        "--model",
+        "model/checkpoint/step-3",
+        "--out",
+        str(out),
+        "--top_k",
+        "8",
+        "--nproc_per_node",
+        "1",
+        *ROWS,
+    ]
 
 
 def content(folder: Path) -> dict[str, bytes]:
