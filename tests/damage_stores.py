@@ -33,9 +33,9 @@ STUDENT = [
     "--validation.freq",
     "0",
 ]
-STUDENT += ["--validation.prompts", "0", "--lr_scheduler.warmup_steps", "-1"]
+STUDENT += ["--nproc_per_node", "1", "--validation.prompts", "0", "--lr_scheduler.warmup_steps", "-1"]
 PAIRS = [*CONFIG, "--data.path", "train_configs/debug/pairs.jsonl", "--objective.name", "preference", *ROWS[:2]]
-PAIRS += [*STUDENT[2:], "--checkpoint.initial_load_path", "model/checkpoint/step-3"]
+PAIRS += [*STUDENT[4:], "--checkpoint.initial_load_path", "model/checkpoint/step-3"]
 Change = Callable[[Path], object]
 
 
@@ -95,6 +95,10 @@ def named_by_content(data: bytes, folder: Path) -> None:
     path.with_name(f"part-00000-{hashlib.sha256(data).hexdigest()[:16]}.safetensors").write_bytes(data)
 
 
+def copied(name: str) -> Change:
+    return lambda folder: shutil.copy(parts(folder)[0], folder / name)
+
+
 def renumbered(folder: Path) -> None:
     first, second, *_ = parts(folder)
     first.rename(folder / "aside")
@@ -123,7 +127,7 @@ TEACHER: dict[str, Change] = {  # what becomes of a complete teacher's folder, w
     "NaN in the last token of the last part": forge(at("log_p", (-1, -1), np.nan), -1),
     "minus infinity": forge(at("log_p", (3, 7), -np.inf)),
     "ids sorted, log p not": forge(made("log_p", lambda x: np.sort(x, 1))),
-    "one token shifted": forge(lambda a: a.update(ids=np.roll(a["ids"], 1, 0)[1:], log_p=np.roll(a["log_p"], 1, 0)[1:])),
+    "one token less": forge(lambda a: a.update(ids=a["ids"][1:], log_p=a["log_p"][1:])),
     "Fortran's order of ids": forge(made("ids", lambda x: x.T.copy())),
     "uint32 ids": forge(made("ids", lambda x: x.astype(np.uint32))),
     "double log p": forge(made("log_p", lambda x: x.astype(np.float64))),
@@ -137,7 +141,7 @@ TEACHER: dict[str, Change] = {  # what becomes of a complete teacher's folder, w
     "tokens of 2^62": forge(at("tokens", 0, 2**62)),
     "a zero-dimensional array": forge(made("tokens", lambda x: np.array(3))),
     "another array more": forge(lambda a: a.update(hidden=np.zeros((4, 4), np.float32))),
-    "the sums of a reference": forge(lambda a: (a.pop("ids"), a.pop("log_p"), a.update(sums=-np.ones(len(a["documents"]))))),
+    "the sums of a reference": forge(lambda a: (a.pop("ids"), a.pop("log_p"), a.update(sums=-1.0 * a["tokens"]))),
     "cut in the middle": truncated,
     "an empty part": lambda folder: parts(folder)[0].write_bytes(b""),
     "a header of gigabytes": lambda folder: named_by_content((1 << 40).to_bytes(8, "little") + b"{}", folder),
@@ -147,9 +151,11 @@ TEACHER: dict[str, Change] = {  # what becomes of a complete teacher's folder, w
     "parts renumbered": renumbered,
     "a part missing": lambda folder: parts(folder)[1].unlink(),
     "all parts missing": lambda folder: [path.unlink() for path in parts(folder)],
-    "a part more": lambda folder: shutil.copy(parts(folder)[0], folder / parts(folder)[0].name.replace("00000", "00099")),
-    "a part of a name in capitals": lambda folder: shutil.copy(parts(folder)[0], folder / f"part-00000-{'A' * 16}.safetensors"),
-    "a link to the same part": lambda folder: (folder / f"part-00000-{'0' * 16}.safetensors").symlink_to(parts(folder)[0]),
+    "a part more": copied(f"part-00099-{'0' * 16}.safetensors"),
+    "a part of a name in capitals": copied(f"part-00000-{'A' * 16}.safetensors"),
+    "a link to the same part": lambda folder: (folder / "part-00000-0000000000000000.safetensors").symlink_to(
+        parts(folder)[0]
+    ),
     "store.json of more rows": told(rows=10_000),
     "store.json of 2^62 rows": told(rows=2**62),
     "store.json with k as a text": told(k="8"),
@@ -167,6 +173,20 @@ TEACHER: dict[str, Change] = {  # what becomes of a complete teacher's folder, w
     "a format to come": told(format=99),
     "a format that is a text": told(format="2"),
 }  # fmt: skip
+
+
+REFERENCE: dict[str, Change] = {  # what becomes of the reference of a run, which is then resumed
+    "a sum of NaN": forge(at("sums", 0, np.nan)),
+    "a sum above zero": forge(at("sums", 3, 1.5)),
+    "sums of single precision": forge(made("sums", lambda x: x.astype(np.float32))),
+    "documents in another order": forge(made("documents", lambda x: x[::-1].copy())),
+    "sums of half of the documents": forge(lambda a: a.update({n: a[n][: len(a[n]) // 2] for n in a})),
+    "a part of a teacher": forge(lambda a: a.update(ids=np.zeros((9, 1), np.int32))),
+    "a part cut": truncated,
+    "store.json gone": lambda folder: (folder / "store.json").unlink(),
+    "store.json of other weights": told(weights="another"),
+    "the format of before": old_format,
+}
 
 
 def ends(work: Path, *words: str) -> tuple[int, str]:
@@ -223,6 +243,24 @@ def main() -> int:
             ).unlink()
             code, text = ends(work, *teach(out))  # the remedy
             note(f"{what}, its remedy", f"code {code}", text, code == 0 and content(out) == content(sound))
+    words = ["train", *PAIRS, "--job.run_folder"]
+    if not (work / "preferred").exists():
+        code, text = ends(work, *words, str(work / "preferred"), "--training.steps", "1")
+        assert code == 0, text
+        code, text = ends(work, *words, str(run), "--training.steps", "2")
+    for what, change in REFERENCE.items():
+        if options.only not in what:
+            continue
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(work / "preferred", run)
+        change(run / "reference")
+        code, text = ends(work, *words, str(run), "--training.steps", "2")
+        note(
+            f"reference: {what}",
+            verdict(code, text),
+            text,
+            verdict(code, text) == "refused" and not (run / "checkpoint" / "step-2").exists(),
+        )
     print(counts)
     return 1 if "WRONG" in counts else 0
 
