@@ -346,9 +346,12 @@ def test_no_array_of_a_store_is_believed(kind: str, tmp_path: Path, monkeypatch:
         change(arrays)
         with pytest.raises(UserError, match="part 0 is not written, as it"):  # the writer asks the same
             sound.write(0, arrays, fits)
-    for what, metadata in {"of another store": {"store": "0"}, "another part": {"part": "1"}}.items():
+    for what, metadata in {
+        "of another store": "part 0 of another",
+        "another part": f"part 1 of {about.digest}",
+    }.items():
         shutil.copytree(sound.folder, tmp_path / what)
-        forge(tmp_path / what, lambda arrays: None, **metadata)
+        forge(tmp_path / what, lambda arrays: None, of=metadata)
         with pytest.raises(UserError, match="was written for another folder or as another part"):
             AnswerStore(tmp_path / what, about, "").verify(fits)
     for _ in range(2):  # the second time what was judged is remembered

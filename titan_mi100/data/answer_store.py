@@ -3,7 +3,7 @@
 | file | content |
 |---|---|
 | store.json | what it was made of; `About` |
-| part-00012-HASH.safetensors | a part; HASH begins its SHA-256. Its metadata: its number, and `About.digest`. Arrays: |
+| part-00012-HASH.safetensors | a part; HASH begins its SHA-256. Metadata: its number and `About.digest`. Arrays: |
 | documents, tokens | (d,) int64: numbers of documents of the prepared data, and the learned tokens of each |
 | sums | (d,) float64: of a reference: sum of log p over the document's learned tokens |
 | ids, log_p | (t, k) int32, float32: of a teacher: the k likeliest ids for each learned token, and their log p, at |
@@ -39,6 +39,7 @@ STORE = "store.json"
 VLLM = "vllm"  # About.dtype of an import, whose parts have the documents in their order
 FORMAT = 2  # of the folder; 1 had parts without metadata
 _PART = re.compile(r"part-(\d{5,10})-([0-9a-f]{16})\.safetensors")
+_OF = "of"  # key of a part's metadata
 _ROWS_OF_A_PART = 512  # in every layout alike
 _DOCUMENTS_OF_A_PART = 4096  # of an import
 ROUNDING = 1e-3  # of log p above 0 and of probabilities above 1, which other programs write
@@ -246,7 +247,7 @@ class AnswerStore:
                 else "compute with --training.mixed_precision_param float32"
             )
             raise UserError(f"{self.folder}: part {number} is not written, as it {problem}; {what}")
-        metadata = {"store": self.about.digest, "part": str(number)}
+        metadata = {_OF: self._mark(number)}  # a single one: safetensors writes several in any order
         content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, metadata)
         path = self.folder / f"part-{number:05}-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
         try:
@@ -254,6 +255,10 @@ class AnswerStore:
         except OSError as error:
             raise self._cannot(error) from None
         self.parts[number] = path
+
+    def _mark(self, number: int) -> str:
+        """What a part's metadata say."""
+        return f"part {number} of {self.about.digest}"
 
     def verify(self, wanted: Wanted, cache: Path | None = None) -> None:
         """Compare every part with its hash, with the store and with the documents.
@@ -298,8 +303,7 @@ class AnswerStore:
         from safetensors import safe_open
 
         file = safe_open(self.parts[number], framework="np")
-        metadata = file.metadata() or {}
-        if metadata.get("store") != self.about.digest or metadata.get("part") != str(number):
+        if (file.metadata() or {}).get(_OF) != self._mark(number):
             raise UserError("was written for another folder or as another part")
         return file
 
