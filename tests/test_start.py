@@ -1,7 +1,9 @@
 """Before the data of a run are prepared: weights, what an export refuses, and the disk are checked."""
 
+import dataclasses
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -11,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ASSETS
+from conftest import ASSETS, REPO
 from safetensors.torch import save_file
 from test_trainer import SPEC
 
+from titan_mi100.config import check
 from titan_mi100.config.check import check_start
 from titan_mi100.config.load import config_from_command_line, load_config
+from titan_mi100.config.toml_file import tomllib
 from titan_mi100.errors import UserError
 from titan_mi100.files import child, library
 from titan_mi100.files.durable import FolderLock
@@ -24,7 +28,7 @@ from titan_mi100.files.patterns import matching_files
 from titan_mi100.files.plain import LFS_POINTER
 from titan_mi100.launch.before_start import unfinished_run
 from titan_mi100.shapes.base import parameter_count, parameter_shapes
-from titan_mi100.shapes.families import to_hf_config
+from titan_mi100.shapes.families import PRESETS, to_hf_config
 from titan_mi100.watch.outcome import RunState, write_run_state
 from titan_mi100.weights.convert import to_hf
 from titan_mi100.weights.source import open_source
@@ -115,7 +119,7 @@ SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
         "config.json: eos_token_id = '</s>' must be a token id or a list",
     ),
     "pickle": (lambda f: shards(f, "pytorch_model.bin"), "only pytorch_model.bin; name that file itself"),
-    "pickles": (lambda f: shards(f, "a.bin", "b.bin"), "only a.bin, b.bin; write safetensors with transformers: Auto"),
+    "pickles": (lambda f: shards(f, "a.bin", "b.bin"), "only a.bin, b.bin; write it with transformers: Auto"),
     "GGUF": (lambda f: shards(f, "q4.gguf"), "only q4.gguf; GGUF cannot be trained; download the model's safetensors"),
     "half a download": (lambda f: shards(f, f"{SINGLE}.incomplete"), "; download the whole folder again"),
     "adapter": (adapter, "is a PEFT adapter; name its base model here"),
@@ -151,6 +155,46 @@ def test_the_command_checks_before_anything_else_and_a_later_job_and_a_resumed_r
     config_from_command_line(for_this_job=False)
     (run / "checkpoint" / "step-1").mkdir(parents=True)
     config_from_command_line()
+
+
+def test_packages_that_the_run_will_need_are_looked_for_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, find, installed = model(tmp_path / "model"), check.find_spec, check.version
+    monkeypatch.setattr(check, "find_spec", lambda name: None if name == "torchdata" else find(name))
+    with pytest.raises(UserError, match=r"^torchdata is not installed; pip install 'torchdata>=0.11'$"):
+        checked(folder)
+    (folder.parent / "runs" / "x" / "checkpoint" / "step-1").mkdir(parents=True)
+    with pytest.raises(UserError, match="torchdata is not installed"):  # a run that resumes needs them, too
+        checked(folder, "--job.run_folder", str(folder.parent / "runs" / "x"))
+    monkeypatch.setattr(check, "find_spec", find)
+    monkeypatch.setattr(check, "version", lambda name: {"tiktoken": "0.9.0rc1"}.get(name) or installed(name))
+    with pytest.raises(UserError, match=r"^tiktoken 0.9.0rc1 is older than 0.13; pip install 'tiktoken>=0.13'$"):
+        checked(folder)
+    metadata = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["dependencies"]
+    least = dict(re.match(r"([\w-]+)>=([\d.]+)", text).groups() for text in metadata)  # type: ignore[union-attr]
+    assert {n: v for n, v in least.items() if n not in ("tomli", "sentencepiece")} == check._PACKAGES | {
+        "tensorboard": "2.15"
+    }
+
+
+def test_files_that_an_export_refuses_are_refused_at_the_start_if_there_will_be_one(tmp_path: Path) -> None:
+    """A base of Qwen3 with a tokenizer whose config names a class that splits text differently."""
+    folder, other = model(tmp_path / "model"), tmp_path / "tokenizer"
+    shutil.copytree(ASSETS / "tokenizer", other)
+    export = ("--checkpoint.export_hf", "true")
+    given = (*export, "--model.tokenizer_path", str(other))
+    checked(folder, *given)
+    wrapped = dataclasses.replace(PRESETS["qwen3.5-debug"], is_wrapped=True)  # type: ignore[call-arg]
+    (folder / "config.json").write_text(json.dumps(to_hf_config(wrapped)))
+    tensors = {name: torch.zeros(shape) for name, shape in parameter_shapes(PRESETS["qwen3.5-debug"]).items()}
+    save_file(tensors, folder / SINGLE)
+    with pytest.raises(UserError) as refused:
+        checked(folder, *given)
+    message = str(refused.value)
+    assert message.startswith("[checkpoint] export_hf = true: of the export's files tokenizer_config.json: ")
+    assert "splits and normalises text differently" in message and str(tmp_path) not in message
+    checked(folder, "--model.tokenizer_path", str(other))  # without an export it is of no account
 
 
 def test_a_disk_too_small_for_a_checkpoint_and_the_export_is_refused(

@@ -23,6 +23,18 @@ class SaveError(RuntimeError):
     """A checkpoint could not be written. Those that were there are as before."""
 
 
+class ExportError(SaveError):
+    """A run's steps are all saved, but its export could not be written.
+
+    Attributes:
+        again: how to export.
+    """
+
+    def __init__(self, message: str, again: str) -> None:
+        super().__init__(message)
+        self.again = again
+
+
 class NumericalError(RuntimeError):
     """Loss, gradients, weights or optimizer state are not finite, and the run cannot go on. Nothing of it was saved.
 

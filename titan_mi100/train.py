@@ -25,7 +25,7 @@ from dataclasses import replace
 from titan_mi100.checkpoint.sealed import list_checkpoints
 from titan_mi100.cli import message_of
 from titan_mi100.config.settings import Config
-from titan_mi100.errors import NumericalError, Preempted, SaveError, UserError, is_out_of_memory
+from titan_mi100.errors import ExportError, NumericalError, Preempted, SaveError, UserError, is_out_of_memory
 from titan_mi100.open_run.answers import teach
 from titan_mi100.open_run.record import log_where_everything_is, step_to_use
 from titan_mi100.open_run.run import NO_FINITE_STEP, Run
@@ -34,7 +34,7 @@ from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import any_rank
 from titan_mi100.planning.plan import remedy
 from titan_mi100.run.folder import RunFolder
-from titan_mi100.run.next_commands import to_resume
+from titan_mi100.run.next_commands import to_export, to_resume
 from titan_mi100.run.time_limit import TimeLimit, end_of_job
 from titan_mi100.trainer import peak_memory_gib
 from titan_mi100.watch.outcome import INTERRUPTED, LOST, RunState, launcher_is_told, write_run_state
@@ -71,6 +71,8 @@ def main(config: Config, preemption: Preemption, heartbeat: Heartbeat) -> None:
         ended = RunState("preempted", 3, str(error), again)
     except NumericalError as error:
         ended = RunState("numerical_abort", 4, str(error), _way_back(folder, error.remedy) + again)
+    except ExportError as error:
+        ended = _moved(folder) or RunState("export_failed", 1, str(error), error.again)
     except SaveError as error:
         ended = _moved(folder) or RunState("save_failed", 1, str(error), "fix the problem above, then " + again)
     except KeyboardInterrupt:
@@ -141,7 +143,7 @@ def train(run: Run, preemption: Preemption) -> tuple[str, str]:
         Why the run has ended before its last step ("": it has not), and how to train on.
 
     Raises:
-        Preempted, NumericalError, SaveError: on all ranks; everything that could be saved was.
+        Preempted, NumericalError, SaveError, ExportError: on all ranks; everything that could be saved was.
     """
     progress, settings = run.progress, run.config.checkpoint
     saved = progress.step
@@ -188,7 +190,11 @@ def train(run: Run, preemption: Preemption) -> tuple[str, str]:
     run.heartbeat.begin(SAVE, "export")
     run.check_folder()
     if settings.export_hf:
-        export(run.folder, step, settings.export_dtype, run.config.lora, run.world.rank)
+        try:
+            export(run.folder, step, settings.export_dtype, run.config.lora, run.world.rank)
+        except (UserError, SaveError) as error:
+            again = f"fix the problem above, then {to_export(run.folder, step, settings.export_dtype)}"
+            raise ExportError(f"all steps are saved, but there is no export: {error}", again) from None
     if run.world.rank == 0:
         log_where_everything_is(run.folder, run.config, progress, step, run.measured)
     return message, remedy

@@ -2,9 +2,11 @@
 
 import math
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,6 +32,11 @@ ALTERNATIVES = (
     (("data", "path"), ("data", "source")),
     (("data", "validation_path"), ("data", "validation_fraction")),
 )
+# what every run imports, and the oldest version; as in pyproject.toml
+_PACKAGES = {
+    "torch": "2.8", "torchdata": "0.11", "tiktoken": "0.13", "tokenizers": "0.21", "jinja2": "3.1.6",
+    "safetensors": "0.4.5", "tqdm": "4.66", "numpy": "1.26",
+}  # fmt: skip
 _TAKEN = ("checkpoint", "tensorboard", "logs", "snapshot")  # names that the run folder needs itself
 # switch -> keys of its section that have no effect while the switch has its default
 _SWITCHES: dict[tuple[str, str], tuple[str, ...]] = {
@@ -129,8 +136,10 @@ def check_start(config: Config) -> None:
     """Check what would otherwise fail after the data are prepared, or at the end of a new run on this machine.
 
     Raises:
-        UserError: weights that are not complete, files that an export refuses, or a disk that is too small.
+        UserError: a package that is missing or too old, weights that are not complete, files that an export refuses, or
+            a disk that is too small.
     """
+    check_packages({"tensorboard": "2.15"} if config.metrics.enable_tensorboard else {})
     save, lora, spec = config.checkpoint, config.lora, config.spec()
     load, folder = save.initial_load_path, os.path.abspath(config.job.run_folder or config.job.dump_folder)
     if any(Path(folder, "checkpoint").glob("step-*")) and not save.fresh:  # it resumes
@@ -142,6 +151,8 @@ def check_start(config: Config) -> None:
         except UserError as error:
             raise UserError(f"{error}{hub_hint(load)}") from None
         assets.check_generation(assets.folder_of(load))
+    if save.export_hf and os.environ.get("RANK", "0") == "0":
+        assets.check_export(spec, load, config.tokenizer_path(), config.model.chat_template)
     trained = lora.shapes(spec) if lora.rank else parameter_shapes(spec)
     count = sum(map(math.prod, trained.values()))
     saved = count * (sum(config.optimizer.master_bytes) + config.optimizer.state_bytes)
@@ -151,6 +162,26 @@ def check_start(config: Config) -> None:
     if (free := shutil.disk_usage(folder).free) < saved + exported:
         what = f"a checkpoint takes {bytes_in_words(round(saved))}, the export {bytes_in_words(exported)}"
         raise UserError(f"{folder}: {bytes_in_words(free)} are free, but {what}; free some, or set job.run_folder")
+
+
+def check_packages(also: Mapping[str, str]) -> None:
+    """Look for the packages that a run needs, without importing them. Raises UserError: what to install.
+
+    Args:
+        also: names of packages that not every run needs, and their oldest versions.
+    """
+    needed, wrong = {**_PACKAGES, **also}, []
+    for name, least in needed.items():
+        try:
+            there = version(name) if getattr(find_spec(name), "origin", None) else ""
+        except PackageNotFoundError:  # it is there, without a version
+            continue
+        numbers = [tuple(map(int, re.findall(r"\d+", text)[:3])) for text in (there, least)]
+        if numbers[0] < numbers[1]:
+            wrong.append(f"{name} {f'{there} is older than {least}' if there else 'is not installed'}")
+    if wrong:
+        quoted = " ".join(f"'{name}>={needed[name]}'" for name in (text.split()[0] for text in wrong))
+        raise UserError(f"{'; '.join(wrong)}; pip install {quoted}")
 
 
 def check_layout(config: Config, world_size: int) -> Iterator[Problem]:

@@ -41,8 +41,7 @@ def after_run(folder: Path, config: Config, step: int) -> list[tuple[str, str]]:
     if export.exists():
         found.append(("serve", _serve(config.lora, base, shown_path(export))))
     else:
-        folders = ("--input_dir", shown_path(checkpoint), "--output_dir", shown_path(export))
-        found.append(("export", command("convert dcp-to-hf", *folders)))
+        found.append(("export", to_export(folder, step)))
     found.append(("report", command("report", shown_path(folder))))
     sources = [source.name for source in config.data.sources if not any(map(is_corpus, source.path))]
     if sources:
@@ -53,6 +52,13 @@ def after_run(folder: Path, config: Config, step: int) -> list[tuple[str, str]]:
         program = _program("tensorboard", "tensorboard.main")
         found.append(("curves", shlex.join([*program, "--logdir", shown_path(folder / "tensorboard")])))
     return found
+
+
+def to_export(folder: Path, step: int, dtype: str = "auto") -> str:
+    """The command that exports a checkpoint of the run. Args: dtype: of checkpoint.export_dtype."""
+    named = shown_path(folder / "checkpoint" / f"step-{step}"), shown_path(folder / f"hf-step-{step}")
+    options = ["--dtype", dtype] if dtype != "auto" else []
+    return command("convert dcp-to-hf", "--input_dir", named[0], "--output_dir", named[1], *options)
 
 
 def to_resume(folder: Path, processes: int, local_processes: int) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from titan_mi100.errors import UserError
@@ -18,7 +19,7 @@ from titan_mi100.files.library import try_library
 from titan_mi100.files.plain import LARGEST_CONFIG, LARGEST_TABLE, parse_object, read_plain
 from titan_mi100.files.templates import TEMPLATE, read_template, template_files
 from titan_mi100.shapes.base import ModelSpec
-from titan_mi100.shapes.families import to_hf_config
+from titan_mi100.shapes.families import read_hf_config, to_hf_config
 from titan_mi100.text.classes import QWEN_CLASSES, class_of
 from titan_mi100.wording import shown
 
@@ -284,6 +285,29 @@ def check_generation(folder: Path) -> None:
     others = parse_object(assets.get(GENERATION, b"{}"), folder / GENERATION, _REMEDY).keys() - _PLAIN_GENERATION
     if others and find_spec("transformers") and (problem := try_library(folder, GENERATION)):
         raise UserError(f"{problem}; {_REMEDY}")
+
+
+def check_export(spec: ModelSpec, base: str, tokenizer: str, chat_template: str) -> None:
+    """Assemble the files of a run's export, and read them as the export will. Args: as run_assets.
+
+    Raises:
+        UserError: the export would refuse them.
+    """
+    from titan_mi100.text.load import load_tokenizer  # here, because it imports the tokenizers' libraries
+
+    with TemporaryDirectory() as scratch:
+        folder, made = Path(scratch), run_assets(spec, base, tokenizer, chat_template)
+        for name, content in made.items():
+            (folder / name).write_bytes(content)
+        try:
+            read_hf_config(folder)
+            if "tokenizer.json" in made or "vocab.json" in made:
+                load_tokenizer(folder)
+            export_assets(folder, made, spec, None, [])
+        except UserError as error:
+            what = str(error).replace(f"{scratch}/", "")
+            remedy = "set model.tokenizer_path to the tokenizer of this model, or checkpoint.export_hf = false"
+            raise UserError(f"[checkpoint] export_hf = true: of the export's files {what}; {remedy}") from None
 
 
 def export_assets(folder: Path, assets: Assets, spec: ModelSpec, dtype: str | None, ends: list[int]) -> Assets:

@@ -229,8 +229,11 @@ def export(folder: Path, step: int, dtype: str, lora: LoRAConfig, rank: int) -> 
                 if source.lora is not None:
                     source.manifest["lora"]["base_model_name_or_path"] = lora.base_model_name_or_path
                 to_hf(source, target, dtype)
-        except OSError as error:
-            raise SaveError(f"{target}: could not be written: {error}") from error
+        except (UserError, SaveError):
+            raise
+        except Exception as error:
+            reason = str(error) if isinstance(error, OSError) else tool.message_of(error)
+            raise SaveError(f"{target}: could not be written: {reason}") from error
         finally:  # another collective would time out during a long export
             wait_for_all()
 

@@ -12,6 +12,7 @@ _STATES = {
     "bad_input": (BAD, "Ended by its config or input"),
     "numerical_abort": (BAD, "Ended: loss or gradients not finite"),
     "save_failed": (BAD, "Ended: a checkpoint could not be saved"),
+    "export_failed": (BAD, "Ended: all steps are saved, but the export failed"),
     "interrupted": (WARN, "Interrupted"),
     "out_of_memory": (BAD, "Ended: out of memory"),
     "lost_a_process": (BAD, "Ended: a process was lost"),
