@@ -9,7 +9,7 @@
 | TRL's KTO, LLaMA-Factory's | any of the formats of formats.py, and label or kto_tag: true or false |
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,9 +23,9 @@ REFERENCE, LABEL, TEACHER_IDS, TEACHER_LOG_P = "reference", "label", "teacher_id
 PAIRS, LABELS = "pairs", "labels"  # kinds of rows, see ObjectiveConfig.answers
 PAIR_KEYS = frozenset({"chosen", "rejected"})
 LABEL_KEYS = ("label", "kto_tag")
-_PROMPTS = ("prompt", "question", "instruction", "messages", "conversations")
+PROMPTS = ("prompt", "question", "instruction", "messages", "conversations")
 OPTIONAL = frozenset(
-    {*_PROMPTS, "input", "system", "history", "tools", "score_chosen", "score_rejected", "chat_template_kwargs"}
+    {*PROMPTS, "input", "system", "history", "tools", "score_chosen", "score_rejected", "chat_template_kwargs"}
 )
 SAME, TIE, EARLIER = "both answers are the same", "both answers have the same score", "differ before the last turn"
 
@@ -47,7 +47,7 @@ def read_pair(row: dict[str, Any], prompt_of: ReadMessages, message: ReadMessage
         what = "chat_template_kwargs of a row are not followed; name the key in data.ignored_keys, and set"
         raise BadRecord("unknown key", f"{what} data.enable_thinking for all rows")
     chosen, rejected = (_answer(row, name, message) for name in ("chosen", "rejected"))
-    given = [name for name in _PROMPTS if row.get(name) not in (None, "", [])]
+    given = [name for name in PROMPTS if row.get(name) not in (None, "", [])]
     if chosen[0]["role"] != "assistant" or rejected[0]["role"] != "assistant":
         shared = _shared(chosen, rejected)
         prompt, chosen_answer, rejected_answer = chosen[:shared], chosen[shared:], rejected[shared:]
@@ -57,7 +57,7 @@ def read_pair(row: dict[str, Any], prompt_of: ReadMessages, message: ReadMessage
         _check_no_more(row, "the conversation", "history", "input")
         prompt = prompt_of({"system": row.get("system")}) + prompt
     elif len(given) != 1:
-        what = f"it is given in {listed(given)}; keep one" if given else f"expected one of {listed(_PROMPTS)}"
+        what = f"it is given in {listed(given)}; keep one" if given else f"expected one of {listed(PROMPTS)}"
         raise BadRecord("no prompt" if not given else "two prompts", what)
     else:
         prompt, chosen_answer, rejected_answer = _prompt(row, given[0], prompt_of, message), chosen, rejected
@@ -86,11 +86,12 @@ def differs_early(chosen: list[Message], rejected: list[Message]) -> bool:
     return any(turn["role"] == "user" for turn in chosen[shared:] + rejected[shared:])
 
 
-def label_of(row: dict[str, Any]) -> tuple[int, str]:
-    """1 or -1, and the key that says so. Raises BadRecord: none, or not true or false."""
-    [*keys] = [key for key in LABEL_KEYS if row.get(key) is not None]
+def label_of(row: dict[str, Any], names: Sequence[str] = LABEL_KEYS) -> tuple[int, str]:
+    """1 or -1, and the key of `names` that says so. Raises BadRecord: none, or not true or false."""
+    [*keys] = [key for key in names if row.get(key) is not None]
     if len(keys) != 1:
-        raise BadRecord("no label", f"expected label (true or false), the row has {listed(row)}")
+        remedy = "name its column in data.label_column"
+        raise BadRecord("no label", f"expected {names[0]} (true or false), the row has {listed(row)}; {remedy}")
     if type(row[keys[0]]) is not bool:
         raise BadRecord("wrong type", f"{keys[0]} must be true or false, is {kind_of(row[keys[0]])}")
     return (1 if row[keys[0]] else -1), keys[0]
@@ -99,7 +100,8 @@ def label_of(row: dict[str, Any]) -> tuple[int, str]:
 def _answer(row: dict[str, Any], name: str, message: ReadMessage) -> list[Message]:
     value = row.get(name)
     if value is None:
-        raise BadRecord("missing key", f"the row has no {name}, only {listed(row)}")
+        remedy = f"name its column in data.{name}_column"
+        raise BadRecord("missing key", f"the row has no {name}, only {listed(row)}; {remedy}")
     if isinstance(value, str):
         if not value.strip():
             raise BadRecord("nothing to learn", f"{name} is blank; delete the row")

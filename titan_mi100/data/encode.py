@@ -34,8 +34,16 @@ from titan_mi100.text.turns import Turn
 STATUSES = ("kept", "split", "truncated", "dropped", "duplicate", "rejected")
 KEPT, SPLIT, TRUNCATED, DROPPED, DUPLICATE, REJECTED = range(len(STATUSES))
 OVERLONG = "longer than seq_len"  # this and the next: kinds of reasons that other modules test for
-LOST_REASONING = "earlier reasoning left out"
+LOST_REASONING, LOST_LAST = "earlier reasoning left out", "reasoning of the last turn left out"
 JOINED = "an answer begins inside a token of the prompt"
+# Notes on a row, as in formats.py.
+ENDS = "end tokens behind an answer, which were removed: the template writes one"
+TAGS = "<tool_response> around the result of a tool, which was removed: the template writes it"
+TRIMMED = (
+    "white space at an edge of an answer that the template removes; put code with an indent between lines of ```, or "
+    "name a template that keeps it in model.chat_template"
+)
+_RESULT = re.compile(r"\s*<tool_response>\n?(.*?)\n?</tool_response>\s*", re.DOTALL)
 # What ends a turn or a document in the forms of well-known models, whatever the tokenizer's end token is.
 _OTHER_ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>")
 
@@ -102,6 +110,7 @@ def encode_records(encoder: "Encoder", form: Format, file: int, records: list[Re
             example = form.read_row(parse_record(record), encoder.ignored_keys, findings, nulls)
             digest = example_hash(example)
             made = encoder.encode(example)
+            findings.note([*example.notes, *made.notes])
         except BadRecord as bad:
             made = made._replace(kind=bad.kind, detail=str(bad))
         if made.kind:
@@ -130,6 +139,17 @@ class Encoded(NamedTuple):
     thinking: int = 0  # 1: thinking is supervised; -1: the answer is, after an empty think block; 0: neither
     labels: tuple[int, ...] = ()  # of the documents, see Chunk.labels
     shared: int = 0  # tokens that both answers of a pair begin with
+    notes: tuple[str, ...] = ()
+
+
+class _Conversation(NamedTuple):
+    """The documents of a conversation; the others as in `Encoded`."""
+
+    documents: list[np.ndarray]
+    thinking: int = 0
+    kind: str = ""
+    detail: str = ""
+    notes: tuple[str, ...] = ()
 
 
 class Encoder:
@@ -139,6 +159,9 @@ class Encoder:
         self.tokenizer, self._template, self._config, self._seq_len = tokenizer, template, config, seq_len
         self.ignored_keys, self.null_arguments = frozenset(config.ignored_keys), config.null_arguments
         self.end_of_turn = "" if template is None else template.end_of_turn
+        marks = tokenizer.marks.pattern
+        self._dialogue = re.compile(rf"\s*(?:{marks})\s*(?:system|user|assistant)\s*\n")
+        self._special = [tokenizer.id_of(token) for token in tokenizer.special]
 
     def encode(self, example: Example) -> Encoded:
         """Tokenise one example, mark its supervised tokens and fit it into rows.
@@ -149,9 +172,10 @@ class Encoder:
         """
         if example.rejected or example.label:
             return self._answers(example)
-        lost, thinking, joined, why_nothing = 0, 0, False, "a row needs at least one supervised token after its first"
+        made, why_nothing = _Conversation([]), "a row needs at least one supervised token after its first"
         if example.messages is not None:
-            documents, lost, thinking, joined = self._conversation(example.messages, example.tools)
+            made = self._conversation(example.messages, example.tools)
+            documents = made.documents
             why_nothing = f"data.loss = {self._config.loss!r} selects no turn, or the selected turns have no text"
         elif example.text is not None:
             ids = with_one_end(self.tokenizer, example.text, self.end_of_turn)
@@ -160,12 +184,8 @@ class Encoder:
             documents = [self._pretokenised(*map(np.array, example.tokens()))]
         if not any(map(supervised_tokens, documents)):
             raise BadRecord("nothing is supervised", why_nothing)
-        encoded = self._fit_to_rows(documents)._replace(thinking=thinking)
-        if lost and not encoded.kind:
-            return encoded._replace(kind=LOST_REASONING, detail=f"of {lost} turns, by the template")
-        if joined and not encoded.kind:
-            return encoded._replace(kind=JOINED, detail="its first line breaks or spaces join those before it")
-        return encoded
+        encoded = self._fit_to_rows(documents)._replace(thinking=made.thinking, notes=made.notes)
+        return encoded if encoded.kind else encoded._replace(kind=made.kind, detail=made.detail)
 
     def _answers(self, example: Example) -> Encoded:
         """A pair of answers or an answer with a label: a document each, never cut."""
@@ -173,10 +193,10 @@ class Encoder:
         if len(given) != 1 + (example.rejected is not None):
             raise BadRecord("not a conversation", "preferences are of answers to prompts, not of texts or tokens")
         found = [self._conversation(messages, example.tools) for messages in given]
-        thinking = [each[2] for each in found]
+        thinking = [each.thinking for each in found]
         if {*thinking} == {1, -1}:  # one thinks: that the other does not is a part of its answer, too
             found = [self._conversation(messages, example.tools, empty_think=True) for messages in given]
-        documents = [document for each in found for document in each[0]]
+        documents = [document for each in found for document in each.documents]
         if len(documents) != len(given) or not all(map(supervised_tokens, documents)):
             raise BadRecord("nothing is supervised", "an answer has no text that the template shows")
         lengths, shared = list(map(len, documents)), 0
@@ -186,7 +206,8 @@ class Encoder:
             shared = least if same.all() else int(same.argmin())
             if not example.idle and shared == max(lengths):
                 example = example._replace(idle=SAME)
-        made = Encoded(DROPPED, [], sum(lengths), example.idle, thinking=thinking[0])
+        notes = tuple(note for each in found for note in each.notes)
+        made = Encoded(DROPPED, [], sum(lengths), example.idle, thinking=thinking[0], notes=notes)
         if example.idle:
             return made
         if sum(lengths) > self._seq_len:
@@ -195,23 +216,19 @@ class Encoder:
                 raise BadRecord(OVERLONG, f"{detail}; raise it, or set data.overlong to drop")
             return made._replace(kind=OVERLONG, detail=detail, lost=sum(lengths))
         early = example.rejected and differs_early(example.messages or [], example.rejected)
-        kind = EARLIER if early else LOST_REASONING if any(each[1] for each in found) else JOINED if found[0][3] else ""
+        lost = next((each.kind for each in found if each.kind not in ("", JOINED)), found[0].kind)
+        kind = EARLIER if early else lost
         labels = (1, -1) if example.rejected else (example.label,)
         return made._replace(status=KEPT, documents=documents, kind=kind, labels=labels, shared=shared)
 
     def _conversation(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, empty_think: bool = False
-    ) -> tuple[list[np.ndarray], int, int, bool]:
-        """Render, supervise and tokenise a conversation.
-
-        Returns:
-            Its documents, the number of turns that lack their reasoning in the last document, `Encoded.thinking`, and
-            whether an answer begins inside a token.
-        """
+    ) -> "_Conversation":
+        """Render, supervise and tokenise a conversation."""
         assert self._template is not None
         config = self._config
+        messages, tools, notes = self._without_marks(with_system_prompt(messages, config.system_prompt), tools)
         variables: dict[str, Any] = config.variables | ({} if tools is None else {"tools": tools})
-        messages = with_system_prompt(messages, config.system_prompt)
         calls = (call.get("function") or call for message in messages for call in message.get("tool_calls", ()))
         texts = [call["arguments"] for call in calls if isinstance(call["arguments"], str)]
         how = (config.loss, empty_think or config.empty_think == "supervised", config.earlier_thinking)
@@ -226,10 +243,54 @@ class Encoder:
         for turn in (turn for rendered, _ in supervised for turn in rendered.turns):
             if turn.problem:
                 raise BadRecord("the chat template changes it", f"message {turn.message + 1}: {turn.problem}")
-        lost = sum(turn.lost_reasoning for turn in supervised[-1][0].turns) if supervised else 0
         thinking = _thinking_mode(*supervised[-1]) if supervised else 0
         made = [self._rendered(rendered, spans) for rendered, spans in supervised]
-        return [values for values, _ in made], lost, thinking, any(joined for _, joined in made)
+        turns = supervised[-1][0].turns if supervised else []
+        if any(turn.trimmed and messages[turn.message].get("weight") != 0 for turn in turns):
+            notes.append(TRIMMED)
+        kind = detail = ""
+        if lost := [turn.message for turn in turns if turn.lost_reasoning]:
+            asked = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=0)
+            kind = LOST_LAST if lost[-1] > asked else LOST_REASONING
+            detail = f"of {len(lost)} turns, by the template"
+        elif any(joined for _, joined in made):
+            kind, detail = JOINED, "its first line breaks or spaces join those before it"
+        return _Conversation([values for values, _ in made], thinking, kind, detail, tuple(notes))
+
+    def _without_marks(self, messages: list[Any], tools: list[Any] | None) -> tuple[list[Any], Any, list[str]]:
+        """Remove what the template itself writes from the messages: end tokens behind answers, tags around the results
+        of tools. Returns the messages, the tools, and notes.
+
+        Raises:
+            BadRecord: another special token is in a text.
+        """
+        assert self._template is not None
+        cleaned, notes, as_text = [], list[str](), self._config.special_in_content == "text"
+        for message in messages:
+            content, role = message["content"], message["role"]
+            if role == "assistant":
+                begin, end = _end_run(self.tokenizer, content, self.end_of_turn, "remove it", as_text)
+                if end:
+                    message = {**message, "content": content[:begin]}
+                    notes.append(ENDS)
+            elif role == "tool" and self._template.wraps_results and (inside := _RESULT.fullmatch(content)):
+                message = {**message, "content": inside[1]}
+                notes.append(TAGS)
+            cleaned.append(message)
+        quoted = list[Any]()
+        for number, value in enumerate([*cleaned, tools], 1):
+            text = value["content"] if value and len(value) == 2 and value is not tools else json.dumps(value)
+            if mark := self.tokenizer.marks.search(text):
+                where = f"message {number}" if number <= len(cleaned) else "tools"
+                what = f"{where} holds {mark[0]}, which the template writes between messages"
+                if value is not tools and self._dialogue.match(value["content"]):
+                    raise BadRecord("special token", f"{what}; write the rendered dialogue as messages")
+                if not as_text:
+                    remedy = 'remove it, or set data.special_in_content = "text" to learn its letters'
+                    raise BadRecord("special token", f"{what}; {remedy}")
+                value = json.loads(self.tokenizer.quoted(json.dumps(value, ensure_ascii=False)))
+            quoted.append(value)
+        return quoted[:-1], quoted[-1], notes
 
     def _rendered(self, rendered: Rendered, spans: list[Span]) -> tuple[np.ndarray, bool]:
         """Tokenise a rendered text and mark every token that overlaps a supervised span (characters).
@@ -244,6 +305,12 @@ class Encoder:
         first, last = np.append(edges[::2], ends[-1:]), edges[1::2]
         # searchsorted finds, for each token, the first span that ends after the token's start. The two overlap if that
         # span also begins before the token's end. Tokens after the last span get the sentinel appended to `first`.
+        if (
+            self._config.special_in_content
+            and len(self.tokenizer.marks.findall(text)) != np.isin(ids, self._special).sum()
+        ):
+            what = "this tokenizer cannot take a special token as text; remove it from the messages"
+            raise BadRecord("special token", what)
         values = document_values(ids, first[np.searchsorted(last, starts, side="right")] < ends)
         return values, not np.isin(edges[::2], starts).all()
 
@@ -306,17 +373,31 @@ def with_one_end(tokenizer: Tokenizer, text: str, end_of_turn: str) -> list[int]
     Raises:
         BadRecord: the text ends with the end token of another form, which nothing stops at here.
     """
-    ends = {end: token for token in tokenizer.end_ids(end_of_turn) if (end := tokenizer.decode([token]))}
-    if not text.rstrip().endswith((*ends, *_OTHER_ENDS)):
-        return [*tokenizer.encode(text), tokenizer.eos_token_id]
+    begin, end = _end_run(
+        tokenizer, text, end_of_turn, f"write the row as messages, or end it with {tokenizer.eos_token}"
+    )
+    ids = tokenizer.encode(text[:begin])
+    return [*ids, tokenizer.id_of(end) if end else tokenizer.eos_token_id]
+
+
+def _end_run(
+    tokenizer: Tokenizer, text: str, end_of_turn: str, remedy: str, any_other: bool = False
+) -> tuple[int, str]:
+    """Where the end tokens behind a text begin, and the first of them; "" if there are none.
+
+    Raises:
+        BadRecord: one is that of another form, unless `any_other`.
+    """
+    if not text.rstrip().endswith((">", "]", tokenizer.eos_token)):
+        return len(text), ""
+    ends = [end for token in tokenizer.end_ids(end_of_turn) if (end := tokenizer.decode([token]))]
     one = "|".join(map(re.escape, (*ends, *_OTHER_ENDS)))
     run = re.search(rf"(?:{one})(?:\s*(?:{one}))*\s*\Z", text)
-    assert run is not None
-    found = re.findall(one, run[0])
-    if other := [end for end in found if end not in ends]:
+    found = re.findall(one, run[0]) if run else []
+    if other := [end for end in found if end not in ends and not any_other]:
         what = f"the text ends with {other[0]}, but the end token is {tokenizer.eos_token}"
-        raise BadRecord("other end token", f"{what}; write the row as messages, or end it with {tokenizer.eos_token}")
-    return [*tokenizer.encode(text[: run.start()]), ends[found[0]]]
+        raise BadRecord("other end token", f"{what}; {remedy}")
+    return (run.start(), found[0]) if run else (len(text), "")
 
 
 def document_values(ids: np.ndarray | list[int], supervised: np.ndarray) -> np.ndarray:
