@@ -75,27 +75,33 @@ def _bare(text: str, with_tags: bool) -> str:
     return text if with_tags else text.replace("<think>", "").replace("</think>", "")
 
 
-def _calls_in(text: str) -> list[tuple[str, Any] | None]:
-    """The calls in a generated text as servers read them: name and arguments, None if they cannot.
+def _calls_in(text: str) -> list[tuple[str, Any]] | None:
+    """The calls in a generated text as servers read them: name and arguments. None: they are in an unknown form.
 
-    Either JSON (the hermes parser) or XML (Qwen3-Coder's), whose arguments stay texts.
+    Known are JSON (the hermes parser) and XML (Qwen3-Coder's), whose arguments stay texts.
     """
-    calls: list[tuple[str, Any] | None] = []
-    for inside in re.findall("<tool_call>(.*?)</tool_call>", text, re.DOTALL):
-        if xml := re.fullmatch(r"\s*<function=([^>]*)>(.*?)</function>\s*", inside, re.DOTALL):
+    calls = []
+    for inside in re.findall("<tool_call>\\s*(.*?)\\s*</tool_call>", text, re.DOTALL):
+        if xml := re.fullmatch("<function=([^>]*)>(.*?)</function>", inside, re.DOTALL):
             values = re.findall("<parameter=([^>]*)>\n?(.*?)\n?</parameter>", xml[2], re.DOTALL)
             calls.append((xml[1], dict(values)))
-            continue
-        try:
-            call = json.loads(inside)
+        elif not inside.startswith(("{", "<function=")):
+            return None
+        else:
+            try:
+                call = json.loads(inside)
+            except ValueError:
+                return []  # cut off at a tag in an argument
+            if not {"name", "arguments"} <= call.keys():
+                return None
             calls.append((call["name"], call["arguments"]))
-        except (ValueError, TypeError, KeyError):
-            calls.append(None)
     return calls
 
 
 def _is_same(given: Any, read: Any) -> bool:
-    """Whether a value of a call is read as it was given: JSON, or its text in XML."""
+    """Whether a value of a call is read as it was given: JSON, or its text in XML. Arguments can be JSON text."""
+    if isinstance(given, str) and isinstance(read, dict):
+        given = json.loads(given)
     if isinstance(given, dict) and isinstance(read, dict):
         return given.keys() == read.keys() and all(_is_same(value, read[key]) for key, value in given.items())
     if isinstance(given, str) or not isinstance(read, str):
@@ -199,16 +205,12 @@ class TurnFinder:
                 what = f"a server would read {shortened(repr(thought.strip()))} as its reasoning, which it is not"
                 return f"{what}; remove think tags from the text, or name another template in model.chat_template"
         given_calls = [call.get("function") or call for call in message.get("tool_calls") or ()]
-        if not given_calls or "<tool_call>" not in text:
+        found = _calls_in(text) if given_calls and "<tool_call>" in text else None
+        if found is None:
             return ""
-        wanted = []
-        for call in given_calls:
-            arguments = call.get("arguments")
-            wanted.append((call["name"], json.loads(arguments) if isinstance(arguments, str) else arguments))
-        found = _calls_in(text)
-        if len(found) == len(wanted) and all(
-            call and call[0] == name and _is_same(arguments, call[1])
-            for call, (name, arguments) in zip(found, wanted, strict=True)
+        if len(found) == len(given_calls) and all(
+            read[0] == call["name"] and _is_same(call.get("arguments"), read[1])
+            for read, call in zip(found, given_calls, strict=True)
         ):
             return ""
         return "a server would read other calls; remove tags such as </tool_call> and </parameter> from its text"
