@@ -50,7 +50,7 @@ class Findings:
     followed: Counter[str] = field(default_factory=Counter)  # mask that was followed -> in how many rows
     unused: dict[str, Unused] = field(default_factory=dict)
     nulls: Counter[str] = field(default_factory=Counter)  # "kept" and "left out" -> tool calls with null arguments
-    notes: dict[str, tuple[int, int]] = field(default_factory=dict)  # what was found -> in how many rows, the first
+    notes: dict[str, tuple[int, int]] = field(default_factory=dict)  # see columns.txt -> rows, the first of them
     record: int = 0  # number of the record that is read
 
     def note(self, found: Iterable[str]) -> None:

@@ -75,7 +75,7 @@ def message_list(given: Any, name: str, read: Callable[[Any], Message] | None = 
                 messages.append(message)
                 numbers.append(number)
         for number, message in zip(numbers, messages, strict=True):
-            _check_answer(message, "value" if "value" in given[number - 1] else "content")
+            check_answer(message, "value" if "value" in given[number - 1] else "content")
     except BadRecord as bad:
         where = f"message {number}" if name != "prompt" else f"message {number} of the prompt"
         raise BadRecord(bad.kind, f"{where}: {bad.detail}") from None
@@ -213,7 +213,7 @@ def _check_optional(message: Message) -> None:
                 )
 
 
-def _check_answer(message: Message, content_name: str) -> None:
+def check_answer(message: Message, content_name: str) -> None:
     """Refuse an assistant message that says nothing, unless it is not learned (weight 0), and doubtful think tags."""
     if message["role"] != "assistant":
         return

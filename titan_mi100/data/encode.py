@@ -23,7 +23,7 @@ import numpy as np
 from titan_mi100.config.settings import DataConfig
 from titan_mi100.data.answers import EARLIER, SAME, differs_early
 from titan_mi100.data.columns import Findings
-from titan_mi100.data.conversation import with_system_prompt
+from titan_mi100.data.conversation import check_answer, with_system_prompt
 from titan_mi100.data.files import Record
 from titan_mi100.data.formats import BadRecord, Example, Format, example_hash, parse_record
 from titan_mi100.errors import UserError
@@ -36,13 +36,6 @@ KEPT, SPLIT, TRUNCATED, DROPPED, DUPLICATE, REJECTED = range(len(STATUSES))
 OVERLONG = "longer than seq_len"  # this and the next: kinds of reasons that other modules test for
 LOST_REASONING, LOST_LAST = "earlier reasoning left out", "reasoning of the last turn left out"
 JOINED = "an answer begins inside a token of the prompt"
-# Notes on a row, as in formats.py.
-ENDS = "end tokens behind an answer, which were removed: the template writes one"
-TAGS = "<tool_response> around the result of a tool, which was removed: the template writes it"
-TRIMMED = (
-    "white space at an edge of an answer that the template removes; put code with an indent between lines of ```, or "
-    "name a template that keeps it in model.chat_template"
-)
 _RESULT = re.compile(r"\s*<tool_response>\n?(.*?)\n?</tool_response>\s*", re.DOTALL)
 # What ends a turn or a document in the forms of well-known models, whatever the tokenizer's end token is.
 _OTHER_ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>")
@@ -139,17 +132,7 @@ class Encoded(NamedTuple):
     thinking: int = 0  # 1: thinking is supervised; -1: the answer is, after an empty think block; 0: neither
     labels: tuple[int, ...] = ()  # of the documents, see Chunk.labels
     shared: int = 0  # tokens that both answers of a pair begin with
-    notes: tuple[str, ...] = ()
-
-
-class _Conversation(NamedTuple):
-    """The documents of a conversation; the others as in `Encoded`."""
-
-    documents: list[np.ndarray]
-    thinking: int = 0
-    kind: str = ""
-    detail: str = ""
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # see Findings.notes
 
 
 class Encoder:
@@ -172,7 +155,7 @@ class Encoder:
         """
         if example.rejected or example.label:
             return self._answers(example)
-        made, why_nothing = _Conversation([]), "a row needs at least one supervised token after its first"
+        made, why_nothing = Encoded(KEPT, [], 0), "a row needs at least one supervised token after its first"
         if example.messages is not None:
             made = self._conversation(example.messages, example.tools)
             documents = made.documents
@@ -223,8 +206,8 @@ class Encoder:
 
     def _conversation(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, empty_think: bool = False
-    ) -> "_Conversation":
-        """Render, supervise and tokenise a conversation."""
+    ) -> Encoded:
+        """Render, supervise and tokenise a conversation: its documents, kind, thinking and notes."""
         assert self._template is not None
         config = self._config
         messages, tools, notes = self._without_marks(with_system_prompt(messages, config.system_prompt), tools)
@@ -247,7 +230,7 @@ class Encoder:
         made = [self._rendered(rendered, spans) for rendered, spans in supervised]
         turns = supervised[-1][0].turns if supervised else []
         if any(turn.trimmed and messages[turn.message].get("weight") != 0 for turn in turns):
-            notes.append(TRIMMED)
+            notes.append("trimmed")
         kind = detail = ""
         if lost := [turn.message for turn in turns if turn.lost_reasoning]:
             asked = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=0)
@@ -255,7 +238,8 @@ class Encoder:
             detail = f"of {len(lost)} turns, by the template"
         elif any(joined for _, joined in made):
             kind, detail = JOINED, "its first line breaks or spaces join those before it"
-        return _Conversation([values for values, _ in made], thinking, kind, detail, tuple(notes))
+        documents = [values for values, _ in made]
+        return Encoded(KEPT, documents, 0, kind, detail, thinking=thinking, notes=tuple(notes))
 
     def _without_marks(self, messages: list[Any], tools: list[Any] | None) -> tuple[list[Any], Any, list[str]]:
         """Remove what the template itself writes from the messages: end tokens behind answers, tags around the results
@@ -269,26 +253,26 @@ class Encoder:
         for message in messages:
             content, role = message["content"], message["role"]
             if role == "assistant":
-                begin, end = _end_run(self.tokenizer, content, self.end_of_turn, "remove it", as_text)
-                if end:
+                begin, end = _end_run(self.tokenizer, content, self.end_of_turn, "" if as_text else "remove it")
+                if end is not None:
                     message = {**message, "content": content[:begin]}
-                    notes.append(ENDS)
+                    notes.append("ends")
+                    check_answer(message, "content, without its end token,")
             elif role == "tool" and self._template.wraps_results and (inside := _RESULT.fullmatch(content)):
                 message = {**message, "content": inside[1]}
-                notes.append(TAGS)
+                notes.append("tags")
             cleaned.append(message)
         quoted = list[Any]()
         for number, value in enumerate([*cleaned, tools], 1):
-            text = value["content"] if value and len(value) == 2 and value is not tools else json.dumps(value)
+            text = json.dumps(value, ensure_ascii=False)
             if mark := self.tokenizer.marks.search(text):
                 where = f"message {number}" if number <= len(cleaned) else "tools"
-                what = f"{where} holds {mark[0]}, which the template writes between messages"
-                if value is not tools and self._dialogue.match(value["content"]):
-                    raise BadRecord("special token", f"{what}; write the rendered dialogue as messages")
-                if not as_text:
-                    remedy = 'remove it, or set data.special_in_content = "text" to learn its letters'
-                    raise BadRecord("special token", f"{what}; {remedy}")
-                value = json.loads(self.tokenizer.quoted(json.dumps(value, ensure_ascii=False)))
+                remedy = 'remove it, or set data.special_in_content = "text" to learn its letters'
+                is_rendered = value is not tools and self._dialogue.match(value["content"])
+                if is_rendered or not as_text:
+                    remedy = "write the rendered dialogue as messages" if is_rendered else remedy
+                    raise BadRecord("special token", f"{where} holds {mark[0]}, which a template writes; {remedy}")
+                value = json.loads(self.tokenizer.quoted(text))
             quoted.append(value)
         return quoted[:-1], quoted[-1], notes
 
@@ -305,12 +289,9 @@ class Encoder:
         first, last = np.append(edges[::2], ends[-1:]), edges[1::2]
         # searchsorted finds, for each token, the first span that ends after the token's start. The two overlap if that
         # span also begins before the token's end. Tokens after the last span get the sentinel appended to `first`.
-        if (
-            self._config.special_in_content
-            and len(self.tokenizer.marks.findall(text)) != np.isin(ids, self._special).sum()
-        ):
-            what = "this tokenizer cannot take a special token as text; remove it from the messages"
-            raise BadRecord("special token", what)
+        marks = self.tokenizer.marks.findall(text) if self._config.special_in_content else ()
+        if marks and len(marks) != np.isin(ids, self._special).sum():
+            raise BadRecord("special token", "this tokenizer takes none as text; remove it from the messages")
         values = document_values(ids, first[np.searchsorted(last, starts, side="right")] < ends)
         return values, not np.isin(edges[::2], starts).all()
 
@@ -373,31 +354,27 @@ def with_one_end(tokenizer: Tokenizer, text: str, end_of_turn: str) -> list[int]
     Raises:
         BadRecord: the text ends with the end token of another form, which nothing stops at here.
     """
-    begin, end = _end_run(
-        tokenizer, text, end_of_turn, f"write the row as messages, or end it with {tokenizer.eos_token}"
-    )
-    ids = tokenizer.encode(text[:begin])
-    return [*ids, tokenizer.id_of(end) if end else tokenizer.eos_token_id]
+    begin, end = _end_run(tokenizer, text, end_of_turn, f"end it with {tokenizer.eos_token}, or write messages")
+    return [*tokenizer.encode(text[:begin]), tokenizer.eos_token_id if end is None else end]
 
 
-def _end_run(
-    tokenizer: Tokenizer, text: str, end_of_turn: str, remedy: str, any_other: bool = False
-) -> tuple[int, str]:
-    """Where the end tokens behind a text begin, and the first of them; "" if there are none.
+def _end_run(tokenizer: Tokenizer, text: str, end_of_turn: str, remedy: str = "") -> tuple[int, int | None]:
+    """Where the end tokens behind a text begin, and the id of the first of them; None if there are none.
 
     Raises:
-        BadRecord: one is that of another form, unless `any_other`.
+        BadRecord: one is that of another form, and there is a remedy.
     """
-    if not text.rstrip().endswith((">", "]", tokenizer.eos_token)):
-        return len(text), ""
-    ends = [end for token in tokenizer.end_ids(end_of_turn) if (end := tokenizer.decode([token]))]
-    one = "|".join(map(re.escape, (*ends, *_OTHER_ENDS)))
+    if not text.rstrip().endswith((">", tokenizer.eos_token, end_of_turn or tokenizer.eos_token)):
+        return len(text), None
+    ends = {end: token for token in tokenizer.end_ids(end_of_turn) if (end := tokenizer.decode([token]))}
+    known = (*ends, *_OTHER_ENDS) if remedy else ends
+    one = "|".join(map(re.escape, known))
     run = re.search(rf"(?:{one})(?:\s*(?:{one}))*\s*\Z", text)
     found = re.findall(one, run[0]) if run else []
-    if other := [end for end in found if end not in ends and not any_other]:
+    if other := [end for end in found if end not in ends]:
         what = f"the text ends with {other[0]}, but the end token is {tokenizer.eos_token}"
         raise BadRecord("other end token", f"{what}; {remedy}")
-    return (run.start(), found[0]) if run else (len(text), "")
+    return (run.start(), ends[found[0]]) if run else (len(text), None)
 
 
 def document_values(ids: np.ndarray | list[int], supervised: np.ndarray) -> np.ndarray:

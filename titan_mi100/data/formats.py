@@ -32,10 +32,6 @@ from titan_mi100.data.files import Record, read_records
 from titan_mi100.data.strict_json import BadRecord, expect, kind_of, listed, parse, parse_text, shown
 from titan_mi100.errors import UserError
 
-# Notes on a row: what is counted and, behind a semicolon, what to do; the ledger shows them.
-TWO_ANSWERS = "answers that follow each other, which teach to end a turn between them; join them, or give one weight 0"
-JSON_TEXT = "messages as JSON text, which was read"
-LEFT_TEXT = "JSON text of messages that is learned as text; write the row as messages if it is a conversation"
 _LARGEST_ID = 2**31 - 1  # a stored value is 2 * id + supervised in 32 bits
 _COLUMN_PAIRS = (("question", "answer"), ("prompt", "response"))  # column names that `auto` recognises
 _SHAREGPT_ROLES = {
@@ -60,7 +56,7 @@ class Example(NamedTuple):
     rejected: list[Message] | None = None  # of a pair; `messages` has the chosen answer
     label: int = 0  # of a single answer: 1 wanted, -1 not
     idle: str = ""  # why a pair teaches nothing
-    notes: tuple[str, ...] = ()  # what was found in it, see `ledger._NOTES`
+    notes: tuple[str, ...] = ()  # what was found in it, see Findings.notes
 
     def tokens(self) -> tuple[list[int], list[bool]]:
         """Of a record that is tokenised already: its ids, and which of them are learned."""
@@ -109,8 +105,9 @@ class Format:
         settle_nulls(answers, nulls, findings.nulls)
         if example.input_ids is None:
             check_unused(self.name, kept, self.keys | self.optional, unread - ignored, findings)
-        if any(one["role"] == next_one["role"] == "assistant" for one, next_one in pairwise(answers)):
-            notes.append(TWO_ANSWERS)
+        learned = (message for message in pairwise(answers) if message[0].get("weight") != 0)
+        if any(one["role"] == later["role"] == "assistant" for one, later in learned):
+            notes.append("two_answers")
         return example._replace(notes=tuple(notes))
 
 
@@ -210,7 +207,7 @@ def _unpacked(row: dict[str, Any], form: Format) -> tuple[dict[str, Any], list[s
             value = parse_text(value, "", "") if isinstance(value, str) else value
             value = [value] if isinstance(value, dict) else value
             if isinstance(value, list) and (key in LISTS.values() or (value and all(map(_is_message, value)))):
-                notes.append(JSON_TEXT if form.name in _OF_MESSAGES else LEFT_TEXT)
+                notes.append("json_text" if form.name in _OF_MESSAGES else "left_text")
                 row[key] = value if form.name in _OF_MESSAGES else text
     return row, notes
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from titan_mi100.config.settings import DataConfig
-from titan_mi100.data.columns import MANY_WORDS, Findings
+from titan_mi100.data.columns import INSTEAD, MANY_WORDS, Findings
 from titan_mi100.data.encode import (
     DROPPED,
     DUPLICATE,
@@ -251,7 +251,7 @@ class Ledger:
     def _noted(self, with_remedy: bool) -> list[str]:
         lines = []
         for note, (rows, record) in sorted(self._findings.notes.items()):
-            what, semicolon, remedy = note.partition(";")
+            what, semicolon, remedy = INSTEAD["note"][note].partition(";")
             if bool(remedy) == with_remedy:
                 lines.append(f"{plural(rows, 'row')} with {what}, the first at {self.where(record)}{semicolon}{remedy}")
         return lines

@@ -196,9 +196,9 @@ class TurnFinder:
         text, content = self.text[start:stop], message.get("content")
         if not isinstance(content, str):
             return ""
+        given = message.get(REASONING)
         if text.lstrip().startswith("<think>") or self.text[:start].rstrip().endswith("<think>"):
             thought, tag, text = text.partition("</think>")
-            given = message.get(REASONING)
             if not isinstance(given, str):
                 given = content.partition("</think>")[0] if "</think>" in content else ""
             if not tag or _bare(thought, False) != ("" if lost else _bare(given, False)):
