@@ -339,78 +339,17 @@ def test_a_mask_beside_the_messages_is_followed_or_the_row_is_refused(
 
 # Names under which 1 may mean that a message is not learned, or something else.
 REFUSED_MASKS = [
-    "dont_train",
-    "do_not_train",
-    "no_train",
-    "notrain",
-    "skip_train",
-    "skip_training",
-    "not_trained",
-    "untrained",
-    "untrainable",
-    "is_untrainable",
-    "exclude_from_training",
-    "exclude_from_loss",
-    "excluded_from_loss",
-    "ignore_loss",
-    "ignore_in_loss",
-    "no_loss",
-    "noLoss",
-    "lossless",
-    "loss_ignore_mask",
-    "ignore_mask",
-    "masked",
-    "is_masked",
-    "mask_out",
-    "masking",
-    "unmask",
-    "unmasked",
-    "mask_history",
-    "mask_prompt",
-    "mask_user",
-    "mask_input",
-    "padding_mask",
-    "user_mask",
-    "prompt_mask",
-    "train_on_inputs",
-    "train_on_prompt",
-    "frozen",
-    "freeze",
-    "unfrozen",
-    "freeze_turn",
-    "unsupervised",
-    "is_unsupervised",
-    "unlearned",
-    "unlearn",
-    "dont_learn",
-    "not_learned",
-    "do_not_learn",
-    "unweighted",
-    "weighting",
-    "negative_weight",
-    "inverse_weight",
-    "loss_off",
-    "train_off",
-    "training_disabled",
-    "skip",
-    "skipped",
-    "ignore",
-    "ignored",
-    "excluded",
-    "exclude",
-    "omit",
-    "discard",
-    "drop",
-    "dropped",
-    "no_gradient",
-    "no_backprop",
-    "stop_gradient",
-    "trainer_skip",
-    "pretrain",
-    "pretraining",
-    "retrain",
+    "dont_train", "do_not_train", "no_train", "notrain", "skip_train", "skip_training", "not_trained", "untrained",
+    "untrainable", "is_untrainable", "exclude_from_training", "exclude_from_loss", "excluded_from_loss", "ignore_loss",
+    "ignore_in_loss", "no_loss", "noLoss", "lossless", "loss_ignore_mask", "ignore_mask", "masked", "is_masked",
+    "mask_out", "masking", "unmask", "unmasked", "mask_history", "mask_prompt", "mask_user", "mask_input",
+    "padding_mask", "user_mask", "prompt_mask", "train_on_inputs", "train_on_prompt", "frozen", "freeze", "unfrozen",
+    "freeze_turn", "unsupervised", "is_unsupervised", "unlearned", "unlearn", "dont_learn", "not_learned",
+    "do_not_learn", "unweighted", "weighting", "negative_weight", "inverse_weight", "loss_off", "train_off",
+    "training_disabled", "skip", "skipped", "ignore", "ignored", "excluded", "exclude", "omit", "discard", "drop",
+    "dropped", "no_gradient", "no_backprop", "stop_gradient", "trainer_skip", "pretrain", "pretraining", "retrain",
     "learning",
-]
+]  # fmt: skip
 
 
 def test_a_mask_of_another_name_is_refused_with_both_remedies() -> None:
@@ -447,9 +386,8 @@ def test_a_mask_inside_a_message_becomes_its_weight(key: str) -> None:
         findings = Findings()
         messages = [{**USER, key: other}, {**ASSISTANT, key: one}, USER, {**ASSISTANT, key: other, "weight": 0}]
         made = choose("", "messages").read_row({"messages": messages}, frozenset(), findings)
-        assert [(m.get("weight"), key in m) for m in made.messages or ()] == [(0, False), (1, False), (None, False)] + [
-            (0, False)
-        ]
+        assert [m.get("weight") for m in made.messages or ()] == [0, 1, None, 0]
+        assert not any(key in message for message in made.messages or ())
         assert findings.followed == {f"{key} in messages": 3} and not findings.ignored
     with pytest.raises(BadRecord, match=f"contradiction: {key} differs from the weight of a message"):
         read("messages", {"messages": [USER, {**ASSISTANT, key: on, "weight": 0}]})

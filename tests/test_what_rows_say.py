@@ -53,8 +53,8 @@ def template_of(source: str, real: bool = False) -> ChatTemplate:
 
 
 WRITES = """\
-{%- for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\\n' }}{% if m.role == 'assistant' %}BODY{% else %}{{ m.content }}
-{%- endif %}{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+{%- for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\\n' }}{% if m.role == 'assistant' %}BODY
+{%- else %}{{ m.content }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 
 class Outcome(NamedTuple):
@@ -114,7 +114,7 @@ def test_a_rendered_dialogue_is_refused_and_written_as_messages_it_is_learned(
 def test_end_tokens_behind_an_answer_are_learned_once_and_others_refused(tmp_path: Path) -> None:
     for behind in (END, "<|endoftext|>", f" {END}\n", f"{END}{END}<|endoftext|>"):
         made = outcome({"prompt": "2+2?", "completion": f"100{behind}"}, tmp_path)
-        assert made.learned[0].split() == ["100", END][:1] + [END] or made.learned == [f"100{END}"], behind
+        assert made.learned == [f"100{' ' * behind.startswith(' ')}{END}"], behind
         assert made.learned[0].count(END) == 1 and made.notes == {"ends"}
     pair = {"prompt": "q", "chosen": f"5{END}", "rejected": f"6{END}"}
     assert outcome(pair, tmp_path, answers=PAIRS).learned == [f"5{END}", f"6{END}"]
@@ -171,7 +171,8 @@ def test_skipped_rows_with_special_tokens_are_counted(tmp_path: Path) -> None:
 
 HERMES = {
     "conversations": [
-        {"from": "system", "value": 'You call functions. <tools>[{"name": "f"}]</tools> Write <tool_call>\n{}\n</tool_call>'},
+        {"from": "system",
+         "value": 'You call functions. <tools>[{"name": "f"}]</tools> Write <tool_call>\n{}\n</tool_call>'},
         {"from": "human", "value": "call it"},
         {"from": "gpt", "value": '<tool_call>\n{"arguments": {"a": 1}, "name": "f"}\n</tool_call>'},
         {"from": "tool", "value": '<tool_response>\n{"a": 1}\n</tool_response>\n'},
@@ -209,7 +210,8 @@ JOINED: dict[str, tuple[list[dict[str, Any]], str]] = {
     ),
     "two calls": (
         [calling(call("f")), calling(call("g"), content=None)],
-        '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>',
     ),
     "thoughts alone, then a call": (
         [say("assistant", "", reasoning_content="why"), calling(call("f"))],
@@ -220,7 +222,8 @@ JOINED: dict[str, tuple[list[dict[str, Any]], str]] = {
         '<think>\nwhy\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
     ),
     "thoughts in both": (
-        [say("assistant", "<think>one</think>Look.", weight=1), calling(call("f"), content="<think>two</think>", weight=1)],
+        [say("assistant", "<think>one</think>Look.", weight=1), calling(call("f"), content="<think>two</think>",
+         weight=1)],
         '<think>\none\n\ntwo\n</think>\n\nLook.\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
     ),
     "three messages": (
@@ -352,6 +355,8 @@ XML = (
     " ~ '\\n</parameter>\\n' }}{% endfor %}{{ '</function>\\n</tool_call>' }}{% endfor %}"
 )
 THINKING = {"messages": [ASK, say("assistant", "4", reasoning_content="why")]}
+TAG_INSIDE = {"messages": [ASK, say("assistant", "4", reasoning_content="a </think> b")]}
+ONE, TWO = ({"messages": [ASK, calling(*calls)]} for calls in ([call(x=1)], [call(x=1), call("g")]))
 A_CALL = {"messages": [ASK, calling(call(x=[1, None], y="a\nb", z=True, n={"k": "é"}), content="Look.\n")]}
 
 
@@ -363,15 +368,15 @@ A_CALL = {"messages": [ASK, calling(call(x=[1, None], y="a\nb", z=True, n={"k": 
         ("{{ m.content ~ '<think>' ~ m.reasoning_content ~ '</think>' }}", THINKING, "order"),
         ("{{ '<think>' ~ m.content ~ '</think>' ~ m.reasoning_content }}", THINKING, "order"),
         ("{{ '<think>\\n\\n' ~ m.content }}", {"messages": [ASK, say("assistant", "4")]}, "reasoning"),
-        (THOUGHT + "{{ m.content }}", {"messages": [ASK, say("assistant", "4", reasoning_content="a </think> b")]}, "reasoning"),
-        (CALLS, {"messages": [ASK, calling(call(x=1), call("g"))]}, ""),
+        (THOUGHT + "{{ m.content }}", TAG_INSIDE, "reasoning"),
+        (CALLS, TWO, ""),
         ("{{ m.content }}" + CALLS, A_CALL, ""),
         ("{{ m.content }}" + XML, A_CALL, ""),
         (CALLS, {"messages": [ASK, calling(call(x="</tool_call>"))]}, "calls"),
         (XML, {"messages": [ASK, calling(call(x="a</parameter>b"))]}, "calls"),
         (XML, {"messages": [ASK, calling(call(x="</function>\n</tool_call>"))]}, "calls"),
-        (CALLS.replace("c.function", "{'name': 'g', 'arguments': c.function.arguments}"), {"messages": [ASK, calling(call(x=1))]}, "calls"),
-        (CALLS.replace("in m.tool_calls or []", "in (m.tool_calls or [])[:1]"), {"messages": [ASK, calling(call(x=1), call("g"))]}, "calls"),
+        (CALLS.replace("c.function", "{'name': 'g', 'arguments': c.function.arguments}"), ONE, "calls"),
+        (CALLS.replace("in m.tool_calls or []", "in (m.tool_calls or [])[:1]"), TWO, "calls"),
     ],
 )  # fmt: skip
 def test_a_learned_turn_is_read_as_a_server_reads_it(
