@@ -2,6 +2,7 @@
 white space, think blocks and tags of tools. And the remedy of every refusal leads on.
 """
 
+import ast
 import json
 import re
 from functools import cache
@@ -9,16 +10,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from conftest import ASSETS, SHARED_DATA, qwen3_tokenizer
+from conftest import ASSETS, REPO, SHARED_DATA, qwen3_tokenizer
 from test_chat_template import say
 
+from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import DataConfig
-from titan_mi100.data.answers import PAIRS
-from titan_mi100.data.columns import Findings
+from titan_mi100.data.answers import LABELS, PAIRS
+from titan_mi100.data.columns import INSTEAD, Findings
 from titan_mi100.data.encode import Encoder, encode_records
 from titan_mi100.data.files import read_records
 from titan_mi100.data.formats import choose_format
 from titan_mi100.data.prepare import prepare_data
+from titan_mi100.errors import UserError
 from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
@@ -54,7 +57,8 @@ def template_of(source: str, real: bool = False) -> ChatTemplate:
 
 WRITES = """\
 {%- for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\\n' }}{% if m.role == 'assistant' %}BODY
-{%- else %}{{ m.content }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+{%- else %}{{ m.content }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 
 class Outcome(NamedTuple):
@@ -412,3 +416,556 @@ def test_reasoning_of_the_last_turn_is_not_called_earlier(tmp_path: Path) -> Non
     assert outcome(THINKING, tmp_path, template=drops).reason.startswith("reasoning of the last turn left out")
     rounds = {"messages": [*THINKING["messages"], ASK, say("assistant", "b")]}
     assert outcome(rounds, tmp_path).reason.startswith("earlier reasoning left out")
+
+
+# -- the remedy of every refusal leads on --
+
+ANSWER = say("assistant", "a")
+PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
+ROWS = {  # a good row of each format
+    "messages": {"messages": [ASK, ANSWER]},
+    "sharegpt": {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    "alpaca": {"instruction": "q", "output": "a"},
+    "prompt_completion": {"prompt": "q", "completion": "a"},
+    "columns": {"question": "q", "answer": "a"},
+    "pairs": PAIR,
+    "tokens": {"input_ids": [1, 2, 3]},
+}
+BY_COLUMNS = {"prompt_column": "question", "response_column": "answer"}
+VALUES: dict[str, Any] = {
+    "tools": [{"name": "f"}], "functions": [{"name": "f"}], "history": [["x", "y"]], "enable_thinking": True,
+    "chat_template_kwargs": {"enable_thinking": False}, "label": True, "kto_tag": True,
+    **{key: [0, 1, 1] for key in INSTEAD["tokens"]},
+}  # fmt: skip
+Fix = tuple[dict[str, Any], str, dict[str, Any]]  # the row, answers, options
+
+
+def follow(remedy: str, key: str, row: dict[str, Any]) -> Fix:
+    """What a user does who follows the remedy for a key of a row."""
+    rest = {name: value for name, value in row.items() if name != key}
+    if renamed := re.match(r"rename it to (\w+)", remedy):
+        return rest | {renamed[1]: row[key]}, "", {}
+    if "only text is read: leave out rows" in remedy or "put its text into the prompt" in remedy:
+        return rest, "", {}
+    if "write it as tool_calls" in remedy or "write the row as messages, beside which tools" in remedy:
+        return {"messages": [ASK, calling(call())], "tools": [{"name": "f"}]}, "", {}
+    if "set data.enable_thinking for all rows" in remedy:
+        return row, "", {"enable_thinking": "true", "ignored_keys": (key,)}
+    if "name it in data.system_column" in remedy:
+        return row, "", {"system_column": key, **BY_COLUMNS}
+    if "for pairs of answers set [objective]" in remedy:
+        return row, PAIRS, {}
+    if "name the answers in data.chosen_column" in remedy:
+        wanted = {"chosen_column": "chosen_response", "rejected_column": "rejected_response"}
+        return {"prompt": "q", "chosen_response": "a", "rejected_response": "b"}, PAIRS, wanted
+    if "for answers with a label set" in remedy:
+        return rest | {key: True}, LABELS, {}
+    assert "write labels" in remedy or "write one document a row" in remedy, remedy
+    return rest | ({"labels": [-100, 2, 3]} if "labels" in remedy else {}), "", {}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_remedies_for_keys_of_a_row_lead_on(name: str, tmp_path: Path) -> None:
+    kinds = ("tokens",) if name == "tokens" else ("conversation", "preference")
+    refused = 0
+    for key in {key: None for kind in kinds for key in INSTEAD[kind]}:
+        if key in ROWS[name]:
+            continue
+        row = ROWS[name] | {key: VALUES.get(key, "a text")}
+        answers = PAIRS if name == "pairs" else ""
+        before = outcome(row, tmp_path, answers=answers)
+        if not before.reason:  # the format reads it
+            continue
+        refused += 1
+        assert "delete it" not in before.reason
+        ignored = outcome(row, tmp_path, answers=answers, ignored_keys=(key,))
+        assert ignored.learned, (key, ignored.reason)
+        changed, answers, options = follow(before.reason.split("; ", 1)[1], key, row)
+        try:
+            after = outcome(changed, tmp_path, answers=answers or (PAIRS if "chosen" in changed else ""), **options)
+        except UserError:  # another message, of the format
+            assert "ignored_keys" in options or answers
+        else:
+            assert after.learned or after.reason != before.reason, (key, after.reason)
+    assert refused >= 5
+
+
+def without(key: str, row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name != key}
+
+
+def with_answer(**answer: Any) -> dict[str, Any]:
+    return {"messages": [ASK, {"role": "assistant", "content": "a", **answer}]}
+
+
+def with_call(**function: Any) -> dict[str, Any]:
+    return {"messages": [ASK, calling(function)]}
+
+
+GOOD_CALL = with_call(name="f", arguments={})
+CHAT = ROWS["messages"]
+# Kind -> rows that are refused for it (with answers, options), words of the remedy, and what a user then does.
+REMEDIES: dict[str, list[tuple[dict[str, Any], str, dict[str, Any], str, Fix]]] = {
+    "unknown key": [
+        (with_answer(function_call={}), "", {}, "write it as tool_calls", (GOOD_CALL, "", {})),
+        (
+            with_answer(thought="why"),
+            "",
+            {},
+            "rename it to reasoning_content",
+            (with_answer(reasoning_content="why"), "", {}),
+        ),
+        (
+            with_answer(images=["x"]),
+            "",
+            {},
+            "if it does not matter, name it in",
+            (with_answer(images=["x"]), "", {"ignored_keys": ("images",)}),
+        ),
+        (with_answer(mood="x"), "", {}, "known are content", (with_answer(mood="x"), "", {"ignored_keys": ("mood",)})),
+        (
+            {"messages": [{**ASK, "reasoning_content": "x"}, ANSWER]},
+            "",
+            {},
+            "only an assistant message may have it",
+            (CHAT, "", {}),
+        ),
+        (
+            {"messages": [{**ASK, "content": [{"type": "text", "text": "q", "cache": 1}]}, ANSWER]},
+            "",
+            {},
+            "name it in data.ign",
+            (
+                {"messages": [{**ASK, "content": [{"type": "text", "text": "q", "cache": 1}]}, ANSWER]},
+                "",
+                {"ignored_keys": ("cache",)},
+            ),
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "q", "role": "user"}, ANSWER]},
+            "",
+            {},
+            "use from and value, or role and",
+            (ROWS["sharegpt"], "", {}),
+        ),
+        (
+            PAIR | {"chat_template_kwargs": {"a": 1}},
+            PAIRS,
+            {},
+            "name the key in data.ignored_keys",
+            (PAIR | {"chat_template_kwargs": {"a": 1}}, PAIRS, {"ignored_keys": ("chat_template_kwargs",)}),
+        ),
+    ],
+    "preference": [
+        (
+            PAIR | {"label": True},
+            PAIRS,
+            {},
+            "apo_zero_unpaired",
+            ({"prompt": "q", "completion": "a", "label": True}, LABELS, {}),
+        )
+    ],
+    "bad mask": [
+        (CHAT | {"dont_train": [0, 1]}, "", {}, "rename it to loss_mask", (CHAT | {"loss_mask": [0, 1]}, "", {})),
+        (
+            CHAT | {"dont_train": [0, 1]},
+            "",
+            {},
+            "name it in data.ignored_keys",
+            (CHAT | {"dont_train": [0, 1]}, "", {"ignored_keys": ("dont_train",)}),
+        ),
+        (CHAT | {"mask": [0, 0.5]}, "", {}, "write such a list", (CHAT | {"mask": [0, 1]}, "", {})),
+        (
+            with_answer(train="no"),
+            "",
+            {},
+            "write weight instead: 0 is not learned, 1 is",
+            (with_answer(weight=1), "", {}),
+        ),
+        (
+            ROWS["alpaca"] | {"weight": 1},
+            "",
+            {},
+            "name it in data.ignored_keys",
+            (ROWS["alpaca"] | {"weight": 1}, "", {"ignored_keys": ("weight",)}),
+        ),
+    ],
+    "contradiction": [
+        (with_answer(reasoning="x", thinking="y"), "", {}, "keep one", (with_answer(reasoning="x"), "", {})),
+        (with_answer(train=True, weight=0), "", {}, "keep one of them", (with_answer(train=True), "", {})),
+        (
+            PAIR | {"score_chosen": 1, "score_rejected": 2},
+            PAIRS,
+            {},
+            "swap the answers",
+            (PAIR | {"score_chosen": 2, "score_rejected": 1}, PAIRS, {}),
+        ),
+        (
+            PAIR | {"score_chosen": 1, "score_rejected": 2},
+            PAIRS,
+            {},
+            "name both keys in data.ignored_keys",
+            (
+                PAIR | {"score_chosen": 1, "score_rejected": 2},
+                PAIRS,
+                {"ignored_keys": ("score_chosen", "score_rejected")},
+            ),
+        ),
+    ],
+    "part not read": [
+        (
+            ROWS["columns"] | {"rationale": "Because it is far."},
+            "",
+            {},
+            "write the row as messages, with reasoning_content",
+            (THINKING, "", {}),
+        ),
+        (
+            ROWS["columns"] | {"context": "It is far."},
+            "",
+            {},
+            "or name it in data.system_column",
+            (ROWS["columns"] | {"context": "It is far."}, "", {"system_column": "context", **BY_COLUMNS}),
+        ),
+        (
+            CHAT | {"reasoning": "It is far."},
+            "",
+            {},
+            "put it into reasoning_content of its message",
+            (THINKING, "", {}),
+        ),
+        ({"prompt": [ASK], "input": "x", "chosen": "a", "rejected": "b"}, PAIRS, {}, "put it there", (PAIR, PAIRS, {})),
+    ],
+    "two system messages": [
+        (
+            {"system": "x", "messages": [say("system", "y"), ASK, ANSWER]},
+            "",
+            {},
+            "delete one",
+            (CHAT | {"system": "x"}, "", {}),
+        ),
+    ],
+    "missing key": [
+        ({"messages": [{"content": "q"}, ANSWER]}, "", {}, "role is missing", (CHAT, "", {})),
+        (
+            without("chosen", PAIR) | {"better": "a"},
+            PAIRS,
+            {},
+            "name its column in data.chosen_column",
+            (without("chosen", PAIR) | {"better": "a"}, PAIRS, {"chosen_column": "better"}),
+        ),
+        (
+            without("rejected", PAIR) | {"worse": "b"},
+            PAIRS,
+            {},
+            "name its column in data.rejected_column",
+            (without("rejected", PAIR) | {"worse": "b"}, PAIRS, {"rejected_column": "worse"}),
+        ),
+        (CHAT, "", {"ignored_keys": ("messages",)}, "which format messages reads", (CHAT, "", {})),
+    ],
+    "no label": [
+        (
+            ROWS["alpaca"] | {"good": True},
+            LABELS,
+            {},
+            "name its column in data.label_column",
+            (ROWS["alpaca"] | {"good": True}, LABELS, {"label_column": "good"}),
+        ),
+    ],
+    "wrong type": [
+        (
+            ROWS["alpaca"] | {"label": 1},
+            LABELS,
+            {},
+            "must be true or false",
+            (ROWS["alpaca"] | {"label": True}, LABELS, {}),
+        ),
+        (
+            {"messages": [ASK, calling(call()), say("tool", {"a": 1}), ANSWER]},
+            "",
+            {},
+            "write its JSON text",
+            ({"messages": [ASK, calling(call()), say("tool", '{"a": 1}'), ANSWER]}, "", {}),
+        ),
+        ({"messages": [{**ASK, "content": []}, ANSWER]}, "", {}, "expected a text or text parts", (CHAT, "", {})),
+        (
+            ROWS["alpaca"] | {"history": ["x"]},
+            "",
+            {},
+            "must be a list of two texts",
+            (ROWS["alpaca"] | {"history": [["x", "y"]]}, "", {}),
+        ),
+        ({"input_ids": [1, "2"]}, "", {}, "must be an integer", (ROWS["tokens"], "", {})),
+    ],
+    "other prompts": [
+        (
+            {"chosen": [ASK, ANSWER], "rejected": [say("user", "r"), ANSWER]},
+            PAIRS,
+            {},
+            "begin both with the prompt",
+            (PAIR, PAIRS, {}),
+        )
+    ],
+    "no prompt": [(without("prompt", PAIR) | {"query": "q"}, PAIRS, {}, "expected one of", (PAIR, PAIRS, {}))],
+    "two prompts": [(PAIR | {"question": "q"}, PAIRS, {}, "keep one", (PAIR, PAIRS, {}))],
+    "no answer": [
+        (
+            {"chosen": [ASK, ANSWER], "rejected": [ASK, ASK]},
+            PAIRS,
+            {},
+            "end it with the assistant's answer",
+            (PAIR, PAIRS, {}),
+        ),
+    ],
+    "two answers": [
+        (
+            {"messages": [ASK, ANSWER], "chosen": "a", "rejected": "b"},
+            PAIRS,
+            {},
+            "end it with the user's",
+            (PAIR, PAIRS, {}),
+        )
+    ],
+    "nothing to learn": [
+        (
+            with_answer(content=" "),
+            "",
+            {},
+            "delete the message, or give it weight 0",
+            ({"messages": [ASK, say("assistant", " ", weight=0), ASK, ANSWER]}, "", {}),
+        ),
+        (with_answer(content="", reasoning_content="why"), "", {}, "add its answer", (THINKING, "", {})),
+        (ROWS["alpaca"] | {"output": ""}, "", {}, "output is blank", (ROWS["alpaca"], "", {})),
+    ],
+    "bad weight": [(with_answer(weight=0.5), "", {}, "must be 0 (not learned) or 1", (with_answer(weight=1), "", {}))],
+    "no messages": [({"messages": []}, "", {}, "is an empty list", (CHAT, "", {}))],
+    "no assistant message": [({"messages": [ASK]}, "", {}, "add the answer", (CHAT, "", {}))],
+    "wrong order": [
+        (
+            {"messages": [TOLD, ANSWER]},
+            "",
+            {},
+            "such a message answers an assistant's call",
+            ({"messages": [ASK, calling(call()), TOLD, ANSWER]}, "", {}),
+        ),
+        (
+            {"messages": [ASK, say("assistant", "a", weight=0), calling(call())]},
+            "",
+            {},
+            "give both the same weight",
+            ({"messages": [ASK, say("assistant", "a"), calling(call())]}, "", {}),
+        ),
+    ],
+    "unknown role": [
+        ({"messages": [{"role": "human", "content": "q"}, ANSWER]}, "", {}, "rename it to user", (CHAT, "", {})),
+        (
+            {"conversations": [{"from": "me", "value": "q"}, ANSWER]},
+            "",
+            {},
+            "known are human",
+            (ROWS["sharegpt"], "", {}),
+        ),
+    ],
+    "not a text part": [
+        ({"messages": [{**ASK, "content": [{"type": "image"}]}, ANSWER]}, "", {}, "only text is read", (CHAT, "", {}))
+    ],
+    "odd thinking": [
+        (
+            with_answer(content="Close it by </think> then"),
+            "",
+            {},
+            "else begin with <think>",
+            (with_answer(content="<think>\nwhy\n</think>\nthen"), "", {}),
+        ),
+        (
+            with_answer(content="<think>why"),
+            "",
+            {},
+            "close it before the answer",
+            (with_answer(content="<think>why</think>a"), "", {}),
+        ),
+        (
+            with_answer(content="<think> opens it"),
+            "",
+            {},
+            'if the tag is text, add "reasoning_content": ""',
+            (with_answer(content="Write <think> first", reasoning_content=""), "", {}),
+        ),
+    ],
+    "bad tool call": [
+        (
+            with_call(name="f", arguments={}, cost=1),
+            "",
+            {},
+            "name it in data.ignored_keys",
+            (with_call(name="f", arguments={}, cost=1), "", {"ignored_keys": ("cost",)}),
+        ),
+        (with_call(name="f", arguments="{"), "", {}, "arguments must hold JSON", (GOOD_CALL, "", {})),
+        (with_call(name="", arguments={}), "", {}, "name must be a text", (GOOD_CALL, "", {})),
+        (
+            with_call(name="f", arguments=3),
+            "",
+            {},
+            "arguments must be an object, or its JSON text",
+            (with_call(name="f", arguments={}), "", {}),
+        ),
+    ],
+    "bad tools": [
+        (
+            CHAT | {"tools": ["f"]},
+            "",
+            {},
+            "must be an object with the name",
+            (CHAT | {"tools": [{"name": "f"}]}, "", {}),
+        )
+    ],
+    "special token": [
+        (QUESTION, "", {}, "remove it", ({"prompt": "q", "completion": "a"}, "", {})),
+        (QUESTION, "", {}, 'set data.special_in_content = "text"', (QUESTION, "", {"special_in_content": "text"})),
+        (
+            {"prompt": "<|im_start|>user\nq", "completion": "a"},
+            "",
+            {},
+            "write the rendered dialogue as messages",
+            (CHAT, "", {}),
+        ),
+    ],
+    "other end token": [
+        (
+            {"prompt": "q", "completion": "a<end_of_turn>"},
+            "",
+            {},
+            "remove it",
+            ({"prompt": "q", "completion": "a"}, "", {}),
+        ),
+        (
+            {"text": "a<end_of_turn>"},
+            "",
+            {},
+            "end it with <|im_end|>, or write messages",
+            ({"text": "a<|im_end|>"}, "", {}),
+        ),
+    ],
+    "nothing is supervised": [(with_answer(weight=0), "", {}, "selects no turn", (CHAT, "", {}))],
+    "not a conversation": [
+        (
+            {"text": "a", "label": True},
+            LABELS,
+            {},
+            "not of texts or tokens",
+            (ROWS["alpaca"] | {"label": True}, LABELS, {}),
+        )
+    ],
+    "the chat template changes it": [
+        (
+            with_call(name="f", arguments={"x": "</tool_call>"}),
+            "",
+            {},
+            "remove tags such as",
+            (with_call(name="f", arguments={"x": "tag"}), "", {}),
+        ),
+        (with_call(name="f", arguments="{}"), "", {}, "make them an object", (GOOD_CALL, "", {})),
+    ],
+    "the chat template refuses it": [],  # its own words: test_chat_template
+    "unknown token id": [
+        ({"input_ids": [1, 10**6]}, "", {}, "was the file made with another tokenizer", (ROWS["tokens"], "", {}))
+    ],
+    "longer than seq_len": [],  # test_overlong_rows_are_dropped_cut_split_or_refused
+    "bad token id": [({"input_ids": [1, -1]}, "", {}, "expected 0 to", (ROWS["tokens"], "", {}))],
+    "bad labels": [
+        (
+            {"input_ids": [1, 2], "labels": [1, 3]},
+            "",
+            {},
+            "expected the same or -100",
+            ({"input_ids": [1, 2], "labels": [-100, 2]}, "", {}),
+        )
+    ],
+    "bad attention mask": [
+        (
+            {"input_ids": [1, 2], "attention_mask": [1, 0]},
+            "",
+            {},
+            "remove the padding",
+            ({"input_ids": [1]} | {"input_ids": [1, 2]}, "", {}),
+        )
+    ],
+    "not JSON": [
+        (
+            {"messages": str([ASK, ANSWER])},
+            "",
+            {},
+            "its JSON text (json.dumps)",
+            ({"messages": json.dumps([ASK, ANSWER])}, "", {}),
+        )
+    ],
+}
+# Kinds of lines that are no JSON rows: their remedies are in test_malformed.
+OF_LINES = {
+    *("not UTF-8", "not an object", "duplicate key", "not a number", "number too large", "lone surrogate"),
+    "nested too deeply",
+}
+
+
+@pytest.mark.parametrize("kind", REMEDIES)
+def test_the_remedies_of_a_bad_row_lead_on(kind: str, tmp_path: Path) -> None:
+    for row, answers, options, words, (changed, after, more) in REMEDIES[kind]:
+        before = outcome(row, tmp_path, answers=answers, **options)
+        assert before.reason.startswith(kind) and words in before.reason, before.reason
+        made = outcome(changed, tmp_path, answers=after, **more)
+        assert made.learned, (before.reason, made.reason)
+
+
+def test_every_kind_of_bad_row_has_a_remedy_that_was_followed() -> None:
+    kinds = set()
+    for name in ("answers", "columns", "conversation", "encode", "formats", "strict_json"):
+        tree = ast.parse((REPO / "titan_mi100" / "data" / f"{name}.py").read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "BadRecord":
+                kinds |= {each.value for each in ast.walk(node.args[0]) if isinstance(each, ast.Constant)}
+    kinds = {kind for kind in kinds if isinstance(kind, str)} - {": "}
+    assert kinds - OF_LINES <= REMEDIES.keys() and len(kinds) > 30
+
+
+@pytest.mark.parametrize(
+    ("row", "words", "answers", "options"),
+    [
+        (PAIR, 'set [objective] name = "preference"', PAIRS, {}),
+        ({"prompt": "q", "chosen_response": "a", "rejected_response": "b"}, "pairs of answers", PAIRS,
+         {"chosen_column": "chosen_response", "rejected_column": "rejected_response"}),
+        ({"frage": "q", "antwort": "a"}, "prompt_column and response_column", "",
+         {"prompt_column": "frage", "response_column": "antwort"}),
+        ({"story": "Once."}, "or one in text_column", "", {"text_column": "story"}),
+    ],
+)  # fmt: skip
+def test_the_remedies_for_unknown_columns_lead_on(
+    row: dict[str, Any], words: str, answers: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=re.escape(words)):
+        outcome(row, tmp_path)
+    assert outcome(row, tmp_path, answers=answers, **options).learned
+
+
+def test_pairs_and_labels_in_columns_of_other_names(tmp_path: Path) -> None:
+    columns = {"chosen_column": "response_j", "rejected_column": "response_k", "prompt_column": "qid"}
+    row = {"qid": "q", "response_j": "a", "response_k": "b", "date": "x"}
+    assert outcome(row, tmp_path, answers=PAIRS, **columns).learned == [f"a{END}", f"b{END}"]
+    reason = outcome(without("response_j", row), tmp_path, answers=PAIRS, **columns).reason
+    assert "the row has no 'response_j', only date, qid, response_k" in reason
+    odd = outcome(row | {"chosen": "c"}, tmp_path, answers=PAIRS, **columns).reason
+    assert "chosen in a row of format pairs; name the answers in data.chosen_column" in odd
+    good = {"question": "q", "answer": "a", "is_good": False}
+    assert outcome(good, tmp_path, answers=LABELS, label_column="is_good").learned == [f"a{END}"]
+    for options, words in (
+        ({"data.chosen_column": "x"}, 'chosen_column = "x" has no effect with an objective that reads no pairs'),
+        ({"data.label_column": "x"}, 'label_column = "x" has no effect with an objective that reads no labels'),
+        ({"data.prompt_column": "x", "data.chosen_column": "y", "objective.name": "preference"}, ""),
+    ):
+        path = tmp_path / "rows.jsonl"
+        given = {"model.flavor": "debug", "model.tokenizer_path": str(ASSETS / "tokenizer"), "data.path": str(path)}
+        words_of = [word for key, value in {**given, **options}.items() for word in (f"--{key}", value)]
+        if words:
+            with pytest.raises(UserError, match=re.escape(words)):
+                load_config(words_of, 1)
+        else:
+            load_config(words_of, 1)

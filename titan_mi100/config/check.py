@@ -382,9 +382,9 @@ def _idle_of_objective(config: Config) -> Iterator[tuple[str, str, tuple[str, ..
             keys = ("format", "response_column", "system_column", "text_column", "loss")
             yield "pairs of answers, which are read by their keys", "data.path", keys
     if o.answers != "pairs":
-        yield "no pairs of answers", "data.path", ("chosen_column", "rejected_column")
+        yield "an objective that reads no pairs", "data.path", ("chosen_column", "rejected_column")
     if o.answers != "labels":
-        yield "no answers with a label", "data.path", ("label_column",)
+        yield "an objective that reads no labels", "data.path", ("label_column",)
 
 
 def _check_objective(config: Config) -> Iterator[Problem]:

@@ -52,7 +52,7 @@ def read_pair(row: dict[str, Any], prompt_of: ReadMessages, message: ReadMessage
         shared = _shared(chosen, rejected)
         prompt, chosen_answer, rejected_answer = chosen[:shared], chosen[shared:], rejected[shared:]
         if not prompt:
-            raise BadRecord("other prompts", "chosen and rejected begin with different messages")
+            raise BadRecord("other prompts", "chosen and rejected begin differently; begin both with the prompt")
         _check_prompt_again(row, given, prompt, chosen, message)
         _check_no_more(row, "the conversation", "history", "input")
         prompt = prompt_of({"system": row.get("system")}) + prompt
@@ -65,16 +65,17 @@ def read_pair(row: dict[str, Any], prompt_of: ReadMessages, message: ReadMessage
         raise BadRecord("two system messages", "one is system, another is in the messages; delete one")
     for name, answer in (("chosen", chosen_answer), ("rejected", rejected_answer)):
         if not answer or answer[0]["role"] not in ("assistant", "user"):
-            raise BadRecord("no answer", f"{name} has no answer behind the prompt that both share")
+            raise BadRecord("no answer", f"{name} has no answer behind the prompt that both share; add it")
         if not any(turn["role"] == "assistant" for turn in answer):
-            raise BadRecord("no answer", f"{name} ends with the user")
+            raise BadRecord("no answer", f"{name} ends with the user; end it with the assistant's answer")
     if prompt[-1]["role"] == "assistant" and chosen_answer[0]["role"] == "assistant":
         raise BadRecord("two answers", "the prompt ends with an assistant message; end it with the user's")
     why = SAME if chosen_answer == rejected_answer else ""
     better, worse = row.get("score_chosen"), row.get("score_rejected")
     if isinstance(better, int | float) and isinstance(worse, int | float):
         if better < worse:
-            raise BadRecord("contradiction", f"score_chosen = {better} is below score_rejected = {worse}")
+            what = f"score_chosen = {better} is below score_rejected = {worse}"
+            raise BadRecord("contradiction", f"{what}; swap the answers, or name both keys in data.ignored_keys")
         why = why or TIE * (better == worse)
     prompt = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in prompt]
     return prompt + chosen_answer, prompt + rejected_answer, tool_list(row.get("tools")), why

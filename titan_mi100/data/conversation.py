@@ -109,7 +109,7 @@ def _joined(message: Message, later: Message) -> Message:
 def require_answer(messages: list[Message]) -> list[Message]:
     """Return the messages unchanged. Raises BadRecord: none of them is an assistant's."""
     if not any(message["role"] == "assistant" for message in messages):
-        raise BadRecord("no assistant message", "nothing to learn from the others")
+        raise BadRecord("no assistant message", "add the answer, or leave the row out")
     return messages
 
 
@@ -155,7 +155,8 @@ def read_message(given: Any, content_name: str = "content", context: bool = Fals
     if role not in ROLES:
         if role is None:
             raise BadRecord("missing key", f"role is missing; the message has {listed(given)}")
-        as_here = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}.get(str(role))
+        other = {"human": "user", "gpt": "assistant", "model": "assistant", "developer": "system", "function": "tool"}
+        as_here = other.get(str(role))
         remedy = f"; rename it to {as_here}, or use ShareGPT's keys: conversations, from, value" if as_here else ""
         raise BadRecord("unknown role", f"role is {shown(role)}; known are {', '.join(ROLES)}{remedy}")
     if len(message) != 2 or "content" not in message:  # the common case, role and content, needs no further checks
