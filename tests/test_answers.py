@@ -78,7 +78,7 @@ REFUSED = {
     ),
     "different questions": (
         {"chosen": [USER, says(GOOD)], "rejected": [{**USER, "content": "?"}, says(BAD)]},
-        "other prompts: chosen and rejected begin with different messages",
+        "other prompts: chosen and rejected begin differently",
     ),
     "ends with the user": (
         {"chosen": [USER, says(GOOD)], "rejected": [USER, USER]}, "no answer: rejected ends with the user",

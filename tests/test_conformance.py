@@ -47,6 +47,7 @@ REFUSED_BY_READERS = {
     "blank contents",
     "empty answer",
     "empty answer earlier",
+    "an opened think tag in the answer",
     "ends in a user turn without any answer",
     "only a user",
     "reasoning and nothing else",
@@ -54,8 +55,15 @@ REFUSED_BY_READERS = {
     "weight 1 on empty messages",
 }
 
-# Of two think blocks the templates drop what stands between them, so a row with them is refused when it is encoded.
-CHANGED_BY_TEMPLATES = {"several think blocks in an answer"}
+# Of two think blocks the templates drop what stands between them, and a server would misread tags in a text, so such
+# rows are refused when they are encoded.
+CHANGED_BY_TEMPLATES = {
+    "several think blocks in an answer",
+    "an opened think tag in the answer",
+    "reasoning that holds the tags",
+    "quotes and backslashes in arguments",
+    "arguments as text that is no JSON",
+}
 
 ROLES = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
 Mode = tuple[str, bool, str]  # loss, whether empty think blocks are learned, earlier thinking
@@ -286,6 +294,8 @@ class Candidate:
         empty = "supervised" if empty_think else "masked"
         config = DataConfig(loss=loss, empty_think=empty, earlier_thinking=earlier)
         encoder = Encoder(self.tokenizer, self.template, config, 1 << 20)
+        # The reference takes special tokens in messages for what they are; here such rows are refused before.
+        encoder._without_marks = lambda messages, tools: (messages, tools, [])  # type: ignore[method-assign]
         try:
             encoded = encoder.encode(Example(messages=messages, tools=tools))
         except BadRecord as error:
@@ -462,7 +472,7 @@ def test_every_format_means_the_same_conversation_in_every_mode(name: str, pair:
         differ = pair.modes_that_differ(meant, each["tools"], [], (example.messages, example.tools))
         different += [(each["name"], mode) for mode in differ]
     assert refused <= REFUSED_BY_READERS
-    assert not different and read >= {"messages": 100, "sharegpt": 60, "alpaca": 20, "columns": 10}.get(name, 60)
+    assert not different and read >= {"messages": 99, "sharegpt": 60, "alpaca": 20, "columns": 10}.get(name, 60)
 
 
 def unweighted(conversation: Conversation) -> list[dict[str, Any]]:

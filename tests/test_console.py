@@ -147,7 +147,7 @@ def test_the_wheel_holds_every_module_every_config_and_the_data_of_debug_toml(wh
     configs = {f"titan_mi100/train_configs/{path.name}" for path in (REPO / "train_configs").glob("*.[tj]*")}
     data = {"additions.jsonl", "pairs.jsonl", *(f"tokenizer/{path.name}" for path in (ASSETS / "tokenizer").iterdir())}
     modules |= {f"titan_mi100/config/{name}" for name in ("examples.txt", "other_trainers.txt", "other_trainers.toml")}
-    modules.add("titan_mi100/tools/pages/style.css")
+    modules |= {"titan_mi100/tools/pages/style.css", "titan_mi100/data/columns.txt"}
     assert packed == modules | configs | {f"titan_mi100/train_configs/debug/{name}" for name in data}
 
 

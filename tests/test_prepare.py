@@ -416,7 +416,7 @@ def test_what_is_easily_a_mistake_is_warned_of(tmp_path: Path) -> None:
     data = load(path, max_lost_share=1.0)
     assert [re.split("[,;]", line)[0] for line in data.facts.warnings] == [
         f"{path}: 33.3% of the rows and 92.0% of the tokens are lost to training.seq_len",
-        "1 row with reasoning that the template leaves out",
+        "1 row with earlier reasoning that the template leaves out",
     ]
     assert ledger(data)[1]["reason"] == "earlier reasoning left out: of 1 turns, by the template"
     assert not load(path, earlier_thinking="unroll", overlong="split").facts.warnings
@@ -472,11 +472,14 @@ def test_harmless_keys_are_ignored_and_counted_and_others_only_by_name(tmp_path:
     assert supervised_texts(load(write(tmp_path / "shared.jsonl", shared)).train, tokenizer) == ["b<|im_end|>"]
 
     meant = say("a", "b", "c", "d") | {"images": ["a.png"], "functions": []}
-    meant["messages"][1] |= {"train": False, "tool_calls": [{"name": "f", "arguments": {"x": 1}, "cost": 2}]}
+    meant["messages"][1] |= {"train": "no", "tool_calls": [{"name": "f", "arguments": {"x": 1}, "cost": 2}]}
     path = write(tmp_path / "meant.jsonl", plain, meant)
     for named, reason in (
-        ((), "images in a row of format messages; delete it, or name it in data.ignored_keys"),
-        (("images",), "message 2: train in a message"),
+        (
+            (),
+            "images in a row of format messages; only text is read: leave out rows that need it; if it does not matter",
+        ),
+        (("images",), "bad mask: message 2: train may say what is learned; write weight instead"),
         (("images", "train"), "message 2: call 1: cost is not known"),
     ):
         with pytest.raises(RefusedData, match=reason):
@@ -590,7 +593,7 @@ def test_a_run_of_an_earlier_version_is_told_why_its_rows_differ(tmp_path: Path)
     now = load(path).facts.made_of
     before = {name: value for name, value in now.items() if name != "version of the row reader"}
     assert "null_arguments" not in before
-    assert list(differing(before, now).values()) == ["version of the row reader (None, now 2)"]
+    assert list(differing(before, now).values()) == ["version of the row reader (None, now 3)"]
     chosen = load(path, null_arguments="drop").facts.made_of
     assert list(differing(now, chosen).values()) == ["null_arguments (None, now drop)"]
 

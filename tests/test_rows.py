@@ -22,7 +22,8 @@ BARE_CALL = {"name": "add", "arguments": {"b": 2, "a": None}}
 
 
 def read(name: str, row: dict[str, Any], **columns: str) -> Example:
-    return choose("", name, **columns).read_row(parse(json.dumps(row).encode()), frozenset(), Findings())
+    form = choose("", name, **columns)
+    return form.read_row(parse(json.dumps(row).encode()), frozenset(), Findings())._replace(notes=())
 
 
 def choose(
@@ -302,7 +303,10 @@ MASKS: list[tuple[dict[str, Any], list[int] | str]] = [
     ({"loss_mask": [], "weights": None}, []),
     ({"attention_mask": [1, 1, 0], "labels": [1, 0]}, []),
     ({"labels": [-100, -100, 7]}, "bad mask: labels in a row of format "),
-    ({"mask": [0, 1, 0, 0], "weights": [0, 1, 0, 1]}, "contradiction: weights differs from the weight of a message"),
+    (
+        {"mask": [0, 1, 0, 0], "weights": [0, 1, 0, 1]},
+        "contradiction: weights differs from the weight of a message; keep one",
+    ),
     *(
         ({"loss_mask": value}, "bad mask: loss_mask in a row of format ")
         for value in ([0, 1], [0, 1, 0, 1, 0], [0, 0.5, 0, 1], [0, 2, 0, 1], [0, None, 0, 1], ["0", "1"] * 2, "0101")
@@ -325,12 +329,77 @@ def test_a_mask_beside_the_messages_is_followed_or_the_row_is_refused(
         else:
             weights = [message.get("weight") for message in read(name, row | keys).messages or ()]
             assert weights == (expected or [None] * 4)
-        ignored = choose("", name).read_row(row | keys, frozenset(keys), Findings())
+        ignored = choose("", name).read_row(row | keys, frozenset(keys), Findings())._replace(notes=())
         assert ignored == read(name, row)
     for name, other in (("alpaca", {"instruction": "a", "output": "b"}), ("text", {"text": "a"})):
         if expected:
-            with pytest.raises(BadRecord, match=f"bad mask: .* in a row of format {name}: no mask is followed; delete"):
+            with pytest.raises(BadRecord, match=f"bad mask: .* in a row of format {name}: no mask is followed; leave"):
                 read(name, other | keys)
+
+
+# Names under which 1 may mean that a message is not learned, or something else.
+REFUSED_MASKS = [
+    "dont_train", "do_not_train", "no_train", "notrain", "skip_train", "skip_training", "not_trained", "untrained",
+    "untrainable", "is_untrainable", "exclude_from_training", "exclude_from_loss", "excluded_from_loss", "ignore_loss",
+    "ignore_in_loss", "no_loss", "noLoss", "lossless", "loss_ignore_mask", "ignore_mask", "masked", "is_masked",
+    "mask_out", "masking", "unmask", "unmasked", "mask_history", "mask_prompt", "mask_user", "mask_input",
+    "padding_mask", "user_mask", "prompt_mask", "train_on_inputs", "train_on_prompt", "frozen", "freeze", "unfrozen",
+    "freeze_turn", "unsupervised", "is_unsupervised", "unlearned", "unlearn", "dont_learn", "not_learned",
+    "do_not_learn", "unweighted", "weighting", "negative_weight", "inverse_weight", "loss_off", "train_off",
+    "training_disabled", "skip", "skipped", "ignore", "ignored", "excluded", "exclude", "omit", "discard", "drop",
+    "dropped", "no_gradient", "no_backprop", "stop_gradient", "trainer_skip", "pretrain", "pretraining", "retrain",
+    "learning",
+]  # fmt: skip
+
+
+def test_a_mask_of_another_name_is_refused_with_both_remedies() -> None:
+    messages = [USER, {**ASSISTANT, "content": "bad"}, USER, ASSISTANT]
+    assert len(REFUSED_MASKS) > 60
+    for key in REFUSED_MASKS:
+        row = {"messages": messages, key: [0, 1, 0, 0]}
+        with pytest.raises(BadRecord, match="bad mask") as refused:
+            read("messages", row)
+        for remedy in ("if 1 is learned there, rename it to loss_mask", "name it in data.ignored_keys"):
+            assert remedy in str(refused.value), key
+        weights = [
+            m.get("weight") for m in read("messages", {"messages": messages, "loss_mask": row[key]}).messages or ()
+        ]
+        assert weights == [0, 1, 0, 0]
+        choose("", "messages").read_row(row, frozenset({key}), Findings())
+        inside = {"messages": [USER, {**ASSISTANT, key: True}, USER, ASSISTANT]}
+        if key in ("masked", "is_masked"):
+            assert [m.get("weight") for m in read("messages", inside).messages or ()] == [None, 0, None, None]
+        else:
+            with pytest.raises(BadRecord, match=r"message 2: |in a message") as refused:
+                read("messages", inside)
+            assert "delete" not in str(refused.value)
+    findings = Findings()
+    others = {"toxic": [0, 1, 0, 0], "is_reasoning_complete": [True, False], "constraints": [1], "glossary": [0, 1]}
+    choose("", "messages").read_row({"messages": messages, **others}, frozenset(), findings)
+    assert {*findings.ignored} == {f"{key} (flags)" for key in others} and not findings.followed
+
+
+@pytest.mark.parametrize("key", ["train", "training", "loss", "trainable", "masked"])
+def test_a_mask_inside_a_message_becomes_its_weight(key: str) -> None:
+    on, off = (0, 1) if key == "masked" else (1, 0)
+    for one, other in ((bool(on), bool(off)), (on, off), (float(on), float(off))):
+        findings = Findings()
+        messages = [{**USER, key: other}, {**ASSISTANT, key: one}, USER, {**ASSISTANT, key: other, "weight": 0}]
+        made = choose("", "messages").read_row({"messages": messages}, frozenset(), findings)
+        assert [m.get("weight") for m in made.messages or ()] == [0, 1, None, 0]
+        assert not any(key in message for message in made.messages or ())
+        assert findings.followed == {f"{key} in messages": 3} and not findings.ignored
+    with pytest.raises(BadRecord, match=f"contradiction: {key} differs from the weight of a message"):
+        read("messages", {"messages": [USER, {**ASSISTANT, key: on, "weight": 0}]})
+    for odd in (0.5, "yes", [1]):
+        with pytest.raises(BadRecord, match=f"bad mask: message 2: {key} may say what is learned; write weight"):
+            read("messages", {"messages": [USER, {**ASSISTANT, key: odd}]})
+    pair = {"prompt": [USER], "completion": [{**ASSISTANT, key: off}, USER, ASSISTANT]}
+    assert [m.get("weight") for m in read("prompt_completion", pair).messages or ()] == [None, 0, None, None]
+    unmasked = choose("", "messages").read_row(
+        {"messages": [USER, {**ASSISTANT, key: off}]}, frozenset({key}), Findings()
+    )
+    assert unmasked.messages == [USER, ASSISTANT]
 
 
 def test_a_blank_answer_may_be_masked_and_a_weight_must_agree_with_the_mask() -> None:
@@ -435,13 +504,20 @@ def test_a_part_of_the_prompt_or_answer_in_a_column_of_its_own_is_refused(
     if not is_part:
         form.read_row(row, frozenset(), Findings())
         return
-    with pytest.raises(BadRecord, match=r"name it in data\.system_column, or name it in data\.ignored_"):
+    with pytest.raises(
+        BadRecord,
+        match=(
+            "write the row as messages, with reasoning_content; if it does not matter, name it in data.ignored_keys"
+            if column in ABOUT_THINKING
+            else r"or name it in data\.system_column; if it does not matter, name it in data\.ignored_"
+        ),
+    ):
         form.read_row(row, frozenset(), Findings())
     form.read_row(row, frozenset({column}), Findings())
     read("text", {"text": "a", column: value})
     answer = {**ASSISTANT, "content": QUESTION["answer"]}
     if column in ABOUT_THINKING:
-        with pytest.raises(BadRecord, match="put it into reasoning_content of its message, or name it in"):
+        with pytest.raises(BadRecord, match="put it into reasoning_content of its message; if it does"):
             read("messages", {"messages": [USER, answer], column: value})
         answer["reasoning_content"] = value
     read("messages", {"messages": [USER, answer], column: value})

@@ -301,7 +301,7 @@ def _check_paths(config: Config) -> Iterator[Problem]:
 
 
 def _check_data(data: DataConfig) -> Iterator[Problem]:
-    if bool(data.prompt_column) != bool(data.response_column):
+    if bool(data.prompt_column) != bool(data.response_column) and not data.chosen_column:
         what = "and response_column go together; set both or neither"
         yield Problem("data.prompt_column", what, ("data.response_column",))
     if data.prompt_column and data.format not in ("auto", "columns"):
@@ -380,6 +380,7 @@ def _check_effects(config: Config) -> Iterator[Problem]:
         idle.append(("corpora only, which are plain text", "data.path", ("system_prompt", *assets.VARIABLES)))
     if data.format in ("text", "tokens"):
         of_conversations = ("loss", "empty_think", "earlier_thinking", "system_prompt", "null_arguments")
+        of_conversations += ("special_in_content",)
         idle.append((f'format = "{data.format}"', "data.format", (*of_conversations, *assets.VARIABLES)))
     if data.format not in ("auto", "text") or data.prompt_column:
         idle.append((f'format = "{data.format}" or prompt_column', "data.format", ("text_column",)))
@@ -409,8 +410,12 @@ def _idle_of_objective(config: Config) -> Iterator[tuple[str, str, tuple[str, ..
         unused = [("label_smoothing", o.preference.defaults.e), ("gamma", o.preference.defaults.gamma)]
         yield f'loss = "{o.loss}"', "objective.loss", tuple(key for key, usual in unused if not usual)
         if o.preference.is_paired:
-            keys = ("format", "prompt_column", "response_column", "system_column", "text_column", "loss")
+            keys = ("format", "response_column", "system_column", "text_column", "loss")
             yield "pairs of answers, which are read by their keys", "data.path", keys
+    if o.answers != "pairs":
+        yield "an objective that reads no pairs", "data.path", ("chosen_column", "rejected_column")
+    if o.answers != "labels":
+        yield "an objective that reads no labels", "data.path", ("label_column",)
 
 
 def _check_objective(config: Config) -> Iterator[Problem]:

@@ -9,7 +9,7 @@
 | TRL's KTO, LLaMA-Factory's | any of the formats of formats.py, and label or kto_tag: true or false |
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,9 +23,9 @@ REFERENCE, LABEL, TEACHER_IDS, TEACHER_LOG_P = "reference", "label", "teacher_id
 PAIRS, LABELS = "pairs", "labels"  # kinds of rows, see ObjectiveConfig.answers
 PAIR_KEYS = frozenset({"chosen", "rejected"})
 LABEL_KEYS = ("label", "kto_tag")
-_PROMPTS = ("prompt", "question", "instruction", "messages", "conversations")
+PROMPTS = ("prompt", "question", "instruction", "messages", "conversations")
 OPTIONAL = frozenset(
-    {*_PROMPTS, "input", "system", "history", "tools", "score_chosen", "score_rejected", "chat_template_kwargs"}
+    {*PROMPTS, "input", "system", "history", "tools", "score_chosen", "score_rejected", "chat_template_kwargs"}
 )
 PROMPT_AGAIN = "the prompt is inside both answers"
 SAME, TIE, EARLIER = "both answers are the same", "both answers have the same score", "differ before the last turn"
@@ -48,17 +48,17 @@ def read_pair(row: dict[str, Any], prompt_of: ReadMessages, message: ReadMessage
         what = "chat_template_kwargs of a row are not followed; name the key in data.ignored_keys, and set"
         raise BadRecord("unknown key", f"{what} data.enable_thinking for all rows")
     chosen, rejected = (_answer(row, name, message) for name in ("chosen", "rejected"))
-    given = [name for name in _PROMPTS if row.get(name) not in (None, "", [])]
+    given = [name for name in PROMPTS if row.get(name) not in (None, "", [])]
     if chosen[0]["role"] != "assistant" or rejected[0]["role"] != "assistant":
         shared = _shared(chosen, rejected)
         prompt, chosen_answer, rejected_answer = chosen[:shared], chosen[shared:], rejected[shared:]
         if not prompt:
-            raise BadRecord("other prompts", "chosen and rejected begin with different messages")
+            raise BadRecord("other prompts", "chosen and rejected begin differently; begin both with the prompt")
         _check_prompt_again(row, given, prompt, chosen, message)
         _check_no_more(row, "the conversation", "history", "input")
         prompt = prompt_of({"system": row.get("system")}) + prompt
     elif len(given) != 1:
-        what = f"it is given in {listed(given)}; keep one" if given else f"expected one of {listed(_PROMPTS)}"
+        what = f"it is given in {listed(given)}; keep one" if given else f"expected one of {listed(PROMPTS)}"
         raise BadRecord("no prompt" if not given else "two prompts", what)
     else:
         prompt, chosen_answer, rejected_answer = _prompt(row, given[0], prompt_of, message), chosen, rejected
@@ -66,16 +66,17 @@ def read_pair(row: dict[str, Any], prompt_of: ReadMessages, message: ReadMessage
         raise BadRecord("two system messages", "one is system, another is in the messages; delete one")
     for name, answer in (("chosen", chosen_answer), ("rejected", rejected_answer)):
         if not answer or answer[0]["role"] not in ("assistant", "user"):
-            raise BadRecord("no answer", f"{name} has no answer behind the prompt that both share")
+            raise BadRecord("no answer", f"{name} has no answer behind the prompt that both share; add it")
         if not any(turn["role"] == "assistant" for turn in answer):
-            raise BadRecord("no answer", f"{name} ends with the user")
+            raise BadRecord("no answer", f"{name} ends with the user; end it with the assistant's answer")
     if prompt[-1]["role"] == "assistant" and chosen_answer[0]["role"] == "assistant":
         raise BadRecord("two answers", "the prompt ends with an assistant message; end it with the user's")
     why = SAME if chosen_answer == rejected_answer else ""
     better, worse = row.get("score_chosen"), row.get("score_rejected")
     if isinstance(better, int | float) and isinstance(worse, int | float):
         if better < worse:
-            raise BadRecord("contradiction", f"score_chosen = {better} is below score_rejected = {worse}")
+            what = f"score_chosen = {better} is below score_rejected = {worse}"
+            raise BadRecord("contradiction", f"{what}; swap the answers, or name both keys in data.ignored_keys")
         why = why or TIE * (better == worse)
     prompt = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in prompt]
     return prompt + chosen_answer, prompt + rejected_answer, tool_list(row.get("tools")), why
@@ -95,11 +96,12 @@ def repeats_prompt(chosen: list[Message], rejected: list[Message]) -> bool:
     return bool(asked) and all(answer.startswith(asked) for answer in answers)
 
 
-def label_of(row: dict[str, Any]) -> tuple[int, str]:
-    """1 or -1, and the key that says so. Raises BadRecord: none, or not true or false."""
-    [*keys] = [key for key in LABEL_KEYS if row.get(key) is not None]
+def label_of(row: dict[str, Any], names: Sequence[str] = LABEL_KEYS) -> tuple[int, str]:
+    """1 or -1, and the key of `names` that says so. Raises BadRecord: none, or not true or false."""
+    [*keys] = [key for key in names if row.get(key) is not None]
     if len(keys) != 1:
-        raise BadRecord("no label", f"expected label (true or false), the row has {listed(row)}")
+        remedy = "name its column in data.label_column"
+        raise BadRecord("no label", f"expected {names[0]} (true or false), the row has {listed(row)}; {remedy}")
     if type(row[keys[0]]) is not bool:
         raise BadRecord("wrong type", f"{keys[0]} must be true or false, is {kind_of(row[keys[0]])}")
     return (1 if row[keys[0]] else -1), keys[0]
@@ -108,7 +110,8 @@ def label_of(row: dict[str, Any]) -> tuple[int, str]:
 def _answer(row: dict[str, Any], name: str, message: ReadMessage) -> list[Message]:
     value = row.get(name)
     if value is None:
-        raise BadRecord("missing key", f"the row has no {name}, only {listed(row)}")
+        remedy = f"name its column in data.{name}_column"
+        raise BadRecord("missing key", f"the row has no {name}, only {listed(row)}; {remedy}")
     if isinstance(value, str):
         if not value.strip():
             raise BadRecord("nothing to learn", f"{name} is blank; delete the row")

@@ -35,14 +35,16 @@ from titan_mi100.text.load import load_tokenizer, tokenizer_files
 from titan_mi100.wording import plural, shortened, some
 
 _PACKAGE = Path(__file__).parents[1]
-_CODE = ("data/[!.]*.py", "text/[!.]*.py", "files/templates.py", "wording.py")
+_CODE = ("data/[!.]*.py", "data/[!.]*.txt", "text/[!.]*.py", "files/templates.py", "wording.py")
 # A prepared folder's content depends on this code, too. Hashed at import: the files may be edited during the run.
 CODE_HASH = hashlib.sha256(
     b"".join(file.read_bytes() for pattern in _CODE for file in sorted(_PACKAGE.glob(pattern)))
 ).hexdigest()
 # Raised when a version reads some rows differently from the one before: a resumed run whose rows differ names it.
 # 2: masks, parts of a row in other columns, and several end tokens of a text are no longer ignored.
-_READING = 2
+# 3: an answer and its calls in two messages are one turn; messages as JSON text are read; end tokens behind an answer
+#    and the tags around a tool's result are no longer repeated.
+_READING = 3
 LIBRARIES = ("tiktoken", "sentencepiece", "jinja2", "tokenizers")
 _MANY_DOCUMENTS = 100_000  # packing more takes a while, so a log line announces it
 
@@ -86,7 +88,8 @@ class DataRequest:
         follows_from = [options, hashes, self.files, [file.name for file in settings], code]
         key = hashlib.sha256(json.dumps(follows_from, sort_keys=True).encode()).hexdigest()[:32]
         # Runs of earlier versions, which lack some settings, read rows as with their defaults.
-        newer, others = ("null_arguments", *VARIABLES), ("source", "max_cut_share")
+        newer = ("null_arguments", "chosen_column", "rejected_column", "label_column", "special_in_content", *VARIABLES)
+        others = ("source", "max_cut_share")
         made_of = {k: v for k, v in options.items() if k not in others and not (k in newer and v == "")}
         made_of["version of the row reader"] = _READING
         made_of |= {f"file {name}": sha256 for name, sha256 in zip(names, hashes, strict=True)}

@@ -2,48 +2,32 @@
 
 import re
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan_mi100.config.layout import IGNORE
-from titan_mi100.data.strict_json import TO_IGNORE, BadRecord, listed
+from titan_mi100.data.strict_json import IF_IDLE, BadRecord, listed
 from titan_mi100.wording import shortened
 
 Row = dict[str, Any]
 
-# Keys that change what a row means. A format that does not read such a key refuses the row: ignoring the key would
-# train on something else than intended.
-_MEANINGFUL = {
-    *("system", "system_prompt", "system_message", "tools", "functions", "function_call", "documents", "history"),
-    *("chat_template_kwargs", "enable_thinking", "images", "image", "videos", "video", "audios", "audio"),
-}
-# Keys of preference data (DPO, KTO): such rows hold answers that must not be learned.
-_PREFERENCES = {"chosen", "rejected", "rejected_response", "rejected_messages", "kto_tag"}
-_BESIDE_TOKENS = {
-    *("loss_mask", "assistant_masks", "completion_mask", "weights", "position_ids", "document_ids", "doc_ids"),
-    *("seq_lengths", "seq_lens", "seqlens", "cu_seqlens", "cu_seq_lens", "seq_idx", "segment_ids", "sequence_ids"),
-}
-_LISTS = {"messages": "messages", "sharegpt": "conversations"}  # format -> its key with the list of messages
-# A key with "mask" or one of the first words in its name says what is learned. One of the others may reverse it.
-# Plurals count, too, here and below.
-_MASK_WORDS = {"weight", "train", "trainable", "learn", "learnable", "loss", "supervised"}
-_FLAG_WORDS = {"training", "learned", "supervise", "target", "ignore", "ignored", "skip", "exclude", "excluded"}
-_REVERSING = {
-    *("masked", "unmasked", "no", "not", "ignore", "ignored", "skip", "exclude", "excluded"),
-    *("history", "input", "prompt", "user"),
-}
-# Keys that hold a part of the prompt or answer: those whose last word is in one of the first two sets, and those whose
-# whole name is in the third. Beside a list of messages only the second counts.
-PARTS = {
-    *("context", "passage", "paragraph", "background", "evidence", "hint", "choice", "option", "distractor"),
-    *("premise", "hypothesis", "document", "article", "table", "schema", "explanation"),
-}
-REASONING = {"reasoning", "thinking", "think", "thought", "rationale", "cot", "scratchpad"}
-WHOLE_PARTS = {
-    *("input", "instruction", "question", "query", "prompt", "problem"),
-    *("a", "b", "c", "d", "e", "opa", "opb", "opc", "opd"),
-}
+INSTEAD = dict[str, dict[str, str]]()  # kind of keys -> key -> what to do instead of ignoring it, see columns.txt
+for _line in Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines():
+    if _line and not _line.startswith("#"):
+        _kinds, _keys, *_remedy = map(str.strip, _line.split(" | "))
+        for _kind in _kinds.split() if _remedy else [_kinds]:
+            INSTEAD.setdefault(_kind, {}).update(dict.fromkeys(_keys.split(), "".join(_remedy)))
+PARTS, REASONING, WHOLE_PARTS, _MASK_WORDS, _FOLLOWED = (
+    {*INSTEAD[kind]} for kind in ("part", "reasoning", "whole part", "mask word", "followed")
+)
+LISTS = {"messages": "messages", "sharegpt": "conversations"}  # format -> its key with the list of messages
+# In the name of a list of flags, or of true and false, in any form: not "constraint", not "glossary".
+_MASK_STEMS = re.compile("(?<!s)train|learn|(?<!g)loss|weigh|supervis|froz|freez|gradient|backprop")
+_FLAG_STEMS = re.compile("skip|ignor|exclu|omit|discard|drop|target")  # of a list of flags only
+_HOLD_MESSAGES = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
+_NOT_MASKS = {"role", "content", "from", "value", "weight", "tool_calls", "reasoning_content"}  # keys of messages
 MANY_WORDS = 8  # a column that is not used and has more of them on average is warned of
 _WORD = re.compile("[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # of a key in snake_case or camelCase
 _NO_SPACES = re.compile("[\u3000-\u9fff\uac00-\ud7af]{2}")  # Chinese, Japanese, Korean: counted as a word
@@ -63,9 +47,17 @@ class Findings:
     """What is found in rows beside their examples."""
 
     ignored: Counter[str] = field(default_factory=Counter)  # ignored key -> in how many rows or messages
+    followed: Counter[str] = field(default_factory=Counter)  # mask that was followed -> in how many rows
     unused: dict[str, Unused] = field(default_factory=dict)
     nulls: Counter[str] = field(default_factory=Counter)  # "kept" and "left out" -> tool calls with null arguments
+    notes: dict[str, tuple[int, int]] = field(default_factory=dict)  # see columns.txt -> rows, the first of them
     record: int = 0  # number of the record that is read
+
+    def note(self, found: Iterable[str]) -> None:
+        """Count what was found in the record, each once."""
+        for what in {*found}:
+            rows, first = self.notes.get(what, (0, self.record))
+            self.notes[what] = rows + 1, first
 
     def note_unused(self, key: str, found: Unused) -> None:
         if before := self.unused.get(key):
@@ -75,55 +67,96 @@ class Findings:
     def add(self, later: "Findings", first: int) -> None:
         """Add those of later records. Args: first: the number of the first of them."""
         self.ignored.update(later.ignored)
+        self.followed.update(later.followed)
         self.nulls.update(later.nulls)
+        for what, (rows, record) in later.notes.items():
+            before, earliest = self.notes.get(what, (0, first + record))
+            self.notes[what] = before + rows, earliest
         for key, found in later.unused.items():
             self.note_unused(key, found._replace(record=first + found.record))
 
 
 def check_keys(form: str, row: Row, unread: Set[str]) -> None:
     """Refuse a row with keys that change its meaning. Args: form: name of the format; unread: keys it does not read."""
-    # KTO rows have a boolean `label`; an integer one is the usual column of a classification data set.
-    preferences = _PREFERENCES | {"label"} if type(row.get("label")) is bool else _PREFERENCES
-    meaningful = {"text": set(), "tokens": _BESIDE_TOKENS}.get(form, _MEANINGFUL | preferences)
-    if meant := unread & meaningful:
-        where = f"{listed(meant)} in a row of format {form}"
-        if meant & preferences:
-            remedy = 'to train on preferences, set [objective] name = "preference"'
-            if form == "pairs":
-                remedy = (
-                    "chosen and rejected are what is read; if the key does not matter, name it in data.ignored_keys"
-                )
-            raise BadRecord("preference", f"{where}; {remedy}")
-        raise BadRecord("unknown key", f"{where}; {TO_IGNORE}")
+    preferences = INSTEAD["preference"]
+    if type(row.get("label")) is not bool:  # KTO rows have a boolean one; an integer is usual in classification data
+        preferences = {key: remedy for key, remedy in preferences.items() if key != "label"}
+    of_conversations = {**INSTEAD["conversation"], **preferences, **INSTEAD.get(form, {})}
+    instead = {"text": {}, "tokens": INSTEAD["tokens"]}.get(form, of_conversations)
+    for key in sorted(unread & instead.keys()):
+        kind = "preference" if key in preferences else "unknown key"
+        raise BadRecord(kind, f"{key} in a row of format {form}; {instead[key]}; {IF_IDLE}")
 
 
-def follow_masks(form: str, row: Row, unread: Set[str]) -> Row:
-    """Turn a mask beside the messages into their weights: 0 is not learned.
+def follow_masks(form: str, row: Row, unread: Set[str], findings: Findings) -> Row:
+    """Turn masks into weights of messages (0 is not learned): those in the messages, and those beside them, which the
+    returned row lacks.
 
     Raises:
-        BadRecord: a key that says what is learned is not a list of 0 and 1 (or booleans), one for each message.
+        BadRecord: a key may say what is learned, but it is none of those that are followed, or not a list of 0 and 1
+            (or booleans) with one for each message.
     """
-    name = _LISTS.get(form, "")
+    row, name = {**row}, LISTS.get(form, "")
+    for key in _HOLD_MESSAGES:
+        messages = row.get(key)
+        if isinstance(messages, list):
+            row[key] = [_follow_inside(message, f"message {i}", findings) for i, message in enumerate(messages, 1)]
+        elif isinstance(messages, dict):
+            row[key] = _follow_inside(messages, key, findings)
     for key in sorted(filter(lambda key: _is_mask(key, row[key]), unread)):
-        mask, messages = row[key], row.get(name)
-        is_mask = isinstance(mask, list) and all(isinstance(flag, int | float) and flag in (0, 1) for flag in mask)
-        if not is_mask or not isinstance(messages, list) or len(mask) != len(messages) or _names(key) & _REVERSING:
-            wanted = "only a list of 0 and 1, one for each message," if name else "no mask"
-            raise BadRecord("bad mask", f"{key} in a row of format {form}: {wanted} is followed; {TO_IGNORE}")
-        pairs = [(m, int(flag)) for m, flag in zip(messages, mask, strict=True)]
-        # What a message may be other than an object is refused when it is read.
-        if any(isinstance(m, dict) and m.get("weight") not in (None, weight) for m, weight in pairs):
-            raise BadRecord("contradiction", f"{key} differs from the weight of a message")
-        row = row | {name: [m | {"weight": weight} if isinstance(m, dict) else m for m, weight in pairs]}
+        mask, messages, problem = row[key], row.get(name), ""
+        if not name:
+            problem = "no mask is followed; leave out rows that must not be learned, and name it in data.ignored_keys"
+        elif _spelled(key) not in _FOLLOWED:
+            problem = f"it may say what is learned; if 1 is learned there, rename it to loss_mask; {IF_IDLE}"
+        elif not is_flags(mask) or not isinstance(messages, list) or len(mask) != len(messages):
+            problem = f"only a list of 0 and 1, one for each message, is followed; write such a list; {IF_IDLE}"
+        if problem:
+            raise BadRecord("bad mask", f"{listed([key])} in a row of format {form}: {problem}")
+        row[name] = [_weighted(one, int(flag), key) for one, flag in zip(messages or (), mask, strict=True)]
+        findings.followed[key] += 1
+        del row[key]
     return row
+
+
+def _follow_inside(message: Any, where: str, findings: Findings) -> Any:
+    """A message with its mask as weight."""
+    odd = message.keys() - _NOT_MASKS if isinstance(message, dict) else ()
+    for key in sorted(key for key in odd if _spelled(key) in _FOLLOWED or _is_mask(key, message[key])):
+        if message[key] is None:
+            continue
+        given, reverses = message[key], _spelled(key) in ("masked", "is_masked")
+        if not is_flags([given]) or not (reverses or _spelled(key) in _FOLLOWED):
+            remedy = f"write weight instead: 0 is not learned, 1 is; {IF_IDLE}"
+            raise BadRecord("bad mask", f"{where}: {listed([key])} may say what is learned; {remedy}")
+        message = _weighted({name: message[name] for name in message if name != key}, int(given) ^ reverses, key)
+        findings.followed[f"{key} in messages"] += 1
+    return message
+
+
+def _weighted(message: Any, weight: int, key: str) -> Any:
+    if not isinstance(message, dict):  # refused when it is read
+        return message
+    if message.get("weight") not in (None, weight):
+        raise BadRecord("contradiction", f"{key} differs from the weight of a message; keep one of them")
+    return message | {"weight": weight}
+
+
+def _spelled(key: str) -> str:
+    return re.sub("(?<=[a-z])(?=[A-Z])|[- ]", "_", key).lower()
+
+
+def is_flags(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(flag, int | float) and flag in (0, 1) for flag in value)
 
 
 def _is_mask(key: str, value: Any) -> bool:
     if key == "labels":  # of tokens, although the row is read as something else
         return isinstance(value, list) and IGNORE in value
-    is_list_of_flags = isinstance(value, list) and all(flag in (0, 1) for flag in value)
-    words = _MASK_WORDS | _FLAG_WORDS if is_list_of_flags else _MASK_WORDS
-    return key != "attention_mask" and ("mask" in key.lower() or bool(_names(key) & words))
+    low, flags = key.lower(), is_flags(value)
+    if "mask" in low or _names(key) & _MASK_WORDS:
+        return key != "attention_mask"
+    return bool(((flags or is_flags([value])) and _MASK_STEMS.search(low)) or (flags and _FLAG_STEMS.search(low)))
 
 
 def _names(key: str, last: bool = False) -> set[str]:
@@ -149,16 +182,19 @@ def check_unused(form: str, row: Row, read: Set[str], unread: Set[str], findings
             if all(_is_inside(text, " ".join(used)) for text in texts):
                 continue
         if is_part and not all(text in " ".join(texts) for text in used):  # else: the whole row, rendered
-            where = "reasoning_content of its message" if form in _LISTS else "the text it is for"
-            where += ", name it in data.system_column" * (form == "columns")
+            where = "put it into the text it is for" + ", or name it in data.system_column" * (form == "columns")
+            if form in LISTS:
+                where = "put it into reasoning_content of its message"
+            elif _names(key, last=True) & REASONING:
+                where = "write the row as messages, with reasoning_content"
             what = f"{key} in a row of format {form} holds a part of the prompt or answer, but is not read"
-            raise BadRecord("part not read", f"{what}; put it into {where}, or name it in data.ignored_keys")
+            raise BadRecord("part not read", f"{what}; {where}; {IF_IDLE}")
         if texts:
             findings.note_unused(key, Unused(1, words, findings.record, shortened(repr(" ".join(texts)[:100]))))
 
 
 def _is_part(key: str, form: str) -> bool:
-    if form in _LISTS:
+    if form in LISTS:
         return bool(_names(key, last=True) & REASONING) or key.lower() == "reasoning_content"
     whole = re.sub(r"_?\d+$", "", key.lower()).removesuffix("s")  # question_2 is a further question
     return bool(_names(key, last=True) & (PARTS | REASONING)) or whole in WHOLE_PARTS

@@ -1,12 +1,15 @@
 """Chat messages and tools of a record, checked and brought into the form that chat templates read (OpenAI's)."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Collection
+from itertools import pairwise
 from typing import Any
 
+from titan_mi100.data.columns import INSTEAD
 from titan_mi100.data.files import without_nulls
-from titan_mi100.data.strict_json import TO_IGNORE, BadRecord, expect, kind_of, listed, parse_text, shown
+from titan_mi100.data.strict_json import IF_IDLE, BadRecord, expect, kind_of, listed, parse_text, shown
 
 Message = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
@@ -14,14 +17,10 @@ ROLES = ("system", "user", "assistant", "tool")
 _REASONING_ALIASES = ("reasoning", "thinking")
 _TEXT_KEYS = ("reasoning_content", "tool_call_id", "name")
 _KEYS = {"role", "content", "tool_calls", "weight", *_TEXT_KEYS}
+_OPENED = re.compile("^[ \\t]*<think>", re.MULTILINE)  # not within a sentence
 _CALL_KEYS = {"id", "type", "index"}
 _FUNCTION_KEYS = {"name", "arguments"}
-# Metadata of a message or of a content part: author, time, cost. These keys do not change what the message says.
-_HARMLESS = {
-    *("id", "uuid", "message_id", "parent_id", "conversation_id", "index", "source", "lang", "language", "provider"),
-    *("timestamp", "time", "date", "created", "created_at", "create_time", "updated_at", "update_time", "metadata"),
-    *("model", "model_name", "tokens", "token_count", "usage", "finish_reason", "stop_reason", "annotations", "meta"),
-}
+_HARMLESS = {*INSTEAD["harmless"]}
 # Keys whose values are messages, content parts or tool calls. In a tool call only keys that the user names are dropped,
 # because `id` and `index` of a call mean something there.
 _HOLD_MESSAGES = {"messages", "conversations", "prompt", "completion", "chosen", "rejected", "content"}
@@ -65,21 +64,52 @@ def message_list(given: Any, name: str, read: Callable[[Any], Message] | None = 
     """
     if not expect(given, list, f"{name} must be a list"):
         raise BadRecord("no messages", f"{name} is an empty list")
-    read = read or read_message
-    messages = []
-    for number, message in enumerate(given, 1):
-        try:
-            messages.append(read(message))
-        except BadRecord as bad:
-            where = f"message {number}" if name != "prompt" else f"message {number} of the prompt"
-            raise BadRecord(bad.kind, f"{where}: {bad.detail}") from None
+    read, number = read or read_message, 0
+    messages, numbers = list[Message](), list[int]()
+    try:
+        for number, item in enumerate(given, 1):
+            message = read(item)
+            if messages and _continues(messages[-1], message):
+                messages[-1] = _joined(messages[-1], message)
+            else:
+                messages.append(message)
+                numbers.append(number)
+        for number, message in zip(numbers, messages, strict=True):
+            check_answer(message, "value" if "value" in given[number - 1] else "content")
+    except BadRecord as bad:
+        where = f"message {number}" if name != "prompt" else f"message {number} of the prompt"
+        raise BadRecord(bad.kind, f"{where}: {bad.detail}") from None
     return messages
+
+
+def _continues(message: Message, later: Message) -> bool:
+    """Whether both are one turn of the assistant: some traces write a text and its calls as several messages."""
+    same = all(message.get(key) == later.get(key) for key in ("role", "weight", "name"))
+    return same and "tool_calls" in later and not _apart(later)[1].strip()
+
+
+def _apart(message: Message) -> tuple[str, str]:
+    """Reasoning and answer."""
+    before, tag, behind = message["content"].partition("</think>")
+    if "reasoning_content" in message or not tag:
+        return message.get("reasoning_content", ""), message["content"]
+    return before.strip().removeprefix("<think>").strip("\n"), behind.lstrip("\n")
+
+
+def _joined(message: Message, later: Message) -> Message:
+    (thought, content), (more, _) = _apart(message), _apart(later)
+    calls = [*message.get("tool_calls", ()), *later["tool_calls"]]
+    if not more:
+        return {**message, "tool_calls": calls}
+    rest = {key: value for key, value in message.items() if key not in _REASONING_ALIASES}
+    thoughts = "\n\n".join(filter(None, (thought, more)))
+    return {**rest, "content": content, "reasoning_content": thoughts, "tool_calls": calls}
 
 
 def require_answer(messages: list[Message]) -> list[Message]:
     """Return the messages unchanged. Raises BadRecord: none of them is an assistant's."""
     if not any(message["role"] == "assistant" for message in messages):
-        raise BadRecord("no assistant message", "nothing to learn from the others")
+        raise BadRecord("no assistant message", "add the answer, or leave the row out")
     return messages
 
 
@@ -93,12 +123,16 @@ def with_system_prompt(messages: list[Message], prompt: str) -> list[Message]:
 def check_order(messages: list[Message]) -> list[Message]:
     """Return the messages unchanged. Raises BadRecord: their order is certainly wrong.
 
-    Only a leading tool message is refused. Other unusual orders (two user messages in a row, no user message) occur in
-    real data, and the chat template decides about them.
+    Refused are a leading tool message, and an assistant's calls behind its own text. Other unusual orders (two user
+    messages in a row, no user message) occur in real data, and the chat template decides about them.
     """
     first = next((message["role"] for message in messages if message["role"] != "system"), "")
     if first == "tool":
         raise BadRecord("wrong order", "it begins with a tool message; such a message answers an assistant's call")
+    for message, later in pairwise(messages):
+        if message["role"] == later["role"] == "assistant" and "tool_calls" in later and not later["content"].strip():
+            what = "an assistant's message and its calls are two messages that cannot be joined; write them as one, or"
+            raise BadRecord("wrong order", f"{what} give both the same weight and name")
     return messages
 
 
@@ -121,23 +155,28 @@ def read_message(given: Any, content_name: str = "content", context: bool = Fals
     if role not in ROLES:
         if role is None:
             raise BadRecord("missing key", f"role is missing; the message has {listed(given)}")
-        as_here = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}.get(str(role))
+        other = {"human": "user", "gpt": "assistant", "model": "assistant", "developer": "system", "function": "tool"}
+        as_here = other.get(str(role))
         remedy = f"; rename it to {as_here}, or use ShareGPT's keys: conversations, from, value" if as_here else ""
         raise BadRecord("unknown role", f"role is {shown(role)}; known are {', '.join(ROLES)}{remedy}")
     if len(message) != 2 or "content" not in message:  # the common case, role and content, needs no further checks
         _check_optional(message)
     content = message.get("content")
+    if role == "tool" and not isinstance(content, str) and not _are_parts(content):
+        raise BadRecord("wrong type", f"{content_name} of a tool is {kind_of(content)}; write its JSON text")
     if isinstance(content, list):
         message["content"] = _joined_text(content)
     elif content is None and (message.get("tool_calls") or message.get("reasoning_content")):
         message["content"] = ""  # OpenAI's format has null here; templates that add texts need a text
     else:
         expect(content, str, f"{content_name} must be a text or a list of text parts")
-    if role == "assistant":
-        if context:
-            message["weight"] = 0
-        _check_answer(message, content_name)
+    if role == "assistant" and context:
+        message["weight"] = 0
     return message
+
+
+def _are_parts(content: Any) -> bool:
+    return isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)
 
 
 def _without_nulls(given: dict[str, Any]) -> dict[str, Any]:
@@ -152,7 +191,10 @@ def _check_optional(message: Message) -> None:
             if message.setdefault("reasoning_content", value) != value:
                 raise BadRecord("contradiction", f"{alias} and another key hold different reasoning; keep one")
     if unknown := message.keys() - _KEYS - {*_REASONING_ALIASES}:
-        raise BadRecord("unknown key", f"{listed(unknown)} in a message; known are {listed(_KEYS)}; {TO_IGNORE}")
+        instead = next(
+            (remedy for key, remedy in INSTEAD["message"].items() if key in unknown), f"known are {listed(_KEYS)}"
+        )
+        raise BadRecord("unknown key", f"{listed(unknown)} in a message; {instead}; {IF_IDLE}")
     for key in _TEXT_KEYS:
         if key in message:
             expect(message[key], str, f"{key} must be a text")
@@ -172,8 +214,10 @@ def _check_optional(message: Message) -> None:
                 )
 
 
-def _check_answer(message: Message, content_name: str) -> None:
-    """Refuse an assistant message that says nothing, unless it is not learned (weight 0), and a doubtful </think>."""
+def check_answer(message: Message, content_name: str) -> None:
+    """Refuse an assistant message that says nothing, unless it is not learned (weight 0), and doubtful think tags."""
+    if message["role"] != "assistant":
+        return
     before, tag, behind = message["content"].partition("</think>")
     if tag and "<think>" not in before and "reasoning_content" not in message and behind.split("\n")[0].strip():
         raise BadRecord(
@@ -181,7 +225,11 @@ def _check_answer(message: Message, content_name: str) -> None:
             f"{content_name} has </think> inside a line, and no <think> before it, so a template takes the text before "
             'it for reasoning; if it is none, add "reasoning_content": "", else begin with <think>',
         )
-    said = message["content"].rpartition("</think>")[2].strip() or "tool_calls" in message
+    last = message["content"].rpartition("</think>")[2]
+    if _OPENED.search(last) and "reasoning_content" not in message and message.get("weight") != 0:
+        remedy = 'close it before the answer, or, if the tag is text, add "reasoning_content": ""'
+        raise BadRecord("odd thinking", f"{content_name} opens <think>, and no </think> follows; {remedy}")
+    said = last.strip() or "tool_calls" in message
     if (
         not said
         and before.strip(" \n<think>") + message.get("reasoning_content", "").strip()
@@ -210,7 +258,7 @@ def _joined_text(parts: list[Any]) -> str:
         text = expect(part.get("text"), str, f"content part {number}: text must be a text")
         if unknown := part.keys() - {"type", "text"}:
             where = f"in content part {number}; known are text, type"
-            raise BadRecord("unknown key", f"{listed(unknown)} {where}; {TO_IGNORE}")
+            raise BadRecord("unknown key", f"{listed(unknown)} {where}; {IF_IDLE}")
         texts.append(text)
     return "".join(texts)
 
@@ -243,7 +291,7 @@ def _tool_call(given: Any) -> Message:
         unknown = (call.keys() - _CALL_KEYS - {"function"}) | (function.keys() - _FUNCTION_KEYS)
     if unknown:
         wanted = "expected function with name and arguments"
-        raise BadRecord("bad tool call", f"{listed(unknown)} is not known; {wanted}; {TO_IGNORE}")
+        raise BadRecord("bad tool call", f"{listed(unknown)} is not known; {wanted}; {IF_IDLE}")
     if call.get("type", "function") != "function":
         raise BadRecord("bad tool call", f"type is {shown(call['type'])}; only function is known")
     if not isinstance(function.get("name"), str) or not function["name"].strip():

@@ -23,7 +23,7 @@ import numpy as np
 from titan_mi100.config.settings import DataConfig
 from titan_mi100.data.answers import EARLIER, PROMPT_AGAIN, SAME, differs_early, repeats_prompt
 from titan_mi100.data.columns import Findings
-from titan_mi100.data.conversation import with_system_prompt
+from titan_mi100.data.conversation import check_answer, with_system_prompt
 from titan_mi100.data.files import Record
 from titan_mi100.data.formats import BadRecord, Example, Format, example_hash, parse_record
 from titan_mi100.errors import UserError
@@ -34,8 +34,9 @@ from titan_mi100.text.turns import Turn
 STATUSES = ("kept", "split", "truncated", "dropped", "duplicate", "rejected")
 KEPT, SPLIT, TRUNCATED, DROPPED, DUPLICATE, REJECTED = range(len(STATUSES))
 OVERLONG = "longer than seq_len"  # this and the next: kinds of reasons that other modules test for
-LOST_REASONING = "earlier reasoning left out"
+LOST_REASONING, LOST_LAST = "earlier reasoning left out", "reasoning of the last turn left out"
 JOINED = "an answer begins inside a token of the prompt"
+_RESULT = re.compile(r"\s*<tool_response>\n?(.*?)\n?</tool_response>\s*", re.DOTALL)
 # What ends a turn or a document in the forms of well-known models, whatever the tokenizer's end token is.
 _OTHER_ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>")
 
@@ -102,6 +103,7 @@ def encode_records(encoder: "Encoder", form: Format, file: int, records: list[Re
             example = form.read_row(parse_record(record), encoder.ignored_keys, findings, nulls)
             digest = example_hash(example)
             made = encoder.encode(example)
+            findings.note([*example.notes, *made.notes])
         except BadRecord as bad:
             made = made._replace(kind=bad.kind, detail=str(bad))
         if made.kind:
@@ -130,6 +132,7 @@ class Encoded(NamedTuple):
     thinking: int = 0  # 1: thinking is supervised; -1: the answer is, after an empty think block; 0: neither
     labels: tuple[int, ...] = ()  # of the documents, see Chunk.labels
     shared: int = 0  # tokens that both answers of a pair begin with
+    notes: tuple[str, ...] = ()  # see Findings.notes
 
 
 class Encoder:
@@ -139,6 +142,9 @@ class Encoder:
         self.tokenizer, self._template, self._config, self._seq_len = tokenizer, template, config, seq_len
         self.ignored_keys, self.null_arguments = frozenset(config.ignored_keys), config.null_arguments
         self.end_of_turn = "" if template is None else template.end_of_turn
+        marks = tokenizer.marks.pattern
+        self._dialogue = re.compile(rf"\s*(?:{marks})\s*(?:system|user|assistant)\s*\n")
+        self._special = [tokenizer.id_of(token) for token in tokenizer.special]
 
     def encode(self, example: Example) -> Encoded:
         """Tokenise one example, mark its supervised tokens and fit it into rows.
@@ -149,9 +155,10 @@ class Encoder:
         """
         if example.rejected or example.label:
             return self._answers(example)
-        lost, thinking, joined, why_nothing = 0, 0, False, "a row needs at least one supervised token after its first"
+        made, why_nothing = Encoded(KEPT, [], 0), "a row needs at least one supervised token after its first"
         if example.messages is not None:
-            documents, lost, thinking, joined = self._conversation(example.messages, example.tools)
+            made = self._conversation(example.messages, example.tools)
+            documents = made.documents
             why_nothing = f"data.loss = {self._config.loss!r} selects no turn, or the selected turns have no text"
         elif example.text is not None:
             ids = with_one_end(self.tokenizer, example.text, self.end_of_turn)
@@ -160,12 +167,8 @@ class Encoder:
             documents = [self._pretokenised(*map(np.array, example.tokens()))]
         if not any(map(supervised_tokens, documents)):
             raise BadRecord("nothing is supervised", why_nothing)
-        encoded = self._fit_to_rows(documents)._replace(thinking=thinking)
-        if lost and not encoded.kind:
-            return encoded._replace(kind=LOST_REASONING, detail=f"of {lost} turns, by the template")
-        if joined and not encoded.kind:
-            return encoded._replace(kind=JOINED, detail="its first line breaks or spaces join those before it")
-        return encoded
+        encoded = self._fit_to_rows(documents)._replace(thinking=made.thinking, notes=made.notes)
+        return encoded if encoded.kind else encoded._replace(kind=made.kind, detail=made.detail)
 
     def _answers(self, example: Example) -> Encoded:
         """A pair of answers or an answer with a label: a document each, never cut."""
@@ -173,10 +176,10 @@ class Encoder:
         if len(given) != 1 + (example.rejected is not None):
             raise BadRecord("not a conversation", "preferences are of answers to prompts, not of texts or tokens")
         found = [self._conversation(messages, example.tools) for messages in given]
-        thinking = [each[2] for each in found]
+        thinking = [each.thinking for each in found]
         if {*thinking} == {1, -1}:  # one thinks: that the other does not is a part of its answer, too
             found = [self._conversation(messages, example.tools, empty_think=True) for messages in given]
-        documents = [document for each in found for document in each[0]]
+        documents = [document for each in found for document in each.documents]
         if len(documents) != len(given) or not all(map(supervised_tokens, documents)):
             raise BadRecord("nothing is supervised", "an answer has no text that the template shows")
         lengths, shared = list(map(len, documents)), 0
@@ -186,7 +189,8 @@ class Encoder:
             shared = least if same.all() else int(same.argmin())
             if not example.idle and shared == max(lengths):
                 example = example._replace(idle=SAME)
-        made = Encoded(DROPPED, [], sum(lengths), example.idle, thinking=thinking[0])
+        notes = tuple(note for each in found for note in each.notes)
+        made = Encoded(DROPPED, [], sum(lengths), example.idle, thinking=thinking[0], notes=notes)
         if example.idle:
             return made
         if sum(lengths) > self._seq_len:
@@ -194,7 +198,7 @@ class Encoder:
             if self._config.overlong == "error":
                 raise BadRecord(OVERLONG, f"{detail}; raise it, or set data.overlong to drop")
             return made._replace(kind=OVERLONG, detail=detail, lost=sum(lengths))
-        kind = LOST_REASONING if any(each[1] for each in found) else JOINED if found[0][3] else ""
+        kind = next((each.kind for each in found if each.kind not in ("", JOINED)), found[0].kind)
         if pair := (example.messages or [], example.rejected) if example.rejected else None:
             kind = PROMPT_AGAIN if repeats_prompt(*pair) else EARLIER if differs_early(*pair) else kind
         labels = (1, -1) if example.rejected else (example.label,)
@@ -202,17 +206,12 @@ class Encoder:
 
     def _conversation(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, empty_think: bool = False
-    ) -> tuple[list[np.ndarray], int, int, bool]:
-        """Render, supervise and tokenise a conversation.
-
-        Returns:
-            Its documents, the number of turns that lack their reasoning in the last document, `Encoded.thinking`, and
-            whether an answer begins inside a token.
-        """
+    ) -> Encoded:
+        """Render, supervise and tokenise a conversation: its documents, kind, thinking and notes."""
         assert self._template is not None
         config = self._config
+        messages, tools, notes = self._without_marks(with_system_prompt(messages, config.system_prompt), tools)
         variables: dict[str, Any] = config.variables | ({} if tools is None else {"tools": tools})
-        messages = with_system_prompt(messages, config.system_prompt)
         calls = (call.get("function") or call for message in messages for call in message.get("tool_calls", ()))
         texts = [call["arguments"] for call in calls if isinstance(call["arguments"], str)]
         how = (config.loss, empty_think or config.empty_think == "supervised", config.earlier_thinking)
@@ -227,10 +226,55 @@ class Encoder:
         for turn in (turn for rendered, _ in supervised for turn in rendered.turns):
             if turn.problem:
                 raise BadRecord("the chat template changes it", f"message {turn.message + 1}: {turn.problem}")
-        lost = sum(turn.lost_reasoning for turn in supervised[-1][0].turns) if supervised else 0
         thinking = _thinking_mode(*supervised[-1]) if supervised else 0
         made = [self._rendered(rendered, spans) for rendered, spans in supervised]
-        return [values for values, _ in made], lost, thinking, any(joined for _, joined in made)
+        turns = supervised[-1][0].turns if supervised else []
+        if any(turn.trimmed and messages[turn.message].get("weight") != 0 for turn in turns):
+            notes.append("trimmed")
+        kind = detail = ""
+        if lost := [turn.message for turn in turns if turn.lost_reasoning]:
+            asked = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=0)
+            kind = LOST_LAST if lost[-1] > asked else LOST_REASONING
+            detail = f"of {len(lost)} turns, by the template"
+        elif any(joined for _, joined in made):
+            kind, detail = JOINED, "its first line breaks or spaces join those before it"
+        documents = [values for values, _ in made]
+        return Encoded(KEPT, documents, 0, kind, detail, thinking=thinking, notes=tuple(notes))
+
+    def _without_marks(self, messages: list[Any], tools: list[Any] | None) -> tuple[list[Any], Any, list[str]]:
+        """Remove what the template itself writes from the messages: end tokens behind answers, tags around the results
+        of tools. Returns the messages, the tools, and notes.
+
+        Raises:
+            BadRecord: another special token is in a text.
+        """
+        assert self._template is not None
+        cleaned, notes, as_text = [], list[str](), self._config.special_in_content == "text"
+        for message in messages:
+            content, role = message["content"], message["role"]
+            if role == "assistant":
+                begin, end = _end_run(self.tokenizer, content, self.end_of_turn, "" if as_text else "remove it")
+                if end is not None:
+                    message = {**message, "content": content[:begin]}
+                    notes.append("ends")
+                    check_answer(message, "content, without its end token,")
+            elif role == "tool" and self._template.wraps_results and (inside := _RESULT.fullmatch(content)):
+                message = {**message, "content": inside[1]}
+                notes.append("tags")
+            cleaned.append(message)
+        quoted = list[Any]()
+        for number, value in enumerate([*cleaned, tools], 1):
+            text = json.dumps(value, ensure_ascii=False)
+            if mark := self.tokenizer.marks.search(text):
+                where = f"message {number}" if number <= len(cleaned) else "tools"
+                remedy = 'remove it, or set data.special_in_content = "text" to learn its letters'
+                is_rendered = value is not tools and self._dialogue.match(value["content"])
+                if is_rendered or not as_text:
+                    remedy = "write the rendered dialogue as messages" if is_rendered else remedy
+                    raise BadRecord("special token", f"{where} holds {mark[0]}, which a template writes; {remedy}")
+                value = json.loads(self.tokenizer.quoted(text))
+            quoted.append(value)
+        return quoted[:-1], quoted[-1], notes
 
     def _rendered(self, rendered: Rendered, spans: list[Span]) -> tuple[np.ndarray, bool]:
         """Tokenise a rendered text and mark every token that overlaps a supervised span (characters).
@@ -245,6 +289,9 @@ class Encoder:
         first, last = np.append(edges[::2], ends[-1:]), edges[1::2]
         # searchsorted finds, for each token, the first span that ends after the token's start. The two overlap if that
         # span also begins before the token's end. Tokens after the last span get the sentinel appended to `first`.
+        marks = self.tokenizer.marks.findall(text) if self._config.special_in_content else ()
+        if marks and len(marks) != np.isin(ids, self._special).sum():
+            raise BadRecord("special token", "this tokenizer takes none as text; remove it from the messages")
         values = document_values(ids, first[np.searchsorted(last, starts, side="right")] < ends)
         return values, not np.isin(edges[::2], starts).all()
 
@@ -307,17 +354,27 @@ def with_one_end(tokenizer: Tokenizer, text: str, end_of_turn: str) -> list[int]
     Raises:
         BadRecord: the text ends with the end token of another form, which nothing stops at here.
     """
+    begin, end = _end_run(tokenizer, text, end_of_turn, f"end it with {tokenizer.eos_token}, or write messages")
+    return [*tokenizer.encode(text[:begin]), tokenizer.eos_token_id if end is None else end]
+
+
+def _end_run(tokenizer: Tokenizer, text: str, end_of_turn: str, remedy: str = "") -> tuple[int, int | None]:
+    """Where the end tokens behind a text begin, and the id of the first of them; None if there are none.
+
+    Raises:
+        BadRecord: one is that of another form, and there is a remedy.
+    """
+    if not text.rstrip().endswith((">", tokenizer.eos_token, end_of_turn or tokenizer.eos_token)):
+        return len(text), None
     ends = {end: token for token in tokenizer.end_ids(end_of_turn) if (end := tokenizer.decode([token]))}
-    if not text.rstrip().endswith((*ends, *_OTHER_ENDS)):
-        return [*tokenizer.encode(text), tokenizer.eos_token_id]
-    one = "|".join(map(re.escape, (*ends, *_OTHER_ENDS)))
+    known = (*ends, *_OTHER_ENDS) if remedy else ends
+    one = "|".join(map(re.escape, known))
     run = re.search(rf"(?:{one})(?:\s*(?:{one}))*\s*\Z", text)
-    assert run is not None
-    found = re.findall(one, run[0])
+    found = re.findall(one, run[0]) if run else []
     if other := [end for end in found if end not in ends]:
         what = f"the text ends with {other[0]}, but the end token is {tokenizer.eos_token}"
-        raise BadRecord("other end token", f"{what}; write the row as messages, or end it with {tokenizer.eos_token}")
-    return [*tokenizer.encode(text[: run.start()]), ends[found[0]]]
+        raise BadRecord("other end token", f"{what}; {remedy}")
+    return (run.start(), ends[found[0]]) if run else (len(text), None)
 
 
 def document_values(ids: np.ndarray | list[int], supervised: np.ndarray) -> np.ndarray:

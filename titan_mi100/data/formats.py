@@ -5,16 +5,19 @@ or refused with the reason.
 import functools
 import hashlib
 import json
+import re
 import shlex
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.config.settings import DataConfig
-from titan_mi100.data.answers import LABEL_KEYS, LABELS, OPTIONAL, PAIR_KEYS, PAIRS, label_of, read_pair
-from titan_mi100.data.columns import Findings, check_keys, check_unused, follow_masks
+from titan_mi100.data.answers import LABEL_KEYS, LABELS, OPTIONAL, PAIR_KEYS, PAIRS, PROMPTS, label_of, read_pair
+from titan_mi100.data.columns import LISTS, Findings, check_keys, check_unused, follow_masks, is_flags
 from titan_mi100.data.conversation import (
     Message,
     check_order,
@@ -37,6 +40,9 @@ _SHAREGPT_ROLES = {
     **dict.fromkeys(("tool", "function_response", "observation"), "tool"),
     "system": "system",
 }
+_SPEAKERS = [*_SHAREGPT_ROLES, "function_call"]
+_REPR = re.compile(rf"\s*\[\s*\{{(?=.*'(content|value)': ).*'(role|from)': '({'|'.join(_SPEAKERS)})'", re.DOTALL)
+_OF_MESSAGES = ("messages", "sharegpt", "prompt_completion", "pairs")  # formats that read lists of messages
 
 
 class Example(NamedTuple):
@@ -50,6 +56,7 @@ class Example(NamedTuple):
     rejected: list[Message] | None = None  # of a pair; `messages` has the chosen answer
     label: int = 0  # of a single answer: 1 wanted, -1 not
     idle: str = ""  # why a pair teaches nothing
+    notes: tuple[str, ...] = ()  # what was found in it, see Findings.notes
 
     def tokens(self) -> tuple[list[int], list[bool]]:
         """Of a record that is tokenised already: its ids, and which of them are learned."""
@@ -84,23 +91,29 @@ class Format:
         if named := self.keys & ignored:
             raise BadRecord("missing key", f"data.ignored_keys names {listed(named)}, which format {self.name} reads")
         in_messages: Counter[str] = Counter()
+        row, notes = _unpacked(row, self)
         unread = (row.keys() - self.keys - self.optional) | (row.keys() & ignored)
         unread = {key for key in unread if row[key] not in (None, "", [], {})}
         check_keys(self.name, row, unread - ignored)
-        row = follow_masks(self.name, row, unread - ignored)
-        findings.ignored.update(unread)
-        row = drop_keys({key: value for key, value in row.items() if key not in ignored}, ignored, in_messages)
+        kept = drop_keys({key: value for key, value in row.items() if key not in ignored}, ignored, in_messages)
+        kept = follow_masks(self.name, kept, unread - ignored, findings)
+        unread -= row.keys() - kept.keys() - ignored
+        findings.ignored.update(f"{key} (flags)" if is_flags(row[key]) else key for key in unread)
         findings.ignored.update({f"{key} in messages": number for key, number in in_messages.items()})
-        example = self.read(row)
-        settle_nulls([*(example.messages or []), *(example.rejected or [])], nulls, findings.nulls)
+        example = self.read(kept)
+        answers = [*(example.messages or []), *(example.rejected or [])]
+        settle_nulls(answers, nulls, findings.nulls)
         if example.input_ids is None:
-            check_unused(self.name, row, self.keys | self.optional, unread - ignored, findings)
-        return example
+            check_unused(self.name, kept, self.keys | self.optional, unread - ignored, findings)
+        learned = (message for message in pairwise(answers) if message[0].get("weight") != 0)
+        if any(one["role"] == later["role"] == "assistant" for one, later in learned):
+            notes.append("two_answers")
+        return example._replace(notes=tuple(notes))
 
 
 def example_hash(example: Example) -> bytes:
     """A hash of 16 bytes. The order of keys does not matter; 1 and 1.0 differ, because templates render them so."""
-    told = example if example.rejected or example.label else example[:5]  # as before there were preferences
+    told = example[:8] if example.rejected or example.label else example[:5]  # as before there were preferences
     return hashlib.blake2b(_CANONICAL.encode(told).encode(), digest_size=16).digest()
 
 
@@ -119,9 +132,9 @@ def choose_format(path: str, config: DataConfig, answers: str = "") -> Format:
         UserError: the keys fit no known format.
     """
     if answers == PAIRS:
-        return Format("pairs", "chosen and rejected", _read_pair, PAIR_KEYS, OPTIONAL)
+        return _pairs(config)
     if answers == LABELS:
-        return _labelled(choose_format(path, config))
+        return _labelled(choose_format(path, config), config.label_column)
     name, prompt_column, text_column = config.format, config.prompt_column, config.text_column
     if name == "auto" and prompt_column:
         name = "columns"
@@ -143,6 +156,9 @@ def choose_format(path: str, config: DataConfig, answers: str = "") -> Format:
             return _columns_format(*pair, "")
     if name == "auto" and "text" in keys:
         return _text_format("text")
+    if any(key.startswith(("chosen", "rejected")) for key in keys):
+        what = 'they look like pairs of answers: set [objective] name = "preference"'
+        raise UserError(f"{path}: rows have the keys {listed(keys)}; {what}")
     raise UserError(
         f"{path}: rows have the keys {listed(keys)}; expected messages, conversations, instruction and output, prompt "
         "and completion, question and answer, prompt and response, text, or input_ids; or name two columns in [data] "
@@ -171,6 +187,37 @@ def parse_record(record: Record) -> dict[str, Any]:
     return parse(record.raw)
 
 
+def _unpacked(row: dict[str, Any], form: Format) -> tuple[dict[str, Any], list[str]]:
+    """The row with lists of messages where it has their JSON text, and notes on that.
+
+    The columns of other formats are learned as they stand.
+
+    Raises:
+        BadRecord: a text is Python's form of such a list.
+    """
+    row, notes = {**row}, list[str]()
+    for key in (form.keys | form.optional & {*PROMPTS}) & row.keys() if form.name not in ("text", "tokens") else ():
+        if not isinstance(text := row[key], str) or text.lstrip()[:1] not in ("[", "{", '"'):
+            continue
+        if _REPR.match(text) and form.name in _OF_MESSAGES:
+            what = f"{listed([key])} is Python's form of a list of messages, not JSON"
+            raise BadRecord("not JSON", f"{what}; write the list itself, or its JSON text (json.dumps)")
+        with suppress(BadRecord):
+            value = parse_text(text, "", "")
+            value = parse_text(value, "", "") if isinstance(value, str) else value
+            value = [value] if isinstance(value, dict) else value
+            if isinstance(value, list) and (key in LISTS.values() or (value and all(map(_is_message, value)))):
+                notes.append("json_text" if form.name in _OF_MESSAGES else "left_text")
+                row[key] = value if form.name in _OF_MESSAGES else text
+    return row, notes
+
+
+def _is_message(item: Any) -> bool:
+    """Whether it is certainly a message: answers can be JSON by nature, even with a key such as role."""
+    pairs = (("role", "content"), ("from", "value"))
+    return isinstance(item, dict) and any(content in item and item.get(role) in _SPEAKERS for role, content in pairs)
+
+
 def _column(record: dict[str, Any], name: str) -> Any:
     if name not in record:
         raise BadRecord("missing key", f"the row has no {shown(name)}, only {listed(record)}")
@@ -194,6 +241,8 @@ def _with_system(messages: list[Message], record: dict[str, Any], name: str) -> 
     if record.get(name) is None or not _text(record, name).strip():
         return messages
     if messages and messages[0]["role"] == "system":
+        if messages[0]["content"].strip() == record[name].strip():
+            return messages
         raise BadRecord("two system messages", f"one is {name}, the other the first message; delete one")
     return [{"role": "system", "content": record[name]}, *messages]
 
@@ -203,7 +252,7 @@ def _turn(prompt: str, response: str) -> list[Message]:
 
 
 def _read_messages(record: dict[str, Any]) -> Example:
-    messages = message_list(_column(record, "messages"), "messages")
+    messages = _with_system(message_list(_column(record, "messages"), "messages"), record, "system")
     return Example(require_answer(check_order(messages)), tool_list(record.get("tools")))
 
 
@@ -213,19 +262,21 @@ def _read_sharegpt(record: dict[str, Any]) -> Example:
     return Example(require_answer(check_order(messages)), tool_list(record.get("tools")))
 
 
-def _sharegpt_message(given: Any) -> Message:
+def _sharegpt_message(given: Any, context: bool = False) -> Message:
     if not isinstance(given, dict) or "from" not in given:
-        return read_message(given)  # many "conversations" hold OpenAI's role and content
+        return read_message(given, context=context)  # many "conversations" hold OpenAI's role and content
     rest = {key: value for key, value in given.items() if key not in ("from", "value")}
     if mixed := rest.keys() & {"role", "content"}:
         raise BadRecord("unknown key", f"{listed(mixed)} beside from; use from and value, or role and content")
     speaker, value = given["from"], given.get("value")
     if speaker == "function_call":
-        return read_message({**rest, "role": "assistant", "content": "", "tool_calls": _function_calls(value)})
+        return read_message(
+            {**rest, "role": "assistant", "content": "", "tool_calls": _function_calls(value)}, "value", context
+        )
     if not isinstance(speaker, str) or speaker not in _SHAREGPT_ROLES:
         known = ", ".join([*_SHAREGPT_ROLES, "function_call"])
         raise BadRecord("unknown role", f"from is {shown(speaker)}; known are {known}")
-    return read_message({**rest, "role": _SHAREGPT_ROLES[speaker], "content": value}, content_name="value")
+    return read_message({**rest, "role": _SHAREGPT_ROLES[speaker], "content": value}, "value", context)
 
 
 def _function_calls(value: Any) -> list[Any]:
@@ -259,6 +310,20 @@ def _history(record: dict[str, Any]) -> list[Message]:
     return messages
 
 
+def _pairs(config: DataConfig) -> Format:
+    """Pairs whose answers, and the prompt, may be in other columns than usual."""
+    names = {"chosen": config.chosen_column, "rejected": config.rejected_column, "prompt": config.prompt_column}
+    others = {usual: column for usual, column in names.items() if column not in ("", usual)}
+    keys = {others.get(key, key) for key in PAIR_KEYS} | {others[key] for key in ("prompt",) if key in others}
+
+    def read(record: dict[str, Any]) -> Example:
+        moved = {usual: _column(record, column) for usual, column in others.items()}
+        return _read_pair({key: value for key, value in record.items() if key not in others.values()} | moved)
+
+    description = " and ".join(others.get(key, key) for key in ("chosen", "rejected"))
+    return Format("pairs", description, read, frozenset(keys), OPTIONAL - others.keys())
+
+
 def _read_pair(record: dict[str, Any]) -> Example:
     chosen, rejected, tools, why = read_pair(record, _prompt_of_pair, _sharegpt_message)
     return Example(check_order(chosen), tools, rejected=rejected, idle=why)
@@ -277,31 +342,35 @@ def _last_user(messages: list[Message]) -> int:
     return max((place for place, message in enumerate(messages) if message["role"] == "user"), default=0)
 
 
-def _labelled(form: Format) -> Format:
-    """The same format, whose rows also have a label of the answer."""
+def _labelled(form: Format, column: str) -> Format:
+    """The same format, whose rows also have a label of the answer. Args: column: its key; "": one of the usual ones."""
+    names = (column,) if column else LABEL_KEYS
 
     def read(record: dict[str, Any]) -> Example:
-        label, key = label_of(record)
+        label, key = label_of(record, names)
         example = form.read({name: value for name, value in record.items() if name != key})
         for message in (example.messages or [])[: _last_user(example.messages or [])]:
             if message["role"] == "assistant":
                 message["weight"] = 0  # the label is that of the last answer
         return example._replace(label=label)
 
-    return replace(form, read=read, optional=form.optional | {*LABEL_KEYS})
+    return replace(form, read=read, optional=form.optional | {*names})
 
 
 def _read_prompt_completion(record: dict[str, Any]) -> Example:
-    prompt, completion = _column(record, "prompt"), _column(record, "completion")
-    if isinstance(prompt, str):
-        messages = _turn(prompt, _answer(record, "completion"))
-    elif not isinstance(prompt, list):
-        raise BadRecord("wrong type", f"prompt must be a text or a list of messages, is {kind_of(prompt)}")
+    for key in ("prompt", "completion"):
+        if not isinstance(_column(record, key), str | list):
+            raise BadRecord("wrong type", f"{key} must be a text or a list of messages, is {kind_of(record[key])}")
+    prompt, completion = record["prompt"], record["completion"]
+    # Only the completion is learned, so assistant messages of the prompt get weight 0 (context=True).
+    read = functools.partial(_sharegpt_message, context=True)
+    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else message_list(prompt, "prompt", read)
+    if isinstance(completion, str):
+        answer = [{"role": "assistant", "content": _answer(record, "completion")}]
     else:
-        # Only the completion is learned, so assistant messages of the prompt get weight 0 (context=True).
-        before = message_list(prompt, "prompt", functools.partial(read_message, context=True))
-        messages = check_order(before + require_answer(message_list(completion, "completion")))
-    return Example(messages, tool_list(record.get("tools")))
+        answer = require_answer(message_list(completion, "completion", _sharegpt_message))
+    messages = _with_system(before + answer, record, "system")
+    return Example(check_order(messages), tool_list(record.get("tools")))
 
 
 def _read_columns(prompt: str, response: str, system: str, record: dict[str, Any]) -> Example:
@@ -353,11 +422,11 @@ def _integers(record: dict[str, Any], name: str) -> list[int]:
 _FIXED = {  # in the order in which `auto` tries them; messages first, because some of those rows also have a prompt
     name: Format(name, description, read, frozenset(keys.split()), frozenset(optional.split()))
     for name, description, read, keys, optional in (
-        ("messages", "OpenAI", _read_messages, "messages", "tools"),
+        ("messages", "OpenAI", _read_messages, "messages", "system tools"),
         ("sharegpt", "conversations", _read_sharegpt, "conversations", "system tools"),
         ("tokens", "input_ids", _read_tokens, "input_ids", "attention_mask labels"),
         ("alpaca", "instruction and output", _read_alpaca, "instruction output", "input history system"),
-        ("prompt_completion", "prompt and completion", _read_prompt_completion, "prompt completion", "tools"),
+        ("prompt_completion", "prompt and completion", _read_prompt_completion, "prompt completion", "system tools"),
     )
 }
 FORMATS = (*_FIXED, "columns", "text")

@@ -9,12 +9,13 @@ import numpy as np
 
 from titan_mi100.config.settings import DataConfig
 from titan_mi100.data.answers import PROMPT_AGAIN
-from titan_mi100.data.columns import MANY_WORDS, Findings
+from titan_mi100.data.columns import INSTEAD, MANY_WORDS, Findings
 from titan_mi100.data.encode import (
     DROPPED,
     DUPLICATE,
     JOINED,
     KEPT,
+    LOST_LAST,
     LOST_REASONING,
     OVERLONG,
     REJECTED,
@@ -35,9 +36,12 @@ _MUCH_LOST = 0.2  # share of a path's rows or tokens lost to seq_len that causes
 _IGNORED_SHOWN = 12  # ignored keys listed in the summary
 _WARNED = {  # kinds of reasons that cause a warning: what the rows have, and what to do
     LOST_REASONING: (
-        "reasoning that the template leaves out",
-        "data.earlier_thinking decides whether such turns are still learned; if it is that of the last turns, name a "
-        "template that shows it in model.chat_template",
+        "earlier reasoning that the template leaves out",
+        "data.earlier_thinking decides whether such turns are still learned",
+    ),
+    LOST_LAST: (
+        "reasoning of the last turn that the template leaves out, so the answer is learned without it",
+        "name a template that shows it in model.chat_template",
     ),
     PROMPT_AGAIN: (
         "answers that both begin with the question, which the model would learn to repeat",
@@ -181,6 +185,10 @@ class Ledger:
             counted = sorted(self._findings.ignored.items(), key=lambda item: (-item[1], item[0]))
             keys = some((f"{listed([key])}: {number:,}" for key, number in counted), _IGNORED_SHOWN)
             lines.append(f"  keys that were ignored: {keys}")
+        if masks := self._findings.followed:
+            counted = some(f"{listed([key])}: {number:,}" for key, number in sorted(masks.items()))
+            lines.append(f"  masks that were followed (1 is learned): {counted}")
+        lines += ["  " + line for line in self._noted(False)]
         return lines
 
     def lost(self) -> list[tuple[float, float, str]]:
@@ -243,6 +251,14 @@ class Ledger:
             if count := kinds.get(kind, 0):
                 first = self.where(np.flatnonzero(self.records["kind"] == self._kinds.index(kind))[0])
                 lines.append(f"{plural(count, 'row')} with {what}, the first at {first}; {remedy}")
+        return lines + self._noted(True)
+
+    def _noted(self, with_remedy: bool) -> list[str]:
+        lines = []
+        for note, (rows, record) in sorted(self._findings.notes.items()):
+            what, semicolon, remedy = INSTEAD["note"][note].partition(";")
+            if bool(remedy) == with_remedy:
+                lines.append(f"{plural(rows, 'row')} with {what}, the first at {self.where(record)}{semicolon}{remedy}")
         return lines
 
     def write(self, path: Path) -> None:

@@ -16,7 +16,7 @@ DEEPEST = 100
 
 UNREAD = "type of a parquet column"  # the key of an object that stands for a column's value that JSON cannot hold
 TO_UTF8 = "convert the file, e.g. from Latin-1: iconv -f latin1 -t utf-8 FILE > NEW"
-TO_IGNORE = "delete it, or name it in data.ignored_keys"  # remedy for a refused key
+IF_IDLE = "if it does not matter, name it in data.ignored_keys"  # remedy for a refused key
 
 _SHOWN = 40  # characters of the input in a message
 _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)  # an unterminated string extends to the end of the text

@@ -12,6 +12,9 @@ from titan_mi100.errors import UserError
 from titan_mi100.text.classes import QWEN_CLASSES, class_of
 
 Segments = Iterator[tuple[int | None, str]]  # added tokens (id, text) and the text between them (None, text)
+_QUOTE = "\ufdd0"  # a code point that stands for no character
+# Tags that are part of what a message says, however the tokenizer marks them.
+_OF_CONTENT = {f"<{end}{tag}>" for end in ("", "/") for tag in ("think", "tool_call", "tool_response")}
 Ends = tuple[str, int, int]  # the eos token, its id, and the id of the pad token
 
 
@@ -40,6 +43,9 @@ class Tokenizer(ABC):
         self._cut_pattern = re.compile(f"({'|'.join(longest_first) or '(?!)'})")  # (?!) never matches
         self.eos_token, self.eos_token_id, self.pad_token_id = ends
         self.special = frozenset(special)
+        structure = sorted(self.special - _OF_CONTENT, key=len, reverse=True)
+        self.marks = re.compile("|".join(map(re.escape, structure)) or "(?!)")  # should not be in a message's text
+        self._quoted = re.compile("|".join(map(re.escape, map(self.quoted, structure))) or "(?!)")
         self.n_vocab = max(self._bytes) + 1  # the highest id + 1; ids may have gaps
 
     def encode(self, text: str) -> list[int]:
@@ -61,6 +67,10 @@ class Tokenizer(ABC):
             `normalize(text)`. Ends never decrease, and the last one is the end of the text. A token can end inside a
             character.
         """
+
+    def quoted(self, text: str) -> str:
+        """The text with special tokens in it written such that `encode` takes them as text."""
+        return self.marks.sub(lambda mark: mark[0][:1] + _QUOTE + mark[0][1:], text)
 
     def normalize(self, text: str) -> str:
         """The text whose bytes `encode_with_offsets` counts. BpeTokenizer converts it to NFC if its files say so."""
@@ -98,7 +108,8 @@ class Tokenizer(ABC):
             raise UserError(f"character {error.start} of the text is {what}") from error
         for i, part in enumerate(self._cut_pattern.split(text)):  # every second part is an added token (re.split)
             if part:
-                yield self._cut[part] if i % 2 else None, part
+                plain = self._quoted.sub(lambda mark: mark[0].replace(_QUOTE, ""), part) if _QUOTE in part else part
+                yield self._cut[part] if i % 2 else None, plain
 
     @abstractmethod
     def _encode_segment(self, segment: str) -> list[int]: ...

@@ -160,6 +160,13 @@ class ChatTemplate:
                 return first[0]
         return eos_token
 
+    @cached_property
+    def wraps_results(self) -> bool:
+        """Whether it writes <tool_response> around the result of a tool."""
+        with suppress(UserError):
+            return "<tool_response>" in self.render((*_TRIED[1:3], {"role": "tool", "content": "12"}))
+        return False
+
     def _behind_answer(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """What the template writes between the only assistant's message and the next message's text, or the end."""
         place = next(i for i, message in enumerate(messages) if message["role"] == "assistant")

@@ -1,5 +1,6 @@
 """Finds the messages of a conversation in its rendered text, by the sources of the text's characters (`Traced`)."""
 
+import json
 import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -27,6 +28,7 @@ class Turn:
     thought: int = 0  # the end of that reasoning and of the tag behind it
     # Spans of characters that the template marks with {% generation %}; None: the template has no such marks.
     marked: tuple[tuple[int, int], ...] | None = None
+    trimmed: bool = False  # the template removes white space at the beginning or end of the answer
     problem: str = ""  # why it must not be learned as it stands, with a remedy: the template hides or repeats text ...
 
 
@@ -71,6 +73,40 @@ def _bare(text: str, with_tags: bool) -> str:
     """The text without white space and empty think blocks, and optionally without think tags."""
     text = "".join(text.split()).replace("<think></think>", "")
     return text if with_tags else text.replace("<think>", "").replace("</think>", "")
+
+
+def _calls_in(text: str) -> list[tuple[str, Any]] | None:
+    """The calls in a generated text as servers read them: name and arguments. None: they are in an unknown form.
+
+    Known are JSON (the hermes parser) and XML (Qwen3-Coder's), whose arguments stay texts.
+    """
+    calls = []
+    for inside in re.findall("<tool_call>\\s*(.*?)\\s*</tool_call>", text, re.DOTALL):
+        if xml := re.fullmatch("<function=([^>]*)>(.*?)</function>", inside, re.DOTALL):
+            values = re.findall("<parameter=([^>]*)>\n?(.*?)\n?</parameter>", xml[2], re.DOTALL)
+            calls.append((xml[1], dict(values)))
+        elif not inside.startswith(("{", "<function=")):
+            return None
+        else:
+            try:
+                call = json.loads(inside)
+            except ValueError:
+                return []  # cut off at a tag in an argument
+            if not {"name", "arguments"} <= call.keys():
+                return None
+            calls.append((call["name"], call["arguments"]))
+    return calls
+
+
+def _is_same(given: Any, read: Any) -> bool:
+    """Whether a value of a call is read as it was given: JSON, or its text in XML. Arguments can be JSON text."""
+    if isinstance(given, str) and isinstance(read, dict):
+        given = json.loads(given)
+    if isinstance(given, dict) and isinstance(read, dict):
+        return given.keys() == read.keys() and all(_is_same(value, read[key]) for key, value in given.items())
+    if isinstance(given, str) or not isinstance(read, str):
+        return given == read
+    return read in (str(given), json.dumps(given), json.dumps(given, ensure_ascii=False))
 
 
 class Untraceable(Exception):
@@ -137,7 +173,7 @@ class TurnFinder:
         reasoned = has_reasoning(message)
         lost = reasoned and not fields & {REASONING, MIXED}
         self._last_stop = self._last_assistant_stop = stop
-        problem = self.difference(index, message, lost)
+        problem = self.difference(index, message, lost) or self._misread(start, found, message, lost)
         if reasoning_spans(message) and "</think>" in self.text[start : self._first_own(index)]:
             problem = "the template writes an empty think block before the content's; move that to reasoning_content"
         if is_last and not problem and not reasoned and not self._follows_prompt(index, start, prompt):
@@ -148,7 +184,45 @@ class TurnFinder:
         thoughts = [end for _, end, field in spans if field == REASONING]
         behind = re.compile(r"\s*</think>\n*").match(self.text, thoughts[-1]) if thoughts else None
         thought = behind.end() if behind else max(thoughts, default=stop)
-        return Turn(index, message["role"], start, stop, answer, lost, reasoned and not lost, thought, problem=problem)
+        trimmed = not problem and self._is_trimmed(index, message)
+        shows = reasoned and not lost
+        return Turn(index, message["role"], start, stop, answer, lost, shows, thought, None, trimmed, problem)
+
+    def _misread(self, start: int, stop: int, message: dict[str, Any], lost: bool) -> str:
+        """What a server would read differently in a generated turn, with a remedy; "": nothing.
+
+        A server takes what is before the first </think> for reasoning, and the tags of calls behind it for calls.
+        """
+        text, content = self.text[start:stop], message.get("content")
+        if not isinstance(content, str):
+            return ""
+        given = message.get(REASONING)
+        if text.lstrip().startswith("<think>") or self.text[:start].rstrip().endswith("<think>"):
+            thought, tag, text = text.partition("</think>")
+            if not isinstance(given, str):
+                given = content.partition("</think>")[0] if "</think>" in content else ""
+            if not tag or _bare(thought, False) != ("" if lost else _bare(given, False)):
+                what = f"a server would read {shortened(repr(thought.strip()))} as its reasoning, which it is not"
+                return f"{what}; remove think tags from the text, or name another template in model.chat_template"
+        given_calls = [call.get("function") or call for call in message.get("tool_calls") or ()]
+        found = _calls_in(text) if given_calls and "<tool_call>" in text else None
+        if found is None:
+            return ""
+        if len(found) == len(given_calls) and all(
+            read[0] == call["name"] and _is_same(call.get("arguments"), read[1])
+            for read, call in zip(found, given_calls, strict=True)
+        ):
+            return ""
+        return "a server would read other calls; remove tags such as </tool_call> and </parameter> from its text"
+
+    def _is_trimmed(self, index: int, message: dict[str, Any]) -> bool:
+        spans, content = self._of_message[index], message.get("content")
+        if not isinstance(content, str) or any(field == MIXED for _, _, field in spans):
+            return False
+        shown = "".join(self.text[begin:end] for begin, end, field in spans if field == "content")
+        if "</think>" in content and not isinstance(message.get(REASONING), str):
+            content, shown = (text.rpartition("</think>")[2].lstrip("\n") for text in (content, shown))
+        return bool(content.strip()) and content != shown
 
     def _follows_prompt(self, index: int, start: int, prompt: Prompt) -> bool:
         """Whether one of the prompts stands before a message's first own character, and no think block behind it.
