@@ -30,7 +30,11 @@ def _rows(config: Config) -> tuple[Wanted, str]:
     if config.objective.answers:
         raise UserError('[objective] name = "preference": a teacher is for rows of sft and distill')
     data = prepare_run(config, None)
-    sets = [source.rows for source in (*data.sources, *data.validation) if isinstance(source.rows, PackedDataset)]
+    every = [source.rows for source in (*data.sources, *data.validation)]
+    if len(sets := [rows for rows in every if isinstance(rows, PackedDataset)]) < len(every):
+        raise UserError(
+            "a source is a corpus of titan-mi100 prepare, which has no rows to ask about; name its files instead"
+        )
     return Wanted(sets, data.facts.n_vocab), data.facts.tokenizer
 
 
