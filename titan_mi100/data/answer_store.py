@@ -110,10 +110,12 @@ class Wanted:
         self._documents = np.concatenate([rows.packing.documents for rows in sets]).astype(np.int64)
         self.packing = hashlib.sha256(self._starts.tobytes() + self._documents.tobytes()).hexdigest()
 
-    def about(self, kind: str, weights: str, tokenizer: str, k: int, dtype: str, *how: str) -> About:
+    def about(
+        self, kind: str, weights: str, tokenizer: str, k: int, dtype: str, attention: str = "", layout: str = ""
+    ) -> About:
         rows, packing = (self.count, VLLM) if dtype == VLLM else (len(self._starts) - 1, self.packing)
         shape = self.count, rows, self.sets[0].seq_len, k
-        return About(kind, weights, tokens_hash(self.sets), tokenizer, *shape, dtype, *how, packing=packing)
+        return About(kind, weights, tokens_hash(self.sets), tokenizer, *shape, dtype, attention, layout, packing)
 
     def documents(self, about: About, number: int) -> np.ndarray:
         """The documents of a part, in order."""

@@ -91,7 +91,7 @@ def _microbatches(settings: Sequence[str]) -> list[str]:
     return [accumulation, *degree] if degree and accumulation not in given else []
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tool.Parser:
     example = "e.g. titan-mi100 teach --job.config_file student.toml --model Qwen3-8B"
     epilog = "Other options go to the pass, as of titan-mi100 train: --nproc_per_node 2, --lora.base nf4 ..."
     description = __doc__.split("\n", 1)[0].replace("`", "")

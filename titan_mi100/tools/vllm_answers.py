@@ -134,7 +134,7 @@ class _Lines:
         pairs = list[tuple[int, float]]()
         for text, entry in answer.items() if isinstance(answer, dict) else [("", None)]:
             value = entry.get("logprob") if isinstance(entry, dict) else None
-            if not _ID.fullmatch(text) or type(value) not in (int, float):
+            if not _ID.fullmatch(text) or isinstance(value, bool) or not isinstance(value, int | float):
                 raise UserError(f"{where} must be ID: {{logprob: x}}, with ids of the vocabulary")
             pairs.append((int(text), float(value)))
         if token not in dict(pairs):
