@@ -135,7 +135,11 @@ def _write_config(options: argparse.Namespace) -> Path:
     # A frozen base in the computation's dtype, and adapters that change nothing: their matrix B is zero. A pipeline
     # wants one in each layer.
     outputs = ("o_proj", "out_proj")
-    kinds = {tuple(layer.adapted) for layer in Config(checkpoint=load).spec().layers}
+    try:
+        kinds = {tuple(layer.adapted) for layer in Config(checkpoint=load).spec().layers}
+    except UserError as error:
+        what = str(error).partition(";")[0].removeprefix("[checkpoint] initial_load_path = ")
+        raise UserError(f"--model: {what}; name an HF folder, or another run's checkpoint/step-N") from None
     idle = LoRAConfig(rank=1, target_modules=tuple({*outputs} & {name for kind in kinds for name in kind}))
     config = Config(
         job=JobConfig(run_folder=str(out)),
