@@ -209,7 +209,8 @@ def verdict(code: int, text: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="cases with these words in their name")
+    parser.add_argument("--resume", action="store_true", help="open them with teach, which goes on, not with a student")
     options = parser.parse_args()
     work, sound = options.work.absolute(), options.work.absolute() / "undisturbed"
     if not (work / "train_configs").exists():
@@ -229,6 +230,11 @@ def main() -> int:
             shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(sound, out, ignore=shutil.ignore_patterns("checkpoint", "*.log", ".lock", "tensorboard"))
         change(out)
+        if options.resume:
+            code, text = ends(work, *teach(out))
+            got, is_gap = verdict(code, text), what.endswith(("part missing", "parts missing"))
+            note(f"teach: {what}", got, text, content(out) == content(sound) if is_gap else got == "refused")
+            continue
         words = ["train", *CONFIG, *ROWS, *STUDENT, "--objective.teacher", str(out), "--job.run_folder", str(run)]
         code, text = ends(work, *words)
         got = verdict(code, text)

@@ -73,6 +73,13 @@ def children(pid: int) -> list[int]:
     return [*own, *(each for child in own for each in children(child))]
 
 
+def command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def kill_once(work: Path, out: Path, after: float, who: str) -> str:
     """Start it, and kill it after so many seconds; how it ended."""
     process = subprocess.Popen(
@@ -85,7 +92,8 @@ def kill_once(work: Path, out: Path, after: float, who: str) -> str:
     except subprocess.TimeoutExpired:
         pass
     below = children(process.pid)
-    targets = {"launcher": [process.pid], "trainer": below[-1:], "all": [process.pid, *below]}[who]
+    trainers = [each for each in below if b"titan_mi100.train" in command_of(each)]
+    targets = {"launcher": [process.pid], "trainer": trainers or below[-1:], "all": [process.pid, *below]}[who]
     for target in targets or [process.pid]:
         try:
             os.kill(target, signal.SIGKILL)

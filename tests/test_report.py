@@ -20,7 +20,7 @@ from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import MetricsConfig
 from titan_mi100.run import faults, forecast
 from titan_mi100.run.folder import RunState, write_run_state
-from titan_mi100.run.metrics import Reporter
+from titan_mi100.run.metrics import Reporter, _drop_after
 from titan_mi100.tools.pages import collect as collecting
 from titan_mi100.tools.pages import long_files as tables
 from titan_mi100.tools.pages.bins import Bins, usable
@@ -240,6 +240,22 @@ def test_the_curves_are_those_of_the_metrics(run: Path, report: Report) -> None:
         for (x, y), (step, value) in zip(points, expected, strict=True):
             assert round(x / 10_000 * expected[-1][0]) == step
             assert low + (1 - y / 10_000) * (high - low) == pytest.approx(value, abs=1e-4 * (high - low))
+
+
+def test_a_run_of_preferences_may_have_the_measure_under_its_old_name(run: Path, report: Report) -> None:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    new = [
+        {**line, "margin": 0.1, "accuracy": 0.9, "kl" if line["step"] < 50 else "below_reference": -1.5}
+        for line in lines
+    ]
+    write_lines(run / "metrics.jsonl", *new)
+    html = report.page(run).text
+    assert (
+        html.count("How much less likely the answers are than under the reference") == 2
+        and "from the teacher" not in html
+    )
+    kept = _drop_after(run / "metrics.jsonl", 60, False)  # as a resumed run reads it
+    assert kept["step"] == 60 and kept["below_reference"] == -1.5
 
 
 def test_the_page_says_what_the_files_say(run: Path, report: Report) -> None:
@@ -467,7 +483,6 @@ def test_what_to_look_at(tmp_path: Path, run: Path) -> None:
     assert "100 steps were skipped" in of(skipped=True)
     assert "The loss did not fall: 9 at first, now 9" in of(loss=9.0)
     assert "0% of the answers of the last 10 steps are on the right side; half is chance" in of(accuracy=0.0)
-    assert "The chosen answers have become less likely" not in of(reward_chosen=0.1)
     assert "0% of the new answers" in of(validation_accuracy=0.0) and "on the right side" not in of(
         validation_accuracy=0.9
     )

@@ -113,6 +113,11 @@ def test_a_pass_compares_tokenizers_and_spares_other_folders(
         (("--model", str(model), "--out", str(run)), "run: exists already, and is no teacher's folder"),
         (("--model", str(model), "--out", str(files / "rows.jsonl")), "exists already, and is no teacher's folder"),
         ((*wanted, "--model.allow_other_tokenizer", "true"), "has no effect with titan-mi100 teach"),
+        (("--model", str(files), "--out", str(out)), "config.json: no such file; name an HF folder, or another run's"),
+        (
+            ("--model", str(files / "no"), "--out", str(out)),
+            "no': no such folder or file; name an HF folder, or another",
+        ),
     ):
         assert said in refused(files, capsys, *words), words
     assert teach.main(command(files, *wanted)) == 0

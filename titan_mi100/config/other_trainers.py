@@ -149,7 +149,10 @@ def advise(name: str, value: Any, document: Document | None, entry: Entry | None
     if isinstance(value, list) and document is None and not is_list:
         value = " ".join(value)
     setting, fetch = setting_of(entry, value), ""
-    start, note = f"is {'a section' if name.endswith('.') else 'an option'} of {entry.trainer}", entry.note
+    start, note = (
+        f"is {'a section' if name.endswith('.') else 'an option'} of {entry.trainer}",
+        meaning(name, value)[2:] or entry.note,
+    )
     if setting == "":
         return Advice(f"{start}; leave it out here{f': {note}' if note else ''}", entry.targets)
     if not entry.exists:

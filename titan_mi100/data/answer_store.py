@@ -43,6 +43,8 @@ _OF = "of"  # key of a part's metadata
 _ROWS_OF_A_PART = 512  # in every layout alike
 _DOCUMENTS_OF_A_PART = 4096  # of an import
 ROUNDING = 1e-3  # of log p above 0 and of probabilities above 1, which other programs write
+_AT_ONCE = 1 << 16  # documents, or tokens
+_OF_SUMS, _OF_TEACHER = {"sums": "float64, 1"}, {"ids": "int32, 2", "log_p": "float32, 2"}  # dtype, dimensions
 _LOW_MASS = 0.5  # of the kept ids, on average; a teacher with another tokenizer has next to nothing
 _LOOKED_AT = 4  # parts
 
@@ -96,28 +98,24 @@ class Wanted:
         """Args: sets: share their documents. vocabulary: ids of the tokenizer; those behind are a head's padding."""
         self.sets, self.vocabulary = sets, vocabulary
         table = sets[0].documents
-        self.count, learned = len(table.starts) - 1, np.zeros(len(table.starts) - 1, np.int64)
-        for first in range(0, self.count, 1 << 16):
-            starts = table.starts[first : first + (1 << 16) + 1].astype(np.int64)
-            bits = (table.values[starts[0] : starts[-1]] & 1).astype(np.int64)
-            bits[starts[:-1] - starts[0]] = 0  # nothing predicts the first token
-            learned[first : first + len(starts) - 1] = np.add.reduceat(bits, starts[:-1] - starts[0])
-        self.learned = learned
-        packed = [(rows.packing.starts, rows.packing.documents) for rows in sets]
-        digest = hashlib.sha256()
-        for array in (array for pair in packed for array in pair):
-            digest.update(np.ascontiguousarray(array, np.int64).tobytes())
-        self.packing = digest.hexdigest()
-        ends = np.cumsum([0, *(len(documents) for _, documents in packed)])
-        self._starts = np.concatenate(
-            [[0], *(starts[1:] + end for (starts, _), end in zip(packed, ends, strict=False))]
-        )
-        self._documents = np.concatenate([documents for _, documents in packed])
+        self.count, learned = len(table.starts) - 1, [np.zeros(0, np.int64)]
+        for first in range(0, self.count, _AT_ONCE):
+            starts = table.starts[first : first + _AT_ONCE + 1] - table.starts[first]
+            bits = (table.values[table.starts[first] :][: starts[-1]] & 1).astype(np.int64)
+            bits[starts[:-1]] = 0  # nothing predicts the first token
+            learned.append(np.add.reduceat(bits, starts[:-1]))
+        self.learned = np.concatenate(learned)
+        lengths = np.concatenate([np.diff(rows.packing.starts) for rows in sets])
+        self._starts = np.cumsum(np.append(0, lengths))
+        self._documents = np.concatenate([rows.packing.documents for rows in sets]).astype(np.int64)
+        self.packing = hashlib.sha256(self._starts.tobytes() + self._documents.tobytes()).hexdigest()
 
-    def about(self, kind: str, weights: str, tokenizer: str, k: int, dtype: str, *how: str) -> About:
+    def about(
+        self, kind: str, weights: str, tokenizer: str, k: int, dtype: str, attention: str = "", layout: str = ""
+    ) -> About:
         rows, packing = (self.count, VLLM) if dtype == VLLM else (len(self._starts) - 1, self.packing)
         shape = self.count, rows, self.sets[0].seq_len, k
-        return About(kind, weights, tokens_hash(self.sets), tokenizer, *shape, dtype, *how, packing=packing)
+        return About(kind, weights, tokens_hash(self.sets), tokenizer, *shape, dtype, attention, layout, packing)
 
     def documents(self, about: About, number: int) -> np.ndarray:
         """The documents of a part, in order."""
@@ -128,9 +126,10 @@ class Wanted:
 
     def judge(self, about: About, number: int, arrays: Arrays) -> str:
         """What is wrong with the arrays of a part; "": nothing."""
-        wanted = {"documents": (np.int64, 1), "tokens": (np.int64, 1)}
-        of_kind = {"sums": (np.float64, 1)} if not about.k else {"ids": (np.int32, 2), "log_p": (np.float32, 2)}
-        if {name: (array.dtype.type, array.ndim) for name, array in arrays.items()} != (wanted := wanted | of_kind):
+        found = {name: f"{array.dtype}, {array.ndim}" for name, array in arrays.items()}
+        if found != (
+            wanted := {"documents": "int64, 1", "tokens": "int64, 1"} | (_OF_TEACHER if about.k else _OF_SUMS)
+        ):
             return f"does not hold {', '.join(wanted)} in their dtypes"
         documents, tokens = arrays["documents"], arrays["tokens"]
         if documents.size and not (documents.min() >= 0 and documents.max() < self.count):
@@ -140,25 +139,29 @@ class Wanted:
         if not np.array_equal(tokens, self.learned[documents]):
             return "has other numbers of learned tokens than its documents"
         if not about.k:
-            sums, lengths = arrays["sums"], (len(arrays["sums"]), len(documents))
-            is_wrong = lengths[0] != lengths[1] or not np.isfinite(sums).all() or (sums > ROUNDING).any()
-            return "lacks a sum of log p, or has one above 0 or not finite" * bool(is_wrong)
+            is_sound = len(arrays["sums"]) == len(documents) and _is_log(arrays["sums"])
+            return "lacks a sum of log p, or has one above 0 or not finite" * (not is_sound)
         ids, log_p = arrays["ids"], arrays["log_p"]
         if not ids.shape == log_p.shape == (tokens.sum(), about.k):
             return f"has ids {ids.shape} and log_p {log_p.shape} for {tokens.sum():,} tokens and k = {about.k}"
-        for first in range(0, len(ids), 1 << 16):
-            part, own = ids[first : first + (1 << 16)], log_p[first : first + (1 << 16)]
+        for first in range(0, len(ids), _AT_ONCE):
+            part, own = ids[first : first + _AT_ONCE], log_p[first : first + _AT_ONCE]
             if not (part.min() >= 0 and part.max() < self.vocabulary):
                 return f"has ids that are none of the tokenizer's {self.vocabulary:,}"
             if (np.diff(np.sort(part, 1), axis=1) == 0).any():
                 return "has an id twice for one token"
-            if not np.isfinite(own).all() or own.max() > ROUNDING:
+            if not _is_log(own):
                 return "has a log p above 0 or not finite"
             if (np.diff(own, axis=1) > 0).any():
                 return "has ids of which the likeliest are not first"
             if (mass := _mass(own).max()) > 1 + ROUNDING:
                 return f"has probabilities that sum to {mass:.4g} for one token"
         return ""
+
+
+def _is_log(log_p: np.ndarray) -> bool:
+    """Whether all can be logarithms of probabilities that are not zero."""
+    return bool(np.isfinite(log_p).all() and (log_p <= ROUNDING).all())
 
 
 def _mass(log_p: np.ndarray) -> np.ndarray:
@@ -206,11 +209,7 @@ class AnswerStore:
             age = "a newer" if isinstance(version, int) and version > FORMAT else "an older"
             raise UserError(f"{path}: has {age} format than this version's, {FORMAT}; {self.remedy}")
         about: About = read_checked(path, About, self.remedy)
-        if (
-            about.kind not in ("reference", "teacher")
-            or (about.kind == "teacher") != (about.k > 0)
-            or about.k > 1 << 20
-        ):
+        if about.k > 1 << 20 or about.kind != ("teacher" if about.k else "reference"):
             raise UserError(f"{path}: kind = {about.kind!r} and k = {about.k} do not fit each other; {self.remedy}")
         return about
 
@@ -218,7 +217,7 @@ class AnswerStore:
         """Write what it is made of, and remove what a killed writer left. Raises UserError."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for left in self.folder.glob(".part-*"):
+            for left in (*self.folder.glob(".part-*"), *self.folder.glob(f".{STORE}.*")):
                 left.unlink()
             if not self.is_begun:
                 replace(self.folder / STORE, json.dumps(asdict(self.about), indent=1), is_synced=True)
@@ -241,11 +240,7 @@ class AnswerStore:
         from safetensors.numpy import save  # not save_file, whose error is no OSError
 
         if problem := wanted.judge(self.about, number, arrays):
-            what = (
-                "ask vLLM again"
-                if self.about.dtype == VLLM
-                else "compute with --training.mixed_precision_param float32"
-            )
+            what = "ask again, or compute with --training.mixed_precision_param float32"
             raise UserError(f"{self.folder}: part {number} is not written, as it {problem}; {what}")
         metadata = {_OF: self._mark(number)}  # a single one: safetensors writes several in any order
         content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, metadata)
@@ -313,7 +308,7 @@ class AnswerStore:
         mass = np.concatenate(kept).mean() if sum(map(len, kept)) else 1.0
         if mass < _LOW_MASS:
             what = f"the {self.about.k} ids kept per token have {mass:.4f} of the teacher's probability"
-            log.warning(f"{self.folder}: {what}: is it a model for these texts and ids? else raise --top_k")
+            log.warning(f"teacher: {what}: is it a model for these texts and ids? else raise --top_k")
 
     def sums(self) -> np.ndarray:
         """(documents,) fp64; NaN of a document that is in no row."""

@@ -64,7 +64,9 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
     count, size = f"{path}: has {data.facts.n_vocab:,} tokens", config.spec().vocab_size
     if data.facts.n_vocab > size:
         what = f"{count}, more than the model's vocab_size = {size:,}"
-        raise UserError(f"{what}; name the model's own tokenizer in model.tokenizer_path")
+        is_teacher = config.objective.name == "teach"
+        own = "another --model" if is_teacher else "the model's own tokenizer in model.tokenizer_path"
+        raise UserError(f"{what}; name {own}")
     if data.facts.n_vocab < _FEW_TOKENS * size:
         data.facts.warnings.append(f"{count}, but the model's vocab_size is {size:,}: is it the model's tokenizer?")
     return data

@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO
 
@@ -130,20 +130,13 @@ def write_output(
         UserError: it is refused, or cannot be written.
     """
     check_output(path, option, is_ours)
-
-    def write(target: Path, mode: str) -> None:
-        with target.open(mode) as file:
-            for text in content:
-                file.write(text.encode(errors="backslashreplace"))
-
     try:
-        if is_stream(path):
-            write(path, "wb")
-        else:
-            with _replacing(path) as aside:
-                write(aside, "xb")
+        with nullcontext(path) if is_stream(path) else _replacing(path) as target:
+            with target.open("wb") as file:
+                file.writelines(text.encode(errors="backslashreplace") for text in content)
+            if target != path:
                 check_output(path, option, is_ours)  # again: another process may have made it meanwhile
-                aside.replace(path)
+                target.replace(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); name another file with {option}") from None
 

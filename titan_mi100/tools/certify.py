@@ -117,7 +117,7 @@ def _append(folder: Path, line: Header | Part) -> None:
         raise UserError(f"{folder / CERTIFICATE}: {error.strerror}; what it has so far is kept") from None
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tool.Parser:
     parser = tool.Parser(
         prog="titan-mi100 certify",
         usage="%(prog)s [--output FOLDER] [--minutes 25] [--model NAME ...] | --board FOLDER",

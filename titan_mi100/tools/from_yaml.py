@@ -320,8 +320,7 @@ def _take(carried: Carried, name: str, value: Any, entry: Entry) -> None:
                 raise UserError(f"{carried.place(name)} = {shown(item)}: no such folder; name another with --model")
         if not advice.written:
             reason = re.sub(r"^is an option of [\w ,-]+?( and does not exist here)?[:;] (here: )?", "", text)
-            known = other_trainers.meaning(name, item).removeprefix("; ")
-            carried.lost[name] = f"= {shown(item)}: {known or reason.partition('; leave it out')[0]}"
+            carried.lost[name] = f"= {shown(item)}: {reason.partition('; leave it out')[0]}"
             if name in _ALL["kinds"]:
                 raise UserError(f"{carried.place(name)} {carried.lost[name]}")
     return None
@@ -349,7 +348,7 @@ def _named_files(carried: Carried, name: str, value: Any, folder: str) -> Any:
         return value
     info, found = read_object(Path(index), "correct it, or name the files with --data"), list[str]()
     for each in value if isinstance(value, list) else map(str.strip, str(value).split(",")):
-        entry = info.get(each) if isinstance(info.get(each), dict) else {}
+        entry: dict[str, Any] = given if isinstance(given := info.get(each), dict) else {}
         found.append(os.path.join(os.path.dirname(index), str(entry["file_name"])) if "file_name" in entry else each)
         for key in sorted(entry.keys() - {"file_name", "formatting", "ranking"}):
             what = "the form of the rows is recognised; other columns are named in data.prompt_column and its like"

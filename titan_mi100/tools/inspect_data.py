@@ -53,7 +53,7 @@ def _show(options: argparse.Namespace, settings: Sequence[str]) -> None:
             print(line)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tool.Parser:
     parser = tool.Parser(
         prog="titan-mi100 inspect",
         usage="%(prog)s --job.config_file X.toml [--section.key value ...] [options]",

@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return cli.exit_code(program)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> cli.Parser:
     parser = cli.Parser(
         prog="titan-mi100 prepare", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -91,7 +91,7 @@ def _microbatches(settings: Sequence[str]) -> list[str]:
     return [accumulation, *degree] if degree and accumulation not in given else []
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tool.Parser:
     example = "e.g. titan-mi100 teach --job.config_file student.toml --model Qwen3-8B"
     epilog = "Other options go to the pass, as of titan-mi100 train: --nproc_per_node 2, --lora.base nf4 ..."
     description = __doc__.split("\n", 1)[0].replace("`", "")
@@ -135,7 +135,11 @@ def _write_config(options: argparse.Namespace) -> Path:
     # A frozen base in the computation's dtype, and adapters that change nothing: their matrix B is zero. A pipeline
     # wants one in each layer.
     outputs = ("o_proj", "out_proj")
-    kinds = {tuple(layer.adapted) for layer in Config(checkpoint=load).spec().layers}
+    try:
+        kinds = {tuple(layer.adapted) for layer in Config(checkpoint=load).spec().layers}
+    except UserError as error:
+        what = str(error).partition(";")[0].removeprefix("[checkpoint] initial_load_path = ")
+        raise UserError(f"--model: {what}; name an HF folder, or another run's checkpoint/step-N") from None
     idle = LoRAConfig(rank=1, target_modules=tuple({*outputs} & {name for kind in kinds for name in kind}))
     config = Config(
         job=JobConfig(run_folder=str(out)),

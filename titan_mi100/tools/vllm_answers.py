@@ -30,7 +30,11 @@ def _rows(config: Config) -> tuple[Wanted, str]:
     if config.objective.answers:
         raise UserError('[objective] name = "preference": a teacher is for rows of sft and distill')
     data = prepare_run(config, None)
-    sets = [source.rows for source in (*data.sources, *data.validation) if isinstance(source.rows, PackedDataset)]
+    every = [source.rows for source in (*data.sources, *data.validation)]
+    if len(sets := [rows for rows in every if isinstance(rows, PackedDataset)]) < len(every):
+        raise UserError(
+            "a source is a corpus of titan-mi100 prepare, which has no rows to ask about; name its files instead"
+        )
     return Wanted(sets, data.facts.n_vocab), data.facts.tokenizer
 
 
@@ -130,7 +134,7 @@ class _Lines:
         pairs = list[tuple[int, float]]()
         for text, entry in answer.items() if isinstance(answer, dict) else [("", None)]:
             value = entry.get("logprob") if isinstance(entry, dict) else None
-            if not _ID.fullmatch(text) or type(value) not in (int, float):
+            if not _ID.fullmatch(text) or isinstance(value, bool) or not isinstance(value, int | float):
                 raise UserError(f"{where} must be ID: {{logprob: x}}, with ids of the vocabulary")
             pairs.append((int(text), float(value)))
         if token not in dict(pairs):

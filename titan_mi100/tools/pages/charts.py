@@ -44,8 +44,9 @@ def charts(runs: Mapping[str, dict[str, Any]]) -> str:
     """
     found, every = "", {name: run["metrics"].get("series", {}) for name, run in runs.items()}
     for kind, title in _KINDS.items():
-        if kind.endswith("loss") and any("margin" in series for series in every.values()):
-            title = f"{title.partition(' (')[0]} (mean over pairs)"
+        if any("margin" in series for series in every.values()):
+            title = f"{title.partition(' (')[0]} (mean over pairs)" if kind.endswith("loss") else title
+            title = _KINDS["below_reference"] if kind == "kl" else title  # its name in older runs
         chosen = _of_runs(kind, every) if len(runs) > 1 else _of_run(kind, *every.values())
         if chosen:
             widths = max(series["bin_steps"] for series in chosen.values())

@@ -91,7 +91,6 @@ def headline(run: dict[str, Any]) -> dict[str, tuple[str, str] | None]:
     restarts = len(run["restarts"])
     found: dict[str, tuple[str, str] | None] = {
         "Loss": (f"{loss['recent'][0]:.4f}", f"mean of the last {loss['recent'][1]}") if loss else None,
-        "On the right side": _right(series),
         "Lowest validation": _lowest(validation) if validation else None,
         "Steps": (f"{last:,}", _of_all(run)) if last else None,
         "Time": (duration_in_words(seconds), "in all steps") if seconds else None,
@@ -106,14 +105,6 @@ def headline(run: dict[str, Any]) -> dict[str, tuple[str, str] | None]:
     found["Peak memory"] = (f"{memory['max']:.2f} GiB", "of the fullest rank") if memory else None
     found["Restarts"] = (f"{restarts:,}", "by the launcher")
     return found
-
-
-def _right(series: dict[str, Any]) -> tuple[str, str] | None:
-    """Of preferences: the share of answers."""
-    if new := series.get("validation_accuracy"):
-        return f"{new['last'][1]:.0%}", "of the new answers, at the end; half is chance"
-    accuracy = series.get("accuracy")
-    return (f"{accuracy['recent'][0]:.0%}", f"mean of the last {accuracy['recent'][1]}") if accuracy else None
 
 
 def _lowest(validation: dict[str, Any]) -> tuple[str, str]:

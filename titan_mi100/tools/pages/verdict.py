@@ -21,7 +21,7 @@ _STATES = {
 }
 # Limits of the findings: last / lowest validation loss; share of the time spent waiting for data; share of the memory.
 _RISE, _WAIT, _FULL = 1.02, 0.05, 0.95
-_CHANCE, _FALLEN = 0.5, 0.5  # share of answers on the right side; reward of the chosen answers
+_CHANCE = 0.5  # share of answers on the right side; of the teacher's probability
 
 
 class Finding(NamedTuple):
@@ -105,9 +105,6 @@ def _of_objective(series: dict[str, Any]) -> list[Finding]:
         of = "new answers" if "validation_accuracy" in series else f"answers of the last {accuracy['recent'][1]} steps"
         if share <= _CHANCE and series.get("accuracy", accuracy)["count"] > 20:
             found.append(Finding(BAD, f"{share:.0%} of the {of} are on the right side; half is chance"))
-        if (reward := series.get("reward_chosen")) and reward["recent"][0] < reward["first"][1] - _FALLEN:
-            what = f"{reward['first'][1]:.3g} at first, now {reward['recent'][0]:.3g}"
-            found.append(Finding(WARN, f"The chosen answers have become less likely: their reward was {what}"))
     if (kl := series.get("kl")) and "agreement" in series and kl["count"] > 20 and kl["recent"][0] >= kl["first"][1]:
         what = f"{kl['first'][1]:.4g} nats at first, now {kl['recent'][0]:.4g}"
         found.append(Finding(BAD, f"The model did not come nearer to its teacher: {what}"))
