@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from titan_mi100.config import load as load_module
 from titan_mi100.config import other_trainers
 from titan_mi100.config.as_text import to_toml
-from titan_mi100.config.load import config_from_command_line, load_config, make_run_folder
+from titan_mi100.config.load import _refused_path, config_from_command_line, load_config, make_run_folder
 from titan_mi100.config.settings import Config, JobConfig
 from titan_mi100.config.srun import RUN_FOLDER
 from titan_mi100.config.toml_file import tomllib
@@ -534,3 +534,10 @@ def test_values_that_do_not_fit_are_answered_with_those_that_do(file: Path, tmp_
     assert refusal("--job.config_file", str(heir)) == f"{heir}: base = 'gone.toml': {gone}"
     heir.write_bytes(b'[job]\ndescription = "\xe9"')
     assert refusal("--job.config_file", str(heir)).endswith("line 2 is not UTF-8; save the file as UTF-8")
+
+
+def test_a_path_in_utf8_under_another_locale_is_no_reason_to_rename_it() -> None:
+    """Python then decodes the bytes of a command line to surrogates."""
+    assert "start with LC_ALL=C.UTF-8" in _refused_path("data/gr\udcc3\udcb6\udcc3\udc9fe.jsonl")
+    assert _refused_path("data/gr\udcf6e.jsonl") == "holds control characters or is not UTF-8; rename it"  # Latin-1
+    assert _refused_path("data/größe.jsonl") == ""

@@ -240,6 +240,7 @@ def test_parquet_of_every_type_is_read_without_what_json_cannot_hold(tmp_path: P
     text = pyarrow.array(["a", "b"])
     columns = {
         "large": text.cast(pyarrow.large_string()),
+        "view": text.cast(pyarrow.string_view()),
         "dictionary": text.dictionary_encode(),
         "map": pyarrow.array([[("k", 1)], []], pyarrow.map_(pyarrow.string(), pyarrow.int64())),
         "null": pyarrow.nulls(2),
@@ -251,9 +252,12 @@ def test_parquet_of_every_type_is_read_without_what_json_cannot_hold(tmp_path: P
     }
     rows = [parse(record.raw) for record in read_records(parquet(tmp_path / "rows", **columns))]
     unread = {"binary": "binary", "when": "timestamp[ns]", "image": "struct<bytes: binary, path: string>"}
-    read = {"large": "a", "dictionary": "a", "map": [["k", 1]], "small": 1}
+    read = {"large": "a", "view": "a", "dictionary": "a", "map": [["k", 1]], "small": 1}
     read |= {name: {UNREAD: kind} for name, kind in unread.items()}  # so that such keys are counted or refused
-    assert rows == [{**read, "flag": True}, {**read, "large": "b", "dictionary": "b", "map": [], "small": 2}]
+    assert rows == [
+        {**read, "flag": True},
+        {**read, "large": "b", "view": "b", "dictionary": "b", "map": [], "small": 2},
+    ]
     with pytest.raises(BadRecord, match=r"must be a list, is parquet's timestamp\[ns\], which no JSON value is"):
         expect(rows[0]["when"], list, "messages must be a list")
     what = r"rows: is parquet without a column of text, numbers or lists of them \(bin is binary\); write"

@@ -1,5 +1,6 @@
 """A run leaves in its folder what docs/RUN_FOLDER.md says; at its end it names commands that work; early stopping."""
 
+import errno
 import json
 import re
 import shlex
@@ -18,7 +19,7 @@ from titan_mi100 import train as train_module
 from titan_mi100.__main__ import COMMANDS
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config, LoRAConfig, ValidationConfig
-from titan_mi100.errors import Preempted
+from titan_mi100.errors import ExportError, Preempted
 from titan_mi100.launch import launcher as launch
 from titan_mi100.open_run import record
 from titan_mi100.open_run.run import Run
@@ -31,7 +32,9 @@ from titan_mi100.tools import exact_match, generate, inspect_data, report
 from titan_mi100.tools.convert import dcp_to_hf
 from titan_mi100.tools.pages.verdict import _STATES
 from titan_mi100.train import train
-from titan_mi100.watch.outcome import RunState, write_run_state
+from titan_mi100.watch.outcome import Outcome, Restarts, RunState, write_run_state
+from titan_mi100.weights import convert
+from titan_mi100.weights.source import open_source
 
 PLACEHOLDERS = re.compile(r"\b(N|R|HOST|NAME)\b")  # of the tables
 NEVER = SimpleNamespace(reason="")  # a run that is not told to stop
@@ -231,6 +234,24 @@ def test_a_run_that_has_stopped_names_the_command_to_resume_it(world: World, tmp
     assert (processes, place) == (1, None)
     train(open_run(load_config(arguments, 1), world, folder), NEVER)  # type: ignore[arg-type]
     assert steps(folder) == [1, 2, 3]
+
+
+def test_an_export_that_fails_says_that_all_is_saved_and_how_to_export(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = tmp_path / "a b"
+    with monkeypatch.context() as patch:
+        patch.setattr(convert, "to_hf", full)
+        with pytest.raises(ExportError, match=r"^all steps are saved, but .*No space left") as failed:
+            run_to_its_end(world, folder, **{"training.steps": 1, "checkpoint.export_hf": True})
+    again = shlex.split(failed.value.again.removeprefix("fix the problem above, then "))
+    assert again[:-4] == shlex.split(command("convert dcp-to-hf"))
+    assert Restarts(4, 4).next(Outcome(1, str(failed.value), 1, "export_failed")) == ""
+    convert.to_hf(open_source(again[-3]), Path(again[-1]), verify="bytes")
+    assert Path(again[-1]) == folder / "hf-step-1" and open_source(again[-1]).spec is not None
 
 
 @pytest.mark.full

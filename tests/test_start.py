@@ -27,10 +27,15 @@ from titan_mi100.files.durable import FolderLock
 from titan_mi100.files.patterns import matching_files
 from titan_mi100.files.plain import LFS_POINTER
 from titan_mi100.launch.before_start import unfinished_run
+from titan_mi100.open_run.start import open_run
+from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.base import parameter_count, parameter_shapes
 from titan_mi100.shapes.families import PRESETS, to_hf_config
+from titan_mi100.text.load import load_tokenizer
 from titan_mi100.watch.outcome import RunState, write_run_state
+from titan_mi100.weights.base import EMBEDDING, HEAD, Kind, Weights, box
 from titan_mi100.weights.convert import to_hf
+from titan_mi100.weights.load import untrained_rows
 from titan_mi100.weights.source import open_source
 
 SINGLE, POINTER = "model.safetensors", LFS_POINTER + b"oid sha256:6f62\nsize 1192135096\n"
@@ -258,3 +263,50 @@ def test_a_new_run_of_a_config_names_the_one_that_is_not_finished(tmp_path: Path
     lock = FolderLock(old)
     assert unfinished_run(new) == ""  # it runs
     del lock
+
+
+class Held(Weights):
+    """Weights in memory."""
+
+    def __init__(self, held: dict[str, torch.Tensor]) -> None:
+        self.held, self.source = held, Path("held")
+        self.kinds = {name: Kind(tuple(tensor.shape), tensor.dtype) for name, tensor in held.items()}
+
+    def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
+        return self.held[name][box(offset, size)]
+
+
+def test_tokens_of_the_data_whose_rows_look_untrained_are_found() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for name in (EMBEDDING, HEAD):
+        rows = torch.randn(800, 64, generator=generator) * 0.02 + 0.05
+        rows[700] = 0
+        rows[701] = rows.mean(0) + torch.randn(64, generator=generator) * 1e-4  # as resize_token_embeddings draws it
+        rows[3] = 0  # not in the data
+        base = Held({EMBEDDING: torch.randn(800, 64, generator=generator), name: rows})
+        assert untrained_rows(base, {5, 9, 700, 701, 799}) == [700, 701]
+        assert untrained_rows(base, {5, 9, 799}) == untrained_rows(base, ()) == []
+
+
+def test_a_run_names_tokens_that_lora_leaves_untrained_and_a_draft_head_that_is_not_there(
+    tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec, generator = PRESETS["qwen3.5-debug"], torch.Generator().manual_seed(0)
+    folder = model(tmp_path / "model")
+    config = to_hf_config(spec) | {"mtp_num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(folder)
+    ids = [tokenizer.id_of(text) for text in ("<|im_end|>", "<|im_start|>")]
+    tensors = {name: torch.randn(shape, generator=generator) * 0.02 for name, shape in parameter_shapes(spec).items()}
+    tensors[EMBEDDING][ids] = 0
+    save_file(tensors, folder / SINGLE)
+    given = [*arguments(folder)[:-1], "256", "--data.path", str(ASSETS / "chat.jsonl"), "--training.steps", "1"]
+    for more, warns in ((("--lora.rank", "2"), True), ((), False)):
+        caplog.clear()
+        open_run(load_config([*given, *more], 1), world)
+        named = "rows of 2 tokens in the data look untrained, such as '<|im_start|>', '<|im_end|>'; LoRA does not train"
+        assert (named in caplog.text) == warns
+        assert "mtp_num_hidden_layers = 1, but the weights have no draft head (mtp.*)" in caplog.text
+    caplog.clear()
+    to_hf(open_source(folder), tmp_path / "export", verify="bytes")
+    assert "mtp_num_hidden_layers = 1, but the weights have no draft head" in caplog.text

@@ -297,7 +297,8 @@ def _is_json(kind: Any, types: Any) -> bool:
         return _is_json(kind.value_type, types)
     if types.is_nested(kind):
         return all(_is_json(kind.field(i).type, types) for i in range(kind.num_fields))
-    tests = (types.is_string, types.is_large_string, types.is_boolean, types.is_integer, types.is_null)
+    of_text = (types.is_string, types.is_large_string, getattr(types, "is_string_view", types.is_string))
+    tests = (*of_text, types.is_boolean, types.is_integer, types.is_null)
     return any(test(kind) for test in tests) or types.is_float32(kind) or types.is_float64(kind)
 
 

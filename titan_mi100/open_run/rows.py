@@ -1,5 +1,7 @@
 """The rows of a run: one source, shuffled each epoch, or a mixture. Where a resumed run continues; the last step."""
 
+import numpy as np
+
 from titan_mi100.checkpoint.resume import Found
 from titan_mi100.config.layout import Batch
 from titan_mi100.config.settings import DataConfig, TrainingConfig
@@ -11,6 +13,7 @@ from titan_mi100.log import log
 from titan_mi100.run.progress import Progress
 from titan_mi100.wording import plural
 
+_FIRST = 32  # rows
 _MUCH_PADDING = 0.2  # share of an epoch's rows
 
 
@@ -31,6 +34,12 @@ def open_rows(
         more = ", which a pipeline computes like rows" * is_pipeline
         log.warning(f"{what} ({factors}): {padding:.0%} of an epoch is padding{more}; lower {keys}")
     return rows
+
+
+def some_tokens(rows: ShuffledEpochs | Mixture) -> set[int]:
+    """The tokens in the first rows of the run."""
+    first = [rows.row(number) for number in range(min(rows.end, _FIRST))]
+    return {int(token) for row in first for token in np.unique(row.input_ids[~row.padding()])}
 
 
 def fit_progress(progress: Progress, found: Found | None, rows: ShuffledEpochs | Mixture, plan: str) -> None:

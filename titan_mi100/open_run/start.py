@@ -34,7 +34,7 @@ from titan_mi100.open_run.data import accept_ledger, find_start, keep_global_bat
 from titan_mi100.open_run.fingerprints import about_run
 from titan_mi100.open_run.model import choose_backend, keep_stages, open_checkpointer
 from titan_mi100.open_run.record import log_machine, open_record
-from titan_mi100.open_run.rows import fit_progress, last_step, open_rows
+from titan_mi100.open_run.rows import fit_progress, last_step, open_rows, some_tokens
 from titan_mi100.open_run.run import MOVED, Run, StepObserver
 from titan_mi100.optim.optimizer import build_optimizer
 from titan_mi100.optim.state import NamedState
@@ -108,17 +108,17 @@ def open_run(
     rows, about, steps = _rows(start)
     mesh, model, optimizer = _model(start, world, about, objective or choose(config.objective), forecast.plan.card)
     loaded = found.path if found else None
-    dp_rank = distributed.data_parallel_rank(mesh)
+    dp_rank, tokens = distributed.data_parallel_rank(mesh), partial(some_tokens, rows)
     if config.objective.has_reference and objective is None:
         reading = Pass(config, world, spec, data, layout, batch, dp_rank)
         wanted = reading.about("reference", 0, about["chosen"]["attention"]["name"])
         reference = Reference(reading, folder, wanted, start.columns)
-        load_weights(model, optimizer, config, spec, None if reference.needs_base else loaded)
+        load_weights(model, optimizer, config, spec, None if reference.needs_base else loaded, tokens)
         beat = partial(heartbeat.begin, VALIDATION, "reference")
         reference.read(model, wants_to_stop, beat, cache_folder(config.data))
         heartbeat.begin(START, "opening model and checkpoint")
     else:
-        load_weights(model, optimizer, config, spec, loaded)
+        load_weights(model, optimizer, config, spec, loaded, tokens)
     checkpointer = open_checkpointer(config, world, folder, spec, data, model, optimizer, layout)
     if found is not None:
         log.info(f"loading {found.path} ...")

@@ -20,6 +20,7 @@ from titan_mi100.files.plain import LARGEST_CONFIG, LARGEST_TABLE, parse_object,
 from titan_mi100.files.templates import TEMPLATE, read_template, template_files
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.families import read_hf_config, to_hf_config
+from titan_mi100.shapes.hf_config import rope_of
 from titan_mi100.text.classes import QWEN_CLASSES, class_of
 from titan_mi100.wording import shown
 
@@ -35,6 +36,7 @@ _TOKENIZER = (
 # How images become tokens. Carried along: servers load no model that reads images without them.
 PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 _OF_MODEL = (CONFIG, GENERATION, PROMPTS, *PROCESSORS)
+_IN_VERSION_4 = ("qwen3", "qwen3_moe")  # model types that transformers 4 has
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # the key in transformers 5 and later, and the key before
 
 # Keys of generation_config.json that transformers accepts with any value.
@@ -244,6 +246,11 @@ def config_dtype(assets: Assets) -> str | None:
     return next((str(dtype).removeprefix("torch.") for dtype in named), None)
 
 
+def draft_layers(assets: Assets) -> Any:
+    """Layers of the draft head that config.json promises."""
+    return _text_part(parse_object(assets.get(CONFIG, b"{}"), CONFIG, _REMEDY)).get("mtp_num_hidden_layers")
+
+
 def _text_part(config: dict[str, Any]) -> dict[str, Any]:
     """The part of a config.json that describes the text model; models that read images, too, have it inside."""
     inner = config.get("text_config")
@@ -330,6 +337,30 @@ def export_assets(folder: Path, assets: Assets, spec: ModelSpec, dtype: str | No
     kept = {name: content for name, content in assets.items() if name != GENERATION}
     kept |= {name: _json(made) for name, made in ((CONFIG, config), (GENERATION, generation)) if made}
     return naming_dtype(kept, dtype or "keep")
+
+
+def for_all_versions(assets: Assets) -> Assets:
+    """The files with what transformers 4 reads beside what 5 writes. Without rope_theta at its old place, 4 would take
+    its default in silence; it knows no class TokenizersBackend, and extra_special_tokens as an object only.
+    """
+    made = dict(assets)
+    config = parse_object(assets.get(CONFIG, b"{}"), CONFIG, _REMEDY)
+    if config.get("model_type") in _IN_VERSION_4:
+        rope, more = rope_of(config), dict[str, Any]()
+        more |= {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+        more |= {"num_experts": config["num_local_experts"]} if "num_local_experts" in config else {}
+        more |= {"torch_dtype": config["dtype"]} if "dtype" in config else {}
+        if lacking := {key: value for key, value in more.items() if config.get(key) is None}:
+            made[CONFIG] = _json(config | lacking)
+    tokenizer = parse_object(assets.get(_TOKENIZER_CONFIG, b"{}"), _TOKENIZER_CONFIG, _REMEDY)
+    changed = dict(tokenizer)
+    if tokenizer.get("tokenizer_class") == "TokenizersBackend":
+        changed["tokenizer_class"] = "PreTrainedTokenizerFast"  # 5 reads it as the same
+    if isinstance(extra := tokenizer.get("extra_special_tokens"), list):
+        del changed["extra_special_tokens"]
+        named = list(changed.get("additional_special_tokens") or [])
+        changed["additional_special_tokens"] = [*named, *(token for token in extra if token not in named)]
+    return made if changed == tokenizer else made | {_TOKENIZER_CONFIG: _json(changed)}
 
 
 def _json(value: dict[str, Any]) -> bytes:

@@ -40,7 +40,7 @@ from titan_mi100.weights.dcp import MODEL_FILE, DCPWeights, read_torch_weights, 
 from titan_mi100.weights.experts import in_files
 from titan_mi100.weights.hf import is_hf_folder, write_hf
 from titan_mi100.weights.pieces import joined
-from titan_mi100.weights.source import ModelSource, open_source, verify_files
+from titan_mi100.weights.source import ModelSource, open_source, verify_files, warn_of_missing_draft
 from titan_mi100.wording import shortened, some
 
 DTYPES = ("keep", "bfloat16", "float16", "float32")
@@ -136,9 +136,10 @@ def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = 
         named = config_dtype(source.assets) if "fingerprints" in source.manifest else None
         dtype = named if named in DTYPES else "keep"  # config.json may name a dtype that we do not write
     kinds = _output_kinds(source, dtype)
+    warn_of_missing_draft(output, source.assets, kinds)
     checks = _checks(verify, _total(kinds), source.assets_folder)
     with _new_folder(source, output, kinds, checks) as aside:
-        _write_assets(aside, _assets_of_export(source, source.spec, kinds))
+        _write_assets(aside, asset_files.for_all_versions(_assets_of_export(source, source.spec, kinds)))
         digests = Digests()
         stored, tensors = source.spec.stored_name, in_files(source.spec, _tensors_to_write(source, kinds, digests))
         there = {stored(name): kind for name, kind in source.spec.in_files(kinds).items()}
@@ -205,7 +206,7 @@ def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, ve
         _compare(written, digests, checks)
         of_base = (CONFIG, GENERATION, *asset_files.PROCESSORS)
         kept = {name: content for name, content in source.assets.items() if name not in of_base}
-        _write_assets(aside, asset_files.naming_class(kept, source.assets))
+        _write_assets(aside, asset_files.for_all_versions(asset_files.naming_class(kept, source.assets)))
         merged = lambda: merged_source(open_source(base), aside).weights  # noqa: E731
         _compare_logits(checks, Path(base), merged, source.spec, adapter=aside)
 

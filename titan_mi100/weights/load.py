@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
@@ -20,23 +21,31 @@ from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import raise_together
 from titan_mi100.shapes.base import EXPERTS, ModelSpec, parameter_count, parameter_shapes, stored_shapes
-from titan_mi100.weights.base import Weights
+from titan_mi100.text.assets import folder_of, read_assets
+from titan_mi100.text.load import load_tokenizer
+from titan_mi100.weights.base import EMBEDDING, HEAD, Weights
 from titan_mi100.weights.peft import open_adapter
 from titan_mi100.weights.pieces import joined, read_pieces
-from titan_mi100.weights.source import open_weights, verify_files
+from titan_mi100.weights.source import open_weights, verify_files, warn_of_missing_draft
+from titan_mi100.wording import plural
 
+_PARTS, _SAMPLE = 8, 256  # places in the embedding, and rows read at each, for its mean
+_NEAR, _HIGHEST = 0.1, 256  # of the usual distance; ids that are looked at: tokens are added behind the others
+_INSTEAD = "train the whole model (lora.rank = 0), or take a base whose tokens are trained, such as the Instruct model"
 _QUANTIZED_ROWS = 1 << 14  # of a matrix at once: experts are one matrix of many rows
 
 
 def load_weights(
-    model: ParallelModel, optimizer: NamedState, config: Config, spec: ModelSpec, checkpoint: Path | None
-) -> None:
+    model: ParallelModel, optimizer: NamedState, config: Config, spec: ModelSpec, checkpoint: Path | None,
+    tokens: Callable[[], Collection[int]] = tuple,
+) -> None:  # fmt: skip
     """Fill the model, each rank its own shards, with the weights that the config names, or at random.
 
     Args:
         optimizer: keeps what the parameters cannot hold of the values.
         checkpoint: the checkpoint that the run resumes from. Nothing is filled then, because the checkpoint will do it.
             Except in a LoRA run: its checkpoints hold the adapter only, so the base is filled here.
+        tokens: returns ids in the data; under LoRA, a warning names those whose frozen rows look untrained.
 
     Raises:
         UserError: on all ranks; the weights cannot be read, or belong to another model.
@@ -51,6 +60,14 @@ def load_weights(
             with raise_together():
                 base = _open_base(source, spec)
                 # A frozen base is identified by its 16 bits, and masters of 16 bits start from the same ones.
+                if dist.get_rank() == 0 and checkpoint is None:
+                    assets = read_assets(folder_of(source))
+                    warn_of_missing_draft(Path(source), assets, base.kinds)
+                    if config.lora.rank and (odd := untrained_rows(base, tokens())):
+                        decode = load_tokenizer(config.tokenizer_path()).decode
+                        spelt = ", ".join(repr(decode([token])) for token in odd[:8])
+                        what = f"rows of {plural(len(odd), 'token')} in the data look untrained, such as {spelt}"
+                        log.warning(f"{source}: {what}; LoRA does not train them: {_INSTEAD}")
                 is_narrow = config.lora.rank or config.optimizer.master == "bf16_sr"
                 read, origin = base.read if is_narrow else base.read_exactly, f"weights from {source}"
                 # each rank hashes a share of a sealed checkpoint's files
@@ -65,6 +82,24 @@ def load_weights(
     log.info(f"model {name}: {parameter_count(spec):,} parameters, {origin}")
     if config.lora.rank:
         _load_adapter(model, optimizer, config.lora, config.training.seed, spec, checkpoint)
+
+
+def untrained_rows(base: Weights, tokens: Collection[int]) -> list[int]:
+    """Those of some tokens whose rows of the embedding or the head look as if no training had changed them: near zero,
+    or near the mean of all rows, where transformers puts the rows of tokens that were added.
+    """
+    found = set[int]()
+    for name in {EMBEDDING, HEAD} & base.kinds.keys():
+        rows, columns = whole = torch.Size(base.kinds[name].shape)
+        size = min(_SAMPLE, rows // _PARTS), columns
+        read = [base.read(name, whole, (rows // _PARTS * part, 0), size) for part in range(_PARTS)]
+        sample = torch.cat(read).float()
+        mean, zero = sample.mean(0), torch.zeros(columns)
+        middles = [(middle, _NEAR * (sample - middle).norm(dim=1).median()) for middle in (zero, mean)]
+        for token in sorted(tokens)[-_HIGHEST:]:
+            row = base.read(name, whole, (token, 0), (1, columns)).float()
+            found |= {token for middle, least in middles if (row - middle).norm() < least}
+    return sorted(found)
 
 
 def fill_base(model: ParallelModel, read: Read) -> None:

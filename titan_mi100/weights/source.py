@@ -1,6 +1,6 @@
 """Opens a model by its path: an HF folder, a DCP folder (such as a run's checkpoint) or a file of torch.save."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from os.path import lexists
@@ -72,6 +72,14 @@ def verify_files(path: Path, share: int = 0, shares: int = 1) -> None:
     manifest = read_manifest(path, partial(sealed.verify, share=share, shares=shares))
     if not manifest and lexists(path / ".metadata"):
         log.warning(f"{path}: has no {sealed.MANIFEST}, so its files cannot be checked for damage")
+
+
+def warn_of_missing_draft(where: Path, assets: Assets, names: Iterable[str]) -> None:
+    """Warn of a draft head that config.json promises, and the weights do not have. Args: where: for the message."""
+    count = asset_files.draft_layers(assets)
+    if count and not any(name.startswith("mtp.") for name in names):
+        what = f"config.json has mtp_num_hidden_layers = {count}, but the weights have no draft head (mtp.*)"
+        log.warning(f"{where}: {what}; a server must be started without it, or set the key to 0")
 
 
 @dataclass(frozen=True)
