@@ -162,5 +162,3 @@ def test_one_process_sends_nothing(reduce: str, world: World, tmp_path: Path, mo
     monkeypatch.setattr(torch.distributed, "all_reduce", of_the_host)
     found = run(world, tmp_path / "not", config, 2, keep_at=(2,))
     assert found["losses"] == before["losses"] and equal(found["kept"][2]["weights"], before["kept"][2]["weights"])
-    plain = run(world, tmp_path / "plain", config_of({}, reduce=reduce), 2, keep_at=(2,))
-    assert equal(found["kept"][2]["weights"], plain["kept"][2]["weights"]) == (reduce == "float32")
