@@ -1,4 +1,4 @@
-"""Our Triton kernels on the CPU, by Triton's interpreter, which conftest.py has asked for.
+"""Our Triton kernels on the CPU, by Triton's interpreter, which conftest.py has asked for; or on this machine's GPU.
 
 Triton is not a dependency: it comes with torch on Linux with a GPU. Where it is missing the importing test is skipped,
 unless TITAN_TESTS_REQUIRE names it, as CI does.
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 if "triton" in os.environ.get("TITAN_TESTS_REQUIRE", ""):
     import triton.language as tl
@@ -32,6 +33,19 @@ def _right_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
     return _dot(self, _widened(a), _widened(b), *rest)
 
 
-interpreter.InterpreterBuilder.create_dot = _right_dot
+# That of 3.4 to 3.9 makes numbers of arrays with one element, which numpy 2.5 refuses.
+_patch_tensor = interpreter._patch_lang_tensor
 
-__all__ = ["triton_backend"]
+
+def _indexed(tensor: Any, *scope: Any) -> None:
+    _patch_tensor(tensor, *scope)
+    tensor.__index__ = lambda self: int(self.handle.data.item())
+
+
+DEVICE = torch.device("cuda")  # where the kernels compute
+if os.environ.get("TRITON_INTERPRET") == "1":
+    DEVICE = torch.device("cpu")
+    interpreter.InterpreterBuilder.create_dot = _right_dot
+    interpreter._patch_lang_tensor = _indexed
+
+__all__ = ["DEVICE", "triton_backend"]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import documents_of
-from interpreted import triton_backend
+from interpreted import DEVICE, triton_backend
 from test_model import SPECS
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -19,7 +19,6 @@ from titan_mi100.attention.plain import Eager, Sdpa
 from titan_mi100.attention.trial import judge
 from titan_mi100.model.qwen3 import Qwen3
 
-CPU = torch.device("cpu")
 BARS = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 # tiles (forward, gradient of queries, gradients of keys), batch, documents, heads, head_dim
 CASES = {
@@ -53,7 +52,7 @@ def inputs(documents: Documents, heads: tuple[int, int], dim: int, dtype: torch.
     generator = torch.Generator().manual_seed(3)
 
     def draw(count: int) -> torch.Tensor:
-        return torch.randn(documents.batch, documents.seq, count, dim, generator=generator).to(dtype)
+        return torch.randn(documents.batch, documents.seq, count, dim, generator=generator).to(DEVICE, dtype)
 
     q, both, grad = draw(heads[0]), draw(2 * heads[1]), draw(heads[0])
     k, v = both.chunk(2, dim=2)  # as one projection of both would give them
@@ -62,7 +61,7 @@ def inputs(documents: Documents, heads: tuple[int, int], dim: int, dtype: torch.
 
 def results(backend: Backend, documents: Documents, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     q, k, v, grad = (x.detach().requires_grad_() for x in tensors)
-    out = backend(q, k, v, backend.prepare(documents, CPU))
+    out = backend(q, k, v, backend.prepare(documents, DEVICE))
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
 
 
@@ -88,7 +87,7 @@ def test_nothing_crosses_a_boundary(name: str) -> None:
     tensors = inputs(documents, heads, dim, torch.float32)
     before = results(backend, documents, tensors)
     third = slice(sum(documents.lengths[:2]), sum(documents.lengths[:3]))
-    outside = torch.ones(documents.seq, dtype=torch.bool)
+    outside = torch.ones(documents.seq, dtype=torch.bool, device=DEVICE)
     outside[third] = False
     for x in tensors:
         x[0, outside] *= -100
@@ -103,7 +102,7 @@ def test_nothing_crosses_a_boundary(name: str) -> None:
 def test_the_operator_is_what_torch_expects_of_one() -> None:
     documents = Documents(1, 16, (9, 7))
     q, k, v, _ = (x.requires_grad_() for x in inputs(documents, (2, 1), 16, torch.float32))
-    limits = torch.from_numpy(boundaries(documents))
+    limits = torch.from_numpy(boundaries(documents)).to(DEVICE)
     arguments = (q, k, v, limits, launch("16.16 16.16 16.16"))
     assert set(torch.library.opcheck(torch.ops.titan_mi100.attention.default, arguments).values()) == {"SUCCESS"}
 
@@ -120,15 +119,15 @@ def test_flops_are_those_of_the_pairs_inside_documents() -> None:
 def whole_step(backend: Backend, wrap: Any = None) -> list[torch.Tensor]:
     """Loss and gradients of a small model on rows of several documents."""
     torch.manual_seed(1)
-    model = Qwen3(SPECS["tied"], backend)
+    model = Qwen3(SPECS["tied"], backend).to(DEVICE)
     for parameter in model.parameters():
         torch.nn.init.uniform_(parameter, -0.1, 0.1)
     for layer in model.model.blocks():
         layer.forward = wrap(layer.forward) if wrap else layer.forward
-    ids = torch.randint(0, 64, (2, 24))
+    ids = torch.randint(0, 64, (2, 24)).to(DEVICE)
     documents = documents_of((torch.arange(24) >= 13).long().expand(2, 24).contiguous())
-    prepared = model.model.prepare(documents, CPU)
-    loss = model(ids, documents=prepared, labels=ids, supervised=torch.arange(48))
+    prepared = model.model.prepare(documents, DEVICE)
+    loss = model(ids, documents=prepared, labels=ids, supervised=torch.arange(48, device=DEVICE))
     loss.sum().backward()
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 
@@ -198,10 +197,10 @@ def test_the_fastest_launch_passes_over_a_tile_that_fails(
     monkeypatch.setattr(trial, "candidates", lambda *_: Candidates(**tiles))
     monkeypatch.setattr(triton_backend, "Triton", Faulty)
     shape = Shape(2, 40, 4, 2, 16, "float32")
-    verdict = judge("triton", shape, torch.device("cpu"), "cpu", "")
+    verdict = judge("triton", shape, DEVICE, "cpu", "")
     assert verdict.refused == "" and verdict.launch == str(Launch(good, good, good))
     reason = {"cannot run": "RuntimeError: out", "is wrong": "wrong: its", "gives other bits": "the same call"}
     assert verdict.passed_over.startswith(f"{broken} 16.16.2.1: {reason[fault]}")
     monkeypatch.setattr(trial, "candidates", lambda *_: Candidates(*[(bad,)] * 3))
-    verdict = judge("triton", shape, torch.device("cpu"), "cpu", "")
+    verdict = judge("triton", shape, DEVICE, "cpu", "")
     assert bool(verdict.refused) == (fault != "gives other bits") and verdict.repeatable == bool(verdict.refused)

@@ -165,7 +165,7 @@ def test_a_crash_of_the_trainer_is_one_line(
     )
     monkeypatch.setattr(train, "RunFolder", lambda *_: folder if has_folder else raises(KeyError("name"))())
     monkeypatch.setattr(train, "open_run", raises(KeyError("name")))
-    monkeypatch.setattr(train.distributed, "init_distributed", lambda: SimpleNamespace(size=1))
+    monkeypatch.setattr(train.distributed, "init_distributed", lambda **_: SimpleNamespace(size=1))
     monkeypatch.setattr(train.distributed, "leave", leave)
     with pytest.raises(SystemExit) as ended:
         train.main(Config(), SimpleNamespace(reason=""), SimpleNamespace(note=lambda _: None, is_in=lambda _: None))  # type: ignore[arg-type]

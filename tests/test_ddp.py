@@ -146,3 +146,19 @@ def test_bytes_in_words() -> None:
     assert [bytes_in_words(size) for size in (0, 999, 1000, 3_420_000, 2_384_000_000)] == [
         "0.0 B", "999.0 B", "1.0 kB", "3.4 MB", "2.4 GB",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("reduce", ["float32", "bfloat16"])
+def test_one_process_sends_nothing(reduce: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A world of one has no group of the device. Its gradients are rounded all the same, if bf16 is asked for."""
+    config = config_of({"zero_stage": 0}, reduce=reduce)
+    before = run(world, tmp_path / "sent", config, 2, keep_at=(2,))
+    all_reduce = torch.distributed.all_reduce
+
+    def of_the_host(tensor: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        assert tensor.numel() <= 64, "a collective of gradients"
+        return all_reduce(tensor, *rest, **named)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", of_the_host)
+    found = run(world, tmp_path / "not", config, 2, keep_at=(2,))
+    assert found["losses"] == before["losses"] and equal(found["kept"][2]["weights"], before["kept"][2]["weights"])

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import REPO, free_port, job_environment, torchrun
 from torch import nn
 
 from titan_mi100.errors import UserError
 from titan_mi100.parallel import distributed
-from titan_mi100.parallel.distributed import measure_gradients
+from titan_mi100.parallel.distributed import World, measure_gradients
 
 
 def test_a_mistake_on_one_rank_ends_all_alike(tmp_path: Path) -> None:
@@ -123,3 +124,33 @@ def test_a_card_is_known_by_its_architecture_never_by_its_name(
     assert distributed.device_name(torch.device("cuda"))[1:] == (arch, units)
     found = distributed.data_sheet(torch.device("cuda"))
     assert (found and found.name) == sheet and distributed.data_sheet(torch.device("cpu")) is None
+
+
+def test_a_world_of_one_uses_gloo_without_a_network_and_sends_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("a collective")
+
+    for name in ("all_reduce", "all_gather_into_tensor", "all_gather_single"):
+        monkeypatch.setattr(dist, name, refused, raising=False)
+    monkeypatch.setattr(distributed, "all_gather_tensor", refused)
+    mine = torch.tensor([0.1, torch.inf], dtype=torch.float64)
+    assert torch.equal(distributed.gather_values(mine, world.device), mine[None])
+    assert distributed.sum_over_ranks([0.1, True], world.device) == [0.1, 1.0]
+    assert distributed.any_rank("x", world.device) and not distributed.any_rank("", world.device)
+    distributed.sum_in_place(mine)
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_only_torchs_own_collectives_need_the_devices_library(
+    is_own: bool, no_process_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also under torchrun: its store is not asked."""
+    found = []
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(distributed.accelerator, "group_backend", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: found.append((backend, *options)))
+    assert distributed.init_distributed(has_own_collectives=is_own).size == 1
+    assert found == [("cpu:gloo,cuda:nccl" if is_own else "gloo", "store", "rank", "world_size")]

@@ -140,7 +140,7 @@ def train(optimizer: Any, named: list[tuple[str, nn.Parameter]], steps: int, fir
         generator = torch.Generator().manual_seed(step)
         for _, parameter in named:
             gradient = torch.randn(parameter.shape, generator=generator) + 0.3
-            parameter.grad = gradient.to(torch.bfloat16).to(parameter.dtype)
+            parameter.grad = gradient.to(torch.bfloat16).to(parameter)
         if isinstance(optimizer, LeanAdamW):
             optimizer.update(factor)
         else:

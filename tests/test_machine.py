@@ -61,8 +61,8 @@ def test_an_architecture_is_named_as_the_compiler_names_it(
     assert (card.arch, card.name, card.address) == (arch, name, "0000:23:00.0")
 
 
-@pytest.mark.parametrize(("default", "full"), [("290000000", 290.0), (None, 300.0), ("0", 300.0)])
-def test_a_power_cap_is_compared_with_the_default_or_else_the_most(
+@pytest.mark.parametrize(("default", "full"), [("290000000", 290.0), (None, 300.0), ("0", 300.0), ("178000000", 300.0)])
+def test_a_power_cap_is_compared_with_the_default_or_with_the_most_if_that_is_far_above(
     default: str | None, full: float, tmp_path: Path
 ) -> None:
     machine, folder = load("mi100"), f"{CARD}/hwmon/hwmon1"

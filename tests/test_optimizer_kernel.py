@@ -7,22 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from interpreted import DEVICE
 from test_lean_optimizer import KINDS, dtype_of, optimizer_of, parameters, train
 from torch import Tensor
 
-from titan_mi100.optim import lean
-
-if "triton" in os.environ.get("TITAN_TESTS_REQUIRE", ""):
-    import triton  # noqa: F401
-else:
-    pytest.importorskip("triton")
-from titan_mi100.optim import fused
-
-CPU = torch.device("cpu")
+from titan_mi100.optim import fused, lean
 
 
 def trained(kind: tuple[str, str], kernel: Any) -> list[Tensor]:
-    named = parameters(dtype_of(kind))
+    named = [(name, torch.nn.Parameter(x.detach().to(DEVICE))) for name, x in parameters(dtype_of(kind))]
     optimizer = optimizer_of(kind, named)
     optimizer._kernel = kernel
     train(optimizer, named, 4, factor=0.7)
@@ -33,7 +26,7 @@ def trained(kind: tuple[str, str], kernel: Any) -> list[Tensor]:
 def test_the_kernel_leaves_the_bits_of_plain_torch_operations(kind: tuple[str, str]) -> None:
     for plain, ours in zip(trained(kind, None), trained(kind, fused.update), strict=True):
         assert torch.equal(plain, ours)
-    kernel, how = lean.choose_kernel(lean.OptimizerConfig(state=kind[0], master=kind[1]), CPU)
+    kernel, how = lean.choose_kernel(lean.OptimizerConfig(state=kind[0], master=kind[1]), DEVICE)
     assert kernel is fused.update and how == "one Triton kernel"
 
 
@@ -57,7 +50,7 @@ def test_a_kernel_that_differs_by_a_bit_is_not_used(
 
     right = fused.update
     monkeypatch.setattr(fused, "update", wrong)
-    kernel, how = lean.choose_kernel(lean.OptimizerConfig(state="8bit", master="24bit"), CPU)
+    kernel, how = lean.choose_kernel(lean.OptimizerConfig(state="8bit", master="24bit"), DEVICE)
     assert kernel is None and how == "plain torch operations"
     assert "gives other bits" in caplog.text
 
@@ -70,6 +63,6 @@ def test_a_kernel_that_cannot_be_built_is_replaced_and_the_remedy_named(
 
     monkeypatch.setattr(fused, "update", unbuilt)
     monkeypatch.setenv("CC", "no-compiler")
-    kernel, how = lean.choose_kernel(lean.OptimizerConfig(state="8bit", master="24bit"), CPU)
+    kernel, how = lean.choose_kernel(lean.OptimizerConfig(state="8bit", master="24bit"), DEVICE)
     assert kernel is None and how == "plain torch operations"
     assert "Failed to find C compiler" in caplog.text and "CC=no-compiler is no program: unset CC" in caplog.text

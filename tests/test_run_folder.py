@@ -389,7 +389,7 @@ def test_a_run_whose_folder_was_renamed_stops_and_writes_nothing_elsewhere(
         raise SystemExit(code)
 
     monkeypatch.setattr(train_module, "open_run", opened)
-    monkeypatch.setattr(train_module.distributed, "init_distributed", lambda: world)
+    monkeypatch.setattr(train_module.distributed, "init_distributed", lambda **_: world)
     monkeypatch.setattr(train_module.distributed, "leave", leave)
     heartbeat: Any = SimpleNamespace(note=lambda _: None, is_in=lambda _: None)
     with pytest.raises(SystemExit) as ended:

@@ -53,7 +53,8 @@ def main(config: Config, preemption: Preemption, heartbeat: Heartbeat) -> None:
         heartbeat.note("meeting the other ranks")
         if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
             log.info(f"meeting the other ranks, {ranks} in all ...")
-        world = distributed.init_distributed()
+        own = config.memory.offload == "weights" or config.parallelism.powersgd_rank > 0
+        world = distributed.init_distributed(has_own_collectives=own)
         folder = RunFolder(config, world)
         heartbeat.is_in(folder.path)
         started = folder.path, world.size, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -94,7 +94,7 @@ def main() -> int:
         description=__doc__, epilog=f"rows:\n{listed}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", type=int, nargs="+", choices=list(ROWS), default=list(ROWS))
-    parser.add_argument("--quick", action="store_true", help="a sample of every row, in under 10 minutes")
+    parser.add_argument("--quick", action="store_true", help="a sample of every row, in 19 minutes")
     parser.add_argument("--output", type=Path, default=Path("chaos.jsonl"))
     parser.add_argument("--without", nargs="+", choices=PROTECTIONS, default=[], help="leave protections out")
     parser.add_argument("--table", action="store_true", help="only print what the output file holds")

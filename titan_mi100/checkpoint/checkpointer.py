@@ -346,12 +346,11 @@ class Checkpointer:
 
     def _wider(self, path: Path, found: Kinds, wanted: Kinds) -> Kinds:
         """Tensors that are not trained, and that older versions have rounded to 16 bits: they stay as rounded."""
-        fixed = {name for name, parameter in self._model.saved_parameters() if not parameter.requires_grad}
-        narrow = {name: found[name][1] for name in sorted(fixed & found.keys()) if found[name][1] == torch.bfloat16}
-        narrow = {name: dtype for name, dtype in narrow.items() if wanted[name][1] != dtype}
+        fixed = (name for name, parameter in self._model.saved_parameters() if not parameter.requires_grad)
+        narrow = [n for n in fixed if n in found and found[n][1] == torch.bfloat16 != wanted[n][1]]
         if narrow:
             what = "tensors that are not trained are rounded to bfloat16, as older versions did; they stay as they are"
-            log.warning(f"{path}: {len(narrow)} {what}: {some(list(narrow))}")
+            log.warning(f"{path}: {len(narrow)} {what}: {some(narrow)}")
         return {name: (found[name][0], wanted[name][1]) for name in narrow}
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:

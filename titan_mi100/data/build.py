@@ -296,10 +296,8 @@ def _lost_share_problem(ledger: Ledger, config: DataConfig) -> str:
         "max_lost_share": [text for rows, _, text in lost if rows > config.max_lost_share],
         "max_cut_share": [text for _, tokens, text in lost if is_cut and tokens > config.max_cut_share],
     }
-    for key in [key for key, lines in over.items() if lines]:
-        limit = f"that is more than [data] {key} = {getattr(config, key)} allows; 1 allows any share"
-        return "\n".join([*over[key], limit])
-    return ""
+    limits = (f"that is more than [data] {key} = {getattr(config, key)} allows; 1 allows any share" for key in over)
+    return next(("\n".join([*lines, limit]) for lines, limit in zip(over.values(), limits, strict=True) if lines), "")
 
 
 def _thinking_default(ledger: Ledger, chosen: np.ndarray, given: bool | None) -> tuple[bool | None, list[str]]:

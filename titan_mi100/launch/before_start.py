@@ -51,10 +51,8 @@ def unfinished_run(folder: Path) -> str:
     named = _BY_TIME.fullmatch(folder.name)
     if not named or any(folder.iterdir()):  # it has a name of its own, or is resumed
         return ""
-    same = [
-        path for path in folder.parent.iterdir() if (other := _BY_TIME.fullmatch(path.name)) and other[1] == named[1]
-    ]
-    for path in sorted(same, reverse=True):
+    others = {path: _BY_TIME.fullmatch(path.name) for path in sorted(folder.parent.iterdir(), reverse=True)}
+    for path in [path for path, name in others.items() if name and name[1] == named[1]]:
         outcome, saved = read_outcome(path / STATE), list_checkpoints(path / "checkpoint")
         if outcome and saved and outcome.state != "done" and not is_locked(path):
             what = f"{path} has an unfinished run of {named[1]}.toml, saved up to {saved[-1].name}"

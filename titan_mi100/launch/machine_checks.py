@@ -395,14 +395,15 @@ def numa(facts: Facts) -> Result | None:
 
 
 def power_cap(facts: Facts) -> Result | None:
-    """Is the cards' power cap below their default?"""
+    """Is the cards' power cap below what they are made for?"""
     cards = [card for card in facts.visible() if card.watts and card.full_watts]
     capped = [card for card in cards if _less(card.watts, card.full_watts)]
     if capped:
         fact = f"{_named(capped)}: {some({f'{card.watts:.0f} of {card.full_watts:.0f} W' for card in capped})}"
-        remedy = "sudo rocm-smi --resetpoweroverdrive, unless the power supply or the cooling needs the cap"
+        watts = f"{capped[0].full_watts:.0f}"
+        remedy = f"sudo rocm-smi --setpoweroverdrive {watts}, unless the power supply or the cooling needs the cap"
         return Result("power cap", WARN, fact, remedy)
-    return Result("power cap", PASS, f"{cards[0].watts:.0f} W, the default") if cards else None
+    return Result("power cap", PASS, f"{cards[0].watts:.0f} W, the whole") if cards else None
 
 
 def clock(facts: Facts) -> Result | None:

@@ -83,6 +83,7 @@ class System:
         return sorted(found, key=lambda name: [int(part) if part.isdecimal() else 0 for part in _NUMBER.split(name)])
 
 
+_LEAST_DEFAULT = 0.8  # of the most that a card may take
 _NUMBER = re.compile(r"(\d{1,18})", re.ASCII)
 
 
@@ -104,7 +105,7 @@ class Card:
     memory: int | None  # bytes
     iommu: str | None  # type of its IOMMU domain: identity, DMA, DMA-FQ; "": no IOMMU
     watts: float | None  # power cap
-    full_watts: float | None  # default power cap
+    full_watts: float | None  # power cap that the card is made for
     level: str | None  # power_dpm_force_performance_level
     acs: tuple[str, ...] | None  # PCIe bridges that send what cards send each other through the CPU; root may read it
     use: str = "always"  # a processor's own graphics: "alone", where there is no card; "never": no torch has its code
@@ -277,8 +278,9 @@ def _card(
     widths = [width for part in way if (width := system.number(part / "current_link_width"))]
     speeds = [speed for part in way if (speed := _speed(system.text(part / "max_link_speed")))]
     monitor = next((f"{device}/hwmon/{name}" for name in system.names(f"{device}/hwmon")), "")
-    cap, default = (system.number(f"{monitor}/power1_cap{end}") for end in ("", "_default"))
-    most = default or system.number(f"{monitor}/power1_cap_max")
+    cap, default, most = (system.number(f"{monitor}/power1_cap{end}") for end in ("", "_default", "_max"))
+    # Radeon cards can be set above their default. But some MI100s are sold with 178 W as default, and can take 290.
+    most = most if default and most and default < _LEAST_DEFAULT * most else default or most
     return Card(
         vendor=vendor,
         name=name,

@@ -56,9 +56,9 @@ class ReplicatedModel(ParallelModel):
             self.extra_state_name = "powersgd"
             self._compression = PowerSGD(self.trained_parameters(), group, parallelism)
         self._sent_in = reduce_dtype(training)
-        # DDP reduces in the gradients' dtype; a hook is needed for another dtype, or for PowerSGD.
+        # DDP reduces in the gradients' dtype; a hook is needed for another dtype, for PowerSGD, and to send nothing.
         gradients = {parameter.dtype for _, parameter in self.trained_parameters()}
-        if self._compression is not None or gradients != {self._sent_in}:
+        if self._compression is not None or gradients != {self._sent_in} or self.loss_factor == 1:
             self.ddp.register_comm_hook(group, self._reduce)
         # An uncompressed step sends each gradient once.
         self.gradient_bytes = sum(self._sent_in.itemsize * p.numel() for _, p in self.trained_parameters())
@@ -84,6 +84,9 @@ class ReplicatedModel(ParallelModel):
             return noop_hook(group, bucket)
         buffer = bucket.buffer()
         sent = buffer.to(self._sent_in).div_(self.loss_factor)
+        if self.loss_factor == 1:  # there is no other rank
+            buffer.copy_(sent)
+            return noop_hook(group, bucket)
         reduced = dist.all_reduce(sent, group=group, async_op=True).get_future()
         return reduced.then(lambda _: buffer.copy_(sent))
 

@@ -58,10 +58,15 @@ class World:
     device: torch.device
 
 
-def init_distributed() -> World:
+def init_distributed(has_own_collectives: bool = False) -> World:
     """Initialise torch.distributed from the launcher's environment (RANK, WORLD_SIZE, ...), or as a single process.
 
-    Collectives on GPU tensors use nccl (RCCL on ROCm), those on CPU tensors gloo.
+    Collectives on GPU tensors use nccl (RCCL on ROCm), those on CPU tensors gloo. A single process needs no network and
+    no nccl: nothing here sends its device's tensors.
+
+    Args:
+        has_own_collectives: also a single process gathers and reduces its device's tensors by torch's code: FSDP2 of
+            torch 2.8, PowerSGD.
 
     Raises:
         UserError: there are more processes than GPUs, or GPUs that this torch cannot use. Falling back to the CPU would
@@ -84,8 +89,8 @@ def init_distributed() -> World:
         _keep_freed_memory()
     if size > _FULL_MESH:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    backend = accelerator.group_backend()
-    if "RANK" in os.environ:
+    backend = accelerator.group_backend() if size > 1 or has_own_collectives else "gloo"
+    if size > 1:
         dist.init_process_group(backend, timeout=_START)
         _waiting = dist.new_group(backend="gloo", timeout=_WAITING)
     else:
@@ -203,9 +208,17 @@ def seed_dropout(seed: int, step: int, mesh: DeviceMesh) -> None:
 
 def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
     """Sum each value over all ranks, in fp64. A collective."""
+    if dist.get_world_size() == 1:
+        return [float(value) for value in values]
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor)
     return tensor.tolist()
+
+
+def sum_in_place(tensor: Tensor) -> None:
+    """Sum a tensor over all ranks. A collective."""
+    if dist.get_world_size() > 1:
+        dist.all_reduce(tensor)
 
 
 def gather_values(mine: Tensor, device: torch.device) -> Tensor:
@@ -214,6 +227,8 @@ def gather_values(mine: Tensor, device: torch.device) -> Tensor:
     One gather replaces several reductions if some values are to be summed and others need the maximum.
     """
     ranks = dist.get_world_size()
+    if ranks == 1:
+        return mine.to("cpu", torch.float64)[None]
     found = torch.empty(ranks * len(mine), dtype=torch.float64, device=device)
     all_gather_tensor(found, mine.to(device, torch.float64))
     return found.cpu().view(ranks, -1)

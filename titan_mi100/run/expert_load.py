@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from titan_mi100.files.durable import replace
 from titan_mi100.log import log
 from titan_mi100.model.experts import Mixture
 from titan_mi100.parallel.base import ParallelModel
+from titan_mi100.parallel.distributed import sum_in_place
 from titan_mi100.run.metrics import Reporter
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.trainer import StepResult
@@ -41,7 +41,7 @@ class ExpertLoad:
             if isinstance(layer.mlp, Mixture) and layer.mlp.load is not None:
                 rows[self._layers.index(int(number))] = layer.mlp.load.double()
                 layer.mlp.load = None
-        dist.all_reduce(rows)
+        sum_in_place(rows)
         if self._reporter is None:
             return
         rows = rows.cpu() / self._model.tp_degree  # tensor-parallel ranks count the same rows

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from titan_mi100.data.loader import RowStream
@@ -103,7 +102,9 @@ class FaultWatch:
             hook.remove()
         first = min((of_rank[0] for of_rank in gather(found) if of_rank), default=None)
         if first is not None and first[1]:
-            dtype = _wider_than_float16(self._world.device)
+            device = self._world.device
+            lacks = "has no bfloat16" in dtype_advice("bfloat16", data_sheet(device), device.type == "cpu")
+            dtype = "float32" if lacks else "bfloat16"
             self._remedy = f"train with --training.mixed_precision_param {dtype}; "
             what = "computes values beyond 65,504, the largest of float16, so the rows are not the cause"
             self._cause = f"layer {first[0]} {what}. "
@@ -132,13 +133,6 @@ class FaultWatch:
                 csv.writer(file).writerows((step, *place.rsplit(":", 1)) for place in places)
         except OSError as error:
             log.warning(f"{self._folder / name}: cannot be written to: {error.strerror}")
-
-
-def _wider_than_float16(device: torch.device) -> str:
-    """The dtype with the range of fp32 that suits the device: bfloat16 where it has it."""
-    sheet, is_cpu = data_sheet(device), device.type == "cpu"
-    lacks = "bfloat16" not in sheet.tflops if sheet else dtype_advice("bfloat16", None, is_cpu) != ""
-    return "float32" if lacks else "bfloat16"
 
 
 def _drop_after(path: Path, last_step: int) -> None:

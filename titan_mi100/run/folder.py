@@ -32,7 +32,6 @@ class RunFolder:
     """
 
     step: int | None = None
-    _held: int = -1  # descriptor of the folder
 
     def __init__(self, config: Config, world: World) -> None:
         """Create the folder, lock it, and check that it can be written. A collective.
@@ -47,7 +46,8 @@ class RunFolder:
         with raise_together():
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 _check_shared(self.path, nonce, world.rank)
-            self._hold()
+            self._held = os.open(self.path, os.O_RDONLY)  # kept open, so that it is found again after a rename
+            self._status = os.fstat(self._held)
 
     def own_log(self) -> Path | None:
         """The path of this rank's log; its folder is created. None: the run folder is gone."""
@@ -102,11 +102,6 @@ class RunFolder:
         return (
             f"{what}; it is now {place}. Rename it back, or start again with --job.run_folder {shlex.quote(str(place))}"
         )
-
-    def _hold(self) -> None:
-        """Keep the folder open, so that it is found again after a rename."""
-        self._held = os.open(self.path, os.O_RDONLY)
-        self._status = os.fstat(self._held)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from titan_mi100.config.layout import Batch
 from titan_mi100.config.settings import ValidationConfig
@@ -17,7 +16,7 @@ from titan_mi100.data.prompts import Prompt, held_out_prompts
 from titan_mi100.errors import UserError
 from titan_mi100.log import log
 from titan_mi100.parallel.base import ParallelModel
-from titan_mi100.parallel.distributed import from_rank_zero
+from titan_mi100.parallel.distributed import from_rank_zero, sum_in_place
 from titan_mi100.text.assets import GENERATION, folder_of, read_assets, stop_ids
 from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.load import load_tokenizer
@@ -150,7 +149,7 @@ def answer_greedily(
                 if logits is not None and model.counts_loss and mine:
                     chosen[torch.tensor(mine, device=model.device)] = logits[:, :vocabulary].argmax(-1) + 1
                 chosen[-1] = stop()
-                dist.all_reduce(chosen)
+                sum_in_place(chosen)
                 *tokens, stopping = chosen.tolist()
                 if stopping:
                     return None

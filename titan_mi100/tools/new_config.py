@@ -146,10 +146,9 @@ def _is_here(options: argparse.Namespace, memory: float) -> bool:
     return not count_gpus() and not options.memory and f"{memory:g}GB" == _questions()["memory"].default
 
 
-def _on_this_cpu(answers: Answers) -> Change:
+def _dtype(is_here: bool) -> str:
     """float32 for a CPU that computes many times more slowly in bfloat16."""
-    is_slow = answers.is_here and dtype_advice("bfloat16", None, is_cpu=True)
-    return {"training": {"mixed_precision_param": "float32"}} if is_slow else {}
+    return "float32" if is_here and dtype_advice("bfloat16", None, is_cpu=True) else "bfloat16"
 
 
 def _carry_over(options: argparse.Namespace) -> None:
@@ -160,9 +159,8 @@ def _carry_over(options: argparse.Namespace) -> None:
     theirs = carry(options.yaml, options.trainer or "", read.get("model", ""), read.get("data", ()))
     cards, memory = (_answer(name, _questions()[name], options) for name in ("gpus", "memory"))
     lines, found, is_here = list[str](), None, _is_here(options, memory)
-    here = _on_this_cpu(Answers("", (), cards, memory, "", is_here)).get("training", {})
-    if here and theirs.checked(cards).training.mixed_precision_param == "bfloat16":
-        theirs.settings[_PRECISION], theirs.sources[_PRECISION] = tuple(here.values()), "this CPU has no bfloat16"
+    if theirs.checked(cards).training.mixed_precision_param == "bfloat16" != _dtype(is_here):
+        theirs.settings[_PRECISION], theirs.sources[_PRECISION] = ("float32",), "this CPU has no bfloat16"
     if theirs.has_model and _model(theirs.model) and theirs.has_data:
         try:
             found = survey(theirs.checked(cards), _SECONDS)
@@ -202,11 +200,11 @@ def _write(
     """Write the config, with a run folder and an export; print what is to know of it, and the next commands."""
     output = Path(given or _free_name(f"{Path(answers.model).name}-{answers.method}".lower()))
     _check_free(str(output))  # again: the survey took some seconds
-    folder = os.path.abspath(change.get("job", {}).get("run_folder") or _run_folder(output.stem))
+    folder = os.path.abspath(change.get("job", {}).get("run_folder") or f"outputs/{output.stem}")
     if os.path.lexists(folder):
         what = "exists already, so the run would resume there, or mix with what is in it"
         raise UserError(f"{folder}: {what}; move it away, or name another file with --output")
-    saved = {"export_hf": True, **change.get("checkpoint", {})}
+    saved = {"initial_load_path": answers.model, "export_hf": True, **change.get("checkpoint", {})}
     change = {**change, "job": {**change.get("job", {}), "run_folder": folder}, "checkpoint": saved}
     write_output(output, [as_toml(answers, change, *origin)], "--output")
     print(f"{output}: {answers.method} fine-tuning of {answers.model} on {answers.gpus} x {answers.memory:g} GiB")
@@ -294,8 +292,8 @@ def fitting_plan(answers: Answers) -> tuple[Plan, tuple[str, Change], str]:
         sized, about_data = sized_run(config.training, config.batch(answers.gpus), survey(config, _SECONDS))
     except UserError as error:
         sized, about_data = {}, f"WARNING the tokens were not counted, so the size of the run may not fit them: {error}"
-    for section, values in _on_this_cpu(answers).items():
-        sized = {**sized, section: {**sized.get(section, {}), **values}}
+    if (dtype := _dtype(answers.is_here)) != config.training.mixed_precision_param:
+        sized = {**sized, "training": {**sized.get("training", {}), "mixed_precision_param": dtype}}
     config = with_settings(config, sized)
     plan, (words, change) = _first_fitting(config, answers.method, answers)
     if plan.fits:
@@ -396,8 +394,7 @@ def as_toml(
 ) -> str:
     """Args: origin: the file of another trainer. sources: "section.key" of ours -> its key there."""
     data = {"path": answers.data, **change.get("data", {})}
-    checkpoint = {"initial_load_path": answers.model, **change.get("checkpoint", {})}
-    settings: Change = {**change, "checkpoint": checkpoint, "data": data}
+    settings: Change = {**change, "data": data}
     lines = [
         f"# {answers.method} fine-tuning on {answers.gpus} x {answers.memory:g} GiB; titan-mi100 config new{origin}",
         "# Every setting: titan-mi100 train --help. What is not here is as in the bundled finetune.toml.",
@@ -414,11 +411,7 @@ def as_toml(
 def _free_name(stem: str) -> str:
     """A name for a file that is not there yet."""
     names = (stem if number == 1 else f"{stem}-{number}" for number in range(1, 10_000))
-    return next(f"{n}.toml" for n in names if not os.path.lexists(f"{n}.toml") and not os.path.lexists(_run_folder(n)))
-
-
-def _run_folder(stem: str) -> str:
-    return os.path.join("outputs", stem)
+    return next(f"{n}.toml" for n in names if not any(map(os.path.lexists, (f"{n}.toml", f"outputs/{n}"))))
 
 
 def _next_commands(output: Path, answers: Answers) -> list[str]:
