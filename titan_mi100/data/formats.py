@@ -41,7 +41,9 @@ _SHAREGPT_ROLES = {
     "system": "system",
 }
 _SPEAKERS = [*_SHAREGPT_ROLES, "function_call"]
-_REPR = re.compile(rf"\s*\[\s*\{{(?=.*'(content|value)': ).*'(role|from)': '({'|'.join(_SPEAKERS)})'", re.DOTALL)
+_REPR = re.compile(  # Python's and numpy's form of messages
+    rf"\s*(?:\w+\(|[\[(])*\s*\{{(?=.*'(?:content|value)': ).*'(?:role|from)': '(?:{'|'.join(_SPEAKERS)})'", re.DOTALL
+)
 _OF_MESSAGES = ("messages", "sharegpt", "prompt_completion", "pairs")  # formats that read lists of messages
 
 
@@ -197,13 +199,13 @@ def _unpacked(row: dict[str, Any], form: Format) -> tuple[dict[str, Any], list[s
     """
     row, notes = {**row}, list[str]()
     for key in (form.keys | form.optional & {*PROMPTS}) & row.keys() if form.name not in ("text", "tokens") else ():
-        if not isinstance(text := row[key], str) or text.lstrip()[:1] not in ("[", "{", '"'):
+        if not isinstance(text := row[key], str):
             continue
-        if _REPR.match(text) and form.name in _OF_MESSAGES:
+        if form.name in _OF_MESSAGES and _REPR.match(text):
             what = f"{listed([key])} is Python's form of a list of messages, not JSON"
             raise BadRecord("not JSON", f"{what}; write the list itself, or its JSON text (json.dumps)")
         with suppress(BadRecord):
-            value = parse_text(text, "", "")
+            value = parse_text(text, "", "") if text.lstrip()[:1] in ("[", "{", '"') else None
             value = parse_text(value, "", "") if isinstance(value, str) else value
             value = [value] if isinstance(value, dict) else value
             if isinstance(value, list) and (key in LISTS.values() or (value and all(map(_is_message, value)))):
