@@ -123,14 +123,14 @@ def _follow_inside(message: Any, where: str, findings: Findings) -> Any:
     """A message with its mask as weight."""
     odd = message.keys() - _NOT_MASKS if isinstance(message, dict) else ()
     for key in sorted(key for key in odd if _spelled(key) in _FOLLOWED or _MASK_STEMS.search(key.lower())):
-        if message[key] is None:
-            continue
-        given, reverses = message[key], _spelled(key) in ("masked", "is_masked")
-        if not is_flags([given]) or not (reverses or _spelled(key) in _FOLLOWED):
+        flag, reverses = message[key], _spelled(key) in ("masked", "is_masked")
+        if flag is not None and not (is_flags([flag]) and (reverses or _spelled(key) in _FOLLOWED)):
             remedy = f"write weight instead: 0 is not learned, 1 is; {IF_IDLE}"
             raise BadRecord("bad mask", f"{where}: {listed([key])} may say what is learned; {remedy}")
-        message = _weighted({name: message[name] for name in message if name != key}, int(given) ^ reverses, key)
-        findings.followed[f"{key} in messages"] += 1
+        message = {name: value for name, value in message.items() if name != key}
+        if flag is not None:
+            message = _weighted(message, int(flag) ^ reverses, key)
+            findings.followed[f"{key} in messages"] += 1
     return message
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.config.settings import DataConfig
 from titan_mi100.data.answers import LABEL_KEYS, LABELS, OPTIONAL, PAIR_KEYS, PAIRS, PROMPTS, label_of, read_pair
-from titan_mi100.data.columns import LISTS, Findings, check_keys, check_unused, follow_masks, is_flags
+from titan_mi100.data.columns import INSTEAD, LISTS, Findings, check_keys, check_unused, follow_masks, is_flags
 from titan_mi100.data.conversation import (
     Message,
     check_order,
@@ -34,12 +34,7 @@ from titan_mi100.errors import UserError
 
 _LARGEST_ID = 2**31 - 1  # a stored value is 2 * id + supervised in 32 bits
 _COLUMN_PAIRS = (("question", "answer"), ("prompt", "response"))  # column names that `auto` recognises
-_SHAREGPT_ROLES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bard", "bing", "model", "bot"), "assistant"),
-    **dict.fromkeys(("tool", "function_response", "observation"), "tool"),
-    "system": "system",
-}
+_SHAREGPT_ROLES = INSTEAD["role"]
 _SPEAKERS = [*_SHAREGPT_ROLES, "function_call"]
 _REPR = re.compile(  # Python's and numpy's form of messages
     rf"\s*(?:\w+\(|[\[(])*\s*\{{(?=.*'(?:content|value)': ).*'(?:role|from)': '(?:{'|'.join(_SPEAKERS)})'", re.DOTALL
