@@ -24,7 +24,7 @@ PARTS, REASONING, WHOLE_PARTS, _MASK_WORDS, _FOLLOWED = (
 )
 LISTS = {"messages": "messages", "sharegpt": "conversations"}  # format -> its key with the list of messages
 # In the name of a list of flags, or of true and false, in any form: not "constraint", not "glossary".
-_MASK_STEMS = re.compile("(?<!s)train|learn|(?<!g)loss|weigh|supervis|froz|freez|gradient|backprop")
+_MASK_STEMS = re.compile("(?<!s)train|learn|(?<!g)loss|weigh|mask|supervis|froz|freez|grad(?![eu])|backprop")
 _FLAG_STEMS = re.compile("skip|ignor|exclu|omit|discard|drop|target")  # of a list of flags only
 _HOLD_MESSAGES = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 _NOT_MASKS = {"role", "content", "from", "value", "weight", "tool_calls", "reasoning_content"}  # keys of messages
@@ -122,15 +122,15 @@ def follow_masks(form: str, row: Row, unread: Set[str], findings: Findings) -> R
 def _follow_inside(message: Any, where: str, findings: Findings) -> Any:
     """A message with its mask as weight."""
     odd = message.keys() - _NOT_MASKS if isinstance(message, dict) else ()
-    for key in sorted(key for key in odd if _spelled(key) in _FOLLOWED or _is_mask(key, message[key])):
-        if message[key] is None:
-            continue
-        given, reverses = message[key], _spelled(key) in ("masked", "is_masked")
-        if not is_flags([given]) or not (reverses or _spelled(key) in _FOLLOWED):
+    for key in sorted(key for key in odd if _spelled(key) in _FOLLOWED or _MASK_STEMS.search(key.lower())):
+        flag, reverses = message[key], _spelled(key) in ("masked", "is_masked")
+        if flag is not None and not (is_flags([flag]) and (reverses or _spelled(key) in _FOLLOWED)):
             remedy = f"write weight instead: 0 is not learned, 1 is; {IF_IDLE}"
             raise BadRecord("bad mask", f"{where}: {listed([key])} may say what is learned; {remedy}")
-        message = _weighted({name: message[name] for name in message if name != key}, int(given) ^ reverses, key)
-        findings.followed[f"{key} in messages"] += 1
+        message = {name: value for name, value in message.items() if name != key}
+        if flag is not None:
+            message = _weighted(message, int(flag) ^ reverses, key)
+            findings.followed[f"{key} in messages"] += 1
     return message
 
 

@@ -109,7 +109,7 @@ def _joined(message: Message, later: Message) -> Message:
 def require_answer(messages: list[Message]) -> list[Message]:
     """Return the messages unchanged. Raises BadRecord: none of them is an assistant's."""
     if not any(message["role"] == "assistant" for message in messages):
-        raise BadRecord("no assistant message", "add the answer, or leave the row out")
+        raise BadRecord("no assistant message", "nothing to learn from the others; add the answer")
     return messages
 
 

@@ -264,15 +264,15 @@ class Encoder:
             cleaned.append(message)
         quoted = list[Any]()
         for number, value in enumerate([*cleaned, tools], 1):
-            text = json.dumps(value, ensure_ascii=False)
-            if mark := self.tokenizer.marks.search(text):
+            is_plain = value is not tools and len(value) == 2
+            if mark := self.tokenizer.marks.search(value["content"] if is_plain else json.dumps(value)):
                 where = f"message {number}" if number <= len(cleaned) else "tools"
                 remedy = 'remove it, or set data.special_in_content = "text" to learn its letters'
                 is_rendered = value is not tools and self._dialogue.match(value["content"])
                 if is_rendered or not as_text:
                     remedy = "write the rendered dialogue as messages" if is_rendered else remedy
                     raise BadRecord("special token", f"{where} holds {mark[0]}, which a template writes; {remedy}")
-                value = json.loads(self.tokenizer.quoted(text))
+                value = json.loads(self.tokenizer.quoted(json.dumps(value, ensure_ascii=False)))
             quoted.append(value)
         return quoted[:-1], quoted[-1], notes
 
@@ -284,14 +284,14 @@ class Encoder:
         """
         text = rendered.text
         ids, ends = self.tokenizer.encode_with_offsets(text)  # ends: (tokens,) in bytes
+        marks = self.tokenizer.marks.findall(text) if self._config.special_in_content else ()
+        if marks and len(marks) != np.isin(ids, self._special).sum():
+            raise BadRecord("special token", "this tokenizer takes none as text; remove it from the messages")
         starts = np.append(0, ends)[:-1]
         edges = np.array(byte_offsets(text, [edge for span in spans for edge in span], self.tokenizer), np.int64)
         first, last = np.append(edges[::2], ends[-1:]), edges[1::2]
         # searchsorted finds, for each token, the first span that ends after the token's start. The two overlap if that
         # span also begins before the token's end. Tokens after the last span get the sentinel appended to `first`.
-        marks = self.tokenizer.marks.findall(text) if self._config.special_in_content else ()
-        if marks and len(marks) != np.isin(ids, self._special).sum():
-            raise BadRecord("special token", "this tokenizer takes none as text; remove it from the messages")
         values = document_values(ids, first[np.searchsorted(last, starts, side="right")] < ends)
         return values, not np.isin(edges[::2], starts).all()
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.config.settings import DataConfig
 from titan_mi100.data.answers import LABEL_KEYS, LABELS, OPTIONAL, PAIR_KEYS, PAIRS, PROMPTS, label_of, read_pair
-from titan_mi100.data.columns import LISTS, Findings, check_keys, check_unused, follow_masks, is_flags
+from titan_mi100.data.columns import INSTEAD, LISTS, Findings, check_keys, check_unused, follow_masks, is_flags
 from titan_mi100.data.conversation import (
     Message,
     check_order,
@@ -34,14 +34,11 @@ from titan_mi100.errors import UserError
 
 _LARGEST_ID = 2**31 - 1  # a stored value is 2 * id + supervised in 32 bits
 _COLUMN_PAIRS = (("question", "answer"), ("prompt", "response"))  # column names that `auto` recognises
-_SHAREGPT_ROLES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bard", "bing", "model", "bot"), "assistant"),
-    **dict.fromkeys(("tool", "function_response", "observation"), "tool"),
-    "system": "system",
-}
+_SHAREGPT_ROLES = INSTEAD["role"]
 _SPEAKERS = [*_SHAREGPT_ROLES, "function_call"]
-_REPR = re.compile(rf"\s*\[\s*\{{(?=.*'(content|value)': ).*'(role|from)': '({'|'.join(_SPEAKERS)})'", re.DOTALL)
+_REPR = re.compile(  # Python's and numpy's form of messages
+    rf"\s*(?:\w+\(|[\[(])*\s*\{{(?=.*'(?:content|value)': ).*'(?:role|from)': '(?:{'|'.join(_SPEAKERS)})'", re.DOTALL
+)
 _OF_MESSAGES = ("messages", "sharegpt", "prompt_completion", "pairs")  # formats that read lists of messages
 
 
@@ -197,13 +194,13 @@ def _unpacked(row: dict[str, Any], form: Format) -> tuple[dict[str, Any], list[s
     """
     row, notes = {**row}, list[str]()
     for key in (form.keys | form.optional & {*PROMPTS}) & row.keys() if form.name not in ("text", "tokens") else ():
-        if not isinstance(text := row[key], str) or text.lstrip()[:1] not in ("[", "{", '"'):
+        if not isinstance(text := row[key], str):
             continue
-        if _REPR.match(text) and form.name in _OF_MESSAGES:
+        if form.name in _OF_MESSAGES and _REPR.match(text):
             what = f"{listed([key])} is Python's form of a list of messages, not JSON"
             raise BadRecord("not JSON", f"{what}; write the list itself, or its JSON text (json.dumps)")
         with suppress(BadRecord):
-            value = parse_text(text, "", "")
+            value = parse_text(text, "", "") if text.lstrip()[:1] in ("[", "{", '"') else None
             value = parse_text(value, "", "") if isinstance(value, str) else value
             value = [value] if isinstance(value, dict) else value
             if isinstance(value, list) and (key in LISTS.values() or (value and all(map(_is_message, value)))):

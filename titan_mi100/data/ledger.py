@@ -34,24 +34,6 @@ _SHOWN, _SHOWN_OF_A_KIND = 20, 5  # bad records listed in a message, in all and 
 _DETAILS = 100_000  # records whose full reason is kept; for later ones only the kind of reason, to bound memory
 _MUCH_LOST = 0.2  # share of a path's rows or tokens lost to seq_len that causes a warning
 _IGNORED_SHOWN = 12  # ignored keys listed in the summary
-_WARNED = {  # kinds of reasons that cause a warning: what the rows have, and what to do
-    LOST_REASONING: (
-        "earlier reasoning that the template leaves out",
-        "data.earlier_thinking decides whether such turns are still learned",
-    ),
-    LOST_LAST: (
-        "reasoning of the last turn that the template leaves out, so the answer is learned without it",
-        "name a template that shows it in model.chat_template",
-    ),
-    PROMPT_AGAIN: (
-        "answers that both begin with the question, which the model would learn to repeat",
-        "write the answers alone into chosen and rejected",
-    ),
-    JOINED: (
-        "an answer whose first token also holds the end of the prompt, so a prompt has other tokens",
-        "remove line breaks and spaces at the beginning of answers",
-    ),
-}
 _SETS = ("", "train", "validation")
 NO_SET, TRAIN, VALIDATION = range(len(_SETS))
 _WRITTEN = ["file", "line", "element", "status", "set", "tokens", "supervised", "documents", "kind"]
@@ -247,10 +229,9 @@ class Ledger:
             lines.append(f"{nulls.total():,} tool calls have nulls in their arguments ({counted}); {remedy}")
         lines += [text for *shares, text in self.lost() if max(shares) > _MUCH_LOST]
         kinds = self._count_kinds(np.arange(len(self.records)))
-        for kind, (what, remedy) in _WARNED.items():
-            if count := kinds.get(kind, 0):
-                first = self.where(np.flatnonzero(self.records["kind"] == self._kinds.index(kind))[0])
-                lines.append(f"{plural(count, 'row')} with {what}, the first at {first}; {remedy}")
+        for kind in filter(kinds.get, (LOST_LAST, LOST_REASONING, PROMPT_AGAIN, JOINED)):
+            first = np.flatnonzero(self.records["kind"] == self._kinds.index(kind))[0]
+            self._findings.notes[kind.replace(" ", "_")] = kinds[kind], int(first)
         return lines + self._noted(True)
 
     def _noted(self, with_remedy: bool) -> list[str]:

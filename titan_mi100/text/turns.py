@@ -200,8 +200,11 @@ class TurnFinder:
         if text.lstrip().startswith("<think>") or self.text[:start].rstrip().endswith("<think>"):
             thought, tag, text = text.partition("</think>")
             if not isinstance(given, str):
-                given = content.partition("</think>")[0] if "</think>" in content else ""
-            if not tag or _bare(thought, False) != ("" if lost else _bare(given, False)):
+                before, own, behind = content.partition("</think>")
+                given, content = (before, behind) if own else ("", content)
+            rest = _bare(text, True).removeprefix(_bare(content, True))
+            is_same = _bare(thought, False) == ("" if lost else _bare(given, False))
+            if not tag or not is_same or rest.startswith("</think>"):
                 what = f"a server would read {shortened(repr(thought.strip()))} as its reasoning, which it is not"
                 return f"{what}; remove think tags from the text, or name another template in model.chat_template"
         given_calls = [call.get("function") or call for call in message.get("tool_calls") or ()]
