@@ -30,7 +30,7 @@ def bash(script: str, cwd: Path, **environment: str) -> subprocess.CompletedProc
         ("config.load --nope", "2>&-", 2, ""),
         ("config.load --help", ">/dev/full 2>&1", 2, ""),
         ("__main__ nope", "2>/dev/full", 2, ""),
-        ("tools.convert.inspect_dcp --help", ">/dev/full", 2, FULL),
+        ("tools.inspect_dcp --help", ">/dev/full", 2, FULL),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
