@@ -1,6 +1,6 @@
 """The same as `titan-mi100 convert dcp-to-hf`, from the checkout."""
 
-from titan_mi100.tools.convert.dcp_to_hf import main
+from titan_mi100.tools.convert import dcp_to_hf
 
 if __name__ == "__main__":
-    main()
+    dcp_to_hf()

@@ -1,6 +1,6 @@
 """The same as `titan-mi100 convert hf-to-dcp`, from the checkout."""
 
-from titan_mi100.tools.convert.hf_to_dcp import main
+from titan_mi100.tools.convert import hf_to_dcp
 
 if __name__ == "__main__":
-    main()
+    hf_to_dcp()

@@ -1,6 +1,6 @@
 """The same as `titan-mi100 convert inspect-dcp`, from the checkout."""
 
-from titan_mi100.tools.convert.inspect_dcp import main
+from titan_mi100.tools.inspect_dcp import main
 
 if __name__ == "__main__":
     main()

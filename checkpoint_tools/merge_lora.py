@@ -1,6 +1,6 @@
 """The same as `titan-mi100 convert merge-lora`, from the checkout."""
 
-from titan_mi100.tools.convert.merge_lora import main
+from titan_mi100.tools.convert import merge_lora
 
 if __name__ == "__main__":
-    main()
+    merge_lora()

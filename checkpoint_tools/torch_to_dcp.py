@@ -1,6 +1,6 @@
 """The same as `titan-mi100 convert torch-to-dcp`, from the checkout."""
 
-from titan_mi100.tools.convert.torch_to_dcp import main
+from titan_mi100.tools.convert import torch_to_dcp
 
 if __name__ == "__main__":
-    main()
+    torch_to_dcp()

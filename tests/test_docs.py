@@ -136,6 +136,7 @@ def run_command(command: Command, folder: Path) -> str:
             processes, settings, _, _ = launch.parse(arguments, command.variables.get("NGPU", "1"))
             name, arguments = "train", _small(settings)
         start = [name] if kind == "script" else ["-m", f"titan_mi100.{name}"]
+        start = ["-m", "titan_mi100", *words[1:3]] if ":" in name else start  # a function of a module
         code, output, errors = _server().run([*start, *arguments], processes, environment, folder, 120)
     if command.output:
         (folder / command.output).write_text(output)

@@ -128,9 +128,9 @@ def test_what_a_start_checks_takes_milliseconds_and_imports_no_torch(tmp_path: P
 def test_the_exit_code_is_2_where_something_fails(
     state: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "judge", lambda facts, fast: [Result("ReBAR", state, "what was found", "")])
+    monkeypatch.setattr(doctor, "judge", lambda facts, fast: [Result("IOMMU", state, "what was found", "")])
     assert doctor.main(["--fast"]) == code
-    shown = "" if state == "pass" else f"{state}  ReBAR  what was found\n\n"
+    shown = "" if state == "pass" else f"{state}  IOMMU  what was found\n\n"
     assert capsys.readouterr().out.startswith(shown)
 
 

@@ -20,8 +20,8 @@ elif argv[1] == "titan_mi100.tools.harness":  # the real one, but what it starts
 elif argv[0] == "-I":  # the child in which transformers would read the folder's files: nothing is wrong with them
     for question in sys.stdin:
         print('{"found": "", "refused": "", "full": false}', flush=True)
-elif argv[1] == "titan_mi100.tools.convert.dcp_to_hf":
-    log("export", argv[1:])
+elif argv[1:4] == ["titan_mi100", "convert", "dcp-to-hf"]:
+    log("export", argv[3:])
     if code := int(os.environ.get("STUB_EXPORT_CODE", "0")):
         sys.exit(code)
     output = argv[argv.index("--output_dir") + 1]

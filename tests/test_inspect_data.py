@@ -70,10 +70,6 @@ def inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Inspect:
     return Inspect(tmp_path, capsys)
 
 
-def effects(report: dict[str, Any]) -> dict[str, str]:
-    return {line["option"]: line["effect"] for line in report["options"]}
-
-
 @pytest.mark.parametrize("overlong", ["drop", "split"])
 def test_all_rows_of_an_epoch_are_those_that_the_loader_yields(overlong: str, inspect: Inspect) -> None:
     rows = (ASSETS / "arithmetic.jsonl").read_text(encoding="utf-8").splitlines()[:100]
@@ -141,7 +137,7 @@ def test_the_page_holds_the_tokens_escaped_and_needs_no_other_file(inspect: Insp
     assert not re.search("<(script|img|link|base)|\x1b|url\\(|://|src=|href=", re.sub("<b [^<]*|&lt;", "", text))
     page = Reading(text)
     assert not page.scripts and not [name for name, _ in page.attributes if name.startswith("on")]
-    elements = "html meta title style header section h1 h2 h3 p br ul li bdi b i dl div dt dd small span mark details"
+    elements = "html meta title style header section h1 h2 p br ul li bdi b i dl div dt dd small span mark details"
     elements += " summary figure figcaption svg path table thead tbody tr th td"
     assert page.tags == {*elements.split()}  # nothing of the data is an element
     table = inspect.html("--row", "0", "--table")
@@ -258,39 +254,16 @@ def test_the_page_of_a_mixture_shows_each_source_and_its_share(inspect: Inspect,
     assert "<b>Source " not in inspect.html(*mixed, "--source", "data") and "source" in inspect(*mixed, code=2)
 
 
-def test_the_options_effects_are_counted(inspect: Inspect) -> None:
-    thinking = chat("one", "ONE", "two", "TWO", reasoning_content="so")
-    thinking["messages"][1]["reasoning_content"] = "hm"
-    inspect.write(chat("a", "A"), chat("a", "A"), chat("b", "word " * 300), thinking)
+def test_lengths_and_learned_shares_are_counted(inspect: Inspect) -> None:
+    ids = list(range(65, 75))
+    rows = [{"input_ids": ids[:n], "labels": [-100] * (n - 1) + ids[n - 1 : n]} for n in (2, 4, 10)]
+    inspect.write(*rows, rows[0], {"input_ids": ids * 30, "labels": ids * 30}, {"input_ids": ids, "labels": ids})
     report = inspect.report()
-    assert effects(report)["empty_think"] == "empty think blocks: 0 supervised, 2 masked"
-    found = "turns with reasoning: 1 supervised, 0 masked; without a think block: {}; rows unrolled: {}"
-    assert effects(report)["earlier_thinking"] == found.format("1 supervised, 0 masked", 0)
-    assert effects(report)["overlong"] == "rows longer than 256 tokens: 1"
-    assert effects(report)["duplicates"] == "rows that repeat an earlier one: 1"
-    assert [line["overlong"] for line in report["lengths"]][-1] == 1
-    learned = effects(inspect.report("--data.empty_think", "supervised"))
-    assert learned["empty_think"] == "empty think blocks: 2 supervised, 0 masked"
-    masked = effects(inspect.report("--data.earlier_thinking", "mask"))
-    assert masked["earlier_thinking"] == found.format("0 supervised, 1 masked", 0)
-    unrolled = effects(inspect.report("--data.earlier_thinking", "unroll"))
-    assert unrolled["earlier_thinking"] == found.format("0 supervised, 1 masked", 1).replace("1 s", "2 s", 1)
-
-
-def test_the_oddest_are_those_that_were_planted(inspect: Inspect) -> None:
-    plain = [chat(f"Say {i}, please", f"The answer to it is {i}, of course.") for i in range(30)]
-    inspect.write(*plain, chat("a", "no " * 70), chat("b", "\ufffd"), chat("c", "Words, so many of them. " * 20))
-    odd = inspect.report("--data.overlong", "truncate", seq_len=128)["oddest"]
-    lines = {kind: int(entry["where"].rpartition(":")[2]) for entry in odd for kind in entry["kinds"]}
-    assert lines["damaged: 1 times U+FFFD; documents with such: 1"] == 32
-    [(kind, line)] = [(kind, line) for kind, line in lines.items() if kind.startswith("no end token")]
-    assert line in (31, 33) and kind.endswith("documents with such: 2")
-    assert [line for kind, line in lines.items() if kind.startswith("most repetitive")] == [31]
-    assert [line for kind, line in lines.items() if kind.startswith("shortest")] == [32]
-    inspect.write(*plain)
-    whole = [kind for entry in inspect.report("--data.loss", "all")["oddest"] for kind in entry["kinds"]]
-    # The line break behind the end token is no unended text; the first token of a document is not predicted.
-    assert not any(kind.startswith(("no end token", "most supervised: 100")) for kind in whole)
+    statuses = {name: status["rows"] for name, status in report["ledger"]["statuses"].items()}
+    assert statuses == {"kept": 4, "duplicate": 1, "dropped": 1}
+    shares = {line["to"]: line["documents"] for line in report["shares"] if line["documents"]}
+    assert shares == {10: 1, 30: 1, 50: 2, 90: 1}  # a row that repeats another one is counted, and trains
+    assert report["lengths"][0]["documents"] == 5 and report["lengths"][-1]["overlong"] == 1
 
 
 def test_a_large_set_is_sampled_and_says_so(inspect: Inspect, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +272,7 @@ def test_a_large_set_is_sampled_and_says_so(inspect: Inspect, monkeypatch: pytes
     report = inspect.report()
     assert report["documents"] == 40 and report["sampled"] > 1 and len(report["packing"]) == 24 < report["rows"]
     assert sum(line["documents"] for line in report["shares"]) == -(-40 // report["sampled"])
-    assert f"one document in {report['sampled']}" in inspect() and "one document in" in inspect.html()
+    assert f"one document in {report['sampled']}" in inspect.html()
 
 
 def test_a_sentencepiece_model_that_spells_no_replacement_character(inspect: Inspect, tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def test_the_commands_at_the_end_of_a_run_work(
     assert "0 of 1 correct" in capsys.readouterr().out
     assert (folder / "report.html").exists() and (folder / "data.html").exists()
     monkeypatch.setattr(sys, "argv", ["x", *shlex.split(commands["export"])[3:], "--verify", "bytes"])
-    dcp_to_hf.main()
+    dcp_to_hf()
 
     with_export = dict(after_run(folder, config, 1))  # which is what is used from now on, and not made again
     assert "export" not in with_export and with_export["chat"].endswith("titan-mi100 generate --model 'a b/hf-step-1'")

@@ -30,14 +30,14 @@ def bash(script: str, cwd: Path, **environment: str) -> subprocess.CompletedProc
         ("config.load --nope", "2>&-", 2, ""),
         ("config.load --help", ">/dev/full 2>&1", 2, ""),
         ("__main__ nope", "2>/dev/full", 2, ""),
-        ("convert.inspect_dcp --help", ">/dev/full", 2, FULL),
+        ("tools.inspect_dcp --help", ">/dev/full", 2, FULL),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
-                (f"inspect_data {GOOD} --json", ">/dev/full", 2, FULL),
-                (f"inspect_data {GOOD}", ">&- 2>&-", 0, ""),
-                ("generate --model nowhere", "<&-", 2, "a chat needs a terminal"),
-                ("launch --help", ">/dev/full", 2, FULL),
+                (f"tools.inspect_data {GOOD} --json", ">/dev/full", 2, FULL),
+                (f"tools.inspect_data {GOOD}", ">&- 2>&-", 0, ""),
+                ("tools.generate --model nowhere", "<&-", 2, "a chat needs a terminal"),
+                ("launch.launcher --help", ">/dev/full", 2, FULL),
             )
         ),
     ],

@@ -1,4 +1,4 @@
-"""The console command: `titan-mi100 WORD ...` or `python -m titan_mi100 WORD ...`. Each word is a module's `main`.
+"""The console command: `titan-mi100 WORD ...` or `python -m titan_mi100 WORD ...`. Each word is a function of a module.
 
 A module is imported only when its command is used, and this file does not import torch: help and mistakes answer at
 once. `train` does what run_train.sh does: it blocks signals first, then launch/launcher.py supervises the run.
@@ -11,7 +11,7 @@ from importlib import import_module
 
 # as run_train.sh blocks them
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-COMMANDS = {  # word or words: module, and what it does
+COMMANDS = {  # word or words: module, or module:function where it is not `main`, and what it does
     "train": ("launch.launcher", "check the config, prepare the data, start the processes and supervise them"),
     "teach": ("tools.teach", "write what a teacher thinks of a run's rows, to distill it"),
     "doctor": ("tools.doctor", "check this machine: what is wrong with it, and what to do about it"),
@@ -28,12 +28,12 @@ COMMANDS = {  # word or words: module, and what it does
     "generate": ("tools.generate", "generate text with a model, or chat with it"),
     "evaluate exact-match": ("tools.exact_match", "exact match of generated answers, in GSM8K's format"),
     "evaluate harness": ("tools.harness", "any task of the lm-evaluation-harness (extra eval)"),
-    "convert hf-to-dcp": ("tools.convert.hf_to_dcp", "Hugging Face folder to DCP folder"),
-    "convert dcp-to-hf": ("tools.convert.dcp_to_hf", "DCP folder, such as a checkpoint, to Hugging Face folder"),
-    "convert dcp-to-torch": ("tools.convert.dcp_to_torch", "DCP folder to a file of torch.save"),
-    "convert torch-to-dcp": ("tools.convert.torch_to_dcp", "file of torch.save to DCP folder"),
-    "convert merge-lora": ("tools.convert.merge_lora", "merge an adapter into its base"),
-    "convert inspect-dcp": ("tools.convert.inspect_dcp", "list what a checkpoint holds"),
+    "convert hf-to-dcp": ("tools.convert:hf_to_dcp", "Hugging Face folder to DCP folder"),
+    "convert dcp-to-hf": ("tools.convert:dcp_to_hf", "DCP folder, such as a checkpoint, to Hugging Face folder"),
+    "convert dcp-to-torch": ("tools.convert:dcp_to_torch", "DCP folder to a file of torch.save"),
+    "convert torch-to-dcp": ("tools.convert:torch_to_dcp", "file of torch.save to DCP folder"),
+    "convert merge-lora": ("tools.convert:merge_lora", "merge an adapter into its base"),
+    "convert inspect-dcp": ("tools.inspect_dcp", "list what a checkpoint holds"),
 }
 
 _OTHER_WORDS = {  # what other tools call a command
@@ -80,7 +80,8 @@ def main() -> int:
         cli.say(f"titan-mi100: {_unknown(given, count)}")
         return 2
     sys.argv = [f"titan-mi100 {name}", *given[count:]]
-    code = import_module(f"titan_mi100.{COMMANDS[name][0]}").main()
+    module, _, function = COMMANDS[name][0].partition(":")
+    code = getattr(import_module(f"titan_mi100.{module}"), function or "main")()
     return code if isinstance(code, int) else 0
 
 

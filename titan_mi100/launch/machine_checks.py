@@ -1,7 +1,7 @@
 """The checks of the doctor: each is a function of the machine's facts. docs/DOCTOR.md has the sources of each.
 
 A check returns None if it does not apply, or if the facts that it needs are not known. It fails if training would not
-work, would hang or would compute wrong results. It warns about what costs speed, or hangs on some machines only.
+work, would hang or would compute wrong results. It warns about what hangs or misleads on some machines only.
 """
 
 import itertools
@@ -346,54 +346,6 @@ def memlock(facts: Facts) -> Result | None:
     return Result("memlock", PASS, fact + ("" if facts.rdma else "; only RDMA networks need more"))
 
 
-def pcie_link(facts: Facts) -> Result | None:
-    """Do all links between card and CPU have the card's lanes and speed? The current speed is not used: idle links slow
-    down.
-    """
-    cards = [card for card in facts.visible() if card.width and card.full_width and card.speed and card.full_speed]
-    slow = [card for card in cards if _less(card.width, card.full_width) or _less(card.speed, card.full_speed)]
-    if not cards:
-        return None
-    if not slow:
-        return Result("PCIe link", PASS, f"{_link(cards[0])}, all that the card has")
-    remedy = "use a slot with all lanes wired to the CPU, look at riser and bifurcation in the BIOS, reseat the card"
-    return Result("PCIe link", WARN, some(f"{card.name} at {card.address}: {_link(card)}" for card in slow), remedy)
-
-
-def pcie_atomics(facts: Facts) -> Result | None:
-    """ROCm synchronises CPU and cards by PCIe atomics. A slot behind a chipset may not forward them."""
-    cards = [card for card in facts.visible() if card.atomics is not None]
-    without = [card for card in cards if not card.atomics]
-    if without:
-        remedy = "use a slot wired to the CPU, not to the chipset; in a virtual machine enable AtomicOps"
-        return Result("PCIe atomics", WARN, f"not between the CPU and {_named(without)}", remedy)
-    return Result("PCIe atomics", PASS, "on") if cards else None
-
-
-def large_bar(facts: Facts) -> Result | None:
-    """Another card can address only the part of a card's memory that its BAR maps."""
-    least = min((whole for _, whole in facts.torch.memory or ()), default=None)  # no file has that of NVIDIA's cards
-    cards = [card for card in facts.visible() if card.mapped and (card.memory or least)]
-    small = [card for card in cards if _less(card.mapped, card.memory or least)]
-    if facts.vendor() == "nvidia" and facts.used() < 2:
-        return None
-    if small:
-        sizes = f"{bytes_in_words(small[0].mapped or 0)} of {bytes_in_words(small[0].memory or least or 0)}"
-        remedy = "in the BIOS enable Above 4G Decoding and Resizable BAR, and disable CSM"
-        return Result("ReBAR", WARN, f"{_named(small)}: {sizes} can be addressed from outside", remedy)
-    return Result("ReBAR", PASS, "all of the cards' memory can be addressed") if cards else None
-
-
-def numa(facts: Facts) -> Result | None:
-    """Automatic NUMA balancing interrupts processes to move their memory between nodes."""
-    if not facts.visible() or facts.numa_nodes < 2 or facts.numa_balancing is None:
-        return None
-    if facts.numa_balancing:
-        remedy = "sudo sysctl kernel.numa_balancing=0, and into /etc/sysctl.d to keep it"
-        return Result("NUMA", WARN, f"{facts.numa_nodes} nodes, automatic balancing is on", remedy)
-    return Result("NUMA", PASS, f"{facts.numa_nodes} nodes, automatic balancing is off")
-
-
 def power_cap(facts: Facts) -> Result | None:
     """Is the cards' power cap below what they are made for?"""
     cards = [card for card in facts.visible() if card.watts and card.full_watts]
@@ -406,36 +358,13 @@ def power_cap(facts: Facts) -> Result | None:
     return Result("power cap", PASS, f"{cards[0].watts:.0f} W, the whole") if cards else None
 
 
-def clock(facts: Facts) -> Result | None:
-    """Is the driver set to a performance level that may keep the clock low?"""
-    cards = [card for card in facts.visible() if card.level]
-    held = [card for card in cards if card.level not in ("auto", "high", "perf_determinism")]
-    if held:
-        fact = f"{_named(held)}: held at level {some({card.level for card in held})}"
-        return Result("clock", WARN, fact, "sudo rocm-smi --setperflevel auto")
-    return Result("clock", PASS, f"level {cards[0].level}") if cards else None
-
-
-def tunable_op(facts: Facts) -> Result | None:
-    """Is TunableOp tuning during the run? It times the libraries' kernels for each new shape of a matrix product."""
-    if facts.vendor() != "amd" or not facts.visible():
-        return None
-    enabled, tuning = (facts.environ.get(f"PYTORCH_TUNABLEOP_{name}") for name in ("ENABLED", "TUNING"))
-    if enabled != "1":
-        return Result("TunableOp", PASS, "off")
-    if tuning == "0":
-        return Result("TunableOp", PASS, "on, with results of an earlier tuning")
-    fact = "tunes during the run: the first steps are slow, ranks may choose different kernels, and runs do not repeat"
-    return Result("TunableOp", WARN, fact, "tune once, then train with PYTORCH_TUNABLEOP_TUNING=0")
-
-
 # at every start of a run; the doctor runs all
 FAST: tuple[Check, ...] = (
     device_files, driver, visibility, torch_build, architecture, gfx_override, nccl_algo, expandable_segments, iommu,
     shared_memory, open_files, compiler, power_cap, own_graphics, peer_access,
 )  # fmt: skip
 CHECKS: tuple[Check, ...] = (
-    *FAST, clock, memlock, pcie_link, pcie_atomics, large_bar, acs, compute_mode, free_memory, numa, tunable_op,
+    *FAST, memlock, acs, compute_mode, free_memory,
 )  # fmt: skip
 
 
@@ -473,7 +402,3 @@ def _runs(arch: str, listed: Iterable[str]) -> bool:
         if version <= own and (kind == "compute" or (kind == "sm" and version // 10 == own // 10)):
             return True
     return False
-
-
-def _link(card: Card) -> str:
-    return f"x{card.width} of x{card.full_width}, {card.speed:g} of {card.full_speed:g} GT/s"

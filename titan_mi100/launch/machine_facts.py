@@ -20,12 +20,10 @@ INSTINCT = {"0x738c": "MI100", "0x738e": "MI100", "0x7408": "MI250X", "0x740c": 
 HIDING = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 VARIABLES = (
-    *HIDING, *ALLOCATOR, "HSA_OVERRIDE_GFX_VERSION", "NCCL_ALGO", "NCCL_P2P_DISABLE", "PYTORCH_TUNABLEOP_ENABLED",
-    "PYTORCH_TUNABLEOP_TUNING",
+    *HIDING, *ALLOCATOR, "HSA_OVERRIDE_GFX_VERSION", "NCCL_ALGO", "NCCL_P2P_DISABLE",
 )  # fmt: skip
 UNLIMITED = 2**63 - 1
 _QEMU = "0x1b36"  # QEMU's PCI vendor id
-_PCIE, _NO_ATOMICS = "2", 0b1100  # a link in KFD's topology: type PCIe; flags NO_ATOMICS_32_BIT and NO_ATOMICS_64_BIT
 
 
 def group_of(path: Path) -> str:
@@ -96,17 +94,9 @@ class Card:
     arch: str | None  # gfx908; None for NVIDIA cards: only torch knows it
     device_file: str
     address: str  # on the PCI bus
-    width: int | None  # PCIe lanes in use at the narrowest link between card and CPU
-    full_width: int | None  # lanes that the card has
-    speed: float | None  # maximum GT/s of the slowest link between card and CPU; idle links run slower
-    full_speed: float | None  # maximum GT/s of the card
-    atomics: bool | None  # whether PCIe atomics work between card and CPU
-    mapped: int | None  # bytes of its memory that the CPU and other cards can address (the size of its BAR)
-    memory: int | None  # bytes
     iommu: str | None  # type of its IOMMU domain: identity, DMA, DMA-FQ; "": no IOMMU
     watts: float | None  # power cap
     full_watts: float | None  # power cap that the card is made for
-    level: str | None  # power_dpm_force_performance_level
     acs: tuple[str, ...] | None  # PCIe bridges that send what cards send each other through the CPU; root may read it
     use: str = "always"  # a processor's own graphics: "alone", where there is no card; "never": no torch has its code
 
@@ -138,8 +128,6 @@ class Facts:
     open_files: int | None  # limit of open files, or UNLIMITED
     shm_free: int | None  # free bytes in /dev/shm
     rdma: tuple[str, ...]  # InfiniBand, RoCE or Slingshot devices
-    numa_nodes: int
-    numa_balancing: int | None  # 0: off
     cannot_compile: tuple[str, str]  # see compiler.py
     torch: Torch
 
@@ -228,8 +216,6 @@ def read(system: System | None = None, processes: int | None = None) -> Facts:
         open_files=limits.get("Max open files"),
         shm_free=_shm_free(system),
         rdma=(*system.names("sys/class/infiniband"), *system.names("sys/class/cxi")),
-        numa_nodes=sum(re.fullmatch(r"node\d+", name) is not None for name in system.names("sys/devices/system/node")),
-        numa_balancing=system.number("proc/sys/kernel/numa_balancing"),
         cannot_compile=system.cannot_compile(system.environ),
         torch=installed(wants_blas=any(card.vendor == "amd" for card in cards), environ=system.environ),
     )
@@ -250,7 +236,7 @@ def _amd_cards(system: System) -> Iterable[Card]:
         gpu = find_gpu(arch or "", simds // max(found.get("simd_per_cu", 0), 1))
         name = gpu.name if gpu else arch or "unknown AMD GPU"
         file = f"/dev/dri/renderD{found.get('drm_render_minor', 0)}"
-        card = _card(system, "amd", name, arch, address, file, _atomics(system, f"{folder}/{node}/io_links"))
+        card = _card(system, "amd", name, arch, address, file)
         yield replace(card, use="never" if version in NEVER_USED else "alone" if version in USED_ALONE else "always")
 
 
@@ -264,19 +250,14 @@ def _nvidia_cards(system: System) -> Iterable[Card]:
             minor = name.removeprefix("nvidia")
             own = next((entry for entry in told if entry.get("Device Minor") == minor), {})
             address = own.get("address", "").lower()
-            yield _card(system, "nvidia", own.get("Model", "NVIDIA GPU"), None, address, f"/dev/{name}", None)
+            yield _card(system, "nvidia", own.get("Model", "NVIDIA GPU"), None, address, f"/dev/{name}")
     if "nvidia0" not in system.names("dev") and "libcuda.so.1" in system.names("usr/lib/wsl/lib"):
-        yield _card(system, "nvidia", "NVIDIA GPU of WSL2", None, "", "/dev/dxg", None)
+        yield _card(system, "nvidia", "NVIDIA GPU of WSL2", None, "", "/dev/dxg")
 
 
-def _card(
-    system: System, vendor: str, name: str, arch: str | None, address: str, file: str, atomics: bool | None
-) -> Card:
+def _card(system: System, vendor: str, name: str, arch: str | None, address: str, file: str) -> Card:
     device = f"sys/bus/pci/devices/{address}"
     way = _pci_path(system, device) if address else []
-    # The narrowest link counts. An MI100 has a PCIe switch on the card; a root complex reports no width.
-    widths = [width for part in way if (width := system.number(part / "current_link_width"))]
-    speeds = [speed for part in way if (speed := _speed(system.text(part / "max_link_speed")))]
     monitor = next((f"{device}/hwmon/{name}" for name in system.names(f"{device}/hwmon")), "")
     cap, default, most = (system.number(f"{monitor}/power1_cap{end}") for end in ("", "_default", "_max"))
     # Radeon cards can be set above their default. But some MI100s are sold with 178 W as default, and can take 290.
@@ -287,26 +268,11 @@ def _card(
         arch=arch,
         device_file=file,
         address=address,
-        width=min(widths, default=None),
-        full_width=system.number(f"{device}/max_link_width") or None,
-        speed=min(speeds, default=None),
-        full_speed=_speed(system.text(f"{device}/max_link_speed")),
-        atomics=atomics,
-        mapped=system.number(f"{device}/mem_info_vis_vram_total") or _largest_bar(system, device),
-        memory=system.number(f"{device}/mem_info_vram_total"),
         iommu=_iommu(system, device) if way else None,
         watts=cap / 1e6 if cap else None,  # the files have microwatts
         full_watts=most / 1e6 if most else None,
-        level=system.text(f"{device}/power_dpm_force_performance_level"),
         acs=_redirecting(system, way) if way else None,
     )
-
-
-def _largest_bar(system: System, device: str) -> int | None:
-    """Bytes of the largest part of a card that its BARs map; a line of the file is "start end flags"."""
-    parts = re.findall(r"^0x([\da-f]{1,16}) 0x([\da-f]{1,16}) ", system.text(f"{device}/resource") or "", re.MULTILINE)
-    sizes = [int(end, 16) - int(start, 16) + 1 for start, end in parts if end > start]
-    return max(sizes, default=None)
 
 
 def _redirecting(system: System, way: list[Path]) -> tuple[str, ...] | None:
@@ -334,13 +300,7 @@ def _pci_path(system: System, device: str) -> list[Path]:
     except (OSError, RuntimeError):
         return []
     parts = [part for part in (folder, *folder.parents) if re.fullmatch(r"[\da-f]{4,}:[\da-f]{2}:.*", part.name)]
-    return [part for part in parts if system.text(part / "vendor") != _QEMU]  # its virtual ports report invented speeds
-
-
-def _speed(text: str | None) -> float | None:
-    """Parse "16.0 GT/s PCIe" to GT/s."""
-    found = re.match(r"(\d{1,3}(?:\.\d{1,2})?) GT/s", text or "")
-    return float(found[1]) if found else None
+    return [part for part in parts if system.text(part / "vendor") != _QEMU]  # its ports are virtual
 
 
 def _iommu(system: System, device: str) -> str | None:
@@ -348,13 +308,6 @@ def _iommu(system: System, device: str) -> str | None:
     if not (system.root / device / "iommu_group").exists():
         return ""
     return system.text(f"{device}/iommu_group/type")
-
-
-def _atomics(system: System, folder: str) -> bool | None:
-    """Whether all PCIe links of this node allow atomics; KFD flags links that do not. None: no PCIe link is listed."""
-    links = [_name_value_lines(system.text(f"{folder}/{name}/properties")) for name in system.names(folder)]
-    flags = [link["flags"] for link in links if link.get("type") == _PCIE and link.get("flags", "").isdecimal()]
-    return not any(int(flag[:18]) & _NO_ATOMICS for flag in flags) if flags else None
 
 
 def _driverless(system: System, known: set[str]) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ class DeltaRuleCost(NamedTuple):
 
     @property
     def _common(self) -> int:
-        """Multiplications per chunk that forward and backward both do: sums of g, q k^T, k k^T, and the inverse."""
+        """Multiplications per chunk for key and value heads alike: sums of g, q k^T, k k^T, and the inverse."""
         chunk, block = self.chunk, min(self.chunk, SUBSTITUTED)
         inverse = 2 * chunk * block**2 * max(block.bit_length() - 2, 0)
         while block < chunk:  # a merge has two products
@@ -51,26 +51,7 @@ class DeltaRuleCost(NamedTuple):
         return 2 * self._chunks * (self.v_heads * (3 * states + 2 * pairs) + self._common)
 
     @property
-    def backward_flops(self) -> int:
-        states, pairs, sums = self.chunk * self.key * self.value, self.chunk**2 * self.value, self.chunk**2
-        by_value_head = self.v_heads * (8 * states + 5 * pairs + sums)
-        return 2 * self._chunks * (by_value_head + 3 * self.k_heads * self.chunk**2 * self.key + self._common)
-
-    @property
     def state_bytes(self) -> int:
         """Kept for backward besides the arguments: the states at each chunk, and the last one of each part."""
         states = self._chunks + self.rows * -(-self.seq // self.at_once)
         return states * self.v_heads * self.key * self.value * self.wide
-
-    @property
-    def temporary_bytes(self) -> int:
-        """About what backward holds at most, with the gradients of its arguments, for one part of the rows; forward
-        holds less.
-        """
-        tokens = self.rows * -(-min(self.seq, self.at_once) // self.chunk) * self.chunk
-        keys, values = self.k_heads * self.key, self.v_heads * self.value
-        pairs, states = self.v_heads * self.chunk, self.v_heads * self.key * self.value // self.chunk
-        inputs = 2 * keys + values + 2 * pairs + 2 * self.k_heads * self.chunk
-        rest = 4 * values + max(3 * values, 2 * pairs + 3 * keys)
-        of_a_chunk = self.rows * self.v_heads * self.value * (4 * self.key + 2 * self.chunk)
-        return self.wide * (tokens * (inputs + states + rest) + of_a_chunk)

@@ -97,7 +97,7 @@ def _hf_folder(checkpoint: Path) -> Path:
         return export
     # In a process of its own, so that its memory is free again when lm_eval loads the model.
     paths = "--input_dir", str(checkpoint), "--output_dir", str(export)
-    command = [sys.executable, "-m", "titan_mi100.tools.convert.dcp_to_hf", *paths]
+    command = [sys.executable, "-m", "titan_mi100", "convert", "dcp-to-hf", *paths]
     if code := subprocess.run(command, stdout=sys.stderr).returncode:
         sys.exit(2 if code == 2 else 1)
     return export

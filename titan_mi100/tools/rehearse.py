@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import re
 import resource
 import sys
 import time
@@ -37,8 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(arguments):  # also if the number of ranks is missing
         arguments = ["--help"]
-    elif arguments[:1] and re.fullmatch(r"\d+", arguments[0], re.ASCII):  # python -m titan_mi100.rehearse N
-        arguments = ["--rehearse", *arguments]
     return tool.exit_code(lambda: _rehearse(*_parser().parse_known_args(arguments)))
 
 

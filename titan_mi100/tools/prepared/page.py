@@ -93,14 +93,10 @@ def _set(report: dict[str, Any], most: int, as_table: bool) -> str:
         if any(overlong := [each["overlong"] for each in bins]):
             series["rows of the files that did not fit, by their length"] = overlong
         charts += bars(title, note, [f"{each['to']:,}" for each in bins], series)
-    options = [(each["option"], str(each["value"]), each["effect"]) for each in report["options"]]
-    note = f"<p class=soft>{sampled}</p>" if sampled else ""
     parts = (
         section("Lengths and shares", f'<div class="charts even">{charts}</div>'),
         section("How rows are filled", _map(report)),
-        section("Options of [data] and what they did", table(("Option", "Value", "Effect"), options) + note),
         section("Documents, token by token", _documents(report, most, as_table)),
-        section("The oddest documents", "".join(map(_odd, report["oddest"])) + note),
     )
     return "".join(parts)
 
@@ -175,10 +171,3 @@ def _what(learned: bool, kind: Kind | None) -> str:
     if kind is None:
         return "learned" if learned else "only read"
     return f"learned: {kind.what}" if learned else ": ".join(filter(None, kind))
-
-
-def _odd(odd: dict[str, Any]) -> str:
-    place = f"row {odd['row']:,}, {odd['where']}"
-    excerpt = "".join(f"<mark>{text(t)}</mark>" if learned else text(t) for t, learned in odd["excerpt"])
-    head = f"<h3>{text('; '.join(odd['kinds']))}</h3><p class=soft><bdi>{text(place)}</bdi></p>"
-    return f'{head}<div class="tokens">{excerpt}</div>'

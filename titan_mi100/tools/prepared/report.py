@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from titan_mi100.config.settings import Config
 from titan_mi100.data.answers import PAIRS
@@ -39,10 +38,9 @@ from titan_mi100.tools.prepared.reasons import explain
 from titan_mi100.tools.prepared.texts import token_texts
 from titan_mi100.wording import some
 
-_SAMPLE_TOKENS = 1 << 22  # with more tokens in a set, only every k-th document is examined: bounds time and memory
+_SAMPLE_TOKENS = 1 << 22  # with more tokens in a set, shares are those of every k-th document: bounds time
 _FIRST = 5  # examples shown for each status of the ledger
 _PICTURED, _COLUMNS = 24, 80  # rows in the packing picture, and columns per row
-_EXCERPT = 20  # tokens from each end of an odd document
 # on a page: sources of a mixture, documents of a set, and tokens of all rows together
 _MOST_SETS, _MOST_DOCUMENTS, MOST_TOKENS = 8, 30, 16_384
 
@@ -258,34 +256,10 @@ def _row(
 # --- the whole set ---
 
 
-class _Sample:
-    """Every step-th document of the set, concatenated: document i is ids[edges[i]:edges[i + 1]]."""
-
-    def __init__(self, dataset: PackedDataset) -> None:
-        documents = np.flatnonzero(np.bincount(dataset.packing.documents))  # sorted and unique; faster than np.unique
-        lengths = np.diff(dataset.documents.starts)
-        self.step = max(1, -(-int(lengths[documents].sum()) // _SAMPLE_TOKENS))
-        self.documents = documents[:: self.step]  # (documents,): their numbers in the set
-        self.lengths = lengths[self.documents]  # (documents,): tokens per document
-        self.edges = np.concatenate(([0], np.cumsum(self.lengths)))
-        values = np.concatenate([dataset.documents[number] for number in self.documents])
-        self.ids = (values >> 1).astype(np.int64)  # (tokens,)
-        self.supervised = (values & 1).astype(bool)  # (tokens,)
-        self.supervised[self.edges[:-1]] = False  # a document's first token is never predicted
-        # (documents,): supervised share per document
-        self.shares = np.add.reduceat(self.supervised, self.edges[:-1], dtype=np.int64) / self.lengths
-
-    def starts_of(self, pattern: Sequence[int]) -> np.ndarray:
-        """The positions in `ids` where this sequence of ids begins."""
-        if not 0 < len(pattern) <= len(self.ids):  # empty: the tokenizer drops the text
-            return np.empty(0, dtype=np.int64)
-        return np.flatnonzero((sliding_window_view(self.ids, len(pattern)) == pattern).all(axis=1))
-
-
 def _summary(config: Config, shown: _Set) -> dict[str, Any]:
-    """The summary of the whole set: log lines, options and effects, ledger, histograms, packing, odd documents."""
-    data, sample, seq_len = shown.data, _Sample(shown.dataset), config.training.seq_len
-    statuses, overlong, unrolled = _ledger_summary(data.ledger())
+    """The summary of the whole set: log lines, ledger, lengths and learned shares of its documents, packing."""
+    data, seq_len = shown.data, config.training.seq_len
+    statuses, overlong = _ledger_summary(data.ledger())
     template = config.model.chat_template or "the tokenizer's own"
     lengths = np.diff(shown.dataset.documents.starts)[shown.dataset.packing.documents]
     # 16 bins up to seq_len; beyond it, bins of doubling width for rows that did not fit.
@@ -293,32 +267,33 @@ def _summary(config: Config, shown: _Set) -> dict[str, Any]:
     while edges[-1] < max(overlong, default=0):
         edges.append(2 * edges[-1])
     pictured = np.linspace(0, len(shown.dataset) - 1, _PICTURED).round().astype(int).tolist()
-    rows_of = {name: status["rows"] for name, status in statuses.items()}
-    effects = {
-        **_supervision(shown, sample, unrolled),
-        "overlong": f"rows longer than {seq_len:,} tokens: {len(overlong):,}",
-        "duplicates": f"rows that repeat an earlier one: {rows_of.get('duplicate', 0):,}",
-        "on_bad_row": f"rows rejected: {rows_of.get('rejected', 0):,}",
-    }
+    step, shares = _learned_shares(shown.dataset)
     return {
         "read": data.facts.summary,
         "warnings": data.facts.warnings,
         "from": {"tokenizer": config.tokenizer_path(), "chat template": template, "prepared": str(data.folder)},
-        "options": [{"option": k, "value": getattr(config.data, k), "effect": effect} for k, effect in effects.items()],
         "ledger": {"path": str(data.ledger()), "statuses": statuses},
         "lengths": _bins(edges, lengths, overlong),
-        "shares": _bins([-1, *range(10, 101, 10)], np.rint(100 * sample.shares), []),
+        "shares": _bins([-1, *range(10, 101, 10)], np.rint(100 * shares), []),
         "packing": [_picture(shown.dataset, row) for row in dict.fromkeys(pictured)],
-        "oddest": _oddest(shown, sample),
-        "sampled": sample.step,
+        "sampled": step,
     }
 
 
-def _ledger_summary(path: Path) -> tuple[dict[str, dict[str, Any]], list[int], int]:
-    """Read the ledger: rows and first reasons per status; lengths of rows that did not fit; number of unrolled rows."""
+def _learned_shares(dataset: PackedDataset) -> tuple[int, np.ndarray]:
+    """(k, learned share of every k-th document of the set)."""
+    documents = np.flatnonzero(np.bincount(dataset.packing.documents))  # sorted and unique; faster than np.unique
+    lengths = np.diff(dataset.documents.starts)[documents]
+    step = max(1, -(-int(lengths.sum()) // _SAMPLE_TOKENS))
+    # a document's first token is never predicted
+    learned = [int((dataset.documents[number][1:] & 1).sum()) for number in documents[::step]]
+    return step, np.array(learned) / lengths[::step]
+
+
+def _ledger_summary(path: Path) -> tuple[dict[str, dict[str, Any]], list[int]]:
+    """Read the ledger: rows and first reasons per status; lengths of rows that did not fit."""
     statuses: dict[str, dict[str, Any]] = {}
     overlong: list[int] = []
-    unrolled = 0
     for line in _read_ledger(path):
         status, reason = statuses.setdefault(line["status"], {"rows": 0, "first": []}), line["reason"]
         status["rows"] += 1
@@ -326,34 +301,7 @@ def _ledger_summary(path: Path) -> tuple[dict[str, dict[str, Any]], list[int], i
             status["first"].append({"where": f"{line['file']}:{line['line']}", "reason": reason})
         if OVERLONG in reason:
             overlong.append(int(line["tokens"]))
-        unrolled += reason.startswith("unrolled")
-    return statuses, overlong, unrolled
-
-
-def _supervision(shown: _Set, sample: _Sample, unrolled: int) -> dict[str, str]:
-    """Option of [data] that decides what is supervised -> its effect in numbers.
-
-    Think blocks are found by searching for token ids, so the numbers are for ChatML templates, as Qwen3's.
-    """
-    encode, counts = shown.tokenizer.encode, shown.counts
-    header = encode("<|im_start|>assistant")
-    answers = sample.starts_of(header) + len(header) + 1  # first token of each answer; + 1: the header's line break
-    answers = answers[(answers < len(sample.ids)) & ~np.isin(answers, sample.edges)]  # drop answers that were cut off
-    empty = np.isin(answers, sample.starts_of(encode("<think>\n\n</think>")))
-    thinking = np.isin(answers, sample.starts_of(encode("<think>"))) & ~empty
-
-    def turns(kind: str, chosen: np.ndarray, skipped: int = 0) -> str:
-        supervised = int(sample.supervised[np.minimum(answers[chosen] + skipped, len(sample.ids) - 1)].sum())
-        return f"{kind}: {supervised:,} supervised, {np.count_nonzero(chosen) - supervised:,} masked"
-
-    share = counts.supervised / counts.tokens
-    behind = len(encode("<think>\n"))  # prompts of Qwen3.5 open the block, so the reasoning itself counts
-    return {
-        "loss": f"tokens supervised: {counts.supervised:,} of {counts.tokens:,} ({share:.1%})",
-        "empty_think": turns("empty think blocks", empty),
-        "earlier_thinking": f"{turns('turns with reasoning', thinking, behind)}; "
-        f"{turns('without a think block', ~thinking & ~empty)}; rows unrolled: {unrolled:,}",
-    }
+    return statuses, overlong
 
 
 def _bins(edges: list[int], documents: np.ndarray, overlong: list[int]) -> list[dict[str, int]]:
@@ -376,68 +324,3 @@ def _picture(dataset: PackedDataset, index: int) -> dict[str, Any]:
     learned = np.pad(kinds[np.arange(1000) * dataset.seq_len // 1000] == 1, 1)
     edges = np.flatnonzero(learned[1:] != learned[:-1]).tolist()
     return {"row": index, "documents": len(lengths), "picture": picture, "ends": ends, "learned": edges}
-
-
-# --- odd documents ---
-
-
-def _oddest(shown: _Set, sample: _Sample) -> list[dict[str, Any]]:
-    """For each kind of oddity the document with the highest score, if the score is not 0."""
-    ends = shown.tokenizer.eos_token_id, shown.data.facts.end_of_turn_id
-    unended = _supervised_after_end(sample, [token_id for token_id in ends if token_id is not None])
-    repeated = _repeated_pairs(sample, shown.data.facts.n_vocab)
-    spelled = [map(shown.tokenizer.token_bytes, ids.tolist()) for ids in np.split(sample.ids, sample.edges[1:-1])]
-    # errors="ignore": a truncated document may end in the middle of a character.
-    texts = [b"".join(pieces).decode(errors="ignore") for pieces in spelled]
-    damaged = np.array([text.count("\ufffd") for text in texts])  # U+FFFD in data mostly comes from wrong decoding
-    with_such = "documents with such: {:,}".format
-    scores_of = {
-        "longest: {:,.0f} tokens": sample.lengths,
-        "shortest: {:,.0f} tokens": -sample.lengths,
-        "least supervised: {:.1%}": -sample.shares,
-        "most supervised: {:.1%}": sample.shares,
-        f"no end token after its last {{:,.0f}} supervised; {with_such(np.count_nonzero(unended))}": unended,
-        f"damaged: {{:,.0f}} times U+FFFD; {with_such(np.count_nonzero(damaged))}": damaged,
-        "most tokens per character: {:.2f}": sample.lengths / [max(len(text), 1) for text in texts],
-        "most repetitive: {:.0%} of its pairs of tokens came before": repeated / sample.lengths,
-    }
-    kinds_of: dict[int, list[str]] = {}  # one document may be the oddest of several kinds
-    for kind, scores in scores_of.items():
-        place = int(np.argmax(scores))
-        if scores[place]:
-            kinds_of.setdefault(place, []).append(kind.format(abs(scores[place])))
-    odd = []
-    for place, kinds in kinds_of.items():
-        number, excerpt = int(sample.documents[place]), _excerpt(shown.tokenizer, sample, place)
-        where, row = shown.origins.where(number), shown.rows_with([number])[0]
-        odd.append({"kinds": kinds, "where": where, "row": row, "excerpt": excerpt})
-    return odd
-
-
-def _supervised_after_end(sample: _Sample, end_ids: list[int]) -> np.ndarray:
-    """(documents,): supervised tokens after the last supervised end token. A single one (a newline) counts as 0."""
-    starts, so_far = sample.edges[:-1], np.cumsum(sample.supervised)
-    at_ends = np.where(sample.supervised & np.isin(sample.ids, end_ids), so_far, 0)
-    # The count at the last end token; if a document has none, the count at its beginning.
-    at_last = np.maximum(np.maximum.reduceat(at_ends, starts), so_far[starts])
-    count = so_far[sample.edges[1:] - 1] - at_last
-    return np.where(count > 1, count, 0)
-
-
-def _repeated_pairs(sample: _Sample, n_vocab: int) -> np.ndarray:
-    """(documents,): tokens minus distinct pairs of neighbouring tokens: large if a document repeats itself."""
-    document = np.repeat(np.arange(len(sample.documents)), sample.lengths)
-    # One integer per (document, token, next token), so that np.unique counts all documents at once. A pair across a
-    # boundary counts for the later document.
-    pairs = (document[1:] * n_vocab + sample.ids[:-1]) * n_vocab + sample.ids[1:]
-    return sample.lengths - np.bincount(np.unique(pairs) // n_vocab**2, minlength=len(sample.documents))
-
-
-def _excerpt(tokenizer: Tokenizer, sample: _Sample, place: int) -> list[tuple[str, bool]]:
-    """(text, supervised) of a document's tokens; the middle of a long document is left out."""
-    inside = slice(sample.edges[place], sample.edges[place + 1])
-    texts = token_texts(tokenizer, sample.ids[inside].tolist())
-    tokens = list(zip(texts, sample.supervised[inside].tolist(), strict=True))
-    if (left_out := len(tokens) - 2 * _EXCERPT) > 0:
-        tokens[_EXCERPT:-_EXCERPT] = [(f" … {left_out:,} tokens … ", False)]
-    return tokens

@@ -87,35 +87,10 @@ def _summary(report: dict[str, Any]) -> Iterator[Line]:
     """The lines of the summary."""
     texts = [*report["read"], *(f"{name}: {value}" for name, value in report["from"].items())]
     texts += [f"warning: {line}" for line in report["warnings"]]
-    if report["sampled"] > 1:
-        texts.append(f"for counts and comparisons of tokens below, one document in {report['sampled']} was examined")
     yield from ([Piece(text)] for text in texts)
-    yield _heading("options and their effects")
-    for entry in report["options"]:
-        effect = entry["effect"].replace("; ", "\n" + 30 * " ")
-        yield [Piece(f"  {entry['option'] + ' = ' + entry['value']:<27} {effect}")]
     yield _heading(f"ledger: {report['ledger']['path']}")
     for status, rows in report["ledger"]["statuses"].items():
         yield [Piece(f"  {status}: {rows['rows']:,}")]
         yield from ([Piece(f"    {visible(first['where'])}: {visible(first['reason'])}")] for first in rows["first"])
-    yield _heading("documents by length (x: rows that did not fit, by their original length)")
-    yield from _bars(report["lengths"], report["seq_len"])
-    yield _heading("documents by supervised share in percent")
-    yield from _bars(report["shares"], 0)
     yield _heading(f"packing: {len(report['packing'])} of {report['rows']:,} rows; █ supervised, ░ not, · padding")
     yield from ([Piece(f"  {row['row']:>9,} {row['picture']} {row['documents']}")] for row in report["packing"])
-    yield _heading("the oddest documents")
-    for odd in report["oddest"]:
-        yield [Piece(f"  {'; '.join(odd['kinds'])}\n    row {odd['row']:,}, {odd['where']}")]
-        yield [Piece("    "), *(Piece(text, "supervised" if supervised else "") for text, supervised in odd["excerpt"])]
-
-
-def _bars(bins: list[dict[str, int]], seq_len: int) -> Iterator[Line]:
-    """A histogram with bars of at most 50 characters. Args: seq_len: marks the bin that ends there; 0: no mark."""
-    most = max(max(entry["documents"], entry["overlong"]) for entry in bins)
-    for entry in bins:
-        # Rounded up, so that a count of 1 is visible.
-        bar = "█" * -(-50 * entry["documents"] // most) + "x" * -(-50 * entry["overlong"] // most)
-        end = "  ─ seq_len" if entry["to"] == seq_len else ""
-        count = entry["documents"] or entry["overlong"]
-        yield [Piece(f"  {entry['from']:>7,}-{entry['to']:<7,} {count:>10,} {bar}{end}")]
