@@ -34,7 +34,15 @@ STUDENT = [
     "0",
 ]
 STUDENT += ["--nproc_per_node", "1", "--validation.prompts", "0", "--lr_scheduler.warmup_steps", "-1"]
-PAIRS = [*CONFIG, "--data.path", "train_configs/debug/pairs.jsonl", "--objective.name", "preference", *ROWS[:2]]
+PAIRS = [
+    *CONFIG,
+    "--data.path",
+    "train_configs/debug/pairs.jsonl",
+    "--objective.name",
+    "preference",
+    "--training.seq_len",
+    "128",
+]
 PAIRS += [*STUDENT[4:], "--checkpoint.initial_load_path", "model/checkpoint/step-3"]
 Change = Callable[[Path], object]
 
