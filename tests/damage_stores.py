@@ -258,12 +258,12 @@ def main() -> int:
             code, text = ends(work, *teach(out))  # the remedy
             note(f"{what}, its remedy", f"code {code}", text, code == 0 and content(out) == content(sound))
     words = ["train", *PAIRS, "--job.run_folder"]
-    if not (work / "preferred").exists():
+    if not ((work / "preferred").exists() or options.resume):
         code, text = ends(work, *words, str(work / "preferred"), "--training.steps", "1")
         assert code == 0, text
         code, text = ends(work, *words, str(run), "--training.steps", "2")
     for what, change in REFERENCE.items():
-        if options.only not in what:
+        if options.only not in what or options.resume:
             continue
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(work / "preferred", run)
