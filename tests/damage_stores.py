@@ -34,7 +34,15 @@ STUDENT = [
     "0",
 ]
 STUDENT += ["--nproc_per_node", "1", "--validation.prompts", "0", "--lr_scheduler.warmup_steps", "-1"]
-PAIRS = [*CONFIG, "--data.path", "train_configs/debug/pairs.jsonl", "--objective.name", "preference", *ROWS[:2]]
+PAIRS = [
+    *CONFIG,
+    "--data.path",
+    "train_configs/debug/pairs.jsonl",
+    "--objective.name",
+    "preference",
+    "--training.seq_len",
+    "128",
+]
 PAIRS += [*STUDENT[4:], "--checkpoint.initial_load_path", "model/checkpoint/step-3"]
 Change = Callable[[Path], object]
 
@@ -250,12 +258,12 @@ def main() -> int:
             code, text = ends(work, *teach(out))  # the remedy
             note(f"{what}, its remedy", f"code {code}", text, code == 0 and content(out) == content(sound))
     words = ["train", *PAIRS, "--job.run_folder"]
-    if not (work / "preferred").exists():
+    if not ((work / "preferred").exists() or options.resume):
         code, text = ends(work, *words, str(work / "preferred"), "--training.steps", "1")
         assert code == 0, text
         code, text = ends(work, *words, str(run), "--training.steps", "2")
     for what, change in REFERENCE.items():
-        if options.only not in what:
+        if options.only not in what or options.resume:
             continue
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(work / "preferred", run)

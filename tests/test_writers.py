@@ -58,19 +58,21 @@ def writers(text: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.Call):
             continue
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        module = getattr(getattr(node.func, "value", None), "id", "")
-        words = [
-            word.value for word in [*node.args, *(k.value for k in node.keywords)] if isinstance(word, ast.Constant)
-        ]
-        modes = [word for word in words if isinstance(word, str) and 0 < len(word) <= 3 and set(word) <= set("wax+rbt")]
-        flags = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute) and each.attr.startswith("O_")}
-        modes += ["w" for each in node.args if isinstance(each, ast.Name) and each.id == "mode"]
-        opens = name in ("open", "fdopen") and (
-            any(set(mode) & set("wax+") for mode in modes) or flags & {"O_WRONLY", "O_RDWR", "O_CREAT"}
-        )
-        if opens or {name, f"{module}.{name}"} & _WRITES:
+        function = node.func
+        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        module = getattr(getattr(function, "value", None), "id", "")
+        if {name, f"{module}.{name}"} & _WRITES or (name in ("open", "fdopen") and _opens_to_write(node)):
             yield name
+
+
+def _opens_to_write(call: ast.Call) -> bool:
+    words = [word.value for word in [*call.args, *(k.value for k in call.keywords)] if isinstance(word, ast.Constant)]
+    modes = [word for word in words if isinstance(word, str) and 0 < len(word) <= 3 and {*word} <= {*"wax+rbt"}]
+    names = {each.id for each in call.args if isinstance(each, ast.Name)}
+    flags = {each.attr for each in ast.walk(call) if isinstance(each, ast.Attribute)}
+    return any({*mode} & {*"wax+"} for mode in modes) or bool(
+        flags & {"O_WRONLY", "O_RDWR", "O_CREAT"} or "mode" in names
+    )
 
 
 def test_files_are_written_in_one_place() -> None:
