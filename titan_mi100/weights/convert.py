@@ -102,7 +102,7 @@ def to_dcp(source: ModelSource, output: Path, dtype: str = "keep", verify: str =
     comparable = is_hf_folder(source.path) and source.spec is not None
     # Checked before anything is written, so that a wrong option does not cost the time of a conversion.
     needed = "" if comparable else "an HF folder to compare with"
-    checks = _checks(verify, _total(kinds), source.path, needed)
+    checks = _checks(verify, _total(kinds), needed)
     with _new_folder(source, output, kinds, checks) as aside:
         files, digests = HashedFiles(), Digests()
         write_dcp(files, aside, in_files(source.spec, _tensors_to_write(source, kinds, digests)))
@@ -137,7 +137,7 @@ def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = 
         dtype = named if named in DTYPES else "keep"  # config.json may name a dtype that we do not write
     kinds = _output_kinds(source, dtype)
     warn_of_missing_draft(output, source.assets, kinds)
-    checks = _checks(verify, _total(kinds), source.assets_folder)
+    checks = _checks(verify, _total(kinds))
     with _new_folder(source, output, kinds, checks) as aside:
         _write_assets(aside, asset_files.for_all_versions(_assets_of_export(source, source.spec, kinds)))
         digests = Digests()
@@ -165,7 +165,7 @@ def to_torch(source: ModelSource, output: Path, dtype: str = "keep", verify: str
         UserError, SaveError: as to_dcp.
     """
     kinds = _output_kinds(source, dtype)
-    checks = _checks(verify, _total(kinds), source.path, "an HF folder to compare with")
+    checks = _checks(verify, _total(kinds), "an HF folder to compare with")
     with _new_folder(source, output, kinds, checks) as aside:
         digests, spec = Digests(), source.spec
         tensors = in_files(spec, _tensors_to_write(source, kinds, digests))
@@ -185,7 +185,7 @@ def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, ve
     comparable = bool(base) and is_hf_folder(base) and find_spec("peft") is not None
     needed = f"peft and the HF folder that the adapter was trained on ({base or 'none'})"
     # The comparison loads the base, so its size decides: 2 bytes per parameter in bf16.
-    checks = _checks(verify, 2 * parameter_count(source.spec), Path(base), "" if comparable else needed)
+    checks = _checks(verify, 2 * parameter_count(source.spec), "" if comparable else needed)
     name = source.manifest["lora"].get("base_model_name_or_path", "")
     if base and not name and not is_hf_folder(base):
         log.warning(
@@ -230,9 +230,9 @@ def export(folder: Path, step: int, dtype: str, lora: LoRAConfig, rank: int) -> 
                 if source.lora is not None:
                     source.manifest["lora"]["base_model_name_or_path"] = lora.base_model_name_or_path
                 to_hf(source, target, dtype)
-        except (UserError, SaveError):
-            raise
         except Exception as error:
+            if isinstance(error, UserError | SaveError):
+                raise
             reason = str(error) if isinstance(error, OSError) else tool.message_of(error)
             raise SaveError(f"{target}: could not be written: {reason}") from error
         finally:  # another collective would time out during a long export
@@ -258,16 +258,15 @@ def _output_kinds(source: ModelSource, dtype: str) -> Kinds:
     return {name: Kind(kind.shape, target) if name in cast else kind for name, kind in kinds.items()}
 
 
-def _checks(verify: str, nbytes: int, folder: Path, needed: str = "") -> Checks:
+def _checks(verify: str, nbytes: int, needed: str = "") -> Checks:
     """What the output is checked with; "auto" becomes "logits" or "bytes".
 
     Args:
         nbytes: the size of the weights.
-        folder: has the config and the tokenizer that transformers will load for a comparison of logits.
         needed: what is missing for a comparison of logits, other than transformers; "": nothing.
 
     Raises:
-        UserError: logits are asked for, but something is missing; or transformers cannot load the folder safely.
+        UserError: logits are asked for, but something is missing.
     """
     if not needed and find_spec("transformers") is None:
         needed = "transformers: pip install transformers"
@@ -276,8 +275,6 @@ def _checks(verify: str, nbytes: int, folder: Path, needed: str = "") -> Checks:
         mode = "logits" if nbytes < _LOGITS_BELOW and not needed else "bytes"
     if mode == "logits" and needed:
         raise UserError(f"--verify logits needs {needed}; or use --verify bytes")
-    if mode == "logits":
-        try_library(folder)
     return Checks(mode, verify == "logits")
 
 
@@ -366,6 +363,7 @@ def _compare_logits(
         # imported here, because transformers takes seconds to load
         from titan_mi100.weights.verify_logits import compare
 
+        try_library(folder)
         with warnings.catch_warnings():  # deprecation warnings between transformers and peft, of no use to our users
             warnings.simplefilter("ignore")
             problems, difference = compare(folder, weights(), spec, texts, adapter)
