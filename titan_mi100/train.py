@@ -60,8 +60,10 @@ def main(config: Config, preemption: Preemption, heartbeat: Heartbeat) -> None:
         heartbeat.is_in(folder.path)
         started = folder.path, world.size, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         again = to_resume(*started)
-        told = {"wants_to_stop": lambda: bool(preemption.reason), "moved": folder.moved}
-        run = open_run(config, world, folder.path, heartbeat=heartbeat, **told)
+        path, moved = folder.path, folder.moved
+        run = open_run(
+            config, world, path, heartbeat=heartbeat, wants_to_stop=lambda: bool(preemption.reason), moved=moved
+        )
         again = to_resume(*started)  # now the run's config.toml is there to start from
         run.observers += [folder, distributed.Patience(run.mesh, bool(config.watchdog.seconds))]
         if rank == 0 and (end := end_of_job(os.environ)):  # the others are told by the step's collective
