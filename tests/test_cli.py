@@ -160,6 +160,8 @@ def test_a_crash_of_the_trainer_is_one_line(
         raise SystemExit(code)
 
     crashes: list[Any] = []
+    (tmp_path / "launcher").mkdir()
+    monkeypatch.setenv("TITAN_OUTCOME", str(tmp_path / "launcher/outcome"))
     folder = SimpleNamespace(
         path=tmp_path, step=None, own_log=lambda: tmp_path / "train.log", note_crash=crashes.append, moved=str
     )
@@ -174,6 +176,8 @@ def test_a_crash_of_the_trainer_is_one_line(
     assert "Traceback" in traceback_named_in(line)
     assert [crash.exit_code for crash in crashes] == [1] * has_folder
     assert (tmp_path / "train.log").exists() == has_folder
+    told = tmp_path / "launcher/outcome"  # where the folder was not taken, nothing else tells the launcher
+    assert has_folder or json.loads(told.read_text())["exit_code"] == 1
 
 
 def test_what_a_launcher_prints_holds_no_control_characters(tmp_path: Path) -> None:

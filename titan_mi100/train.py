@@ -59,8 +59,10 @@ def main(config: Config, preemption: Preemption, heartbeat: Heartbeat) -> None:
         heartbeat.is_in(folder.path)
         started = folder.path, world.size, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         again = to_resume(*started)
-        told = {"wants_to_stop": lambda: bool(preemption.reason), "moved": folder.moved}
-        run = open_run(config, world, folder.path, heartbeat=heartbeat, **told)
+        path, moved = folder.path, folder.moved
+        run = open_run(
+            config, world, path, heartbeat=heartbeat, wants_to_stop=lambda: bool(preemption.reason), moved=moved
+        )
         again = to_resume(*started)  # now the run's config.toml is there to start from
         run.observers += [folder, distributed.Patience(run.mesh, bool(config.watchdog.seconds))]
         if rank == 0 and (end := end_of_job(os.environ)):  # the others are told by the step's collective
@@ -99,12 +101,16 @@ def main(config: Config, preemption: Preemption, heartbeat: Heartbeat) -> None:
         log.info(ended.next)
     if all_ranks and rank == 0:
         write_run_state(folder.place() if folder else None, ended)
-    elif not all_ranks and folder is not None and folder.note_crash(ended):
+    elif folder is None and rank == 0:  # the launcher may have read that it is running
+        write_run_state(None, ended)
+    elif folder is not None and not all_ranks and folder.note_crash(ended):
         message = with_level("ERROR", ended.message) + "\n" if rank else ""  # ranks but 0 log only to a file
         print(f"{message}{ended.next}", file=sys.stderr, flush=True)
     heartbeat.note(ENDED)
-    # Our launcher reads the exit code from a file. Exiting with 0 avoids torchrun's page about failed workers.
-    distributed.leave(0 if all_ranks and launcher_is_told() else ended.exit_code, all_ranks)
+    # Our launcher reads the exit code from a file. Exiting with 0 avoids torchrun's page about failed workers; also if
+    # the launcher was killed (preemption.py takes the file's name away then).
+    was_killed = "TITAN_LAUNCHER_PID" in os.environ and "TITAN_OUTCOME" not in os.environ
+    distributed.leave(0 if all_ranks and (was_killed or launcher_is_told()) else ended.exit_code, all_ranks)
 
 
 def _moved(folder: RunFolder | None) -> RunState | None:
@@ -125,7 +131,7 @@ def _what_was_planned(error: Exception, where: str, run: Run | None) -> str:
     planned = "while the run was opened"
     if run is not None:
         planned = f"{run.forecast.describe(peak_memory_gib(run.world.device))}; {remedy(run.forecast.plan)}"
-    return f"{where}: out of memory: {planned}\n{shortened(str(error).strip(), 1000)}"
+    return f"{where}: out of memory: {planned}\n{shortened(str(error).strip(), 1000)}".rstrip()
 
 
 def _way_back(folder: RunFolder | None, remedy: str) -> str:

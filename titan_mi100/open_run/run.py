@@ -20,7 +20,7 @@ from titan_mi100.optim.optimizer import lr_factor, scale_lr
 from titan_mi100.optim.state import NamedState
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
-from titan_mi100.parallel.distributed import World, any_rank, from_rank_zero
+from titan_mi100.parallel.distributed import World, any_rank, raise_together
 from titan_mi100.run.evaluate import bits_per_byte, validation_losses
 from titan_mi100.run.forecast import Forecast
 from titan_mi100.run.metrics import Reporter
@@ -175,12 +175,9 @@ class Run:
 
     def check_folder(self) -> None:
         """Raise UserError, on all ranks, if the run folder was moved: a save would make a new one. A collective."""
-
-        def raise_if_moved() -> None:
-            if why := self.moved():
+        with raise_together():
+            if self.world.rank == 0 and (why := self.moved()):
                 raise UserError(why)
-
-        from_rank_zero(raise_if_moved)
 
     def save(self) -> None:
         assert self.folder is not None

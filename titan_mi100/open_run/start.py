@@ -128,11 +128,11 @@ def open_run(
     log_if_done(progress, steps)
     stream = RowStream(rows, batch, dp_rank, with_padding=layout.is_pipeline)
     reporter, profiler, observers = None, None, list[StepObserver]([forecast])
-    flags = {
-        STOP: wants_to_stop,
-        SAVE_FAILED: checkpointer.has_failed,
-        MOVED: lambda: world.rank == 0 and bool(moved()),
-    }
+
+    def is_moved() -> bool:
+        return world.rank == 0 and bool(moved())
+
+    flags = {STOP: wants_to_stop, SAVE_FAILED: checkpointer.has_failed, MOVED: is_moved}
     if folder is not None:
         reporter = open_record(folder, config, world, spec, model, rows, progress, steps)
         observers += [reporter] if reporter else []

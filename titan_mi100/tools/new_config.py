@@ -38,7 +38,7 @@ from titan_mi100.planning.plan import GIB, Plan, make_plan, remedy, with_setting
 from titan_mi100.run.next_commands import command
 from titan_mi100.shapes.families import read_hf_config
 from titan_mi100.text.assets import has_tokenizer
-from titan_mi100.tools.from_yaml import carry
+from titan_mi100.tools.from_yaml import Carried, carry
 from titan_mi100.wording import as_key, plural
 
 Change = dict[str, dict[str, Any]]  # section -> key -> value
@@ -180,8 +180,7 @@ def _carry_over(options: argparse.Namespace) -> None:
         lines += [f"WARNING that is too much; {remedy(plan)}"] * (not plan.fits)
     else:
         lines.append("the memory is not predicted, as the model is not here; titan-mi100 plan does that")
-    origin = f" from {as_key(theirs.path)}", theirs.sources
-    _write(options.output, answers, change, [*theirs.report(), *lines], origin, theirs.fetch)
+    _write(options.output, answers, change, [*theirs.report(), *lines], theirs)
 
 
 def _about_memory(answers: Answers, plan: Plan, changed: str) -> list[str]:
@@ -190,12 +189,7 @@ def _about_memory(answers: Answers, plan: Plan, changed: str) -> list[str]:
 
 
 def _write(
-    given: str | None,
-    answers: Answers,
-    change: Change,
-    lines: Sequence[str],
-    origin: tuple[str, Mapping[str, str]] = ("", MappingProxyType({})),
-    first: Sequence[str] = (),
+    given: str | None, answers: Answers, change: Change, lines: Sequence[str], theirs: Carried | None = None
 ) -> None:
     """Write the config, with a run folder and an export; print what is to know of it, and the next commands."""
     output = Path(given or _free_name(f"{Path(answers.model).name}-{answers.method}".lower()))
@@ -206,11 +200,21 @@ def _write(
         raise UserError(f"{folder}: {what}; move it away, or name another file with --output")
     saved = {"initial_load_path": answers.model, "export_hf": True, **change.get("checkpoint", {})}
     change = {**change, "job": {**change.get("job", {}), "run_folder": folder}, "checkpoint": saved}
+    origin = (f" from {as_key(theirs.path)}", theirs.sources) if theirs else ()
     write_output(output, [as_toml(answers, change, *origin)], "--output")
     print(f"{output}: {answers.method} fine-tuning of {answers.model} on {answers.gpus} x {answers.memory:g} GiB")
     if answers.is_here:
         print(f"no GPU is here: for {plural(answers.gpus, 'process')} on the CPU; for others: --gpus and --memory")
-    print("\n".join([*lines, "", "next:", *(f"  {line}" for line in [*first, *_next_commands(output, answers)])]))
+    print(
+        "\n".join(
+            [
+                *lines,
+                "",
+                "next:",
+                *(f"  {line}" for line in [*(theirs.fetch if theirs else ()), *_next_commands(output, answers)]),
+            ]
+        )
+    )
 
 
 def _check_free(output: str) -> None:
