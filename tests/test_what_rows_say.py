@@ -950,6 +950,9 @@ def test_pairs_and_labels_in_columns_of_other_names(tmp_path: Path) -> None:
     columns = {"chosen_column": "response_j", "rejected_column": "response_k", "prompt_column": "qid"}
     row = {"qid": "q", "response_j": "a", "response_k": "b", "date": "x"}
     assert outcome(row, tmp_path, answers=PAIRS, **columns).learned == [f"a{END}", f"b{END}"]
+    listed = [say("assistant", text, id=1, train=True) for text in "ab"]
+    made = outcome({**row, "response_j": listed[:1], "response_k": listed[1:]}, tmp_path, answers=PAIRS, **columns)
+    assert made.learned == [f"a{END}", f"b{END}"]
     reason = outcome(without("response_j", row), tmp_path, answers=PAIRS, **columns).reason
     assert "the row has no 'response_j', only date, qid, response_k" in reason
     odd = outcome(row | {"chosen": "c"}, tmp_path, answers=PAIRS, **columns).reason
