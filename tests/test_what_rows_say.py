@@ -399,6 +399,15 @@ def test_a_learned_turn_is_read_as_a_server_reads_it(
         assert made.learned and not made.reason
 
 
+def test_what_is_only_read_need_not_be_read_as_a_server_would(tmp_path: Path) -> None:
+    turn = calling(call(x="</tool_call>"))
+    row = {"messages": [ASK, turn, TOLD, say("assistant", "a")]}
+    template = writes("{{ m.content }}" + CALLS)
+    assert "a server would read other calls" in outcome(row, tmp_path, template=template).reason
+    row["messages"][1] = {**turn, "weight": 0}
+    assert outcome(row, tmp_path, template=template).learned == [f"a{END}"]
+
+
 @pytest.mark.parametrize("content", ["<think>\nhm, 4", "<think>", "Sure.\n  <think>hm", "<think>a</think>b\n<think>c"])
 def test_an_opened_think_block_is_a_bad_row(content: str, tmp_path: Path) -> None:
     row = {"messages": [ASK, say("assistant", content)]}
