@@ -399,6 +399,15 @@ def test_a_learned_turn_is_read_as_a_server_reads_it(
         assert made.learned and not made.reason
 
 
+def test_what_is_only_read_need_not_be_read_as_a_server_would(tmp_path: Path) -> None:
+    turn = calling(call(x="</tool_call>"))
+    row = {"messages": [ASK, turn, TOLD, say("assistant", "a")]}
+    template = writes("{{ m.content }}" + CALLS)
+    assert "a server would read other calls" in outcome(row, tmp_path, template=template).reason
+    row["messages"][1] = {**turn, "weight": 0}
+    assert outcome(row, tmp_path, template=template).learned == [f"a{END}"]
+
+
 @pytest.mark.parametrize("content", ["<think>\nhm, 4", "<think>", "Sure.\n  <think>hm", "<think>a</think>b\n<think>c"])
 def test_an_opened_think_block_is_a_bad_row(content: str, tmp_path: Path) -> None:
     row = {"messages": [ASK, say("assistant", content)]}
@@ -950,6 +959,9 @@ def test_pairs_and_labels_in_columns_of_other_names(tmp_path: Path) -> None:
     columns = {"chosen_column": "response_j", "rejected_column": "response_k", "prompt_column": "qid"}
     row = {"qid": "q", "response_j": "a", "response_k": "b", "date": "x"}
     assert outcome(row, tmp_path, answers=PAIRS, **columns).learned == [f"a{END}", f"b{END}"]
+    listed = [say("assistant", text, id=1, train=True) for text in "ab"]
+    made = outcome({**row, "response_j": listed[:1], "response_k": listed[1:]}, tmp_path, answers=PAIRS, **columns)
+    assert made.learned == [f"a{END}", f"b{END}"]
     reason = outcome(without("response_j", row), tmp_path, answers=PAIRS, **columns).reason
     assert "the row has no 'response_j', only date, qid, response_k" in reason
     odd = outcome(row | {"chosen": "c"}, tmp_path, answers=PAIRS, **columns).reason

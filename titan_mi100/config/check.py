@@ -380,8 +380,8 @@ def _check_effects(config: Config) -> Iterator[Problem]:
         idle.append(("corpora only, which are plain text", "data.path", ("system_prompt", *assets.VARIABLES)))
     if data.format in ("text", "tokens"):
         of_conversations = ("loss", "empty_think", "earlier_thinking", "system_prompt", "null_arguments")
-        of_conversations += ("special_in_content",)
-        idle.append((f'format = "{data.format}"', "data.format", (*of_conversations, *assets.VARIABLES)))
+        keys = (*of_conversations, "special_in_content", *assets.VARIABLES)
+        idle.append((f'format = "{data.format}"', "data.format", keys))
     if data.format not in ("auto", "text") or data.prompt_column:
         idle.append((f'format = "{data.format}" or prompt_column', "data.format", ("text_column",)))
     idle += _idle_of_objective(config)

@@ -95,9 +95,7 @@ class DataConfig:
     chosen_column: str = _key("", "column with the better answer, for pairs; empty: chosen")
     rejected_column: str = _key("", "column with the worse answer, for pairs; empty: rejected")
     label_column: str = _key("", "column that says if the answer is wanted; empty: label or kto_tag")
-    special_in_content: str = _key(
-        "", "special tokens of the tokenizer in a message: bad row (empty), or tokenised as text", choices=("", "text")
-    )
+    special_in_content: str = _key("", "special tokens in a message; empty: a bad row", choices=("", "text"))
     system_prompt: str = _key("", "system message of conversations without one, also at inference; empty: none")
     text_column: str = _key("text", "column with the text, for format text")
     loss: str = _key(

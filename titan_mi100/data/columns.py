@@ -26,7 +26,7 @@ LISTS = {"messages": "messages", "sharegpt": "conversations"}  # format -> its k
 # In the name of a list of flags, or of true and false, in any form: not "constraint", not "glossary".
 _MASK_STEMS = re.compile("(?<!s)train|learn|(?<!g)loss|weigh|mask|supervis|froz|freez|grad(?![eu])|backprop")
 _FLAG_STEMS = re.compile("skip|ignor|exclu|omit|discard|drop|target")  # of a list of flags only
-_HOLD_MESSAGES = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
+HOLD_MESSAGES = frozenset({"messages", "conversations", "prompt", "completion", "chosen", "rejected"})
 _NOT_MASKS = {"role", "content", "from", "value", "weight", "tool_calls", "reasoning_content"}  # keys of messages
 MANY_WORDS = 8  # a column that is not used and has more of them on average is warned of
 _WORD = re.compile("[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # of a key in snake_case or camelCase
@@ -88,17 +88,20 @@ def check_keys(form: str, row: Row, unread: Set[str]) -> None:
         raise BadRecord(kind, f"{key} in a row of format {form}; {instead[key]}; {IF_IDLE}")
 
 
-def follow_masks(form: str, row: Row, unread: Set[str], findings: Findings) -> Row:
+def follow_masks(form: str, row: Row, unread: Set[str], holds: Set[str], findings: Findings) -> Row:
     """Turn masks into weights of messages (0 is not learned): those in the messages, and those beside them, which the
     returned row lacks.
+
+    Args:
+        holds: keys whose values may be messages.
 
     Raises:
         BadRecord: a key may say what is learned, but it is none of those that are followed, or not a list of 0 and 1
             (or booleans) with one for each message.
     """
     row, name = {**row}, LISTS.get(form, "")
-    for key in _HOLD_MESSAGES:
-        messages = row.get(key)
+    for key in holds & row.keys():
+        messages = row[key]
         if isinstance(messages, list):
             row[key] = [_follow_inside(message, f"message {i}", findings) for i, message in enumerate(messages, 1)]
         elif isinstance(messages, dict):

@@ -3,11 +3,12 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from titan_mi100.data.columns import INSTEAD
+from titan_mi100.data.columns import HOLD_MESSAGES, INSTEAD
 from titan_mi100.data.files import without_nulls
 from titan_mi100.data.strict_json import IF_IDLE, BadRecord, expect, kind_of, listed, parse_text, shown
 
@@ -23,17 +24,20 @@ _FUNCTION_KEYS = {"name", "arguments"}
 _HARMLESS = {*INSTEAD["harmless"]}
 # Keys whose values are messages, content parts or tool calls. In a tool call only keys that the user names are dropped,
 # because `id` and `index` of a call mean something there.
-_HOLD_MESSAGES = {"messages", "conversations", "prompt", "completion", "chosen", "rejected", "content"}
 _HOLD_CALLS = {"tool_calls", "function"}
+_HOLD = HOLD_MESSAGES | _HOLD_CALLS | {"content"}
 
 
-def drop_keys(given: Message, named: Collection[str], counts: Counter[str], here: Collection[str] = ()) -> Message:
+def drop_keys(
+    given: Message, named: Collection[str], counts: Counter[str], holds: Set[str] = _HOLD, here: Set[str] = frozenset()
+) -> Message:
     """Copy a row without the ignored keys of its messages, content parts and tool calls.
 
     Args:
         given: the row, or an object inside it (the function calls itself).
         named: keys that the user ignores (data.ignored_keys); harmless metadata is ignored as well.
         counts: how often each key was dropped; updated.
+        holds: keys whose values are messages, content parts or tool calls.
         here: keys to drop from `given` itself.
     """
     kept = {}
@@ -41,12 +45,13 @@ def drop_keys(given: Message, named: Collection[str], counts: Counter[str], here
         if key in here:
             counts[key] += 1
             continue
-        if key in _HOLD_MESSAGES or key in _HOLD_CALLS:
-            below = named if key in _HOLD_CALLS else _HARMLESS.union(named)
+        if key in holds:
+            below = {*named} if key in _HOLD_CALLS else _HARMLESS.union(named)
+            drop = partial(drop_keys, named=named, counts=counts, here=below)
             if isinstance(value, list):
-                value = [drop_keys(item, named, counts, below) if type(item) is dict else item for item in value]
+                value = [drop(item) if type(item) is dict else item for item in value]
             elif isinstance(value, dict):
-                value = drop_keys(value, named, counts, below)
+                value = drop(value)
         kept[key] = value
     return kept
 

@@ -17,7 +17,16 @@ from typing import Any, NamedTuple
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.config.settings import DataConfig
 from titan_mi100.data.answers import LABEL_KEYS, LABELS, OPTIONAL, PAIR_KEYS, PAIRS, PROMPTS, label_of, read_pair
-from titan_mi100.data.columns import INSTEAD, LISTS, Findings, check_keys, check_unused, follow_masks, is_flags
+from titan_mi100.data.columns import (
+    HOLD_MESSAGES,
+    INSTEAD,
+    LISTS,
+    Findings,
+    check_keys,
+    check_unused,
+    follow_masks,
+    is_flags,
+)
 from titan_mi100.data.conversation import (
     Message,
     check_order,
@@ -92,8 +101,10 @@ class Format:
         unread = (row.keys() - self.keys - self.optional) | (row.keys() & ignored)
         unread = {key for key in unread if row[key] not in (None, "", [], {})}
         check_keys(self.name, row, unread - ignored)
-        kept = drop_keys({key: value for key, value in row.items() if key not in ignored}, ignored, in_messages)
-        kept = follow_masks(self.name, kept, unread - ignored, findings)
+        holds = HOLD_MESSAGES | (self.keys if self.name == "pairs" else set())
+        kept = {key: value for key, value in row.items() if key not in ignored}
+        kept = drop_keys(kept, ignored, in_messages, holds)
+        kept = follow_masks(self.name, kept, unread - ignored, holds, findings)
         unread -= row.keys() - kept.keys() - ignored
         findings.ignored.update(f"{key} (flags)" if is_flags(row[key]) else key for key in unread)
         findings.ignored.update({f"{key} in messages": number for key, number in in_messages.items()})

@@ -168,8 +168,8 @@ class Ledger:
             keys = some((f"{listed([key])}: {number:,}" for key, number in counted), _IGNORED_SHOWN)
             lines.append(f"  keys that were ignored: {keys}")
         if masks := self._findings.followed:
-            counted = some(f"{listed([key])}: {number:,}" for key, number in sorted(masks.items()))
-            lines.append(f"  masks that were followed (1 is learned): {counted}")
+            keys = some(f"{listed([key])}: {number:,}" for key, number in sorted(masks.items()))
+            lines.append(f"  masks that were followed (1 is learned): {keys}")
         lines += ["  " + line for line in self._noted(False)]
         return lines
 

@@ -173,7 +173,9 @@ class TurnFinder:
         reasoned = has_reasoning(message)
         lost = reasoned and not fields & {REASONING, MIXED}
         self._last_stop = self._last_assistant_stop = stop
-        problem = self.difference(index, message, lost) or self._misread(start, found, message, lost)
+        problem = self.difference(index, message, lost)
+        if not problem and message.get("weight") != 0:
+            problem = self._misread(start, found, message, lost)
         if reasoning_spans(message) and "</think>" in self.text[start : self._first_own(index)]:
             problem = "the template writes an empty think block before the content's; move that to reasoning_content"
         if is_last and not problem and not reasoned and not self._follows_prompt(index, start, prompt):
