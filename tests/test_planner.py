@@ -209,10 +209,10 @@ def test_one_card_may_be_enough(capsys: pytest.CaptureFixture[str]) -> None:
     assert [plan["step_seconds"] for plan in found] == sorted(plan["step_seconds"] for plan in found)
 
 
-def test_a_device_that_is_not_known_is_refused_with_those_that_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_that_is_not_known_is_refused_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     for name, said in (
         ("mi1OO", "did you mean mi"),
-        ("9999x", "is one of mi50, mi100"),
+        ("9999x", "--help lists"),
         ("mine.toml", "--memory 24GB"),
     ):
         assert planner.main([*SFT, "--device", name]) == 2
