@@ -254,25 +254,15 @@ def test_the_page_of_a_mixture_shows_each_source_and_its_share(inspect: Inspect,
     assert "<b>Source " not in inspect.html(*mixed, "--source", "data") and "source" in inspect(*mixed, code=2)
 
 
-def test_lengths_and_learned_shares_are_counted(inspect: Inspect) -> None:
+def test_lengths_are_counted(inspect: Inspect) -> None:
     ids = list(range(65, 75))
     rows = [{"input_ids": ids[:n], "labels": [-100] * (n - 1) + ids[n - 1 : n]} for n in (2, 4, 10)]
     inspect.write(*rows, rows[0], {"input_ids": ids * 30, "labels": ids * 30}, {"input_ids": ids, "labels": ids})
     report = inspect.report()
     statuses = {name: status["rows"] for name, status in report["ledger"]["statuses"].items()}
     assert statuses == {"kept": 4, "duplicate": 1, "dropped": 1}
-    shares = {line["to"]: line["documents"] for line in report["shares"] if line["documents"]}
-    assert shares == {10: 1, 30: 1, 50: 2, 90: 1}  # a row that repeats another one is counted, and trains
-    assert report["lengths"][0]["documents"] == 5 and report["lengths"][-1]["overlong"] == 1
-
-
-def test_a_large_set_is_sampled_and_says_so(inspect: Inspect, monkeypatch: pytest.MonkeyPatch) -> None:
-    inspect.write(*(chat(f"{i}", f"answer {i} " * 30) for i in range(40)))
-    monkeypatch.setattr(inspect_report, "_SAMPLE_TOKENS", 300)
-    report = inspect.report()
-    assert report["documents"] == 40 and report["sampled"] > 1 and len(report["packing"]) == 24 < report["rows"]
-    assert sum(line["documents"] for line in report["shares"]) == -(-40 // report["sampled"])
-    assert f"one document in {report['sampled']}" in inspect.html()
+    assert report["lengths"][0]["documents"] == 5  # a row that repeats another one is counted, and trains
+    assert report["lengths"][-1]["overlong"] == 1
 
 
 def test_a_sentencepiece_model_that_spells_no_replacement_character(inspect: Inspect, tmp_path: Path) -> None:

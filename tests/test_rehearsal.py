@@ -247,7 +247,9 @@ SMALL += ("--training.target_tokens_per_step", "0", "--parallelism.tensor_parall
 
 
 @pytest.mark.full
-def test_the_command_prints_tables_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_tables_and_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert rehearse.main([*SMALL, "--json", "--ranks", "0,3"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [rank["rank"] for rank in found["ranks"]] == [0, 3] and found["fits"]
@@ -259,9 +261,8 @@ def test_the_command_prints_tables_and_json(tmp_path: Path, capsys: pytest.Captu
     assert row["ranks"] == 2 and row["link"] == "inside a node" and row["ring_bytes"] == row["payload"]
     step = found["step"]
     assert step["seconds"] == pytest.approx(step["computing"] + sum(step["exposed"].values())) and not step["bubble"]
-    mine = tmp_path / "mine.toml"
-    mine.write_text('name = "mine"\nmemory_gib = 0.5\nlink_gbs = 16\nper_node = 1\ntflops = { bfloat16 = 71 }\n')
-    assert rehearse.main([*SMALL[:2], "--device", str(mine), *SMALL[4:]]) == 6
+    monkeypatch.setitem(DEVICES, "mine", Gpu("mine", {"bfloat16": 71}, memory_gib=0.5, link_gbs=16, per_node=1))
+    assert rehearse.main([*SMALL[:2], "--device", "mine", *SMALL[4:]]) == 6
     said = capsys.readouterr()
     assert "modelled, not measured: " in said.out and "tensor parallel spans several nodes" in said.out
     assert "what helps most: " in said.err and "does not fit: 0." in said.out

@@ -5,7 +5,6 @@ A file may be missing, truncated or hostile. Then `problems` has a line about it
 
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -34,8 +33,7 @@ from titan_mi100.wording import shortened, some
 METRICS, CONFIG, ENVIRONMENT, PLAN = "metrics.jsonl", "config.toml", "environment.json", "plan.json"
 FAULTS = {"nonfinite_rows.csv": "not finite", "loss_spikes.csv": "loss spike"}
 _OF_A_RUN = (CONFIG, METRICS, STATE, ENVIRONMENT, "train.log")  # every run folder has at least one of them
-_UNTIL = re.compile(r"config-until-step-(\d{1,18})\.toml")
-_MOST_RESTARTS, _MOST_CHECKPOINTS, _MOST_KEYS, _MOST_CONFIGS = 100, 100, 1000, 20
+_MOST_RESTARTS, _MOST_CHECKPOINTS, _MOST_KEYS = 100, 100, 1000
 _REMEDY = "it is left out of the report"
 
 T = TypeVar("T")
@@ -81,7 +79,6 @@ def collect(folder: Path) -> dict[str, Any]:
         "metrics": read(METRICS, read_metrics, nothing),
         "metrics_age": age,
         "config": read(CONFIG, _config, nothing),
-        "earlier_configs": _earlier_configs(folder, read),
         "environment": _texts(read(ENVIRONMENT, in_object, nothing)),
         "plan": _plan(read(PLAN, in_object, nothing)),
         "ledger": read("ledger.csv", read_ledger, nothing),
@@ -163,34 +160,15 @@ def _config(path: Path) -> dict[str, str]:
     return found
 
 
-def _earlier_configs(folder: Path, read: Callable[..., Any]) -> list[dict[str, Any]]:
-    """The settings of earlier starts, oldest first, each with the last step of that start."""
-    steps = sorted(int(match[1]) for name in os.listdir(folder) if (match := _UNTIL.fullmatch(name)))
-    found = [(step, read(f"config-until-step-{step}.toml", _config, {})) for step in steps[-_MOST_CONFIGS:]]
-    return [{"until_step": step, "config": config} for step, config in found if config]
-
-
 def _plan(found: Mapping[str, Any]) -> dict[str, Any]:
     """Planned bytes and seconds of a step, and the values measured in an early step."""
     if not found:
         return {}
-    moments = found["memory"] if isinstance(found.get("memory"), list) else []
-    peaks = [
-        (sum(sizes.values()), words(moment.get("moment"), 100), sizes)
-        for moment in moments[:_MOST_KEYS]
-        if isinstance(moment, dict) and (sizes := _sizes(moment.get("categories")))
-    ]
-    worst = max(peaks, key=lambda peak: peak[0], default=None)
     measured = found.get("measured")
     numbers = {key: _number(found.get(key)) for key in ("least", "most", "card", "step_seconds", "mfu", "bubble")}
     keys = ("step", "peak_memory_gib", "step_seconds", "mfu")
     seen = {key: _number(measured.get(key)) for key in keys} if isinstance(measured, dict) else {}
-    return {**numbers, "measured": seen, "worst": {"moment": worst[1], "categories": worst[2]} if worst else None}
-
-
-def _sizes(categories: object) -> dict[str, float]:
-    entries = list(categories.items())[:20] if isinstance(categories, dict) else []
-    return {words(name, 60): size for name, value in entries if (size := _number(value)) is not None}
+    return {**numbers, "measured": seen}
 
 
 def _checkpoints(folder: Path) -> dict[str, Any]:

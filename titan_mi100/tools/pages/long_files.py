@@ -123,41 +123,22 @@ def _rows(path: Path) -> Iterator[list[str]]:
             yield []
 
 
-def _bounded(value: int) -> int:
-    if not 0 <= value < 2**63:  # Python refuses to print a sum of more than 4,300 digits
-        raise ValueError
-    return value
-
-
 def read_ledger(path: Path) -> dict[str, Any]:
-    """Read `ledger.csv`: for each outcome the number of records, tokens and sets, and the first records as examples.
+    """Read `ledger.csv`.
 
     Returns:
-        `outcomes`: status -> counts; `unreadable`: number of rows, including the truncated end of a file.
+        `outcomes`: status -> number of records; `unreadable`: number of rows, including the truncated end of a file.
     """
-    outcomes: dict[str, Counter[str]] = {}
-    first: dict[str, list[dict[str, str]]] = {}
-    unreadable = 0
+    outcomes, unreadable = Counter[str](), 0
     for row in _rows(path):
         if row[:3] == ["file", "line", "status"]:
             continue
-        try:
-            file, line, status, used_in, tokens, supervised, documents, reason = row
-            numbers = {"tokens": int(tokens), "supervised": int(supervised), "documents": int(documents)}
-            counts = {"records": 1, **{name: _bounded(value) for name, value in numbers.items()}}
-        except ValueError:
+        status = row[2] if len(row) == 8 else ""
+        if status in outcomes or (len(outcomes) < _MOST_STATUSES and 0 < len(status) < 50):
+            outcomes[status] += 1
+        else:
             unreadable += 1
-            continue
-        is_status = status in outcomes or (len(outcomes) < _MOST_STATUSES and 0 < len(status) < 50)
-        if not is_status or used_in not in ("", "train", "validation"):
-            unreadable += 1
-            continue
-        outcomes.setdefault(status, Counter(train=0, validation=0)).update({**counts, used_in or "unused": 1})
-        examples = first.setdefault(status, [])
-        if status != "kept" and len(examples) < _MOST_EXAMPLES:
-            examples.append({"where": shortened(f"{file}:{line}", 300), "reason": shortened(reason, 300)})
-    found = {status: {**counts, "first": first[status]} for status, counts in outcomes.items()}
-    return {"outcomes": found, "unreadable": unreadable}
+    return {"outcomes": outcomes, "unreadable": unreadable}
 
 
 def read_log(path: Path) -> dict[str, Any]:

@@ -63,10 +63,8 @@ def details_of(run: dict[str, Any]) -> str:
             section("Restarts", _restarts(run["restarts"])),
             section("Skipped steps and loss spikes", _faults(run["faults"])),
             section("Plan and measured", _plan(run)),
-            section("Data ledger", _ledger(run["ledger"])),
             section("Checkpoints", _checkpoints(run["checkpoints"])),
             section("Sample answers", _samples(run["samples"])),
-            section("Settings changed by a later start", _changes(run)),
             section("Warnings and errors in train.log", _log(run["log"])),
             section(
                 "Versions and hardware", _pairs({name: value or "none" for name, value in run["environment"].items()})
@@ -151,7 +149,7 @@ def _plan(run: dict[str, Any]) -> str:
     if series.get("seconds") and plan["step_seconds"] is None:
         notes.append("No time was planned: the peak rate of this device is not known.")
     shown = "".join(f"<li><b>{text(name)}</b>, {text(said)}</li>" for name, said in lines)
-    return f"<ul>{shown}</ul>{''.join(map(_note, notes))}{_worst(plan['worst'])}"
+    return f"<ul>{shown}</ul>{''.join(map(_note, notes))}"
 
 
 def _beside(measured: float, least: float, most: float) -> str:
@@ -164,39 +162,6 @@ def _beside(measured: float, least: float, most: float) -> str:
 
 def _note(words: str) -> str:
     return f'<p class="soft">{text(words)}</p>'
-
-
-def _worst(worst: dict[str, Any] | None) -> str:
-    """A table of the memory by category at the step's peak."""
-    if not worst or not (most := max(worst["categories"].values(), default=0)):
-        return ""
-    rows = [
-        (name, f"{size / _GIB:.3f}", (bar(size / most), ""))
-        for name, size in sorted(worst["categories"].items(), key=lambda entry: -entry[1])
-        if size > 0
-    ]
-    return f"<h3>Planned memory at its peak: <bdi>{text(worst['moment'])}</bdi></h3>" + table(
-        ("", "GiB", ""), rows, numeric=(1,)
-    )
-
-
-def bar(share: float) -> str:
-    return f'<span class="bar" style="width:{12 * min(max(share, 0), 1):.2f}em"></span>'
-
-
-def _ledger(ledger: dict[str, Any]) -> str:
-    outcomes = ledger.get("outcomes")
-    if not outcomes:
-        return ""
-    every = sum(counts["records"] for counts in outcomes.values())
-    rows = []
-    for status, counts in sorted(outcomes.items(), key=lambda entry: -entry[1]["records"]):
-        numbers = (f"{counts[key]:,}" for key in ("train", "validation", "tokens", "supervised"))
-        share = counts["records"] / every
-        first = "; ".join(": ".join(filter(None, each.values())) for each in counts["first"][:1])
-        rows.append((status, f"{counts['records']:,}", f"{share:.1%}", (bar(share), ""), *numbers, first))
-    heads = ("Outcome", "Records", "Share", "", "Train", "Validation", "Tokens", "Supervised", "The first of them")
-    return table(heads, rows, numeric=(1, 2, 4, 5, 6, 7))
 
 
 def _checkpoints(checkpoints: dict[str, Any]) -> str:
@@ -237,14 +202,6 @@ def _samples(samples: dict[str, Any]) -> str:
 
 def _said(who: str, what: str) -> str:
     return f'<span class="soft">{text(who)}</span><pre>{text(what)}</pre>'
-
-
-def _changes(run: dict[str, Any]) -> str:
-    """The settings that differ between the starts of one run."""
-    configs = [*(earlier["config"] for earlier in run["earlier_configs"]), run["config"]]
-    heads = [f"Until step {earlier['until_step']:,}" for earlier in run["earlier_configs"]]
-    rows = different_settings(configs)
-    return table(("Setting", *heads, "Then"), rows) if rows and run["earlier_configs"] else ""
 
 
 def different_settings(configs: Sequence[dict[str, str]]) -> list[tuple[str, ...]]:

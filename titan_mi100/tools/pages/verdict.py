@@ -124,7 +124,7 @@ def _of_files(run: dict[str, Any]) -> list[Finding]:
         if names:
             found.append(Finding(WARN, f"Checkpoints {what}: {some(names)}"))
     if rejected := run["ledger"].get("outcomes", {}).get("rejected"):
-        found.append(Finding(WARN, f"{rejected['records']:,} records of the data were rejected"))
+        found.append(Finding(WARN, f"{rejected:,} records of the data were rejected"))
     log = run["log"]
     counts = [f"{log[key]:,} {key if log[key] > 1 else key[:-1]}" for key in ("errors", "warnings") if log.get(key)]
     if counts:

@@ -83,18 +83,14 @@ def _read(report: dict[str, Any]) -> str:
 
 def _set(report: dict[str, Any], most: int, as_table: bool) -> str:
     """The sections of one source's set. Args: most: tokens to show."""
-    sampled = f"one document in {report['sampled']} was examined" if report["sampled"] > 1 else ""
-    charts = ""
-    for title, note, bins in (
-        ("Documents by their number of tokens", f"a row holds {report['seq_len']:,}", report["lengths"]),
-        ("Documents by the share of their tokens that is learned (%)", sampled, report["shares"]),
-    ):
-        series = {"documents": [each["documents"] for each in bins]}
-        if any(overlong := [each["overlong"] for each in bins]):
-            series["rows of the files that did not fit, by their length"] = overlong
-        charts += bars(title, note, [f"{each['to']:,}" for each in bins], series)
+    bins = report["lengths"]
+    series = {"documents": [each["documents"] for each in bins]}
+    if any(overlong := [each["overlong"] for each in bins]):
+        series["rows of the files that did not fit, by their length"] = overlong
+    note, edges = f"a row holds {report['seq_len']:,}", [f"{each['to']:,}" for each in bins]
+    chart = bars("Documents by their number of tokens", note, edges, series)
     parts = (
-        section("Lengths and shares", f'<div class="charts even">{charts}</div>'),
+        section("Lengths", f'<div class="charts even">{chart}</div>'),
         section("How rows are filled", _map(report)),
         section("Documents, token by token", _documents(report, most, as_table)),
     )

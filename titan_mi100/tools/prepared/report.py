@@ -38,7 +38,6 @@ from titan_mi100.tools.prepared.reasons import explain
 from titan_mi100.tools.prepared.texts import token_texts
 from titan_mi100.wording import some
 
-_SAMPLE_TOKENS = 1 << 22  # with more tokens in a set, shares are those of every k-th document: bounds time
 _FIRST = 5  # examples shown for each status of the ledger
 _PICTURED, _COLUMNS = 24, 80  # rows in the packing picture, and columns per row
 # on a page: sources of a mixture, documents of a set, and tokens of all rows together
@@ -257,7 +256,7 @@ def _row(
 
 
 def _summary(config: Config, shown: _Set) -> dict[str, Any]:
-    """The summary of the whole set: log lines, ledger, lengths and learned shares of its documents, packing."""
+    """The summary of the whole set: log lines, ledger, lengths of its documents, packing."""
     data, seq_len = shown.data, config.training.seq_len
     statuses, overlong = _ledger_summary(data.ledger())
     template = config.model.chat_template or "the tokenizer's own"
@@ -267,27 +266,14 @@ def _summary(config: Config, shown: _Set) -> dict[str, Any]:
     while edges[-1] < max(overlong, default=0):
         edges.append(2 * edges[-1])
     pictured = np.linspace(0, len(shown.dataset) - 1, _PICTURED).round().astype(int).tolist()
-    step, shares = _learned_shares(shown.dataset)
     return {
         "read": data.facts.summary,
         "warnings": data.facts.warnings,
         "from": {"tokenizer": config.tokenizer_path(), "chat template": template, "prepared": str(data.folder)},
         "ledger": {"path": str(data.ledger()), "statuses": statuses},
         "lengths": _bins(edges, lengths, overlong),
-        "shares": _bins([-1, *range(10, 101, 10)], np.rint(100 * shares), []),
         "packing": [_picture(shown.dataset, row) for row in dict.fromkeys(pictured)],
-        "sampled": step,
     }
-
-
-def _learned_shares(dataset: PackedDataset) -> tuple[int, np.ndarray]:
-    """(k, learned share of every k-th document of the set)."""
-    documents = np.flatnonzero(np.bincount(dataset.packing.documents))  # sorted and unique; faster than np.unique
-    lengths = np.diff(dataset.documents.starts)[documents]
-    step = max(1, -(-int(lengths.sum()) // _SAMPLE_TOKENS))
-    # a document's first token is never predicted
-    learned = [int((dataset.documents[number][1:] & 1).sum()) for number in documents[::step]]
-    return step, np.array(learned) / lengths[::step]
 
 
 def _ledger_summary(path: Path) -> tuple[dict[str, dict[str, Any]], list[int]]:
