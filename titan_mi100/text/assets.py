@@ -195,9 +195,9 @@ def ending_turns(assets: Assets, token: str, token_id: int) -> Assets:
         made[_SPECIAL_TOKENS] = _json({**special, "eos_token": token} if "eos_token" in special else special)
     config = parse_object(assets.get(CONFIG, b"{}"), CONFIG, _REMEDY)
     generation = parse_object(assets.get(GENERATION, b"{}"), GENERATION, _REMEDY)
-    stops = stop_ids(assets) or stop_ids({GENERATION: _json(_text_part(config))}, CONFIG)
+    stops = stop_ids(assets) or stop_ids({GENERATION: _json(text_part(config))}, CONFIG)
     generation["eos_token_id"] = [token_id, *(stop for stop in stops if stop != token_id)]
-    _text_part(config)["eos_token_id"] = token_id
+    text_part(config)["eos_token_id"] = token_id
     return made | {CONFIG: _json(config), GENERATION: _json(generation)}
 
 
@@ -242,16 +242,11 @@ def prompt_settings(assets: Assets, folder: Path) -> PromptSettings:
 def config_dtype(assets: Assets) -> str | None:
     """The dtype that config.json names, such as `bfloat16`."""
     config = parse_object(assets.get(CONFIG, b"{}"), CONFIG, _REMEDY)
-    named = (part[key] for part in (config, _text_part(config)) for key in _DTYPE_KEYS if part.get(key))
+    named = (part[key] for part in (config, text_part(config)) for key in _DTYPE_KEYS if part.get(key))
     return next((str(dtype).removeprefix("torch.") for dtype in named), None)
 
 
-def draft_layers(assets: Assets) -> Any:
-    """Layers of the draft head that config.json promises."""
-    return _text_part(parse_object(assets.get(CONFIG, b"{}"), CONFIG, _REMEDY)).get("mtp_num_hidden_layers")
-
-
-def _text_part(config: dict[str, Any]) -> dict[str, Any]:
+def text_part(config: dict[str, Any]) -> dict[str, Any]:
     """The part of a config.json that describes the text model; models that read images, too, have it inside."""
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else config
@@ -262,7 +257,7 @@ def naming_dtype(assets: Assets, dtype: str) -> Assets:
     if CONFIG not in assets or dtype in ("keep", config_dtype(assets)):
         return assets
     config = parse_object(assets[CONFIG], CONFIG, _REMEDY)
-    parts = {id(part): part for part in (config, _text_part(config))}.values()
+    parts = {id(part): part for part in (config, text_part(config))}.values()
     if not any(key in part for part in parts for key in _DTYPE_KEYS):
         config["torch_dtype"] = dtype
     for part in parts:
@@ -288,7 +283,7 @@ def check_generation(folder: Path) -> None:
     assets = _read_files(folder, (CONFIG, GENERATION))
     stop_ids(assets, folder / GENERATION)
     config = parse_object(assets.get(CONFIG, b"{}"), folder / CONFIG, _REMEDY)
-    stop_ids({GENERATION: _json(_text_part(config))}, folder / CONFIG)
+    stop_ids({GENERATION: _json(text_part(config))}, folder / CONFIG)
     others = parse_object(assets.get(GENERATION, b"{}"), folder / GENERATION, _REMEDY).keys() - _PLAIN_GENERATION
     if others and find_spec("transformers") and (problem := try_library(folder, GENERATION)):
         raise UserError(f"{problem}; {_REMEDY}")
@@ -330,7 +325,7 @@ def export_assets(folder: Path, assets: Assets, spec: ModelSpec, dtype: str | No
     generation = parse_object(assets.get(GENERATION, b"{}"), folder / GENERATION, _REMEDY)
     stops = stop_ids(assets, folder / GENERATION)
     if ends:
-        if (part := _text_part(config)).get("eos_token_id") is None:
+        if (part := text_part(config)).get("eos_token_id") is None:
             part["eos_token_id"] = ends[0]
         if ends[0] not in stops:
             generation["eos_token_id"] = [*ends, *(stop for stop in stops if stop not in ends)]
@@ -346,12 +341,10 @@ def for_all_versions(assets: Assets) -> Assets:
     made = dict(assets)
     config = parse_object(assets.get(CONFIG, b"{}"), CONFIG, _REMEDY)
     if config.get("model_type") in _IN_VERSION_4:
-        rope, more = rope_of(config), dict[str, Any]()
-        more |= {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
-        more |= {"num_experts": config["num_local_experts"]} if "num_local_experts" in config else {}
-        more |= {"torch_dtype": config["dtype"]} if "dtype" in config else {}
-        if lacking := {key: value for key, value in more.items() if config.get(key) is None}:
-            made[CONFIG] = _json(config | lacking)
+        more = {"rope_theta": rope_of(config).get("rope_theta"), "torch_dtype": config.get("dtype")}
+        more["num_experts"] = config.get("num_local_experts")
+        lacking = {key: value for key, value in more.items() if value is not None and config.get(key) is None}
+        made |= {CONFIG: _json(config | lacking)} if lacking else {}
     tokenizer = parse_object(assets.get(_TOKENIZER_CONFIG, b"{}"), _TOKENIZER_CONFIG, _REMEDY)
     changed = dict(tokenizer)
     if tokenizer.get("tokenizer_class") == "TokenizersBackend":

@@ -13,6 +13,7 @@ from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.errors import UserError
 from titan_mi100.files.model import DCP, TORCH, weights_format
 from titan_mi100.files.patterns import nearby
+from titan_mi100.files.plain import parse_object
 from titan_mi100.log import log
 from titan_mi100.shapes.base import ModelSpec, differences, stored_shapes
 from titan_mi100.shapes.families import of_fingerprint, read_hf_config
@@ -76,7 +77,8 @@ def verify_files(path: Path, share: int = 0, shares: int = 1) -> None:
 
 def warn_of_missing_draft(where: Path, assets: Assets, names: Iterable[str]) -> None:
     """Warn of a draft head that config.json promises, and the weights do not have. Args: where: for the message."""
-    count = asset_files.draft_layers(assets)
+    config = parse_object(assets.get(asset_files.CONFIG, b"{}"), asset_files.CONFIG, "")
+    count = asset_files.text_part(config).get("mtp_num_hidden_layers")
     if count and not any(name.startswith("mtp.") for name in names):
         what = f"config.json has mtp_num_hidden_layers = {count}, but the weights have no draft head (mtp.*)"
         log.warning(f"{where}: {what}; a server must be started without it, or set the key to 0")
