@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from conftest import ASSETS
 
 from titan_mi100 import __main__ as console
 from titan_mi100 import __version__, cli, train
@@ -22,6 +23,7 @@ from titan_mi100.config.as_text import help_text
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
 from titan_mi100.log import log, setup_logging
+from titan_mi100.text import load
 from titan_mi100.tools import exact_match, generate, inspect_data
 from titan_mi100.watch.outcome import RunState, write_run_state
 from titan_mi100.wording import printable, shown
@@ -53,7 +55,7 @@ def test_a_command_ends_with_one_message_and_its_code(capsys: pytest.CaptureFixt
     assert cli.exit_code(raises(UserError("no\x1b[31m:\nother"))) == 2
     assert cli.exit_code(raises(PermissionError(13, "Permission denied", "a\x1b"))) == 2
     assert capsys.readouterr().err == "ERROR no\\x1b[31m:\nERROR other\nERROR a\\x1b: Permission denied\n"
-    for error in (KeyError("a\nb\x1b"), RuntimeError("x" * 9999), RecursionError(), MemoryError(), AssertionError()):
+    for error in (KeyError("a\nb\x1b"), RuntimeError("x" * 9999), RecursionError(), AssertionError()):
         assert cli.exit_code(raises(error)) == 1
         [line] = capsys.readouterr().err.splitlines()
         assert line.startswith(f"ERROR unexpected error, {type(error).__name__}: ") and len(line) < 1000
@@ -207,3 +209,11 @@ def test_help_whose_reader_is_gone_ends_quietly(module: str) -> None:
         buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
         found = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, env=buffered)
     assert (found.returncode, found.stderr) == (0, "")
+
+
+def test_too_little_memory_is_no_damaged_file_and_no_unexpected_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(load, "read_definition", raises(MemoryError()))
+    assert cli.exit_code(lambda: load.load_tokenizer(ASSETS / "tokenizer")) == 6
+    assert capsys.readouterr().err.endswith("out of memory: this process may have no more (free -g, ulimit -a)\n")
