@@ -36,11 +36,11 @@ CORE = (
     ),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )
-BUDGETS = {"core": 9845, "titan_mi100": 26715, "scripts": 1960}  # lines of code
+BUDGETS = {"core": 9910, "titan_mi100": 26920, "scripts": 1960}  # lines of code
 FOLDERS = {  # the same, of folders in titan_mi100/ with all below them
-    "attention": 935, "checkpoint": 715, "config": 2005, "data": 3645, "device": 105, "files": 1050,
-    "generation": 275, "launch": 1480, "model": 1450, "objectives": 185, "open_run": 1025, "optim": 615,
-    "parallel": 1135, "planning": 780, "run": 1420, "shapes": 945, "text": 1360, "tools": 5020, "watch": 685,
+    "attention": 935, "checkpoint": 725, "config": 2010, "data": 3645, "device": 105, "files": 1055,
+    "generation": 275, "launch": 1500, "model": 1450, "objectives": 185, "open_run": 1040, "optim": 615,
+    "parallel": 1145, "planning": 785, "run": 1485, "shapes": 945, "text": 1360, "tools": 5065, "watch": 685,
     "weights": 1140,
 }  # fmt: skip
 BUDGETS |= {f"titan_mi100/{folder}": budget for folder, budget in FOLDERS.items()}

@@ -349,8 +349,15 @@ class Renames:
                 self.left = content(self.folder)
 
 
-@pytest.mark.parametrize("replaced", [False, True], ids=["renamed", "replaced"])
-@pytest.mark.parametrize("at", [2, 4], ids=["in the middle", "at the end"])
+@pytest.mark.parametrize(
+    ("at", "replaced"),
+    [
+        pytest.param(2, False, marks=pytest.mark.full),
+        (2, True),
+        (4, False),  # after the last step
+        pytest.param(4, True, marks=pytest.mark.full),
+    ],
+)
 def test_a_run_whose_folder_was_renamed_stops_and_writes_nothing_elsewhere(
     replaced: bool, at: int, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
