@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from conftest import ASSETS
 
 from titan_mi100 import __main__ as console
 from titan_mi100 import __version__, cli, train
@@ -22,6 +23,7 @@ from titan_mi100.config.as_text import help_text
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
 from titan_mi100.log import log, setup_logging
+from titan_mi100.text import load
 from titan_mi100.tools import certify, exact_match, generate, inspect_data, prepare_corpus
 from titan_mi100.watch.outcome import RunState, write_run_state
 from titan_mi100.wording import printable, shown
@@ -229,3 +231,11 @@ def test_help_whose_reader_is_gone_ends_quietly(module: str) -> None:
         buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
         found = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, env=buffered)
     assert (found.returncode, found.stderr) == (0, "")
+
+
+def test_too_little_memory_is_no_damaged_file_and_no_unexpected_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(load, "read_definition", raises(MemoryError()))
+    assert cli.exit_code(lambda: load.load_tokenizer(ASSETS / "tokenizer")) == 6
+    assert capsys.readouterr().err.endswith("out of memory: this process may have no more (free -g, ulimit -a)\n")

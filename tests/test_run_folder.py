@@ -19,7 +19,7 @@ from titan_mi100 import train as train_module
 from titan_mi100.__main__ import COMMANDS
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config, LoRAConfig, ValidationConfig
-from titan_mi100.errors import ExportError, Preempted
+from titan_mi100.errors import ExportError, Preempted, UserError
 from titan_mi100.launch import launcher as launch
 from titan_mi100.open_run import record
 from titan_mi100.open_run.run import Run
@@ -370,8 +370,15 @@ class Renames:
                 self.left = content(self.folder)
 
 
-@pytest.mark.parametrize("replaced", [False, True], ids=["renamed", "replaced"])
-@pytest.mark.parametrize("at", [2, 4], ids=["in the middle", "at the end"])
+@pytest.mark.parametrize(
+    ("at", "replaced"),
+    [
+        pytest.param(2, False, marks=pytest.mark.full),
+        (2, True),
+        (4, False),  # after the last step
+        pytest.param(4, True, marks=pytest.mark.full),
+    ],
+)
 def test_a_run_whose_folder_was_renamed_stops_and_writes_nothing_elsewhere(
     replaced: bool, at: int, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,3 +407,13 @@ def test_a_run_whose_folder_was_renamed_stops_and_writes_nothing_elsewhere(
     assert content(folder) == renames.left if replaced else not folder.exists()
     assert sorted(path.name for path in (renamed / "checkpoint").glob("step-*")) == [f"step-{at - 1}"]
     assert json.loads((renamed / "metrics.jsonl").read_text().splitlines()[-1])["step"] == at
+
+
+def test_a_folder_that_was_renamed_after_the_launcher_made_it_is_not_made_again(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the data are prepared. A run that resumes would begin anew."""
+    monkeypatch.setenv("TITAN_RUN_FOLDER", str(tmp_path / "run"))
+    with pytest.raises(UserError, match=r"run/checkpoint: cannot be written to \(No such file or directory\)"):
+        RunFolder(load_config(settings(tmp_path / "run"), 1), world)
+    assert not (tmp_path / "run").exists()

@@ -134,7 +134,7 @@ class _Once(argparse._StoreAction):
 def exit_code(program: Callable[[], object], say: Callable[[object], None] = say) -> int:
     """Run a command that prints its results; returns its exit code.
 
-    A user's mistake gives one message and code 2. Any other error gives one line and code 1.
+    A user's mistake gives one message and code 2, too little memory code 6. Any other error gives one line and code 1.
     """
     open_streams()
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # file names can be any bytes
@@ -212,6 +212,9 @@ def _code_of(program: Callable[[], object], say: Callable[[object], None]) -> in
     except UserError as error:
         say(error)
         return 2
+    except MemoryError:
+        say("out of memory: this process may have no more (free -g, ulimit -a)")
+        return 6
     except KeyboardInterrupt:
         say("interrupted")
         return 130

@@ -69,7 +69,8 @@ def main(config: Config, preemption: Preemption, heartbeat: Heartbeat) -> None:
             run.observers.append(TimeLimit(end, preemption, run.checkpointer))
         ended = RunState("done", 0, *(teach(run) if config.objective.name == "teach" else train(run, preemption)))
     except UserError as error:
-        ended = RunState("bad_input", 2, str(error), "fix the problem above and start again")
+        again = "fix the problem above and start again"
+        ended = _moved(folder) or RunState("bad_input", 2, str(error), again)
     except Preempted as error:
         ended = RunState("preempted", 3, str(error), again)
     except NumericalError as error:

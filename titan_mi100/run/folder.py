@@ -132,7 +132,7 @@ class RunFolder:
         try:
             folder = make_run_folder(job, fresh)
             checkpoints = folder / "checkpoint"
-            checkpoints.mkdir(parents=True, exist_ok=True)
+            checkpoints.mkdir(exist_ok=True)  # not its parents: the launcher's folder may have been renamed since
             sync(folder)
             with suppress(PermissionError):  # another user's folder that we may only pass through
                 sync(folder.parent)

@@ -61,7 +61,7 @@ def _load(path: Path) -> Tokenizer:
         merges = exact or not definition["model"].get("ignore_merges")
         check_agreement(config, definition, class_like(definition) if merges else "")
         return tokenizer
-    except UserError:
+    except (UserError, MemoryError):
         raise
     except Exception as error:  # the libraries have no exception class of their own
         what = f"is missing or malformed ({type(error).__name__}: {error})"
