@@ -23,7 +23,7 @@ PARTS, REASONING, WHOLE_PARTS, _MASK_WORDS, _FOLLOWED = (
     {*INSTEAD[kind]} for kind in ("part", "reasoning", "whole part", "mask word", "followed")
 )
 LISTS = {"messages": "messages", "sharegpt": "conversations"}  # format -> its key with the list of messages
-# In the name of a list of flags, or of true and false, in any form: not "constraint", not "glossary".
+# In the name of a number or a list of them, in any form: not "constraint", not "glossary".
 _MASK_STEMS = re.compile("(?<!s)train|learn|(?<!g)loss|weigh|mask|supervis|froz|freez|grad(?![eu])|backprop")
 _FLAG_STEMS = re.compile("skip|ignor|exclu|omit|discard|drop|target")  # of a list of flags only
 HOLD_MESSAGES = frozenset({"messages", "conversations", "prompt", "completion", "chosen", "rejected"})
@@ -156,10 +156,11 @@ def is_flags(value: Any) -> bool:
 def _is_mask(key: str, value: Any) -> bool:
     if key == "labels":  # of tokens, although the row is read as something else
         return isinstance(value, list) and IGNORE in value
-    low, flags = key.lower(), is_flags(value)
+    low, numbers = key.lower(), value if isinstance(value, list) else [value]
     if "mask" in low or _names(key) & _MASK_WORDS:
         return key != "attention_mask"
-    return bool(((flags or is_flags([value])) and _MASK_STEMS.search(low)) or (flags and _FLAG_STEMS.search(low)))
+    is_numeric = all(number is None or isinstance(number, int | float) for number in numbers)
+    return bool((is_numeric and _MASK_STEMS.search(low)) or (is_flags(value) and _FLAG_STEMS.search(low)))
 
 
 def _names(key: str, last: bool = False) -> set[str]:

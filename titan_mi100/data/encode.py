@@ -238,8 +238,7 @@ class Encoder:
             detail = f"of {len(lost)} turns, by the template"
         elif any(joined for _, joined in made):
             kind, detail = JOINED, "its first line breaks or spaces join those before it"
-        documents = [values for values, _ in made]
-        return Encoded(KEPT, documents, 0, kind, detail, thinking=thinking, notes=tuple(notes))
+        return Encoded(KEPT, [values for values, _ in made], 0, kind, detail, thinking=thinking, notes=tuple(notes))
 
     def _without_marks(self, messages: list[Any], tools: list[Any] | None) -> tuple[list[Any], Any, list[str]]:
         """Remove what the template itself writes from the messages: end tokens behind answers, tags around the results

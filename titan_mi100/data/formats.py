@@ -164,13 +164,11 @@ def choose_format(path: str, config: DataConfig, answers: str = "") -> Format:
             return _columns_format(*pair, "")
     if name == "auto" and "text" in keys:
         return _text_format("text")
-    if any(key.startswith(("chosen", "rejected")) for key in keys):
-        what = 'they look like pairs of answers: set [objective] name = "preference"'
-        raise UserError(f"{path}: rows have the keys {listed(keys)}; {what}")
     raise UserError(
         f"{path}: rows have the keys {listed(keys)}; expected messages, conversations, instruction and output, prompt "
         "and completion, question and answer, prompt and response, text, or input_ids; or name two columns in [data] "
-        "prompt_column and response_column, or one in text_column"
+        "prompt_column and response_column, or one in text_column; for pairs of answers (chosen, rejected) set "
+        '[objective] name = "preference"'
     )
 
 
