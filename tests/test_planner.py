@@ -155,7 +155,7 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path, capsys: pyt
         (["--count"], "--count"),
         (["--search", "--tokens", "1e9"], "--tokens is for one config"),
         (["--search", "--tokens", "1e9", "--write", str(tmp_path / "new.toml")], "--tokens is for one config"),
-        (["--search", "--write", str(tmp_path)], "exists already"),
+        (["--search", "--write", str(tmp_path)], "is no regular file"),
     ):
         assert planner.main([*BIG, *wrong]) == 2 and why in capsys.readouterr().err
 
