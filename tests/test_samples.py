@@ -183,7 +183,7 @@ def test_samples_are_shown_in_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     reporter = open_reporter(tmp_path, 9)
-    reporter._sinks = [TensorBoard(tmp_path / "tensorboard", Explanation({}, {}, {}), 0)]
+    reporter._sinks = [TensorBoard(tmp_path / "tensorboard", Explanation({}, {}), 0)]
     entry = {"prompt": [{"role": "prompt", "content": "2 + 2\n="}], "reference": "4", "answer": "five"}
     reporter.samples(3, [entry])
     reporter.close()

@@ -10,21 +10,19 @@ from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorboard.summary.writer import event_file_writer
 from test_metrics import RESULT
 
 from titan_mi100.config.check import check
-from titan_mi100.config.settings import Config, MetricsConfig, TrainingConfig
+from titan_mi100.config.settings import Config, MetricsConfig
 from titan_mi100.errors import UserError
 from titan_mi100.log import log
-from titan_mi100.open_run.record import _chosen, _flat, _write_explanation
+from titan_mi100.open_run.record import _flat, _write_explanation
 from titan_mi100.run import sinks
 from titan_mi100.run.metrics import Reporter
 from titan_mi100.run.sinks import Explanation, open_sinks
 
-CHOSEN = {"training.steps": 4, "data.path": "('x',)"}
-ABOUT = Explanation({**CHOSEN, "data.format": "auto"}, CHOSEN, {"config": "[job]", "layout": "FSDP2 over 2"})
+ABOUT = Explanation({"training.steps": 4, "data.format": "auto"}, {"config": "[job]", "layout": "FSDP2 over 2"})
 
 
 class FakeRun:
@@ -161,18 +159,6 @@ def test_tensorboard_explains_a_run_once_in_its_own_folder_and_again_where_somet
     assert texts == [(0, b"```\nFSDP2 over 2\n```"), (2, b"```\nPP2\n```")]
     files = sorted((tmp_path / "tensorboard").iterdir())
     assert len(files) == 4 and all(file.name.startswith("events.out.tfevents.") for file in files)
-    parts = {tag.partition("/")[2]: HParamsPluginData() for tag in board.PluginTagToContent("hparams")}
-    for name, content in parts.items():
-        content.ParseFromString(board.PluginTagToContent("hparams")[f"_hparams_/{name}"])
-    assert parts.keys() == {"experiment", "session_start_info", "session_end_info"}
-    metrics = {metric.name.tag for metric in parts["experiment"].experiment.metric_infos}
-    assert metrics == {"train/loss", "validation/loss"} <= set(board.Tags()["scalars"])  # their last values are shown
-    given = parts["session_start_info"].session_start_info.hparams
-    assert given.keys() == CHOSEN.keys() and given["training.steps"].number_value == 4
-    assert given["data.path"].string_value == "('x',)"
-    starts = sum(file.read_bytes().count(b"_hparams_/session_start_info") for file in files)
-    ends = [file.read_bytes().count(b"_hparams_/session_end_info") for file in files]
-    assert starts == 1 and sorted(ends) == [0, 0, 0, 1]
 
 
 def test_the_explanation_is_config_layout_and_environment_and_known_when_they_are_the_same(tmp_path: Path) -> None:
@@ -186,8 +172,6 @@ def test_the_explanation_is_config_layout_and_environment_and_known_when_they_ar
     flat = _flat(Config(), 2)
     assert flat["training.seq_len"] == Config().training.seq_len and flat["layout.dp_degree"] == 2
     assert flat["layout.dp_shard"] == 2 and flat["data.path"] == "()" and flat["metrics.enable_wandb"] is False
-    changed = Config(metrics=MetricsConfig(log_freq=2), training=TrainingConfig(seq_len=77))
-    assert _chosen(changed, 2) == {"training.seq_len": 77, "layout": "FSDP2 over 2 (ZeRO-3)"}
 
 
 def test_wandb_s_own_variables_come_before_our_defaults(

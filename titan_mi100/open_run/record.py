@@ -71,7 +71,7 @@ def open_record(
             ran = {"device": device_words, "processes": world.size, "layout": layout, "attention_kernel": kernel}
             ran["compute_dtype"] = dtype
             about = _write_explanation(folder, config, progress.step, ran | code_and_machine(world))
-            about = replace(about, settings=_flat(config, world.size), chosen=_chosen(config, world.size))
+            about = replace(about, settings=_flat(config, world.size))
             flags = config.metrics.enable_tensorboard, config.metrics.enable_wandb
             sinks = open_sinks(folder, *flags, about, progress.step)
             reporter = Reporter(
@@ -130,7 +130,7 @@ def _write_explanation(folder: Path, config: Config, last_step: int, ran: dict[s
     about = json.dumps(record, indent=1) + "\n"
     durable.replace(environment, about)
     texts = {"config": text, "layout": str(ran.get("layout", "")), "environment": about}
-    return Explanation({}, {}, texts, is_known=before == [text.encode(), about.encode()])
+    return Explanation({}, texts, is_known=before == [text.encode(), about.encode()])
 
 
 def _flat(config: Config, world_size: int) -> dict[str, bool | int | float | str]:
@@ -139,14 +139,6 @@ def _flat(config: Config, world_size: int) -> dict[str, bool | int | float | str
     groups["layout"] = {**asdict(config.layout(world_size)), **asdict(config.batch(world_size))}
     values = {f"{group}.{key}": value for group, own in groups.items() for key, value in own.items()}
     return {name: value if isinstance(value, bool | int | float) else str(value) for name, value in values.items()}
-
-
-def _chosen(config: Config, world_size: int) -> dict[str, bool | int | float | str]:
-    """The settings that tell runs apart: those that differ from the default, and the layout in one text."""
-    usual, left_out = _flat(Config(), 1), ("job.", "metrics.", "layout.")
-    flat = _flat(config, world_size).items()
-    changed = {name: value for name, value in flat if value != usual[name] and not name.startswith(left_out)}
-    return {**changed, "layout": config.layout(world_size).describe()}
 
 
 def step_to_use(folder: Path, validation: ValidationConfig, progress: Progress) -> int:

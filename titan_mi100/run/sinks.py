@@ -31,14 +31,12 @@ class Explanation:
     """Context for a reader of the values: settings, layout, environment.
 
     Attributes:
-        settings: config and layout, "section.key" to a value that TensorBoard and W&B can hold.
-        chosen: only the settings that differ from the default, and the layout. (All would be a hundred columns.)
+        settings: config and layout, "section.key" to a value that W&B can hold.
         texts: name -> content: the config as TOML, the layout, versions and hardware.
         is_known: an earlier start of the run has written the same texts.
     """
 
     settings: Settings
-    chosen: Settings
     texts: Mapping[str, str]
     is_known: bool = False
 
@@ -55,12 +53,11 @@ class Sink(Protocol):
 
 
 class TensorBoard:
-    """Events in the run folder; texts and hyperparameters are written once, not by every start of the run."""
+    """Events in the run folder; texts are written once, not by every start of the run."""
 
     def __init__(self, folder: Path, about: Explanation, last_step: int) -> None:
         """Args: last_step: step of the checkpoint that the run resumes from; what was written after it is taken out."""
         from torch.utils.tensorboard import SummaryWriter  # here: importing it takes seconds
-        from torch.utils.tensorboard.summary import hparams
 
         is_new = not any(folder.glob("events.out.tfevents.*"))
         self._writer = SummaryWriter(str(folder), purge_step=last_step + 1)
@@ -70,11 +67,6 @@ class TensorBoard:
         if is_new or not about.is_known:
             for name, text in about.texts.items():
                 self.text(f"about/{name}", f"```\n{text}\n```", last_step)
-        # SummaryWriter.add_hparams would make a run of its own beside this one
-        experiment, start, self._end = hparams(dict(about.chosen), {"train/loss": 0.0, "validation/loss": 0.0})
-        if is_new:
-            self._write(experiment)
-            self._write(start)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         for tag, value in values.items():
@@ -84,12 +76,7 @@ class TensorBoard:
         self._writer.add_text(tag, markdown, step)
 
     def close(self, is_done: bool) -> None:
-        if is_done:
-            self._write(self._end)  # HPARAMS shows a run without it as running; its losses are the last ones
         self._writer.close()
-
-    def _write(self, summary: Any) -> None:
-        self._writer._get_file_writer().add_summary(summary)
 
 
 class WandB:
