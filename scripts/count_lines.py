@@ -36,12 +36,12 @@ CORE = (
     ),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )
-BUDGETS = {"core": 9845, "titan_mi100": 26715, "scripts": 1960}  # lines of code
+BUDGETS = {"core": 9940, "titan_mi100": 26990, "scripts": 1960}  # lines of code
 FOLDERS = {  # the same, of folders in titan_mi100/ with all below them
-    "attention": 935, "checkpoint": 715, "config": 2005, "data": 3645, "device": 105, "files": 1050,
-    "generation": 275, "launch": 1480, "model": 1450, "objectives": 185, "open_run": 1025, "optim": 615,
-    "parallel": 1135, "planning": 780, "run": 1420, "shapes": 945, "text": 1360, "tools": 5020, "watch": 685,
-    "weights": 1140,
+    "attention": 935, "checkpoint": 715, "config": 2030, "data": 3645, "device": 105, "files": 1120,
+    "generation": 275, "launch": 1480, "model": 1450, "objectives": 185, "open_run": 1030, "optim": 615,
+    "parallel": 1145, "planning": 780, "run": 1420, "shapes": 965, "text": 1395, "tools": 5040, "watch": 685,
+    "weights": 1210,
 }  # fmt: skip
 BUDGETS |= {f"titan_mi100/{folder}": budget for folder, budget in FOLDERS.items()}
 LONG_FUNCTION, LONG_FILE = 80, 450  # lines above which a function or a file is named, as a reason to look at it
