@@ -122,7 +122,8 @@ def test_hf_to_dcp_to_hf_is_bit_identical(
         assert listed == set(index["weight_map"].items())
         assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors(source).values())
     before, after = (json.loads((tmp_path / f / "config.json").read_text()) for f in ("hf", "back"))
-    assert before == after
+    assert after.items() >= before.items()
+    assert after.keys() - before.keys() == {"rope_theta", "torch_dtype"}  # where transformers 4 looks for them
     entries = FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata.values()
     # no tensor takes along the storage that it is a part of
     size = sum(t.nbytes for t in tensors(source).values())

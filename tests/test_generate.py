@@ -508,9 +508,9 @@ def test_bad_input_is_refused_before_the_weights_are_read(
 def test_a_mistake_ends_the_process_with_code_2(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = {"generate": "--prompt", "exact_match": "--data"}[name]
     monkeypatch.setattr(sys, "argv", [name, "--model", "/nowhere", data, "/nowhere"])
-    monkeypatch.delitem(sys.modules, f"titan_mi100.{name}", raising=False)
+    monkeypatch.delitem(sys.modules, f"titan_mi100.tools.{name}", raising=False)
     with pytest.raises(SystemExit) as ended:
-        runpy.run_module(f"titan_mi100.{name}", run_name="__main__")
+        runpy.run_module(f"titan_mi100.tools.{name}", run_name="__main__")
     assert ended.value.code == 2
 
 

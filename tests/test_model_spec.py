@@ -46,7 +46,7 @@ def test_a_config_written_by_transformers_is_read(tmp_path: Path) -> None:
         ({"hidden_size": None}, "hidden_size = None is not an int"),
         ({"hidden_size": "1024"}, "hidden_size = '1024' is not an int"),
         ({"rms_norm_eps": True}, "rms_norm_eps = True is not a finite float"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan is not a finite float"),
+        ({"rms_norm_eps": float("nan")}, "NaN is not a finite number"),
         ({"rope_theta": 10**400}, "000... is not a finite float"),
         ({"num_key_value_heads": 5}, "is not a multiple of num_key_value_heads = 5"),
         ({"head_dim": 7}, "head_dim = 7 is odd"),

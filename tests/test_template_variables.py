@@ -200,20 +200,15 @@ def test_the_variables_are_stored_and_followed(model: Path, tmp_path: Path, caps
 def test_the_page_of_the_data_shows_the_masks(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prepare(model, [ROUNDS])
     given = ["--model.flavor", "debug", "--model.tokenizer_path", str(model), "--data.path", str(model / "rows.jsonl")]
-    for more, shown, count in (
-        ([], ["⟦a<|im_end|>⟧", "⟦because"], "1 supervised, 0 masked"),
-        (["--data.preserve_thinking", "true"], ["⟦why", "⟦because"], "2 supervised, 0 masked"),
-        (
-            ["--data.preserve_thinking", "true", "--data.earlier_thinking", "context"],
-            ["why↵\n</think>↵\n↵\n⟦a<|im_end|>⟧", "⟦because"],
-            "1 supervised, 1 masked",
-        ),
+    context = ["--data.preserve_thinking", "true", "--data.earlier_thinking", "context"]
+    for more, shown in (
+        ([], ["⟦a<|im_end|>⟧", "⟦because"]),
+        (["--data.preserve_thinking", "true"], ["⟦why", "⟦because"]),
+        (context, ["why↵\n</think>↵\n↵\n⟦a<|im_end|>⟧", "⟦because"]),
     ):
         assert inspect_data.main([*given, *more, "--where", f"{model / 'rows.jsonl'}:1"]) == 0
         page = capsys.readouterr().out
         assert all(part in page for part in shown), page
-        assert inspect_data.main([*given, *more]) == 0
-        assert f"turns with reasoning: {count}" in capsys.readouterr().out
 
 
 def chat_of(folder: Path) -> ChatTemplate:

@@ -707,7 +707,7 @@ BESIDE = {  # parts of the file that no engine of ours looks at
     "decoder": ({"decoder": []}, "untagged enum"),
     "unknown post_processor": ({"post_processor": {"type": "Other"}}, "untagged enum"),
     "post_processor that drops": ({"post_processor": NO_TOKENS}, "post_processor"),
-    "not a number": ({"more": float("nan")}, "is missing or malformed"),
+    "not a number": ({"more": float("nan")}, "NaN is not a finite number"),
     "a text for ignore_merges": ({"model": {"ignore_merges": "yes"}}, "expected a boolean"),
     "a text for fuse_unk": ({"model": {"fuse_unk": "yes"}}, "expected a boolean"),
 }

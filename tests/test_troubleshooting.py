@@ -9,8 +9,8 @@ PAGE = REPO / "docs" / "TROUBLESHOOTING.md"
 
 
 def _texts_of_the_code() -> str:
-    """All texts in the package, those of an f-string without its fields, and the shell scripts."""
-    found = [path.read_text() for path in (REPO / "scripts").glob("*.sh")]
+    """All texts in the package, those of an f-string without its fields, the shell scripts and the table of keys."""
+    found = [path.read_text() for path in [*(REPO / "scripts").glob("*.sh"), REPO / "titan_mi100/data/columns.txt"]]
     for path in (REPO / "titan_mi100").rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         found += [

@@ -41,6 +41,7 @@ ELSEWHERE = {  # file -> why it writes by itself
     "run/profiling.py": _RUN,
     "run/sinks.py": _RUN,
     "streams.py": "standard streams that are closed become /dev/null",
+    "text/assets.py": "in a temporary folder",
     "tools/harness.py": "lm_eval's output, piece by piece, beside its results",
     "tools/measure/children.py": "in a temporary folder",
     "watch/heartbeat.py": "in node-local memory",

@@ -212,9 +212,6 @@ def _code_of(program: Callable[[], object], say: Callable[[object], None]) -> in
     except UserError as error:
         say(error)
         return 2
-    except MemoryError:
-        say("out of memory: this process may have no more (free -g, ulimit -a)")
-        return 6
     except KeyboardInterrupt:
         say("interrupted")
         return 130
