@@ -434,7 +434,9 @@ def test_a_glob_finds_what_pythons_does(pattern: str, tmp_path: Path, monkeypatc
     assert matching_files(pattern)[0] == sorted(theirs)
 
 
-def test_a_glob_ends_however_many_folders_and_links_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_glob_ends_however_many_folders_and_links_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     for number in range(30):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "up").symlink_to(tmp_path)  # glob follows each, 40 deep
@@ -442,6 +444,9 @@ def test_a_glob_ends_however_many_folders_and_links_there_are(tmp_path: Path, mo
     (tmp_path / "3" / "a.jsonl").write_text("{}\n")
     (tmp_path / "linked").symlink_to(tmp_path / "3")  # where the pattern names a folder, it may be a link
     assert matching_files(f"{tmp_path}/**/*.jsonl") == ([f"{tmp_path}/3/a.jsonl"], [])
+    assert caplog.text.count("** follows no links: name the folders") == 1 and f"{tmp_path}/0/up" in caplog.text
+    files, [problem] = matching_files(f"{tmp_path}/**/b.jsonl")
+    assert not files and "matches no file; ** follows no links: name the folders" in problem
     assert matching_files(f"{tmp_path}/l*/*.jsonl") == ([f"{tmp_path}/linked/a.jsonl"], [])
     for limit in ("_MOST_ENTRIES", "_MOST_SECONDS"):
         with monkeypatch.context() as patch:

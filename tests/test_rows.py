@@ -373,6 +373,8 @@ def test_a_mask_of_another_name_is_refused_with_both_remedies() -> None:
             with pytest.raises(BadRecord, match=r"message 2: |in a message") as refused:
                 read("messages", inside)
             assert "delete" not in str(refused.value)
+    for key in ("trainer_version", "num_losses", "lossless_score"):  # counts and versions are no marks
+        read("messages", {"messages": messages, key: 3})
     for key in ("untrainable", "learning_rate", "frozen"):  # for the whole row, whatever the number
         for number in (0, 1, True, 0.5):
             with pytest.raises(BadRecord, match=f"bad mask: {key} in a row of format messages: it may say"):

@@ -26,6 +26,7 @@ from titan_mi100.files import child, library
 from titan_mi100.files.durable import FolderLock
 from titan_mi100.files.patterns import matching_files
 from titan_mi100.files.plain import LFS_POINTER
+from titan_mi100.launch import before_start
 from titan_mi100.launch.before_start import unfinished_run
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World
@@ -244,7 +245,13 @@ def test_a_number_that_makes_transformers_take_any_memory_ends_a_child_process_o
     assert not (tmp_path / "out").exists()
 
 
-def test_a_new_run_of_a_config_names_the_one_that_is_not_finished(tmp_path: Path) -> None:
+def _denied(_: Path) -> None:
+    raise PermissionError(13, "Permission denied")
+
+
+def test_a_new_run_of_a_config_names_the_one_that_is_not_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def made(name: str, state: str, step: int = 0) -> Path:
         folder = tmp_path / name
         (folder / f"checkpoint/step-{step}" if step else folder).mkdir(parents=True)
@@ -262,6 +269,8 @@ def test_a_new_run_of_a_config_names_the_one_that_is_not_finished(tmp_path: Path
     assert unfinished_run(old) == "" == unfinished_run(made("mine", ""))
     lock = FolderLock(old)
     assert unfinished_run(new) == ""  # it runs
+    monkeypatch.setattr(before_start, "list_checkpoints", _denied)
+    assert unfinished_run(new) == ""  # another user's
     del lock
 
 

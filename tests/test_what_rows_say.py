@@ -299,6 +299,8 @@ def test_messages_as_json_text_are_read(row: dict[str, Any], answers: str, tmp_p
     if "question" not in row:
         reason = outcome(printed, tmp_path, answers=answers).reason
         assert "is Python's form of a list of messages, not JSON; write the list itself, or its JSON" in reason
+    if isinstance(row.get("prompt"), str):  # a question about such a list
+        assert outcome({**row, "prompt": f"{ROUND[:1]}\nWhy is this no JSON?"}, tmp_path, answers=answers).learned
 
 
 def test_answers_that_are_json_by_nature_stay_text(tmp_path: Path) -> None:

@@ -98,7 +98,8 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
     # a folder `wandb`, which wandb writes to, looks like a package: an installed one has an origin
     if with_files and config.metrics.enable_wandb and not getattr(find_spec("wandb"), "origin", None):
         yield Problem("metrics.enable_wandb", "= true: wandb is not installed; pip install wandb, or set it to false")
-    yield from (*_check_data(data), *_check_lora(config.lora), *_check_effects(config), *_check_offload(config))
+    yield from _check_data(data, config.objective.name)
+    yield from (*_check_lora(config.lora), *_check_effects(config), *_check_offload(config))
     yield from _check_objective(config)
     yield from _check_profiling(config.profiling, world_size)
     validation, best = config.validation, config.checkpoint.keep_best
@@ -300,8 +301,8 @@ def _check_paths(config: Config) -> Iterator[Problem]:
         yield Problem(key, f"{what}set model.tokenizer_path to a folder that does, or to such a file")
 
 
-def _check_data(data: DataConfig) -> Iterator[Problem]:
-    if bool(data.prompt_column) != bool(data.response_column) and not data.chosen_column:
+def _check_data(data: DataConfig, objective: str) -> Iterator[Problem]:
+    if bool(data.prompt_column) != bool(data.response_column) and objective != "preference":
         what = "and response_column go together; set both or neither"
         yield Problem("data.prompt_column", what, ("data.response_column",))
     if data.prompt_column and data.format not in ("auto", "columns"):

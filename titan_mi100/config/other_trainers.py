@@ -117,7 +117,7 @@ def meaning(name: str, value: object) -> str:
         name: "section.key" of ours, or an option of theirs.
     """
     word = str(value).lower()
-    text = next((str(each[word]) for each in _values() if name in each["keys"] and word in each), "")
+    text = next((str(each[word]) for each in _values() if name in each["keys"] and word in each and word != "keys"), "")
     is_ours = name in our_keys() and text in our_keys()[name].metadata["choices"]
     return f'; here it is "{text}"' if is_ours else f"; {text}" * bool(text)
 

@@ -159,7 +159,8 @@ def _is_mask(key: str, value: Any) -> bool:
     low, numbers = key.lower(), value if isinstance(value, list) else [value]
     if "mask" in low or _names(key) & _MASK_WORDS:
         return key != "attention_mask"
-    is_numeric = all(number is None or isinstance(number, int | float) for number in numbers)
+    largest = float("inf") if isinstance(value, list) else 1  # of a row's own number: 3 is a count
+    is_numeric = all(number is None or (isinstance(number, int | float) and number <= largest) for number in numbers)
     return bool((is_numeric and _MASK_STEMS.search(low)) or (is_flags(value) and _FLAG_STEMS.search(low)))
 
 

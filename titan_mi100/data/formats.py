@@ -205,7 +205,8 @@ def _unpacked(row: dict[str, Any], form: Format) -> tuple[dict[str, Any], list[s
     for key in (form.keys | form.optional & {*PROMPTS}) & row.keys() if form.name not in ("text", "tokens") else ():
         if not isinstance(text := row[key], str):
             continue
-        if form.name in _OF_MESSAGES and _REPR.match(text):
+        is_whole = key in LISTS.values() or text.rstrip()[-1:] in ("}", "]", ")")  # else: a text about such a list
+        if form.name in _OF_MESSAGES and is_whole and _REPR.match(text):
             what = f"{listed([key])} is Python's form of a list of messages, not JSON"
             raise BadRecord("not JSON", f"{what}; write the list itself, or its JSON text (json.dumps)")
         with suppress(BadRecord):

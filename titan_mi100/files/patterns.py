@@ -2,6 +2,7 @@
 
 import difflib
 import fnmatch
+import functools
 import glob
 import os
 import stat
@@ -11,6 +12,7 @@ from contextlib import suppress
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import LFS_POINTER, lfs_problem
+from titan_mi100.log import log
 from titan_mi100.wording import some
 
 _MOST_NAMES = 10_000  # most names in a folder that are compared with a missing name
@@ -22,15 +24,28 @@ def matching_files(pattern: str) -> tuple[list[str], list[str]]:
     """The files of a path or a glob pattern (`**`: any folders, but no links), sorted by name; a line per problem."""
     literal = os.path.lexists(pattern) or not glob.has_magic(pattern)  # an existing file may be named data[1].jsonl
     try:
-        files = [pattern] if literal else sorted({f for f in _matches(pattern) if not os.path.isdir(f)})
+        links = list[str]()  # to folders, below **
+        files = [pattern] if literal else sorted({f for f in _matches(pattern, links) if not os.path.isdir(f)})
+        left = f"; ** follows no links: name the folders {some(sorted(links), 3)}" if links else ""
     except (UserError, RecursionError) as error:
         return [], [f"{pattern}: {error}"]
     problems = [f"{file}: {reason}" for file in files if (reason := unusable(file))]
-    return files, problems if files else [f"{pattern}: matches no file{nearby(pattern)}"]
+    if files and left:
+        _warn_once(f"{pattern}: matches {len(files):,} files{left}, if their files are wanted, too")
+    return files, problems if files else [f"{pattern}: matches no file{left or nearby(pattern)}"]
 
 
-def _matches(pattern: str) -> Iterator[str]:
-    """As glob.iglob, but `**` follows no links. Raises UserError: there is too much to look at."""
+@functools.cache
+def _warn_once(text: str) -> None:
+    log.warning(text)
+
+
+def _matches(pattern: str, links: list[str]) -> Iterator[str]:
+    """As glob.iglob, but `**` follows no links. Args: links: gets those to folders that it has not followed.
+
+    Raises:
+        UserError: there is too much to look at.
+    """
     folder, parts, looked, end = pattern, list[str](), 0, time.monotonic() + _MOST_SECONDS
     while glob.has_magic(folder):
         folder, part = os.path.split(folder)
@@ -63,6 +78,8 @@ def _matches(pattern: str) -> Iterator[str]:
                 if part == "**" and entry.is_dir(follow_symlinks=False):
                     folders.append(path)
                     yield from below(path, rest) if rest else ()
+                elif part == "**" and rest and entry.is_symlink() and os.path.isdir(path):
+                    links.append(path)
                 elif not rest and fnmatch.fnmatchcase(entry.name, part):
                     yield path
                 elif rest and part != "**" and fnmatch.fnmatchcase(entry.name, part) and os.path.isdir(path):

@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from titan_mi100.checkpoint.sealed import list_checkpoints
@@ -53,10 +54,11 @@ def unfinished_run(folder: Path) -> str:
         return ""
     others = {path: _BY_TIME.fullmatch(path.name) for path in sorted(folder.parent.iterdir(), reverse=True)}
     for path in [path for path, name in others.items() if name and name[1] == named[1]]:
-        outcome, saved = read_outcome(path / STATE), list_checkpoints(path / "checkpoint")
-        if outcome and saved and outcome.state != "done" and not is_locked(path):
-            what = f"{path} has an unfinished run of {named[1]}.toml, saved up to {saved[-1].name}"
-            return f"{what}; to resume it, end this one and add --job.run_folder {shlex.quote(str(path))}"
+        with suppress(OSError):  # another user's, or removed meanwhile
+            outcome, saved = read_outcome(path / STATE), list_checkpoints(path / "checkpoint")
+            if outcome and saved and outcome.state != "done" and not is_locked(path):
+                what = f"{path} has an unfinished run of {named[1]}.toml, saved up to {saved[-1].name}"
+                return f"{what}; to resume it, end this one and add --job.run_folder {shlex.quote(str(path))}"
     return ""
 
 

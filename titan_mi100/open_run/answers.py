@@ -246,8 +246,9 @@ def teach(run: Run) -> tuple[str, str]:
         store = AnswerStore(folder, about, "name another folder with --out, or delete this one")
     beat = partial(run.heartbeat.begin, VALIDATION, "teacher")
     reading.fill(run.model, store, run.wants_to_stop, beat, cache_folder(config.data))
-    if run.world.rank == 0:
-        store.warn_of_mass()
+    with raise_together():
+        if run.world.rank == 0:
+            store.warn_of_mass()
     log.info(f'teacher: {folder} is complete; learn from it: [objective] name = "distill", teacher = "{folder}"')
     return "", "the folder is complete"
 

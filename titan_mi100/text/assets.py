@@ -299,8 +299,12 @@ def check_export(spec: ModelSpec, base: str, tokenizer: str, chat_template: str)
 
     with TemporaryDirectory() as scratch:
         folder, made = Path(scratch), run_assets(spec, base, tokenizer, chat_template)
-        for name, content in made.items():
-            (folder / name).write_bytes(content)
+        try:
+            for name, content in made.items():
+                (folder / name).write_bytes(content)
+        except OSError as error:
+            what = f"cannot be tried in {folder.parent}: {error.strerror}; free some space there, or set TMPDIR"
+            raise UserError(f"[checkpoint] export_hf = true: the export's files {what}") from None
         try:
             read_hf_config(folder)
             if "tokenizer.json" in made or "vocab.json" in made:

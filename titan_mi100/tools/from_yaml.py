@@ -329,15 +329,18 @@ def _take(carried: Carried, name: str, value: Any, entry: Entry) -> None:
 def _take_losses(carried: Carried, values: dict[str, Any]) -> None:
     """TRL's sum of losses: one of pairs, and the likelihood of the chosen answers."""
     kinds, weights = values["loss_type"], values.pop("loss_weights", None)
-    shares = dict(zip(kinds, weights if isinstance(weights, list) else [1.0] * len(kinds), strict=False))
-    beside = float(shares.pop("sft", 0) or 0)
-    if len(shares) == 1 and len(set(kinds)) == len(kinds) and all(float(share) > 0 for share in shares.values()):
+    weights = weights if isinstance(weights, list) else [1.0] * len(kinds)
+    is_known = all(isinstance(kind, str) for kind in kinds) and len(set(map(str, kinds))) == len(kinds) == len(weights)
+    is_known &= all(isinstance(weight, int | float) and weight >= 0 for weight in weights)
+    shares = dict(zip(kinds, weights, strict=True)) if is_known else {}
+    beside = shares.pop("sft", 0)
+    if len(shares) == 1 and all(shares.values()):
         [(values["loss_type"], share)] = shares.items()
         if beside:
-            carried.set("objective.sft_weight", [beside / float(share)], "loss_type")
+            carried.set("objective.sft_weight", [beside / share], "loss_type")
     else:
-        what = "one loss of pairs, and the likelihood of the chosen answers beside it (objective.sft_weight)"
-        carried.lost["loss_type"] = f"= {shown(values.pop('loss_type'))}: here it is {what}"
+        what = "one loss of pairs can be carried over, with sft beside it (objective.sft_weight)"
+        carried.lost["loss_type"] = f"= {shown(values.pop('loss_type'))}: only {what}"
 
 
 def _named_files(carried: Carried, name: str, value: Any, folder: str) -> Any:
@@ -348,7 +351,7 @@ def _named_files(carried: Carried, name: str, value: Any, folder: str) -> Any:
         return value
     info, found = read_object(Path(index), "correct it, or name the files with --data"), list[str]()
     for each in value if isinstance(value, list) else map(str.strip, str(value).split(",")):
-        entry: dict[str, Any] = given if isinstance(given := info.get(each), dict) else {}
+        entry: dict[str, Any] = given if isinstance(given := info.get(str(each)), dict) else {}
         found.append(os.path.join(os.path.dirname(index), str(entry["file_name"])) if "file_name" in entry else each)
         for key in sorted(entry.keys() - {"file_name", "formatting", "ranking"}):
             what = "the form of the rows is recognised; other columns are named in data.prompt_column and its like"

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_mi100.config.settings import Config, LoRAConfig
+from titan_mi100.errors import UserError
 from titan_mi100.log import log
 from titan_mi100.model.init import Read, initial_values
 from titan_mi100.model.lora import base_fingerprint, is_adapter, lora_values
@@ -64,8 +66,10 @@ def load_weights(
                     assets = read_assets(folder_of(source))
                     warn_of_missing_draft(Path(source), assets, base.kinds)
                     if config.lora.rank and (odd := untrained_rows(base, tokens())):
-                        decode = load_tokenizer(config.tokenizer_path()).decode
-                        spelt = ", ".join(repr(decode([token])) for token in odd[:8])
+                        spelt = ", ".join(map(str, odd[:8]))
+                        with suppress(UserError):  # a corpus is trained without its tokenizer
+                            decode = load_tokenizer(config.tokenizer_path()).decode
+                            spelt = ", ".join(repr(decode([token])) for token in odd[:8])
                         what = f"rows of {plural(len(odd), 'token')} in the data look untrained, such as {spelt}"
                         log.warning(f"{source}: {what}; LoRA does not train them: {_INSTEAD}")
                 is_narrow = config.lora.rank or config.optimizer.master == "bf16_sr"
