@@ -1,6 +1,7 @@
 """Rows of preference data: every form that people have, the traps, how they are packed, and the real commands."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -285,18 +286,18 @@ def test_a_reference_of_another_layout_is_compared(
     config = config_of(tmp_path)
     folder = folder_of(config)
     open_run(config, world, folder).close()
-    about = folder / "reference" / "store.json"
-    about.write_text(json.dumps(json.loads(about.read_text()) | {"layout": "TP 8"}))
+    reference, anything = folder / "reference", SimpleNamespace(judge=lambda *_: "")
+    about = answer_store.About(**json.loads((reference / "store.json").read_text()))
+    arrays = dict(answer_store.AnswerStore(reference, about, "").load(0))
+    shutil.rmtree(reference)
+    store = answer_store.AnswerStore(reference, replace(about, layout="TP 8"), "")
+    store.begin()
+    store.write(0, arrays, anything)
     with caplog.at_level("INFO"):
         open_run(config, world, folder).close()
     assert "the reference was made in another layout (TP 8" in caplog.text and "differs by at most 0" in caplog.text
-    [part] = (folder / "reference").glob("part-*")
-    store = answer_store.AnswerStore(
-        folder / "reference", replace(answer_store.About(**json.loads(about.read_text()))), ""
-    )
-    arrays = dict(store.load(0))
-    part.unlink()
-    store.write(0, {**arrays, "sums": arrays["sums"] + 0.01})
+    store.parts[0].unlink()
+    store.write(0, {**arrays, "sums": arrays["sums"] + 0.01}, anything)
     with caplog.at_level("WARNING"):
         open_run(config, world, folder).close()
     assert "differs by at most 0.01 there; delete reference/ in the run folder" in caplog.text

@@ -122,6 +122,8 @@ def run_command(command: Command, folder: Path) -> str:
     has imported torch; one process where the command names no number.
     """
     words = [_with_its_step(word, folder) for word in command.words]
+    if words[1:3] == ["config", "new"]:  # its run folder must be new
+        shutil.rmtree(folder / "outputs/mine", ignore_errors=True)
     if words[0] in SHELL or (words[0].endswith(".sh") and "run_train.sh" not in words[0]):
         done = subprocess.run(words, cwd=folder, env=job_environment(), capture_output=True, text=True, timeout=120)
         code, output, errors = done.returncode, done.stdout, done.stderr

@@ -369,6 +369,8 @@ def _compare_logits(
             problems, difference = compare(folder, weights(), spec, texts, adapter)
     except Exception as error:  # a library's, of any type
         reason = shortened(" ".join(f"{type(error).__name__}: {error}".split()), 300)
+        if checks.is_asked and isinstance(error, UserError):
+            raise
         if checks.is_asked:
             raise SaveError(f"transformers, reading {folder.name}: cannot compute logits: {reason}") from None
         log.warning(f"{folder}: only bytes are compared, because transformers cannot compute logits: {reason}")
