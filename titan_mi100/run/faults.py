@@ -4,6 +4,7 @@ import csv
 import io
 import math
 from collections.abc import Iterable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,14 +93,13 @@ class FaultWatch:
                 found.append((number, all(bool(x.isfinite().all()) for x in before)))
 
         layers = [(int(n), layer) for part in self._model.parts for n, layer in part.model.layers.items()]
-        hooks = [layer.register_forward_hook(partial(look, number)) for number, layer in layers]
         failed = sorted({place for places in gather([*result.nonfinite_microbatches]) for place in places})
-        with self._model.evaluating():
+        with self._model.evaluating(), ExitStack() as hooks:  # which would cost each later step a look at every layer
+            for number, layer in layers:
+                hooks.callback(layer.register_forward_hook(partial(look, number)).remove)
             for place in failed[:1]:
-                number = self._stream.numbers(result.first_row)[place]
-                self._model.forward(self._stream.microbatch(result.first_row, number))
-        for hook in hooks:
-            hook.remove()
+                microbatch = self._stream.numbers(result.first_row)[place]
+                self._model.forward(self._stream.microbatch(result.first_row, microbatch))
         first = min((of_rank[0] for of_rank in gather(found) if of_rank), default=None)
         if first is not None and first[1]:
             device = self._world.device
