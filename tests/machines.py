@@ -75,7 +75,6 @@ class Kind:
         driver: what the NVIDIA driver says of itself.
         rocm: content of /opt/rocm/.info/version.
         closed: device files that the user may not open.
-        modes: CUDA's compute mode of each card, as torch's driver says.
     """
 
     torch: str
@@ -89,7 +88,6 @@ class Kind:
     rocm: str = ""
     files: tuple[str, ...] = ()
     closed: tuple[str, ...] = ()
-    modes: tuple[int, ...] | None = None
 
     def build(self, root: Path) -> System:
         """Make its files below `root`."""
@@ -138,7 +136,7 @@ class Kind:
         else:
             torch = Torch(version)
         facts = replace(facts, torch=torch)
-        return replace(facts, torch=replace(torch, usable=len(facts.numbered()), modes=self.modes))
+        return replace(facts, torch=replace(torch, usable=len(facts.numbered())))
 
 
 # PyTorch's CUDA builds and their architectures: the matrix in its RELEASE.md
@@ -200,11 +198,6 @@ KINDS = {
     "container without rights": Kind(
         ROCM_6, "AMD's cards (gfx908)", ("gfx908",) * 2, {"device files": "/dev/kfd: no permission; group render"},
         amd=(MI100,) * 2, closed=("dev/kfd",),
-    ),
-    "two A100 in EXCLUSIVE_PROCESS": Kind(
-        CUDA_13, "2.13.0 for NVIDIA's cards from pip's index", ("sm_80",) * 2,
-        {"compute mode": "2 of 2 cards admit one process or none"}, modes=(3, 3),
-        nvidia=("NVIDIA A100-PCIE-40GB",) * 2, device="0x20f1", driver=f"{OPEN}  580.95.05",
     ),
     "two V100": Kind(
         CUDA_12, "NVIDIA's cards (older than Turing, driver 580.95.05: CUDA 12.6's build)", ("sm_70",) * 2,

@@ -39,7 +39,7 @@ def test_a_card_is_read_from_the_kernels_files(tmp_path: Path) -> None:
     assert (first.iommu, first.watts, first.full_watts) == ("identity", 290.0, 290.0)
     assert (facts.kernel, facts.driver, facts.rocm) == ("6.8.0-48-generic", "6.12.12", "6.4.1")
     assert facts.groups == ("user", "sudo", "video", "render")
-    assert (facts.memlock, facts.open_files) == (UNLIMITED, 1048576)
+    assert facts.memlock == UNLIMITED
     assert [file.path for file in facts.device_files] == ["/dev/kfd", "/dev/dri/renderD128", "/dev/dri/renderD129"]
 
 
@@ -114,16 +114,16 @@ def test_what_is_not_known_is_not_judged(tmp_path: Path) -> None:
     machine["files"] = {path: text for path, text in machine["files"].items() if path.startswith((NODE, "dev/"))}
     found = facts_of({**machine, "links": {}}, tmp_path)
     (card,) = found.cards
-    assert (card.watts, card.full_watts, card.iommu, card.acs) == (None,) * 4
+    assert (card.watts, card.full_watts, card.iommu) == (None,) * 3
     judged = {verdict.name for verdict in checks.judge(found)}
-    assert not judged & {"power cap", "IOMMU", "ACS", "memlock", "open files"}
+    assert not judged & {"power cap", "IOMMU", "memlock"}
 
 
 def test_this_machine_is_read_as_the_system_calls_say() -> None:
     facts = read()
     assert facts.kernel == os.uname().release
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    assert facts.open_files == (UNLIMITED if limit == resource.RLIM_INFINITY else limit)
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    assert facts.memlock == (UNLIMITED if limit == resource.RLIM_INFINITY else limit)
     assert facts.groups and facts.torch.version
     assert len(facts.visible()) >= count_gpus() or count_gpus() == 0
 
@@ -258,17 +258,9 @@ CASES: list[tuple[checks.Check, Callable[[Facts], Facts], str | None, str]] = [
     (checks.iommu, with_cards(iommu=""), PASS, "off"),
     (checks.iommu, with_card(iommu="DMA"), WARN, "addresses of 1 x MI100 (gfx908), type DMA;"),
     (checks.iommu, lambda facts: replace(with_cards(iommu="DMA")(facts), processes=1), None, ""),
-    (checks.acs, with_cards(acs=()), PASS, "no bridge sends"),
-    (checks.acs, with_card(acs=("0000:20:01.1",)), WARN, "0000:20:01.1 send transfers between cards through the CPU"),
-    (checks.acs, lambda facts: replace(with_cards(acs=("0000:20:01.1",))(facts), processes=1), None, ""),
-    (checks.compute_mode, with_torch(modes=(0, 0)), PASS, "several processes"),
-    (checks.compute_mode, with_torch(modes=(0, 2)), WARN, "1 of 2 cards admit one process or none"),
     (checks.shared_memory, changed(shm_free=64 << 20), WARN, "67.1 MB free; collectives need 512.0 MB"),
     (checks.shared_memory, changed(shm_free=None), WARN, "missing"),
     (checks.shared_memory, changed(shm_free=64 << 20, processes=1), None, ""),
-    (checks.open_files, changed(open_files=256), WARN, "256 per process, fewer than Linux's 1,024"),
-    (checks.open_files, changed(open_files=UNLIMITED), PASS, "no limit"),
-    (checks.open_files, changed(open_files=None), None, ""),
     (checks.compiler, changed(cannot_compile=("no gcc in PATH", "x")), WARN, "no gcc in PATH; kernels"),
     (checks.compiler, lambda facts: replace(facts, cards=(), cannot_compile=("no gcc", "x")), None, ""),
     (checks.memlock, changed(memlock=65536), PASS, "65.5 kB; only RDMA networks need more"),
@@ -369,50 +361,6 @@ def test_that_there_is_no_iommu_is_known(tmp_path: Path) -> None:
     machine = load("mi100")
     machine["files"] = {path: text for path, text in machine["files"].items() if "iommu_group" not in path}
     assert [card.iommu for card in facts_of(machine, tmp_path).cards] == ["", ""]
-
-
-def test_what_bridges_do_is_read_from_their_configuration(tmp_path: Path) -> None:
-    machine, port = load("mi100"), "sys/devices/pci0000:20/0000:20:01.1"
-    system = build(machine, tmp_path)
-    first = ("0000:20:01.1", "0000:21:00.0", "0000:22:00.0", "0000:23:00.0")
-
-    def acs(words: int, control: int, next_one: int = 0) -> tuple[str, ...] | None:
-        """What is read if the port's list has another capability and, at 0x148, this one."""
-        space = bytearray(4096)
-        space[0x100:0x104] = (1 | 1 << 16 | 0x148 << 20).to_bytes(4, "little")
-        space[0x148:0x150] = (words | 1 << 16 | next_one << 20).to_bytes(4, "little") + bytes([0xFF, 0, control, 0])
-        (tmp_path / port / "config").write_bytes(space)
-        return read(system).cards[0].acs
-
-    for folder in (part for name in first for part in tmp_path.rglob(name) if not part.is_symlink()):
-        (folder / "config").write_bytes(bytes(4096))
-    assert acs(13, 0b1101) == ("0000:20:01.1",)
-    assert acs(13, 0b0011) == acs(14, 0b1111) == ()  # neither requests nor completions; another capability
-    assert acs(14, 0, next_one=0x100) == ()  # a list that leads back
-    space = bytearray(4096)  # behind the last one is nothing: the vendor's and device's id are no capability
-    space[0:4], space[0x100:0x104], space[0x104] = (0x1480_000D).to_bytes(4, "little"), bytes([1, 0, 1, 0]), 0
-    space[6] = 0xFF
-    (tmp_path / port / "config").write_bytes(space)
-    assert read(system).cards[0].acs == ()
-    (tmp_path / port / "config").write_bytes(bytes(64))  # what others than root may read
-    assert read(system).cards[0].acs is None
-
-
-def test_the_driver_of_nvidia_is_asked_for_the_compute_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    def get(card: Any, number: int) -> int:
-        card._obj.value = number + 40
-        return 0 if number < 2 else 101  # CUDA_ERROR_INVALID_DEVICE
-
-    def attribute(mode: Any, which: int, card: Any) -> int:
-        mode._obj.value = {40: 0, 41: 3}[card.value]
-        return 0 if which == 20 else 1
-
-    driver = SimpleNamespace(cuInit=lambda flags: flags, cuDeviceGet=get, cuDeviceGetAttribute=attribute)
-    monkeypatch.setattr(torch_build.ctypes, "CDLL", {"libcuda.so.1": driver}.__getitem__)
-    assert torch_build._compute_modes(2) == (0, 3)
-    assert torch_build._compute_modes(3) is None
-    monkeypatch.undo()
-    assert torch_build._compute_modes(1) is None  # no driver here
 
 
 def test_a_card_that_the_driver_leaves_out_is_found_on_the_bus_unless_it_is_another_containers(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import math
+import socket
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,7 @@ from titan_mi100.data.loader import ShuffledEpochs
 from titan_mi100.open_run.record import log_where_everything_is
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.progress import Progress
-from titan_mi100.watch import stragglers
-from titan_mi100.watch.health import amd_health
-from titan_mi100.watch.stragglers import Stragglers, device_health, slow_ranks
+from titan_mi100.watch.stragglers import Stragglers, slow_ranks
 
 
 def probes(*best: float) -> list[deque[float]]:
@@ -46,7 +45,7 @@ def test_a_slow_rank_is_named_with_its_host_once(
     for step in range(1, 99):
         found.after_step(step, result, 0.5)
     [line] = [record.getMessage() for record in caplog.records]
-    assert line.startswith("step 20: rank 0 is slow: it sleeps; on ") and "load" in line
+    assert line == f"step 20: rank 0 on {socket.gethostname()}, cpu is slow: it sleeps"
     host, seconds, probe = found.own_values()
     assert host == 0.5 and seconds == 1.0 and 0.001 < probe < 10  # taken on a logged step
     before = probe
@@ -66,33 +65,6 @@ def test_all_ranks_come_to_the_same_answer_whatever_their_own_clocks_say(
         for step in range(1, 21):
             found.after_step(step, SimpleNamespace(seconds=own, ranks=gathered), own)  # type: ignore[arg-type]
     assert asked[0] == asked[1]
-
-
-def test_a_cards_own_words(tmp_path: Path) -> None:
-    assert amd_health(tmp_path) == "the driver shows no sensors of this card"
-    (tmp_path / "hwmon/hwmon3").mkdir(parents=True)
-    (tmp_path / "ras").mkdir()
-    for name, text in {"freq1_input": "1502000000", "power1_average": "285000000", "power1_cap": "290000000",
-                       "temp2_input": "96000", "temp3_input": "?"}.items():  # fmt: skip
-        (tmp_path / "hwmon/hwmon3" / name).write_text(text + "\n")
-    (tmp_path / "ras/umc_err_count").write_text("ue: 0\nce: 4\n")
-    words = "clock 1502 MHz, power 285 W, cap 290 W, junction 96 °C, memory errors ue: 0 ce: 4"
-    assert amd_health(tmp_path) == words
-    assert device_health(torch.device("cpu")).startswith("CPU, load ")
-
-
-def test_a_device_is_asked_by_its_address_on_the_bus(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = {"pci_domain_id": 1, "pci_bus_id": 0x43, "pci_device_id": 2}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**place))
-    monkeypatch.setattr(stragglers, "amd_health", lambda folder: f"AMD {folder}")
-    monkeypatch.setattr(stragglers, "nvidia_health", lambda address: f"NVIDIA {address}")
-    card = torch.device("cuda")
-    for hip, said in (("6.4", "AMD /sys/bus/pci/devices/0001:43:02.0"), (None, "NVIDIA 0001:43:02.0")):
-        monkeypatch.setattr(torch.version, "hip", hip)
-        assert stragglers.device_health(card) == said
-    del place["pci_bus_id"]  # as in a torch that does not tell it
-    assert stragglers.device_health(card) == "the device's PCI address is unknown"
-    assert stragglers.device_health(torch.device("cpu")).startswith("CPU, load ")
 
 
 def test_a_spike_is_six_deviations_above_the_last_128_steps() -> None:

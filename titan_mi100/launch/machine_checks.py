@@ -16,7 +16,6 @@ from titan_mi100.wording import bytes_in_words, shown, some
 
 PASS, WARN, FAIL = "pass", "warn", "fail"
 SHM_WANTED = 512_000_000  # bytes, the limit of DeepSpeed's ds_report; Docker's default is 64 MiB
-FILES_WANTED = 1024  # the default of Linux
 CONTEXT, LOST = 3 << 28, 0.02  # bytes and share of a card's memory that a plan leaves to driver and libraries
 # NCCL's algorithms for all-gather and reduce-scatter. "tree" is not one: it serves all-reduce only.
 _SERVE_ALL_GATHER = {"ring", "pat", "nvls", "collnetdirect"}
@@ -277,31 +276,6 @@ def iommu(facts: Facts) -> Result | None:
     return Result("IOMMU", PASS, "passes addresses through" if any(card.iommu for card in cards) else "off")
 
 
-def acs(facts: Facts) -> Result | None:
-    """PCIe bridges with ACS send what one card writes to another through the CPU: slow, or a hang."""
-    known = [card.acs for card in facts.visible() if card.acs is not None]
-    if facts.used() < 2 or not known:
-        return None
-    bridges = sorted({bridge for bridges in known for bridge in bridges})
-    if bridges:
-        remedy = "switch ACS off in the BIOS; until the next start of the machine, for each bridge:\n"
-        remedy += f"sudo setpci -s {bridges[0]} ECAP_ACS+0x6.w=0000"
-        return Result("ACS", WARN, f"{some(bridges)} send transfers between cards through the CPU", remedy)
-    return Result("ACS", PASS, "no bridge sends transfers between cards through the CPU")
-
-
-def compute_mode(facts: Facts) -> Result | None:
-    """Attention backends are tried in a process of their own, while the run holds the card."""
-    modes, name = facts.torch.modes, "compute mode"
-    if not modes:
-        return None
-    if any(modes):
-        few = sum(map(bool, modes))
-        fact = f"{few} of {len(modes)} cards admit one process or none (EXCLUSIVE_PROCESS or PROHIBITED)"
-        return Result(name, WARN, fact, "sudo nvidia-smi -c DEFAULT, or ask who runs the machine")
-    return Result(name, PASS, "several processes may use a card")
-
-
 def shared_memory(facts: Facts) -> Result | None:
     """NCCL and RCCL exchange data between processes in /dev/shm, and fail if it is full."""
     if facts.used() < 2:
@@ -311,16 +285,6 @@ def shared_memory(facts: Facts) -> Result | None:
         return Result("/dev/shm", PASS, size)
     remedy = "start the container with --shm-size=1g or --ipc=host; else sudo mount -o remount,size=8g /dev/shm"
     return Result("/dev/shm", WARN, f"{size}; collectives need {bytes_in_words(SHM_WANTED)}", remedy)
-
-
-def open_files(facts: Facts) -> Result | None:
-    """Each process opens data files, checkpoint files and connections to other ranks."""
-    if facts.open_files is None:
-        return None
-    fact = "no limit" if facts.open_files == UNLIMITED else f"{facts.open_files:,} per process"
-    if facts.open_files >= FILES_WANTED:
-        return Result("open files", PASS, fact)
-    return Result("open files", WARN, f"{fact}, fewer than Linux's {FILES_WANTED:,}", "ulimit -n 65536")
 
 
 def compiler(facts: Facts) -> Result | None:
@@ -361,10 +325,10 @@ def power_cap(facts: Facts) -> Result | None:
 # at every start of a run; the doctor runs all
 FAST: tuple[Check, ...] = (
     device_files, driver, visibility, torch_build, architecture, gfx_override, nccl_algo, expandable_segments, iommu,
-    shared_memory, open_files, compiler, power_cap, own_graphics, peer_access,
+    shared_memory, compiler, power_cap, own_graphics, peer_access,
 )  # fmt: skip
 CHECKS: tuple[Check, ...] = (
-    *FAST, memlock, acs, compute_mode, free_memory,
+    *FAST, memlock, free_memory,
 )  # fmt: skip
 
 

@@ -23,7 +23,6 @@ VARIABLES = (
     *HIDING, *ALLOCATOR, "HSA_OVERRIDE_GFX_VERSION", "NCCL_ALGO", "NCCL_P2P_DISABLE",
 )  # fmt: skip
 UNLIMITED = 2**63 - 1
-_QEMU = "0x1b36"  # QEMU's PCI vendor id
 
 
 def group_of(path: Path) -> str:
@@ -54,18 +53,13 @@ class System:
     free_bytes: Callable[[Path], int] = free_bytes
     cannot_compile: Callable[[Mapping[str, str]], tuple[str, str]] = cannot_compile
 
-    def content(self, path: str | Path) -> bytes | None:
-        """A file's first 64 KiB; None: it does not exist or cannot be read."""
+    def text(self, path: str | Path) -> str | None:
+        """A file's first 64 KiB as text, stripped; None: it does not exist or cannot be read."""
         try:
             with open(self.root / path, "rb") as file:
-                return file.read(1 << 16)
+                return file.read(1 << 16).decode(errors="replace").strip()
         except OSError:
             return None
-
-    def text(self, path: str | Path) -> str | None:
-        """The same as text, stripped."""
-        found = self.content(path)
-        return None if found is None else found.decode(errors="replace").strip()
 
     def number(self, path: str | Path) -> int | None:
         """A file's content as a non-negative integer; None: it is something else."""
@@ -97,7 +91,6 @@ class Card:
     iommu: str | None  # type of its IOMMU domain: identity, DMA, DMA-FQ; "": no IOMMU
     watts: float | None  # power cap
     full_watts: float | None  # power cap that the card is made for
-    acs: tuple[str, ...] | None  # PCIe bridges that send what cards send each other through the CPU; root may read it
     use: str = "always"  # a processor's own graphics: "alone", where there is no card; "never": no torch has its code
 
 
@@ -125,7 +118,6 @@ class Facts:
     environ: Mapping[str, str]  # those of VARIABLES that are set
     processes: int | None  # processes of the run on this machine; None: one per card
     memlock: int | None  # limit of locked memory in bytes, or UNLIMITED
-    open_files: int | None  # limit of open files, or UNLIMITED
     shm_free: int | None  # free bytes in /dev/shm
     rdma: tuple[str, ...]  # InfiniBand, RoCE or Slingshot devices
     cannot_compile: tuple[str, str]  # see compiler.py
@@ -213,7 +205,6 @@ def read(system: System | None = None, processes: int | None = None) -> Facts:
         environ={name: system.environ[name] for name in VARIABLES if name in system.environ},
         processes=processes,
         memlock=limits.get("Max locked memory"),
-        open_files=limits.get("Max open files"),
         shm_free=_shm_free(system),
         rdma=(*system.names("sys/class/infiniband"), *system.names("sys/class/cxi")),
         cannot_compile=system.cannot_compile(system.environ),
@@ -257,7 +248,6 @@ def _nvidia_cards(system: System) -> Iterable[Card]:
 
 def _card(system: System, vendor: str, name: str, arch: str | None, address: str, file: str) -> Card:
     device = f"sys/bus/pci/devices/{address}"
-    way = _pci_path(system, device) if address else []
     monitor = next((f"{device}/hwmon/{name}" for name in system.names(f"{device}/hwmon")), "")
     cap, default, most = (system.number(f"{monitor}/power1_cap{end}") for end in ("", "_default", "_max"))
     # Radeon cards can be set above their default. But some MI100s are sold with 178 W as default, and can take 290.
@@ -268,39 +258,10 @@ def _card(system: System, vendor: str, name: str, arch: str | None, address: str
         arch=arch,
         device_file=file,
         address=address,
-        iommu=_iommu(system, device) if way else None,
+        iommu=_iommu(system, device) if address and (system.root / device).exists() else None,
         watts=cap / 1e6 if cap else None,  # the files have microwatts
         full_watts=most / 1e6 if most else None,
-        acs=_redirecting(system, way) if way else None,
     )
-
-
-def _redirecting(system: System, way: list[Path]) -> tuple[str, ...] | None:
-    """See Card.acs. Source: PCI Express Base Specification, section of ACS: extended capability 13; bits 2 and 3 of
-    its control register redirect requests and completions."""
-    found = []
-    for part in way:
-        space = system.content(part / "config")
-        if space is None or len(space) < 256:
-            return None  # without root's rights the kernel shows 64 bytes
-        at, seen = 256, set[int]()  # extended capabilities begin there, each with the place of the next
-        while at >= 256 and at not in seen and len(space) >= at + 8:
-            seen.add(at)
-            header = int.from_bytes(space[at : at + 4], "little")
-            if header & 0xFFFF == 13 and space[at + 6] & 0b1100:
-                found.append(part.name)
-            at = header >> 20 & 0xFFC  # 0: the last one
-    return tuple(found)
-
-
-def _pci_path(system: System, device: str) -> list[Path]:
-    """The sysfs folders of the PCI devices from the card up to the CPU."""
-    try:
-        folder = (system.root / device).resolve(strict=True)
-    except (OSError, RuntimeError):
-        return []
-    parts = [part for part in (folder, *folder.parents) if re.fullmatch(r"[\da-f]{4,}:[\da-f]{2}:.*", part.name)]
-    return [part for part in parts if system.text(part / "vendor") != _QEMU]  # its ports are virtual
 
 
 def _iommu(system: System, device: str) -> str | None:

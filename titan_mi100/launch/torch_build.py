@@ -4,7 +4,6 @@
 seconds, and the first call of the GPU driver may hang or crash.
 """
 
-import ctypes
 import importlib.util
 import json
 import os
@@ -35,7 +34,6 @@ class Torch:
     usable: int | None = None  # number of cards that it can use
     card_archs: tuple[str, ...] | None = None  # architectures of those cards: gfx908, sm_90
     memory: tuple[tuple[int, int], ...] | None = None  # free bytes and all bytes of each of those cards
-    modes: tuple[int, ...] | None = None  # CUDA's compute mode of each: 0 is the default
     problem: str = ""  # why torch could not be asked
 
 
@@ -128,7 +126,6 @@ def _answer() -> Torch:
     memory = None
     with suppress(RuntimeError):  # another process has the card, which is in exclusive mode
         memory = tuple(torch.cuda.mem_get_info(number) for number in range(usable))
-    modes = _compute_modes(usable) if torch.version.cuda and usable else None
     for number in range(usable):
         properties = torch.cuda.get_device_properties(number)
         # gcnArchName is "gfx908:sramecc+:xnack-": cut the features. In a CUDA build it is the card's name.
@@ -136,22 +133,8 @@ def _answer() -> Torch:
         archs.append(arch or f"sm_{properties.major}{properties.minor}")
     return Torch(
         torch.__version__, torch.version.hip, torch.version.cuda, tuple(flags.split()) if flags else None,
-        usable=usable, card_archs=tuple(archs), memory=memory, modes=modes, problem=problem,
+        usable=usable, card_archs=tuple(archs), memory=memory, problem=problem,
     )  # fmt: skip
-
-
-def _compute_modes(count: int) -> tuple[int, ...] | None:
-    """See Torch.modes. Source: cuda.h, CU_DEVICE_ATTRIBUTE_COMPUTE_MODE = 20. None: the driver does not say."""
-    with suppress(OSError, AttributeError):
-        driver, card, mode, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_int(), list[int]()
-        driver.cuInit(0)
-        for number in range(count):
-            failed = driver.cuDeviceGet(ctypes.byref(card), number)
-            if failed or driver.cuDeviceGetAttribute(ctypes.byref(mode), 20, card):
-                return None
-            found.append(mode.value)
-        return tuple(found)
-    return None
 
 
 def main() -> None:

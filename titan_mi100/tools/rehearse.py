@@ -21,7 +21,6 @@ from titan_mi100.planning.cards import Gpu
 from titan_mi100.planning.device import NAMES, find_card, positive, size_gib
 from titan_mi100.planning.memory import CATEGORIES, with_unseen
 from titan_mi100.planning.plan import GIB, make_plan, remedy
-from titan_mi100.planning.scaling import EFFICIENCY, StepTime, step_of
 from titan_mi100.planning.traffic import by_axis
 from titan_mi100.wording import bytes_in_words, plural
 
@@ -62,19 +61,11 @@ def _rehearse(options: argparse.Namespace, settings: Sequence[str]) -> int:
     chosen = options.ranks or ranks_of_stages(config.layout(ranks))
     found = [rehearse(config, ranks, rank, card) for rank in chosen]
     most = with_unseen(max(rehearsed.memory.peak for rehearsed in found))
-    step = None
-    layout, batch, training = config.layout(ranks), config.batch(ranks), config.training
-    if training.mixed_precision_param in gpu.tflops:
-        works, schedule = [rehearsed.work for rehearsed in found], config.parallelism.pipeline_parallel_schedule
-        step = step_of(schedule, layout, batch, training.mixed_precision_param, works, gpu)
-    tokens = batch.global_batch_size * training.seq_len
     if options.json:
-        print(
-            json.dumps({**_as_json(found, gpu, card, most), "step": step and {**asdict(step), "seconds": step.seconds}})
-        )
+        print(json.dumps(_as_json(found, gpu, card, most)))
     else:
-        lines = _lines(layout, batch, training.seq_len, found, gpu, card, most)
-        print("\n".join([*lines, *_time(tokens, ranks, step)]))
+        lines = _lines(config.layout(ranks), config.batch(ranks), config.training.seq_len, found, gpu, card, most)
+        print("\n".join(lines))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         print(f"\nrehearsed in {time.perf_counter() - started:.0f} s and {peak / GIB:.1f} GiB of this machine's memory")
     if most <= card:
@@ -141,20 +132,6 @@ def _lines(
     if layout.inside_a_node > gpu.per_node:
         lines += ["", "tensor parallel spans several nodes: every layer waits for the network; keep it inside a node"]
     return lines
-
-
-def _time(tokens: int, ranks: int, step: StepTime | None) -> list[str]:
-    if step is None:
-        return []
-    exposed = ", ".join(f"{seconds:.2f} {axis}" for axis, seconds in step.exposed.items() if seconds >= 0.005)
-    waits = f", {step.bubble:.2f} s the pipeline's bubble" if step.bubble else ""
-    return [
-        "",
-        f"about {step.seconds:.1f} s a step, {tokens / step.seconds / ranks:,.0f} tokens/s for each device: "
-        f"{step.computing:.2f} s computing{waits}, exposed communication {exposed or 'none'}",
-        f"modelled, not measured: {EFFICIENCY:.0%} of the peak rate while it computes, half of a link's rate "
-        "(docs/MEMORY.md)",
-    ]
 
 
 def _as_json(found: "Sequence[Rehearsed]", gpu: Gpu, card: int, most: float) -> dict[str, Any]:

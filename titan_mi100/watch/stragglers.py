@@ -5,13 +5,11 @@ collectives: waiting for rows, the host's work after a step, and a probe, a smal
 every rank. These values are exchanged in the step's one collective.
 """
 
-import os
 import socket
 import statistics
 import time
 from collections import deque
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,7 +18,6 @@ from titan_mi100.device import accelerator
 from titan_mi100.log import log
 from titan_mi100.parallel.distributed import World, from_rank_zero
 from titan_mi100.trainer import StepResult
-from titan_mi100.watch.health import amd_health, nvidia_health
 
 _SLOW = 1.33  # slow: more than this many times the median
 _SHARE = 0.05  # and, for rows and host work, slower than the median by more than this share of a step
@@ -80,9 +77,9 @@ class Stragglers:
     def _name(self, step: int, found: dict[int, str]) -> None:
         """The same on all ranks. A collective."""
         for rank in sorted(found)[:_SHOWN]:
-            box = [f"on {socket.gethostname()}: {device_health(self._world.device)}" if rank == dist.get_rank() else ""]
+            box = [f"on {socket.gethostname()}, {self._world.device}" if rank == dist.get_rank() else ""]
             dist.broadcast_object_list(box, src=rank)
-            log.warning(f"step {step}: rank {rank} is slow: {found[rank]}; {box[0]}")
+            log.warning(f"step {step}: rank {rank} {box[0]} is slow: {found[rank]}")
         if len(found) > _SHOWN:
             log.warning(f"step {step}: {len(found) - _SHOWN} other ranks are slow, too: {sorted(found)[_SHOWN:]}")
 
@@ -121,16 +118,3 @@ def slow_ranks(means: list[list[float]], seconds: float, probes: list[deque[floa
         if value > _SLOW * usual:
             found[rank] = f"a matrix product takes {value / usual:.2f} times the median"
     return found
-
-
-def device_health(device: torch.device) -> str:
-    """Clock, power, temperature and memory errors of the device, in words; for a CPU the system load."""
-    if not accelerator.is_cuda(device):
-        return f"CPU, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-    found = accelerator.properties(device)
-    place = [getattr(found, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-    if None in place:
-        return "the device's PCI address is unknown"
-    domain, bus, number = map(int, place)  # type: ignore[arg-type]
-    address = f"{domain:04x}:{bus:02x}:{number:02x}.0"
-    return amd_health(Path("/sys/bus/pci/devices", address)) if accelerator.is_rocm() else nvidia_health(address)
