@@ -1,6 +1,5 @@
 """From files to packed rows: nothing lost, nothing invented, the right tokens supervised, every row accounted for."""
 
-import base64
 import csv
 import errno
 import gzip
@@ -342,15 +341,17 @@ def test_validation_files_with_rows_of_the_training_files_are_warned_of(tmp_path
     assert load(train).facts.fingerprints == data.facts.fingerprints  # a resume may add or change validation
 
 
-def test_a_template_of_ones_own_and_a_bare_rank_file(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_template_of_ones_own_and_a_tokenizer_without_one(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = write(tmp_path / "rows.jsonl", qa("one", "ONE"))
     template = tmp_path / "mine.jinja"
     template.write_text(
         "{% for m in messages %}{{ '<|im_start|>' + m.role + ('\\n>> ' if m.role == 'user' else '') }}"
         "{{ m.content + eos_token }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
     )
-    file = tmp_path / "bytes.tiktoken"
-    file.write_text("".join(f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256)))
+    file = shutil.copytree(ASSETS / "tokenizer", tmp_path / "tokenizer")
+    content = json.loads((file / "tokenizer_config.json").read_text())
+    (file / "tokenizer_config.json").write_text(json.dumps({**content, "chat_template": None}))
+    (file / "chat_template.jinja").unlink(missing_ok=True)
     for source in (file, ASSETS / "tokenizer"):
         read = load_tokenizer(source)
         [(ids, supervised)] = documents(load(path, tokenizer=source, template=template).train)

@@ -1,4 +1,3 @@
-import base64
 import json
 import pickle
 import random
@@ -11,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiktoken
 import tokenizers
 from conftest import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_sentencepiece_tokenizer import train as train_pieces
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, trainers
 
 from titan_mi100.errors import UserError
@@ -23,7 +22,7 @@ from titan_mi100.text import base
 from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.bpe import BpeTokenizer, merges_are_exact, nfc
 from titan_mi100.text.load import load_tokenizer, tokenizer_files
-from titan_mi100.text.other import HfTokenizer
+from titan_mi100.text.other import HfTokenizer, SentencePieceTokenizer
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 QWEN3 = DATA / "qwen3_tokenizer"
@@ -810,112 +809,6 @@ def test_a_lone_surrogate_is_refused_and_an_empty_text_is_empty(trained_both: Bo
     assert ours.encode("") == [] and ids.shape == ends.shape == (0,)
 
 
-# -- tiktoken rank files --
-
-TO_BYTE = {character: byte for byte, character in BYTES.items()}
-
-
-def vocabulary_ranks(folder: Path) -> dict[bytes, int]:
-    """The vocabulary of an HF folder as tiktoken has it: bytes to ranks."""
-    vocab = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
-    return {bytes(TO_BYTE[character] for character in token): rank for token, rank in vocab.items()}
-
-
-def write_ranks(file: Path, ranks: dict[bytes, int]) -> Path:
-    lines = [base64.b64encode(token) + b" %d\n" % rank for token, rank in sorted(ranks.items(), key=lambda x: x[1])]
-    file.write_bytes(b"".join(lines))
-    return file
-
-
-SINGLE_BYTES = {bytes([255 - byte]): byte for byte in range(256)}  # ranks need not be in the order of the bytes
-QWEN3_ADDED = (
-    json.loads((QWEN3 / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"] if QWEN3.exists() else []
-)
-Ranked = tuple[Tokenizer, Tokenizer, Tokenizer, tiktoken.Encoding]
-
-
-@pytest.fixture(scope="module", params=["asset", pytest.param("qwen3", marks=[needs_qwen3, pytest.mark.full])])
-def ranked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranked:
-    """Of an HF folder, its vocabulary as a lone rank file, and the same beside its config; and tiktoken's own."""
-    folder = ASSET if request.param == "asset" else QWEN3
-    ranks = vocabulary_ranks(folder)
-    lone, beside = (write_ranks(tmp_path_factory.mktemp(name) / "qwen.tiktoken", ranks) for name in ("lone", "beside"))
-    shutil.copyfile(folder / "tokenizer_config.json", beside.with_name("tokenizer_config.json"))
-    added = [token["content"] for token in QWEN3_ADDED] if len(ranks) == 151_643 else SPECIALS[:3]
-    special = {content: len(ranks) + i for i, content in enumerate(added)}
-    theirs = tiktoken.Encoding("theirs", pat_str=QWEN2_PATTERN, mergeable_ranks=ranks, special_tokens=special)
-    return load_tokenizer(folder), load_tokenizer(lone), load_tokenizer(beside), theirs
-
-
-@settings(fuzz, max_examples=examples(200))
-@given(text=odd_text)
-def test_a_rank_file_gets_the_ids_of_its_folder_and_of_tiktoken(ranked: Ranked, text: str) -> None:
-    folder, lone, beside, theirs = ranked
-    assert beside.encode(text) == folder.encode(text)  # the config says Qwen2Tokenizer, which means NFC
-    assert lone.encode(text) == theirs.encode(text, allowed_special="all")
-    ids, ends = lone.encode_with_offsets(text)
-    assert lone.normalize(text) == text == lone.decode(ids)
-    assert not ids.size or ends[-1] == len(text.encode())
-    composed = unicodedata.normalize("NFC", text)
-    if lone.n_vocab < folder.n_vocab:  # only the three tokens of a chat are assumed for ranks that are not Qwen3's
-        composed = composed.replace("think>", "think >")
-    assert lone.encode(composed) == folder.encode(composed)
-
-
-def test_a_rank_file_beside_its_config_is_the_folders_tokenizer(ranked: Ranked) -> None:
-    folder, lone, beside, _ = ranked
-    assert ends_of(beside) == ends_of(folder) and ends_of(lone)[:3] == ends_of(folder)[:3]
-    assert lone.fingerprint != beside.fingerprint == folder.fingerprint
-    copy, text = pickle.loads(pickle.dumps(beside)), "".join(invented_lines()[:20]) + "e\u0301<|im_end|>"
-    assert copy.encode(text) == folder.encode(text) and copy.fingerprint == folder.fingerprint
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("model", "count"),
-    [pytest.param(QWEN3, 26, marks=needs_qwen3), pytest.param(QWEN3_5, 33, marks=needs_qwen3_5)],
-    ids=["qwen3", "qwen3.5"],
-)
-def test_a_models_number_of_ranks_is_followed_by_its_added_tokens(tmp_path: Path, model: Path, count: int) -> None:
-    added = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
-    assert len(added) == count
-    ours, theirs = (
-        load_tokenizer(write_ranks(tmp_path / "qwen.tiktoken", vocabulary_ranks(model))),
-        load_tokenizer(model),
-    )
-    for token in added:
-        assert ours.encode(token["content"]) == [token["id"]]
-    assert ours.special == theirs.special and ends_of(ours) == ends_of(theirs)
-    assert ours.encode("हिन्दी में नमस्ते। Hello 123") == theirs.encode("हिन्दी में नमस्ते। Hello 123")
-
-
-def test_other_ranks_are_followed_by_the_tokens_of_a_chat(tmp_path: Path) -> None:
-    ours = load_tokenizer(write_ranks(tmp_path / "x.tiktoken", {**SINGLE_BYTES, b"ab": 256}))
-    assert ours.encode("<|endoftext|>ab<|im_start|><|im_end|>") == [257, 256, 258, 259]
-    assert len(ours.encode("<think>")) == 7
-    assert ends_of(ours) == ("<|im_end|>", 259, 257, 260)
-
-
-def test_a_rank_file_is_normalized_only_if_its_config_names_a_class_that_does(tmp_path: Path) -> None:
-    file = write_ranks(tmp_path / "x.tiktoken", SINGLE_BYTES)
-    for name, expected in (("Qwen2Tokenizer", "é"), ("Qwen2TokenizerFast", "é"), ("QWenTokenizer", "e\u0301")):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}), encoding="utf-8")
-        assert load_tokenizer(file).normalize("e\u0301") == expected
-
-
-def test_the_config_beside_a_rank_file_gives_the_added_tokens(tmp_path: Path) -> None:
-    file = write_ranks(tmp_path / "x.tiktoken", SINGLE_BYTES)
-    config_file = tmp_path / "tokenizer_config.json"
-    decoder = {"260": {"content": "<eos><eos>", "normalized": False}, "256": {"content": "<eos>", "special": True}}
-    config_file.write_text(json.dumps({"eos_token": "<eos>", "added_tokens_decoder": decoder}), encoding="utf-8")
-    ours = load_tokenizer(file)
-    assert ours.encode("<eos><eos><eos>") == [260, 256]
-    assert ends_of(ours) == ("<eos>", 256, 256, 261)
-    config_file.write_text('{"eos_token": "<|endoftext|>", "pad_token": {"content": "<|im_end|>"}}', encoding="utf-8")
-    ours = load_tokenizer(file)
-    assert (ours.eos_token_id, ours.pad_token_id) == (256, 258)
-
-
 def test_a_fingerprint_stays_what_prepared_data_and_runs_have_recorded() -> None:
     digest = "2b15fc9feea2a707ae63aedf58c74614891b7b9c4e8b0b06791d267d38746e89"
     assert load_tokenizer(Path(__file__).parent / "assets" / "tokenizer").fingerprint == digest
@@ -931,74 +824,6 @@ def test_what_an_added_token_does_not_say_is_as_in_hf() -> None:
     assert not any(read(**{flag: True})[2] for flag in ("lstrip", "rstrip", "single_word")) and not read(content="")[2]
 
 
-BROKEN_RANKS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "empty": (lambda data: b"", "not a complete tiktoken rank file"),
-    "blank": (lambda data: b"\n\n", "not a complete tiktoken rank file"),
-    "cut inside of a token": (lambda data: data + b"YWJ", "is missing or malformed"),
-    "cut before the rank": (lambda data: data + b"YWJj ", "is missing or malformed"),
-    "base64 of a wrong length": (lambda data: data + b"YWJjZ 256\n", "is missing or malformed"),
-    "no base64": (lambda data: data + b"a-b_ 256\n", "is missing or malformed"),
-    "something else in base64": (lambda data: data + b"Y!WI= 256\n", "not a complete tiktoken rank file"),
-    "three columns": (lambda data: data + b"YWI= 256 1\n", "is missing or malformed"),
-    "rank in words": (lambda data: data + b"YWI= two\n", "is missing or malformed"),
-    "negative rank": (lambda data: data + b"YWI= -1\n", "not a complete tiktoken rank file"),
-    "fractional rank": (lambda data: data + b"YWI= 256.0\n", "is missing or malformed"),
-    "huge rank": (lambda data: data + b"YWI= " + b"9" * 5000 + b"\n", "is missing or malformed"),
-    "rank twice": (lambda data: data + b"YWI= 255\n", "not a complete tiktoken rank file"),
-    "token twice": (lambda data: data + b"YQ== 256\n", "not a complete tiktoken rank file"),
-    "gap": (lambda data: data + b"YWI= 257\n", "not a complete tiktoken rank file"),
-    "a byte missing": (lambda data: data.replace(b"YQ== ", b"YWI= "), "not a complete tiktoken rank file"),
-    "binary": (lambda data: bytes(range(256)), "is missing or malformed"),
-    "git-lfs pointer": (lambda data: b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of git-lfs"),
-    "another family's": (lambda data: data + b"MTIz 256\n", "'123'"),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN_RANKS)
-def test_a_broken_rank_file_is_refused_with_file_and_reason(tmp_path: Path, name: str) -> None:
-    spoil, told = BROKEN_RANKS[name]
-    file = write_ranks(tmp_path / "x.tiktoken", SINGLE_BYTES)
-    load_tokenizer(file)
-    file.write_bytes(spoil(file.read_bytes()))
-    with pytest.raises(UserError) as error:
-        load_tokenizer(file)
-    assert told in str(error.value) and str(file) in str(error.value)
-
-
-EOS = {"content": "<eos>"}
-BAD_SIDECARS: list[tuple[Any, str]] = [
-    ([], "one JSON object"),
-    ({"added_tokens_decoder": {"256": EOS}}, "eos_token ''"),
-    ({"added_tokens_decoder": {"256": EOS}, "eos_token": "<nope>"}, "'<nope>'"),
-    *(
-        ({"added_tokens_decoder": decoder, "eos_token": "<eos>"}, told)
-        for decoder, told in (
-            ({"257": EOS}, "no added token has the id"),
-            ({"255": EOS}, "its id 255 is used twice"),
-            ({"-1": EOS}, "its id -1 is used twice"),
-            ({"256": {"content": ""}}, "empty"),
-            ({"256": EOS, "257": EOS}, "'<eos>': its text or its id 257 is used twice"),
-            ({"256": {**EOS, "lstrip": True}}, "lstrip, rstrip or single_word"),
-            ({"x": EOS}, "is missing or malformed"),
-            ({"256": {"content": 3}}, "added token 3"),
-            ([256], "is missing or malformed"),
-        )
-    ),
-    ({"eos_token": "<nope>"}, "'<nope>'"),
-    ({"eos_token": 256}, "eos_token 256 is not an added"),
-    ({"pad_token": {"content": ["<eos>"]}}, "pad_token ['<eos>'] is not an added"),
-]
-
-
-@pytest.mark.parametrize(("config", "told"), BAD_SIDECARS, ids=[told for _, told in BAD_SIDECARS])
-def test_a_config_that_does_not_go_with_the_rank_file_is_refused(tmp_path: Path, config: Any, told: str) -> None:
-    file = write_ranks(tmp_path / "x.tiktoken", SINGLE_BYTES)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(UserError) as error:
-        load_tokenizer(file)
-    assert told in str(error.value) and str(tmp_path) in str(error.value)
-
-
 # -- which files are a tokenizer --
 
 
@@ -1007,16 +832,12 @@ def test_load_tokenizer_finds_what_a_path_means(tmp_path: Path, trained: Path) -
     assert load_tokenizer(str(trained)).encode("it's thinking<|im_end|>") == expected
     older = as_vocab_and_merges(trained, tmp_path)
     assert load_tokenizer(older).encode("it's thinking<|im_end|>") == expected
-    folder = tmp_path / "ranks"
+    folder = tmp_path / "pieces"
     folder.mkdir()
-    for name in ("qwen.tiktoken", "tokenizer.model"):  # Llama 3 has its ranks in a tokenizer.model
-        file = write_ranks(folder / name, SINGLE_BYTES)
-        for path in (file, folder):
-            tokenizer = load_tokenizer(path)
-            assert isinstance(tokenizer, BpeTokenizer) and tokenizer.encode("a<|im_end|>") == [158, 258]
-        file.rename(folder / "ranks.bak")
+    (folder / "tokenizer.model").write_bytes(train_pieces())
+    for path in (folder / "tokenizer.model", folder):
+        assert isinstance(load_tokenizer(path), SentencePieceTokenizer)
     write(folder, definition([]))
-    write_ranks(folder / "qwen.tiktoken", SINGLE_BYTES)
     assert load_tokenizer(folder).encode("a") == [97]  # tokenizer.json comes first
 
 
@@ -1027,10 +848,10 @@ def test_what_is_no_tokenizer_is_refused_with_path_and_remedy(tmp_path: Path) ->
         for function in (load_tokenizer, tokenizer_files):
             with pytest.raises(UserError, match=told) as error:
                 function(tmp_path / path)
-            assert str(tmp_path / path) in str(error.value) and ".tiktoken" in str(error.value)
-    for name in ("a.tiktoken", "b.model"):
-        write_ranks(tmp_path / name, SINGLE_BYTES)
-    with pytest.raises(UserError, match=r"has a\.tiktoken, b\.model; name a"):
+            assert str(tmp_path / path) in str(error.value) and ".model" in str(error.value)
+    for name in ("a.model", "b.model"):
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match=r"has a\.model, b\.model; name a"):
         load_tokenizer(tmp_path)
 
 
@@ -1040,14 +861,14 @@ def test_tokenizer_files_are_those_that_are_read(tmp_path: Path) -> None:
         assert all(file.parent == tmp_path for file in files)
         return [file.name for file in files]
 
-    write_ranks(tmp_path / "qwen.tiktoken", SINGLE_BYTES)
-    assert names(tmp_path) == names(tmp_path / "qwen.tiktoken") == ["qwen.tiktoken"]
+    (tmp_path / "tokenizer.model").touch()
+    assert names(tmp_path) == names(tmp_path / "tokenizer.model") == ["tokenizer.model"]
     for name in ("tokenizer_config.json", "chat_template.jinja", "merges.txt", "config.json"):
         (tmp_path / name).write_text("", encoding="utf-8")
     beside = ["tokenizer_config.json", "chat_template.jinja"]
-    assert names(tmp_path) == names(tmp_path / "qwen.tiktoken") == ["qwen.tiktoken", *beside]
+    assert names(tmp_path) == names(tmp_path / "tokenizer.model") == ["tokenizer.model", *beside]
     (tmp_path / "vocab.json").write_text("", encoding="utf-8")
     assert names(tmp_path) == ["vocab.json", "merges.txt", *beside]
     (tmp_path / "tokenizer.json").write_text("", encoding="utf-8")
     assert names(tmp_path) == ["tokenizer.json", *beside]
-    assert names(tmp_path / "qwen.tiktoken") == ["qwen.tiktoken", *beside]
+    assert names(tmp_path / "tokenizer.model") == ["tokenizer.model", *beside]

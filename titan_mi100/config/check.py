@@ -297,7 +297,7 @@ def _check_paths(config: Config) -> Iterator[Problem]:
     elif not os.path.exists(path):
         yield Problem(key, f"= {path!r}: no such folder or file{hub_hint(path, folder) or nearby(path)}")
     elif not os.path.isfile(path) and not assets.has_tokenizer(path):
-        what = f"= {path!r} holds neither tokenizer.json nor vocab.json with merges.txt, a .tiktoken or a .model file; "
+        what = f"= {path!r} has neither tokenizer.json nor vocab.json with merges.txt, nor a sentencepiece .model; "
         yield Problem(key, f"{what}set model.tokenizer_path to a folder that does, or to such a file")
 
 

@@ -7,7 +7,7 @@ import shlex
 from titan_mi100.config.problem import Problem
 from titan_mi100.files.patterns import nearby
 
-_FILES = (".json", ".jsonl", ".parquet", ".gz", ".zst", ".csv", ".txt", ".toml", ".jinja", ".model", ".tiktoken")
+_FILES = (".json", ".jsonl", ".parquet", ".gz", ".zst", ".csv", ".txt", ".toml", ".jinja", ".model")
 _WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 
 

@@ -42,7 +42,7 @@ class JobConfig:
 @dataclass(frozen=True)
 class ModelConfig:
     flavor: str = _key("", f"{', '.join(families.PRESETS)}; empty: config.json beside checkpoint.initial_load_path")
-    tokenizer_path: str = _key("", "HF folder, .tiktoken or .model; empty: checkpoint.initial_load_path", path=True)
+    tokenizer_path: str = _key("", "HF folder, or sentencepiece .model; empty: checkpoint.initial_load_path", path=True)
     allow_other_tokenizer: bool = _key(False, "allow another tokenizer_path than checkpoint.initial_load_path's")
     chat_template: str = _key("", "Jinja file to use instead of the tokenizer's own chat template", path=True)
     attention_backend: str = _key(

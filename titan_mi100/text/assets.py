@@ -64,7 +64,7 @@ def read_assets(folder: Path) -> Assets:
 
 
 def has_tokenizer(folder: str | Path) -> bool:
-    known = ("tokenizer.json", "vocab.json", "*.tiktoken", "*.model")
+    known = ("tokenizer.json", "vocab.json", "*.model")
     return any(glob.glob(os.path.join(glob.escape(str(folder)), name)) for name in known)
 
 
@@ -74,14 +74,14 @@ def is_corpus(path: str | os.PathLike[str]) -> bool:
 
 
 def tokenizer_files(path: Path) -> Assets:
-    """The files of a tokenizer. `path` is its folder, or a .tiktoken or sentencepiece file.
+    """The files of a tokenizer. `path` is its folder, or a sentencepiece file.
 
     Named chat templates, which are files in a subfolder, become a list in tokenizer_config.json, which means the same:
     a checkpoint has no subfolders.
     """
     folder = path if path.is_dir() else path.parent
     if path.is_dir():
-        own = [file.name for kind in ("*.tiktoken", "*.model") for file in sorted(path.glob(kind))]
+        own = [file.name for file in sorted(path.glob("*.model"))]
         found = _read_files(path, (*_TOKENIZER, *own))
     else:
         found = _read_files(folder, (path.name, _TOKENIZER_CONFIG, TEMPLATE))

@@ -1,22 +1,20 @@
 """Loads a tokenizer: with tiktoken if it gives the same ids, otherwise with the library that the files are for."""
 
 import os
-import re
 from contextlib import suppress
 from pathlib import Path
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.child import call_in_child, raise_limits
-from titan_mi100.files.plain import LARGEST_TABLE, plain_path, read_object, read_plain
+from titan_mi100.files.plain import LARGEST_TABLE, plain_path, read_object
 from titan_mi100.files.templates import template_files
 from titan_mi100.text.agreement import check_agreement
 from titan_mi100.text.base import Tokenizer, TokenizerConfig
 from titan_mi100.text.bpe import class_like, read_bpe, read_definition
-from titan_mi100.text.other import HfTokenizer, SentencePieceTokenizer, check_definition, read_rank_file
+from titan_mi100.text.other import HfTokenizer, SentencePieceTokenizer, check_definition
 
-_FILE_KINDS = (".tiktoken", ".model")
+_SENTENCEPIECE = ".model"
 _TRIED = "Hello, this is a text of 1 line: 2 + 2 = 4.\n" * 400  # 18 kB: long enough to notice quadratic time
-_RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=*[ \t]+[0-9]+\s*(\n|\Z)")
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -24,8 +22,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
     Args:
         path: an HF folder, with `tokenizer.json` or with `vocab.json` and `merges.txt`; or a folder with exactly one
-            `.tiktoken` or `.model` file instead; or such a file. A `.model` file is a sentencepiece model or, as in
-            Llama 3, a tiktoken rank file. A `tokenizer_config.json` beside a file is read, too.
+            sentencepiece `.model` file instead; or such a file. A `tokenizer_config.json` beside it is read, too.
 
     Raises:
         UserError: there is no tokenizer, a file is malformed, or no engine here supports it.
@@ -46,13 +43,11 @@ def try_tokenizer(path: str) -> None:
 def _load(path: Path) -> Tokenizer:
     file = _definition_file(path)
     config_file = file.with_name("tokenizer_config.json")
-    needed = file.suffix not in _FILE_KINDS or os.path.lexists(config_file)
+    needed = file.suffix != _SENTENCEPIECE or os.path.lexists(config_file)
     content = read_object(config_file, "copy the checkpoint's tokenizer files there") if needed else {}
     config = TokenizerConfig(config_file, content)
     try:
-        if file.suffix == ".tiktoken" or (file.suffix == ".model" and _RANK_LINE.match(read_plain(file))):
-            return read_rank_file(file, config)
-        if file.suffix == ".model":
+        if file.suffix == _SENTENCEPIECE:
             return SentencePieceTokenizer(file, config)
         definition = read_definition(file, config)
         exact = read_bpe(definition, config)  # None: tiktoken would give other ids
@@ -91,15 +86,14 @@ def tokenizer_files(path: str | Path) -> list[Path]:
 def _definition_file(path: Path) -> Path:
     """The file that defines the tokenizer.
 
-    If `path` is a rank file or model, that file. In a folder: tokenizer.json, else vocab.json, else its only rank file
-    or model.
+    If `path` is a sentencepiece model, that file. In a folder: tokenizer.json, else vocab.json, else its only model.
     """
-    if path.is_file() and path.suffix in _FILE_KINDS:
+    if path.is_file() and path.suffix == _SENTENCEPIECE:
         return path
     found = [path / name for name in ("tokenizer.json", "vocab.json") if os.path.lexists(path / name)][:1]
-    found = found or sorted(file for file in path.glob("*") if file.suffix in _FILE_KINDS and not file.is_dir())
+    found = found or sorted(file for file in path.glob("*") if file.suffix == _SENTENCEPIECE and not file.is_dir())
     if len(found) != 1:
         names = ", ".join(file.name for file in found) or "no tokenizer"
         what = f"has {names}" if path.exists() else "no such file or folder"
-        raise UserError(f"{path}: {what}; name a folder with tokenizer.json, or a .tiktoken or .model file")
+        raise UserError(f"{path}: {what}; name a folder with tokenizer.json, or a sentencepiece .model file")
     return found[0]

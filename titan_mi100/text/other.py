@@ -1,6 +1,5 @@
-"""Tokenizers other than Qwen's byte-level BPE, run by their own libraries; and tiktoken's rank files."""
+"""Tokenizers other than Qwen's byte-level BPE, run by their own libraries."""
 
-import base64
 import hashlib
 import json
 import re
@@ -15,21 +14,11 @@ import tokenizers
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_plain
-from titan_mi100.text.base import AddedToken, Tokenizer, TokenizerConfig
-from titan_mi100.text.bpe import BYTE_OF, PATTERNS, BpeTokenizer
-from titan_mi100.text.classes import QWEN2, QWEN3_5, class_of
+from titan_mi100.text.base import Tokenizer, TokenizerConfig
+from titan_mi100.text.bpe import BYTE_OF
 
 Spans = list[tuple[int, int]]  # per token the bytes [begin, end) of the text that it represents
 
-# By its number of ranks, the model that a rank file is of: how many added tokens follow the ranks, and the splitting.
-# Other files without a config have the first three.
-_MODELS = {151_643: (26, QWEN2), 248_044: (33, QWEN3_5)}
-_NOT_SPECIAL = range(14, 26)  # of the added tokens
-_QWEN_ADDED = """<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|>
-    <|box_end|> <|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>
-    <tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|>
-    <tool_response> </tool_response> <think> </think> <|audio_start|> <|audio_end|> <tts_pad> <tts_text_bos>
-    <tts_text_eod> <tts_text_bos_single> <|audio_pad|>"""
 # The protobuf of a sentencepiece model: the tags of a piece and of a piece's type; all types, and the user-defined one.
 _PIECE, _TYPE, _TYPES, _USER_DEFINED = 0x0A, 0x18, range(1, 7), 4
 _FIXED_SIZES = {1: 8, 5: 4}  # protobuf's wire type -> bytes of a value of fixed size
@@ -226,39 +215,3 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
         at += 1
         value, shift = value | (message[at] & 127) << shift, shift + 7
     return value, at + 1
-
-
-def read_rank_file(file: Path, config: TokenizerConfig) -> BpeTokenizer:
-    """Read a tiktoken rank file: each line has a token in base64 and its rank, which is its id.
-
-    The file says neither how text is split nor which added tokens exist. Whatever the config leaves open is as in Qwen:
-    Qwen2's pattern, the tokens of a chat, eos <|im_end|>, pad <|endoftext|>. Rank files have no normaliser, so text is
-    not changed, unless the config names `tokenizer_class` Qwen2Tokenizer, which normalises to NFC.
-
-    Raises:
-        UserError: the file is incomplete, or belongs to another model family.
-    """
-    words = read_plain(file).split()
-    ranks = {base64.b64decode(token): int(rank) for token, rank in zip(words[::2], words[1::2], strict=True)}
-    written = [word for token, rank in ranks.items() for word in (base64.b64encode(token), b"%d" % rank)]
-    single = {*BYTE_OF.values()}
-    if words != written or sorted(ranks.values()) != list(range(len(ranks))) or not ranks.keys() >= single:
-        what = "each token once, all 256 bytes among them, and ranks from 0 without gaps"
-        raise UserError(f"{file}: is not a complete tiktoken rank file, which has {what}; download it again")
-    # Other families merge digits; with Qwen2's pattern their text would get wrong ids.
-    if digits := [token for token in ranks if re.search(rb"[0-9]{2}", token)]:
-        what = f"has the token {digits[0].decode(errors='replace')!r}, but Qwen splits numbers into digits"
-        raise UserError(f"{file}: {what}; the file is another model family's; use the files of a Qwen tokenizer")
-    added = config.added({token.decode(errors="backslashreplace"): rank for token, rank in ranks.items()})
-    # A rank file that was truncated at the end of a line looks complete, but then the added tokens leave a gap.
-    if added and len(ranks) not in [token.id for token in added]:
-        what = f"no added token has the id {len(ranks)}, which follows the ranks in {file.name}"
-        raise UserError(f"{config.file}: {what}; download both files again")
-    named = class_of(config.content) if config.content.get("tokenizer_class") else ""
-    count, kind = _MODELS.get(len(ranks), (3, named if named in PATTERNS else QWEN2))
-    eos, pad = ("", "") if added else ("<|im_end|>", "<|endoftext|>")
-    for i, content in enumerate([] if added else _QWEN_ADDED.split()[:count]):
-        added.append(AddedToken(len(ranks) + i, content, normalized=False, special=i not in _NOT_SPECIAL))
-    ends = config.ends({token.content: token.id for token in added}, eos, pad)
-    in_order = {t: ranks[t] for t in [*BYTE_OF.values(), *sorted(ranks.keys() - single, key=ranks.__getitem__)]}
-    return BpeTokenizer(in_order, added, named in PATTERNS, ends, kind)

@@ -77,7 +77,7 @@ def _parser() -> cli.Parser:
     add("--input", nargs="+", default=[], metavar="PATH", help=where)
     add("--include", default="*", metavar="GLOB", help="names of files in folders, such as '*.py'; default: all")
     add("--output_dir", required=True, metavar="DIR", help="the corpus: a new folder, or an unfinished one to continue")
-    add("--tokenizer", metavar="PATH", help="HF folder, .tiktoken or sentencepiece .model file")
+    add("--tokenizer", metavar="PATH", help="HF folder, or a sentencepiece .model file")
     add("--format", choices=("rows", "text"), default="rows",
         help="rows: JSONL, JSON or parquet with a column of text (default); text: each file is a document")  # fmt: skip
     add("--text_column", default="text", metavar="NAME", help="column with the text of a row; default: text")
