@@ -17,7 +17,6 @@ from test_samples import settings
 from test_train import CONFIG, checkpoint_tensors, losses, train
 
 from titan_mi100.config.load import load_config
-from titan_mi100.config.settings import ProfilingConfig
 from titan_mi100.errors import UserError
 from titan_mi100.open_run import start as open_run
 from titan_mi100.parallel.distributed import World
@@ -272,8 +271,9 @@ def test_a_trace_that_cannot_be_written_does_not_end_the_run(
     assert f"{tmp_path}/profile_traces/step-1/rank-0.json.gz: cannot be written" in caplog.text
 
 
-def test_snapshots_are_written_when_asked_for_and_when_memory_runs_out(config: Path, tmp_path: Path) -> None:
+def test_snapshots_are_written_after_a_traced_step_and_when_memory_runs_out(config: Path, tmp_path: Path) -> None:
     on = ("--profiling.enable_memory_snapshot", "true", "--profiling.profile_ranks", "1", "--training.steps", "4")
+    on += ("--profiling.enable_profiling", "true", "--profiling.profile_steps", "2")
     given = ("--job.config_file", str(config), "--job.run_folder", str(tmp_path / "run"), *on)
     job = torchrun(str(REPO / "tests/gloo/job_snapshot.py"), *given, check=False)
     found = {str(path.relative_to(tmp_path / "run/memory_snapshot")) for path in tmp_path.rglob("*.pickle")}
@@ -282,26 +282,8 @@ def test_snapshots_are_written_when_asked_for_and_when_memory_runs_out(config: P
     # any rank that finds memory full writes one, unless the launcher ends it first
     full = found - {"step-2/rank-1.pickle"}
     assert full and full <= {f"step-2-out-of-memory/rank-{rank}.pickle" for rank in (0, 1)}
-    assert not (tmp_path / "run/snapshot").exists()
     state = json.loads((tmp_path / "run/run_state.json").read_text())
     assert (state["state"], state["exit_code"]) == ("out_of_memory", 6)
-
-
-def test_a_request_that_cannot_be_removed_is_answered_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **_: None)
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).touch())
-    asks = ProfilingConfig(enable_memory_snapshot=True)
-    profiler = profiling.Profiler(tmp_path, asks, World(0, 1, torch.device("cpu")), 9)
-    assert not profiler.is_asked()
-    (tmp_path / "snapshot").mkdir()
-    assert profiler.is_asked()
-    profiler.after_step(1, RESULT)
-    assert not (tmp_path / "memory_snapshot").exists()
-    profiler.after_step(2, replace(RESULT, flags=frozenset({"snapshot"})))
-    assert (tmp_path / "memory_snapshot/step-2/rank-0.pickle").exists()
-    assert not profiler.is_asked() and "cannot be removed" in caplog.text
 
 
 def test_snapshots_need_a_gpu(world: World, tmp_path: Path) -> None:
@@ -318,7 +300,7 @@ def test_snapshots_need_a_gpu(world: World, tmp_path: Path) -> None:
         ({"enable_profiling": "true", "profile_ranks": "[]"}, "profile_ranks is empty"),
         ({"enable_profiling": "true", "save_traces_folder": "../x"}, "must be a name for a folder in the run folder"),
         ({"enable_profiling": "true", "save_traces_folder": "checkpoint"}, "other than checkpoint, tensorboard"),
-        ({"enable_profiling": "true", "save_traces_folder": "snapshot"}, "must be a name for a folder"),
+        ({"enable_profiling": "true", "save_traces_folder": "logs"}, "must be a name for a folder"),
         ({"enable_profiling": "true", "profile_steps": "2", "profile_freq": "5"}, "no effect with profile_steps"),
         ({"enable_profiling": "true", "profile_steps": "0"}, "profile_steps = .* must be at least 1"),
     ],

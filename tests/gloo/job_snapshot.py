@@ -1,5 +1,5 @@
-"""Runs under torchrun: the trainer, which takes its CPU for a GPU where snapshots of memory are concerned. One is asked
-for before step 2, and memory runs out in step 3. Arguments: the trainer's.
+"""Runs under torchrun: the trainer, which takes its CPU for a GPU where snapshots of memory are concerned. Step 2
+is traced, and memory runs out in step 3. Arguments: the trainer's.
 """
 
 import time
@@ -20,8 +20,6 @@ step = open_run.Run.step
 
 
 def fail(run: open_run.Run) -> Any:
-    if run.progress.step == 1 and run.folder is not None:
-        (run.folder / "snapshot").touch()
     if run.progress.step == 2:
         while not list(Path(run.config.job.run_folder).glob("memory_snapshot/step-2/*")):  # rank 1 may write it still
             time.sleep(0.05)

@@ -37,7 +37,7 @@ _PACKAGES = {
     "torch": "2.8", "torchdata": "0.11", "tiktoken": "0.13", "tokenizers": "0.21", "jinja2": "3.1.6",
     "safetensors": "0.4.5", "tqdm": "4.66.3", "numpy": "1.26",
 }  # fmt: skip
-_TAKEN = ("checkpoint", "tensorboard", "logs", "snapshot")  # names that the run folder needs itself
+_TAKEN = ("checkpoint", "tensorboard", "logs")  # names that the run folder needs itself
 # switch -> keys of its section that have no effect while the switch has its default
 _SWITCHES: dict[tuple[str, str], tuple[str, ...]] = {
     ("parallelism", "pipeline_parallel_degree"): ("pipeline_parallel_schedule", "pipeline_parallel_layers_per_stage"),

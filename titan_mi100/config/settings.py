@@ -462,9 +462,7 @@ class ProfilingConfig:
     profile_ranks: tuple[int, ...] = _key((0,), "ranks that write traces and memory snapshots")
     save_traces_folder: str = _key("profile_traces", "folder for traces, inside the run folder")
     enable_memory_snapshot: bool = _key(
-        False,
-        "record allocations on GPUs; a snapshot is written when a file `snapshot` is put into the run folder, or when "
-        "memory runs out",
+        False, "record allocations on GPUs; a snapshot is written after each traced step and when memory runs out"
     )
     save_memory_snapshot_folder: str = _key("memory_snapshot", "folder for snapshots, inside the run folder")
 

@@ -48,7 +48,7 @@ from titan_mi100.run.answers import AnswerWatch
 from titan_mi100.run.expert_load import ExpertLoad
 from titan_mi100.run.faults import FaultWatch
 from titan_mi100.run.forecast import Forecast
-from titan_mi100.run.profiling import SNAPSHOT, open_profiler
+from titan_mi100.run.profiling import open_profiler
 from titan_mi100.run.progress import Progress
 from titan_mi100.run.samples import open_sampler
 from titan_mi100.shapes.base import ModelSpec
@@ -145,9 +145,6 @@ def open_run(
             most = config.training.max_nonfinite_steps
             observers.append(FaultWatch(stream, folder, world, progress, most, model))
         profiler = open_profiler(folder, config.profiling, world, steps)
-    if profiler is not None:
-        observers.append(profiler)
-        flags[SNAPSHOT] = profiler.is_asked
     named = config.tokenizer_path(), config.checkpoint.initial_load_path
     sampler = open_sampler(config.validation, config.training.seq_len, data, *named)
     child.end()  # no more files from elsewhere are read

@@ -1,6 +1,5 @@
 """Profiles of chosen steps: Chrome traces with a summary, and snapshots of a GPU's memory. See docs/REPORT.md."""
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,9 +15,7 @@ from titan_mi100.files.durable import replace
 from titan_mi100.log import log
 from titan_mi100.parallel.distributed import World, any_rank
 from titan_mi100.run.trace_summary import STEP, read_trace, summarise
-from titan_mi100.trainer import StepResult
 
-SNAPSHOT = "snapshot"  # a file of this name in the run folder asks for a snapshot; also the flag that tells all ranks
 _MOST_ENTRIES = 100_000  # allocations and frees that are remembered
 
 
@@ -33,15 +30,13 @@ def open_profiler(folder: Path, config: ProfilingConfig, world: World, last: int
 
 
 class Profiler:
-    """The profiler of one rank. Steps that are not to be traced run without it. An observer of steps."""
+    """The profiler of one rank. Steps that are not to be traced run without it."""
 
     def __init__(self, folder: Path, config: ProfilingConfig, world: World, last: int) -> None:
         """Start recording allocations, if snapshots are enabled. Args: last: the run's last step."""
         self._folder, self._config, self._world, self._last = folder, config, world, last
         self._is_chosen_rank = world.rank in config.profile_ranks
         self._warm: profile | None = None
-        self._asks = folder / SNAPSHOT
-        self._listens = config.enable_memory_snapshot and world.rank == 0
         if config.enable_memory_snapshot:
             self._write_allocations = accelerator.remember_allocations(_MOST_ENTRIES)
         if config.enable_profiling and not any(map(self.traces, range(1, last + 1))):
@@ -53,6 +48,8 @@ class Profiler:
         if self.traces(step):
             if self._is_chosen_rank:
                 yield from self._traced(step)
+                if self._config.enable_memory_snapshot:
+                    self.write_snapshot(f"step-{step}")
             else:
                 yield
             # Synchronise all ranks, or the time for writing the trace would be part of the other ranks' next step.
@@ -65,24 +62,6 @@ class Profiler:
             self._warm = self._profile(schedule=schedule(wait=0, warmup=1, active=1, repeat=1))
             self._warm.start()
         yield
-
-    def after_step(self, step: int, result: StepResult) -> None:
-        """Write a snapshot if the file asks for it."""
-        if SNAPSHOT not in result.flags:
-            return
-        if self._is_chosen_rank:
-            self.write_snapshot(f"step-{step}")
-        if self._world.rank == 0:
-            try:
-                self._asks.unlink()
-            except OSError as error:
-                self._listens = False  # else each step would write one
-                what = f"cannot be removed ({error.strerror}): no more snapshots in this start of the run"
-                log.warning(f"{self._asks}: {what}")
-
-    def is_asked(self) -> bool:
-        """Whether a snapshot is asked for: a flag of the trainer's, so that all ranks learn of it in the same step."""
-        return self._listens and os.path.exists(self._asks)
 
     def at_out_of_memory(self, step: int | None) -> None:
         """Write a snapshot, whatever rank this is. Args: step: the last finished one."""
