@@ -1,4 +1,4 @@
-"""Write a page about a run: did it go well, curves, plan, data, checkpoints, restarts.
+"""Write a page about a run: did it go well, curves, checkpoints, restarts.
 
     titan-mi100 report RUN [RUN ...] [--output FILE.html] [--json]
 

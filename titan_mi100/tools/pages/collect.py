@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,8 +18,6 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.plain import open_plain, plain_path, read_object
 from titan_mi100.tools.pages.bins import usable
 from titan_mi100.tools.pages.long_files import (
-    read_faults,
-    read_ledger,
     read_log,
     read_metrics,
     read_samples,
@@ -31,7 +28,6 @@ from titan_mi100.watch.outcome import STATE
 from titan_mi100.wording import shortened, some
 
 METRICS, CONFIG, ENVIRONMENT, PLAN = "metrics.jsonl", "config.toml", "environment.json", "plan.json"
-FAULTS = {"nonfinite_rows.csv": "not finite", "loss_spikes.csv": "loss spike"}
 _OF_A_RUN = (CONFIG, METRICS, STATE, ENVIRONMENT, "train.log")  # every run folder has at least one of them
 _MOST_RESTARTS, _MOST_CHECKPOINTS, _MOST_KEYS = 100, 100, 1000
 _REMEDY = "it is left out of the report"
@@ -65,9 +61,6 @@ def collect(folder: Path) -> dict[str, Any]:
         return read_object(path, _REMEDY)
 
     nothing: dict[str, Any] = {}
-    faults = list[dict[str, Any]]()
-    for name, what in FAULTS.items():
-        faults += read(name, partial(read_faults, what=what), list[dict[str, Any]]())
     state = read(STATE, in_object, nothing)
     age = read(METRICS, lambda path: time.time() - plain_path(path).stat().st_mtime, None)
     found = {
@@ -80,11 +73,9 @@ def collect(folder: Path) -> dict[str, Any]:
         "metrics_age": age,
         "config": read(CONFIG, _config, nothing),
         "environment": _texts(read(ENVIRONMENT, in_object, nothing)),
-        "plan": _plan(read(PLAN, in_object, nothing)),
-        "ledger": read("ledger.csv", read_ledger, nothing),
+        "card": _number(read(PLAN, in_object, nothing).get("card")),
         "log": read("train.log", read_log, nothing),
         "samples": read("samples.jsonl", read_samples, nothing),
-        "faults": sorted(faults, key=lambda fault: fault["step"]),
         "checkpoints": read("checkpoint", _checkpoints, nothing),
     }
     return {**found, "problems": problems}
@@ -158,17 +149,6 @@ def _config(path: Path) -> dict[str, str]:
 
     flatten("", document)
     return found
-
-
-def _plan(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Planned bytes and seconds of a step, and the values measured in an early step."""
-    if not found:
-        return {}
-    measured = found.get("measured")
-    numbers = {key: _number(found.get(key)) for key in ("least", "most", "card", "step_seconds", "mfu", "bubble")}
-    keys = ("step", "peak_memory_gib", "step_seconds", "mfu")
-    seen = {key: _number(measured.get(key)) for key in keys} if isinstance(measured, dict) else {}
-    return {**numbers, "measured": seen}
 
 
 def _checkpoints(folder: Path) -> dict[str, Any]:

@@ -1,12 +1,10 @@
-"""Reads the long files of a run in one pass: metrics, ledger, log, samples, faults. Imports no torch.
+"""Reads the long files of a run in one pass: metrics, log, samples. Imports no torch.
 
 A file may be truncated, hostile or of any size; the memory that reading it takes is bounded.
 """
 
-import csv
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,6 @@ SERIES = {
 SOURCE = "validation_loss/"  # prefix of the key of one source's validation loss
 _SUMS = ("seconds", "tokens", "supervised_tokens")
 _MOST_SERIES, _LONGEST_NAME = len(SERIES) + 32, 300
-_MOST_STATUSES, _MOST_EXAMPLES = 12, 3
 _MOST_MESSAGES, _MOST_STEPS = 50, 100
 _MOST_PROMPTS, _MOST_ANSWERS = 20, 6
 _MOST_LEFT_OUT, _LONGEST_TEXT = 10_000, 4000
@@ -111,36 +108,6 @@ def read_metrics(path: Path) -> dict[str, Any]:
     return {**found, "total": total, "series": summaries}
 
 
-def _rows(path: Path) -> Iterator[list[str]]:
-    """The rows of a CSV file; [] for a row that cannot be parsed."""
-    reader = csv.reader(line.decode("utf-8", "replace").replace("\0", "") for line in lines(path))
-    while True:
-        try:
-            yield next(reader)
-        except StopIteration:
-            return
-        except csv.Error:  # for example a field without a closing quote
-            yield []
-
-
-def read_ledger(path: Path) -> dict[str, Any]:
-    """Read `ledger.csv`.
-
-    Returns:
-        `outcomes`: status -> number of records; `unreadable`: number of rows, including the truncated end of a file.
-    """
-    outcomes, unreadable = Counter[str](), 0
-    for row in _rows(path):
-        if row[:3] == ["file", "line", "status"]:
-            continue
-        status = row[2] if len(row) == 8 else ""
-        if status in outcomes or (len(outcomes) < _MOST_STATUSES and 0 < len(status) < 50):
-            outcomes[status] += 1
-        else:
-            unreadable += 1
-    return {"outcomes": outcomes, "unreadable": unreadable}
-
-
 def read_log(path: Path) -> dict[str, Any]:
     """Read `train.log`: the times of its first and last line, and its warnings and errors; equal ones are counted.
 
@@ -201,20 +168,3 @@ def _message(message: object) -> dict[str, str]:
     content = found.get("content")
     shown = content if isinstance(content, str) else repr(content)  # e.g. a list of parts
     return {"role": words(found.get("role"), 50), "content": words(shown, _LONGEST_TEXT)}
-
-
-def read_faults(path: Path, what: str) -> list[dict[str, Any]]:
-    """Read `nonfinite_rows.csv` or `loss_spikes.csv`: steps with their input rows. Args: what: is odd about them."""
-    found: dict[int, dict[str, Any]] = {}
-    for row in _rows(path):
-        try:
-            step, (file, line) = int(row[0]), row[1:]
-        except (ValueError, IndexError):
-            continue
-        if step not in found and len(found) == _MOST_STEPS:
-            continue
-        entry = found.setdefault(step, {"step": step, "what": what, "rows": 0, "first": []})
-        entry["rows"] += 1
-        if len(entry["first"]) < _MOST_EXAMPLES:
-            entry["first"].append(shortened(f"{file}:{line}", 300))
-    return [*found.values()]

@@ -8,7 +8,6 @@ from titan_mi100.tools.pages.document import text
 from titan_mi100.tools.pages.verdict import BAD, Finding
 from titan_mi100.wording import bytes_in_words, last_question
 
-_GIB = 2**30
 Cell = str | tuple[str, str]  # a text; or (our own HTML, a text after it)
 
 
@@ -61,8 +60,6 @@ def details_of(run: dict[str, Any]) -> str:
         (
             section("How it ended", _end(run["state"])),
             section("Restarts", _restarts(run["restarts"])),
-            section("Skipped steps and loss spikes", _faults(run["faults"])),
-            section("Plan and measured", _plan(run)),
             section("Checkpoints", _checkpoints(run["checkpoints"])),
             section("Sample answers", _samples(run["samples"])),
             section("Warnings and errors in train.log", _log(run["log"])),
@@ -111,53 +108,6 @@ def _folded(message: str) -> Cell:
 
 def _or_none(value: int | None) -> str:
     return "" if value is None else f"{value:,}"
-
-
-def _faults(faults: Sequence[dict[str, Any]]) -> str:
-    rows = [(f"{each['step']:,}", each["what"], f"{each['rows']:,}", ", ".join(each["first"])) for each in faults]
-    return table(("Step", "What", "Records of its input", "The first of them"), rows, numeric=(0, 2)) if rows else ""
-
-
-def _plan(run: dict[str, Any]) -> str:
-    plan, series = run["plan"], run["metrics"].get("series", {})
-    if not plan:
-        return ""
-    lines, notes, seen, peak = [], list[str](), plan["measured"], series.get("peak_memory_gib")
-    step = f"In step {seen['step']:,.0f}" if seen.get("step") else "In an early step"
-    if plan["least"] is not None and plan["most"] is not None:
-        least, most, early = plan["least"] / _GIB, plan["most"] / _GIB, seen.get("peak_memory_gib")
-        card = f"; the card has {plan['card'] / _GIB:.2f} GiB" if plan["card"] else ""
-        said = f"planned: {least:.2f} to {most:.2f} GiB{card}. "
-        said += f"{step}: {early:.2f} GiB, {_beside(early, least, most)}. " if early is not None else ""
-        said += f"In the whole run: {peak['max']:.2f} GiB at most." if peak else ""
-        lines.append(("Memory of the fullest process", said))
-        if not plan["card"] and early is not None:
-            notes.append(
-                "Memory on a CPU: the figure of one step counts only what was added from the building of the model on. "
-                "The figure of the whole run also counts what the process held before: Python and its libraries."
-            )
-    for name, key, in_run, form in (
-        ("Time of a step", "step_seconds", "seconds", "{:.3g} s"),
-        ("MFU, the share of the device's peak rate that the arithmetic of the model reaches", "mfu", "mfu", "{:.1%}"),
-    ):
-        planned, early, of_run = plan[key], seen.get(key), series.get(in_run)
-        if planned is not None:
-            said = f"planned: {form.format(planned)}. "
-            said += f"{step}: {form.format(early)}, {_beside(early, planned, planned)}. " if early is not None else ""
-            said += f"In the whole run: {form.format(of_run['mean'])} on average." if of_run else ""
-            lines.append((name, said))
-    if series.get("seconds") and plan["step_seconds"] is None:
-        notes.append("No time was planned: the peak rate of this device is not known.")
-    shown = "".join(f"<li><b>{text(name)}</b>, {text(said)}</li>" for name, said in lines)
-    return f"<ul>{shown}</ul>{''.join(map(_note, notes))}"
-
-
-def _beside(measured: float, least: float, most: float) -> str:
-    """A measured value beside the planned ones, in words."""
-    if least <= measured <= most or not least:
-        return "as planned" if measured <= most else "more than planned"
-    off = measured / most - 1 if measured > most else 1 - measured / least
-    return f"{off:.0%} {'more' if measured > most else 'less'} than planned"
 
 
 def _note(words: str) -> str:

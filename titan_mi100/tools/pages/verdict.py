@@ -91,7 +91,7 @@ def _of_metrics(run: dict[str, Any]) -> list[Finding]:
         found.append(Finding(WARN, f"Validation loss was lowest at step {step:,} ({lowest:.4f}; {rise}): overfitting?"))
     if (waited := series.get("data_wait")) and waited["mean"] > _WAIT:
         found.append(Finding(WARN, f"{waited['mean']:.1%} of the time was spent waiting for data"))
-    card, memory = run["plan"].get("card"), series.get("peak_memory_gib")
+    card, memory = run["card"], series.get("peak_memory_gib")
     if card and memory and memory["max"] * 2**30 > _FULL * card:
         found.append(Finding(WARN, f"Memory was nearly full: {memory['max']:.1f} of {card / 2**30:.1f} GiB"))
     return found
@@ -123,13 +123,11 @@ def _of_files(run: dict[str, Any]) -> list[Finding]:
     ):
         if names:
             found.append(Finding(WARN, f"Checkpoints {what}: {some(names)}"))
-    if rejected := run["ledger"].get("outcomes", {}).get("rejected"):
-        found.append(Finding(WARN, f"{rejected:,} records of the data were rejected"))
     log = run["log"]
     counts = [f"{log[key]:,} {key if log[key] > 1 else key[:-1]}" for key in ("errors", "warnings") if log.get(key)]
     if counts:
         found.append(Finding(WARN, f"{' and '.join(counts)} in train.log; listed below"))
-    for name in ("metrics.jsonl", "ledger.csv", "samples.jsonl"):
+    for name in ("metrics.jsonl", "samples.jsonl"):
         if unreadable := run[name.split(".")[0]].get("unreadable"):
             found.append(Finding(WARN, f"{name}: lines that could not be read and are left out: {unreadable:,}"))
     return [*found, *(Finding(WARN, problem) for problem in run["problems"])]
