@@ -26,7 +26,7 @@ from titan_mi100.data.files import LONGEST_LINE, NoRowsError, Record, RecordRead
 from titan_mi100.data.formats import parse_record
 from titan_mi100.data.strict_json import TO_UTF8, BadRecord, expect, listed
 from titan_mi100.errors import UserError
-from titan_mi100.files.durable import HashingStream, sha256_of, sync
+from titan_mi100.files.durable import HashingStream, sync
 from titan_mi100.files.plain import read_object
 from titan_mi100.files.schema import validated
 from titan_mi100.text.base import Tokenizer
@@ -135,19 +135,6 @@ def read_shard(folder: Path, number: int, key: str) -> Shard | None:
     except ValueError as error:
         raise UserError(f"{path}: {error}; {remedy}") from None
     return shard
-
-
-def find_damage(folder: Path, number: int, shard: Shard) -> str:
-    """Compare all files of a shard with their hashes. Returns the first damage found, "" if there is none."""
-    for suffix, digest in shard.sha256.items():
-        path = shard_path(folder, number, suffix)
-        try:
-            found = sha256_of(path)
-        except OSError as error:
-            return f"{path}: {error.strerror}"
-        if found != digest:
-            return f"{path}: has changed"
-    return ""
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from titan_mi100.launch.machine_facts import ALLOCATOR, HIDING, UNLIMITED, Card, Facts
+from titan_mi100.launch.machine_facts import ALLOCATOR, HIDING, Card, Facts
 from titan_mi100.launch.wheels import PYTORCH_WHEELS, rocm_remedy
 from titan_mi100.planning.cards import CARDS
 from titan_mi100.wording import bytes_in_words, shown, some
@@ -235,21 +235,13 @@ def nccl_algo(facts: Facts) -> Result | None:
     value = facts.environ.get("NCCL_ALGO")
     if not value or not facts.visible():
         return None
-    lists = {}  # function -> its algorithms; "": the list for all functions that are not named
-    for part in filter(None, map(str.strip, value.lower().split(";"))):
-        function, _, algorithms = part.rpartition(":")
-        lists[function.strip()] = {word.strip() for word in algorithms.split(",")}
     remedy = "unset NCCL_ALGO: NCCL and RCCL then choose by message size and topology"
-    for function in ("allgather", "reducescatter"):
-        words = lists.get(function, lists.get(""))
-        if words is None:
-            fact = f"NCCL_ALGO={value}: from NCCL 2.31 on, functions that it does not name may have no algorithm"
-            return Result("NCCL_ALGO", WARN, fact, remedy)
-        excludes = any(word.startswith("^") for word in words)
-        left = _SERVE_ALL_GATHER - {word.lstrip("^") for word in words} if excludes else _SERVE_ALL_GATHER & words
-        if not left:
-            fact = f"NCCL_ALGO={value} leaves no algorithm for {function}, which FSDP uses"
-            return Result("NCCL_ALGO", FAIL, fact, remedy)
+    if {*value} & {*":;^"}:
+        fact = f"NCCL_ALGO={value}: a function that it excludes or does not name may be left without an algorithm"
+        return Result("NCCL_ALGO", WARN, fact, remedy)
+    if not _SERVE_ALL_GATHER & {word.strip() for word in value.lower().split(",")}:
+        fact = f"NCCL_ALGO={value} leaves no algorithm for all-gather and reduce-scatter, which FSDP uses"
+        return Result("NCCL_ALGO", FAIL, fact, remedy)
     return Result("NCCL_ALGO", PASS, f"NCCL_ALGO={value}")
 
 
@@ -297,19 +289,6 @@ def compiler(facts: Facts) -> Result | None:
     return Result("C compiler", PASS, "Triton can build its kernels")
 
 
-def memlock(facts: Facts) -> Result | None:
-    """The memory that a network card reads (RDMA) is locked, and counts against this limit."""
-    if not facts.visible() or facts.memlock is None:
-        return None
-    fact = "no limit" if facts.memlock == UNLIMITED else bytes_in_words(facts.memlock)
-    if facts.rdma and facts.memlock < 1 << 30:
-        remedy = (
-            "ulimit -l unlimited, set in /etc/security/limits.d or by the batch system; Docker: --ulimit memlock=-1"
-        )
-        return Result("memlock", WARN, f"{fact}, but {some(facts.rdma)} needs locked memory", remedy)
-    return Result("memlock", PASS, fact + ("" if facts.rdma else "; only RDMA networks need more"))
-
-
 def power_cap(facts: Facts) -> Result | None:
     """Is the cards' power cap below what they are made for?"""
     cards = [card for card in facts.visible() if card.watts and card.full_watts]
@@ -327,9 +306,7 @@ FAST: tuple[Check, ...] = (
     device_files, driver, visibility, torch_build, architecture, gfx_override, nccl_algo, expandable_segments, iommu,
     shared_memory, compiler, power_cap, own_graphics, peer_access,
 )  # fmt: skip
-CHECKS: tuple[Check, ...] = (
-    *FAST, memlock, free_memory,
-)  # fmt: skip
+CHECKS: tuple[Check, ...] = (*FAST, free_memory)
 
 
 def _named(cards: Iterable[Card]) -> str:

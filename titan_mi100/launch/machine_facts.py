@@ -22,7 +22,6 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC
 VARIABLES = (
     *HIDING, *ALLOCATOR, "HSA_OVERRIDE_GFX_VERSION", "NCCL_ALGO", "NCCL_P2P_DISABLE",
 )  # fmt: skip
-UNLIMITED = 2**63 - 1
 
 
 def group_of(path: Path) -> str:
@@ -117,9 +116,7 @@ class Facts:
     groups: tuple[str, ...]  # groups of this user
     environ: Mapping[str, str]  # those of VARIABLES that are set
     processes: int | None  # processes of the run on this machine; None: one per card
-    memlock: int | None  # limit of locked memory in bytes, or UNLIMITED
     shm_free: int | None  # free bytes in /dev/shm
-    rdma: tuple[str, ...]  # InfiniBand, RoCE or Slingshot devices
     cannot_compile: tuple[str, str]  # see compiler.py
     torch: Torch
 
@@ -193,7 +190,6 @@ def read(system: System | None = None, processes: int | None = None) -> Facts:
     files = [card.device_file for card in cards]
     if any(card.vendor == "amd" for card in cards):
         files.insert(0, "/dev/kfd")
-    limits = _limits(system)
     return Facts(
         kernel=system.text("proc/sys/kernel/osrelease") or "",
         driver=_driver(system),
@@ -204,9 +200,7 @@ def read(system: System | None = None, processes: int | None = None) -> Facts:
         groups=_groups(system),
         environ={name: system.environ[name] for name in VARIABLES if name in system.environ},
         processes=processes,
-        memlock=limits.get("Max locked memory"),
         shm_free=_shm_free(system),
-        rdma=(*system.names("sys/class/infiniband"), *system.names("sys/class/cxi")),
         cannot_compile=system.cannot_compile(system.environ),
         torch=installed(wants_blas=any(card.vendor == "amd" for card in cards), environ=system.environ),
     )
@@ -309,13 +303,6 @@ def _groups(system: System) -> tuple[str, ...]:
     lines = [line.split(":") for line in (system.text("etc/group") or "").splitlines()]
     names = {line[2]: line[0] for line in lines if len(line) > 2}
     return tuple(names.get(number, number) for number in numbers)
-
-
-def _limits(system: System) -> dict[str, int]:
-    """This process's soft limits, by the kernel's names."""
-    lines = (system.text("proc/self/limits") or "").splitlines()
-    found = (re.match(r"(Max \w[\w ]*?) {2,}(unlimited|\d{1,18}) ", line, re.ASCII) for line in lines)
-    return {line[1]: UNLIMITED if line[2] == "unlimited" else int(line[2]) for line in found if line}
 
 
 def _shm_free(system: System) -> int | None:

@@ -31,7 +31,6 @@ from titan_mi100.data.shards import (
     ShardPlan,
     atomic_file,
     cut_into_units,
-    find_damage,
     make_shard,
     read_shard,
     remove_temporary_files,
@@ -61,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def program() -> int:
         options = _parser().parse_args(argv)
         setup_logging(0)
-        return _verify(options) if options.verify else _prepare(options)
+        return _prepare(options)
 
     return cli.exit_code(program)
 
@@ -90,7 +89,6 @@ def _parser() -> cli.Parser:
         help="largest share of rows that may be skipped; default: 0.001")  # fmt: skip
     add("--part", type=_part, default=(1, 1), metavar="i/N", help="make part i of N, from 1")
     add("--workers", type=int, default=0, metavar="N", help="processes; default: one per core")
-    add("--verify", action="store_true", help="only compare the shards of a finished corpus with their hashes")
     add("--json", action="store_true", help="print the result as JSON")
     return parser
 
@@ -402,29 +400,6 @@ def _write_table(path: Path, heading: list[str], rows: Iterable[Any]) -> None:
         csv.writer(text).writerows(rows)
         text.flush()
         text.detach()  # otherwise closing `text` would close the file before atomic_file has synced it
-
-
-def _verify(options: argparse.Namespace) -> int:
-    """Compare a complete corpus with its hashes. Raises UserError: some of it is damaged."""
-    _parser().check_used(options, "--verify, which reads a finished corpus", ("verify", "output_dir", "json"))
-    folder = Path(options.output_dir)
-    corpus, _ = read_corpus(folder)
-    damaged, hashes = list[str](), list[str]()
-    for number, counts in enumerate(zip(corpus.tokens, corpus.documents, corpus.lines, strict=True)):
-        shard = read_shard(folder, number, corpus.key)
-        path = shard_path(folder, number, "json")
-        damaged += [f"{path}: is missing"] if shard is None else filter(None, [find_damage(folder, number, shard)])
-        if shard is not None:
-            hashes.append(shard.sha256["bin"])
-            other = (shard.tokens, shard.documents, shard.lines) != counts
-            damaged += [f"{path}: has other counts than {CORPUS}"] if other else []
-    if not damaged and _content(hashes) != corpus.content:
-        raise UserError(f"{folder / CORPUS}: is not the corpus of these shards; remove it and run the command again")
-    if damaged:
-        remedy = "remove their .json files and run the same command without --verify, or copy the corpus again"
-        raise UserError("\n".join([*damaged[:_SHOWN], f"{len(damaged):,} shards are damaged; {remedy}"]))
-    log.info(f"{folder}: all {len(corpus.tokens):,} shards are intact")
-    return _say({"shards": len(corpus.tokens), "intact": True}, options.json)
 
 
 def _content(hashes: Iterable[str]) -> str:
