@@ -24,7 +24,7 @@ from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
 from titan_mi100.log import log, setup_logging
 from titan_mi100.text import load
-from titan_mi100.tools import certify, exact_match, generate, inspect_data, prepare_corpus
+from titan_mi100.tools import exact_match, generate, inspect_data, prepare_corpus
 from titan_mi100.watch.outcome import RunState, write_run_state
 from titan_mi100.wording import printable, shown
 
@@ -115,8 +115,6 @@ def test_an_option_that_is_given_twice_is_refused(
 @pytest.mark.parametrize(
     ("command", "words", "said"),
     [
-        (certify, "--board certificates --minutes 3", "--minutes has no effect with --board; leave it out"),
-        (certify, "--board certificates --model debug", "--model has no effect with --board"),
         (inspect_data, "--html a.html --json", "--json has no effect with --html"),
         (inspect_data, "--json --table", "--table has no effect with --json"),
         (prepare_corpus, "--output_dir c --input a --tokenizer b --on_bad_row error --max_bad_share 0.2",

@@ -24,7 +24,7 @@ from titan_mi100.planning.device import positive_float
 from titan_mi100.run.machine import Machine
 from titan_mi100.tools.measure import children, tasks
 from titan_mi100.tools.measure.children import Task
-from titan_mi100.tools.measure.page import page, write_board
+from titan_mi100.tools.measure.page import page
 from titan_mi100.tools.measure.parts import CERTIFICATE, FAIL, FORMAT, NOT_RUN, PAGE, PASS, Header, Part, conclusions
 
 _ROOM = 1 << 20  # bytes for certificate and page: checked before anything is measured
@@ -39,10 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _certify(options: argparse.Namespace) -> int:
     setup_logging(0)
-    if options.board:
-        _parser().check_used(options, "--board", ["board"])
-        write_board(options.board)
-        return 0
     signals: list[int] = []  # only noted: an exception could cut off a line of the certificate
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: signals.append(number))
@@ -120,7 +116,7 @@ def _append(folder: Path, line: Header | Part) -> None:
 def _parser() -> tool.Parser:
     parser = tool.Parser(
         prog="titan-mi100 certify",
-        usage="%(prog)s [--output FOLDER] [--minutes 25] [--model NAME ...] | --board FOLDER",
+        usage="%(prog)s [--output FOLDER] [--minutes 25] [--model NAME ...]",
         description=__doc__,
         epilog="Exit code: 0 all passed; 1 a part failed, or was not run because the time ended (the certificate names "
         "it); 2 a mistake in the command, or an unusable device; 130 or 143 interrupted: what was measured is kept.",
@@ -132,7 +128,6 @@ def _parser() -> tool.Parser:
     add("--minutes", type=positive_float, metavar="N", help=f"time limit ({limits}); parts that were not run are named")
     which = f"{', '.join(tasks.MODELS)} (default: by the card's memory)"
     add("--model", nargs="+", default=(), choices=tasks.MODELS, metavar="NAME", help=which)
-    add("--board", type=Path, metavar="FOLDER", help="measure nothing: write FOLDER/README.md from its certificates")
     return parser
 
 
