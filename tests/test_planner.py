@@ -4,12 +4,15 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import REPO
+from test_certify import TWO, passed, step
 
 from titan_mi100 import train
 from titan_mi100.config.load import load_config
@@ -26,7 +29,10 @@ from titan_mi100.config.settings import (
 from titan_mi100.errors import is_out_of_memory
 from titan_mi100.planning.plan import make_plan
 from titan_mi100.run import forecast
+from titan_mi100.run.machine import Machine
 from titan_mi100.tools import plan as planner
+from titan_mi100.tools.measure import training
+from titan_mi100.tools.measure.parts import Header
 
 SFT = ["--job.config_file", str(REPO / "train_configs" / "qwen3_0.6b_sft.toml")]
 LEAN = ["--optimizer.state", "8bit", "--optimizer.master", "bf16_sr", "--training.mixed_precision_reduce", "bfloat16"]
@@ -207,6 +213,82 @@ def test_one_card_may_be_enough(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert len(found) == 10 and {plan["ranks"] for plan in found} <= {1, 2}
     assert [plan["step_seconds"] for plan in found] == sorted(plan["step_seconds"] for plan in found)
+
+
+PIPELINE = ["--job.config_file", str(REPO / "train_configs" / "qwen3_8b_pp2_8bit.toml")]
+
+
+def certificate(folder: Path, seconds: Sequence[float], device: Machine = TWO) -> Path:
+    """A certificate with steps that were planned with 4 s at the assumed share."""
+    parts = [passed(f"steps/{n}", **training.judged(step(seconds=own), True)) for n, own in enumerate(seconds)]
+    lines = [asdict(Header(4, "2027-01-31 10:00 UTC", 25, device)), *map(asdict, parts)]
+    (folder / "certificate.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_what_was_measured_replaces_the_assumed_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def plan(*options: str) -> dict[str, Any]:
+        planner.main([*PIPELINE, *options, "--json"])
+        return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
+
+    rate = plan("--measured", "400")
+    assert rate["tokens"] / rate["step_seconds"] == pytest.approx(400)
+    assert rate["efficiency"] < plan()["efficiency"] == 0.35
+    # what was measured at twice, half and the same time of its plan: the median is 35%
+    assert plan("--measured", str(certificate(tmp_path, (2.0, 8.0, 4.0))))["efficiency"] == pytest.approx(0.35)
+    assert plan("--measured", str(certificate(tmp_path, (8.0,)) / "certificate.jsonl"))["efficiency"] == 0.35 / 2
+    assert planner.main([*PIPELINE, "--measured", "400"]) == 0
+    said = capsys.readouterr().out
+    assert " 400 tokens/s, if a card reaches 12% of its data sheet's rate (from 400 tokens/s of this config)" in said
+
+
+def test_a_search_starts_from_the_rows_of_the_config_on_all_cards(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also of a layout that one card cannot have."""
+    few = ("--model.flavor", "0.6B", "--training.target_tokens_per_step", "0", "--training.local_batch_size", "1")
+    assert planner.main([*PIPELINE, *few, "--training.gradient_accumulation_steps", "2", "--search", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = {
+        p["layout"]["local_batch_size"] * p["layout"]["gradient_accumulation_steps"] * p["layout"]["dp_shard"]
+        for p in found
+    }
+    assert rows == {2} and {plan["ranks"] for plan in found} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--measured", "5000"], "--measured 5,000: the data sheet of 2 x MI100 allows 3,"),
+        (["--measured", "x.jsonl"], "'x.jsonl' must be tokens/s, such as 6303, or a certificate"),
+        (["--measured", "-3"], "must be tokens/s"),
+        (["--measured", "400", "--memory", "32GB"], "--measured needs the speed of the card, too; add --device"),
+        (
+            ["--measured", str(REPO / "certificates" / "cpu-xeon-2-cores")],
+            "2 cores, not of MI100; measure on that card",
+        ),
+    ],
+)
+def test_a_measurement_of_something_else_is_refused(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert planner.main([*PIPELINE, *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_published_steps_of_the_same_card_are_scaled_by_flops(capsys: pytest.CaptureFixture[str]) -> None:
+    def published(*options: str) -> str:
+        planner.main(list(options))
+        return "".join(line for line in capsys.readouterr().out.splitlines() if line.startswith("published"))
+
+    small = ["--job.config_file", str(REPO / "train_configs" / "qwen3_0.6b_pp2.toml")]
+    line = published(*small, "--training.seq_len", "1024")
+    # forward and backward of 440 million weights in layers and 156 million of the head, and of attention
+    flops = 6 * (440e6 + 151_936 * 1024) + 3 * 28 * 2 * 2 * 2048 * 1025 / 2
+    share = 6303 * flops / (2 * 92.3e12)
+    assert f"6,303 tokens/s, {share:.0%} of the data sheet's rate; at that share here 6,303 tokens/s" in line
+    assert "6,085 tokens/s, 26%" in published(*small, "--training.mixed_precision_param", "float32")
+    assert published(*small, "--training.mixed_precision_param", "float16") == ""
+    assert published(*small, "--device", "mi250x") == ""
+    assert re.search(r"at that share here 5\d\d tokens/s", published(*PIPELINE))
 
 
 def test_a_device_that_is_not_known_is_refused_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from titan_mi100.config.check import check
 from titan_mi100.config.layout import Batch, Layout
 from titan_mi100.config.settings import Config
+from titan_mi100.errors import UserError
 from titan_mi100.planning.cards import Gpu
 from titan_mi100.planning.costs import flops_of_steps, recomputed_flops
 from titan_mi100.planning.memory import ABOVE, BELOW, Memory, estimate, with_unseen
@@ -17,7 +18,8 @@ from titan_mi100.planning.traffic import REACHED, reached
 from titan_mi100.shapes.base import ModelSpec, parameter_shapes
 
 GIB = 1 << 30
-EFFICIENCY = 0.35  # share of the peak rate that a step reaches while it computes: assumed, not measured
+# share of the peak rate that a step reaches while it computes: assumed, as long as nothing was measured
+EFFICIENCY = 0.35
 # Seconds per weight of an update on the CPU, measured on 2 cores: False: torch's AdamW, True: ours.
 _HOST_UPDATE = {False: 0.6e-9, True: 8.5e-9}
 
@@ -37,6 +39,7 @@ class Plan:
         hidden_from: tokens per forward from which computation overlaps all copies between host and device; 0: there
             are no copies, or the device's speed is not known.
         update: seconds of the update with offloading: copies, or work of the CPU; part of `step`.
+        efficiency: share of the peak rate that a card reaches while it computes.
     """
 
     config: Config
@@ -50,6 +53,7 @@ class Plan:
     tokens: int
     hidden_from: float = 0.0
     update: float = 0.0
+    efficiency: float = EFFICIENCY
 
     @property
     def worst(self) -> Memory:
@@ -80,8 +84,17 @@ class Plan:
         return self.most <= self.card
 
 
-def make_plan(config: Config, ranks: int, card: int, gpu: Gpu | None = None, spec: ModelSpec | None = None) -> Plan:
-    """Plan a run on `ranks` cards. Args: card: bytes of a card's memory. gpu: its speed; None: not known."""
+def make_plan(
+    config: Config, ranks: int, card: int, gpu: Gpu | None = None, spec: ModelSpec | None = None,
+    efficiency: float = EFFICIENCY,
+) -> Plan:  # fmt: skip
+    """Plan a run on `ranks` cards.
+
+    Args:
+        card: bytes of a card's memory.
+        gpu: its speed; None: not known.
+        efficiency: see Plan.
+    """
     spec = spec or config.spec()
     layout, batch, training = config.layout(ranks), config.batch(ranks), config.training
     rows = batch.global_batch_size
@@ -95,7 +108,7 @@ def make_plan(config: Config, ranks: int, card: int, gpu: Gpu | None = None, spe
     step, hidden_from, update = None, 0.0, 0.0
     rate = gpu.tflops.get(training.mixed_precision_param) if gpu else None
     if gpu and rate:
-        computing = done / ranks / (rate * 1e12 * EFFICIENCY) / (1 - bubble)
+        computing = done / ranks / (rate * 1e12 * efficiency) / (1 - bubble)
         data_parallel = reached(range(0, layout.dp_degree * layout.tp, layout.tp), gpu)
         with_host, update = (size / (gpu.host_gbs * 1e9 * REACHED) for size in _moved(config, spec, ranks))
         hiding = computing * (1 if config.memory.offload == "weights" else 1 - flops / done / 3)  # backward
@@ -112,7 +125,28 @@ def make_plan(config: Config, ranks: int, card: int, gpu: Gpu | None = None, spe
         pipeline = sent["pipeline"] / reached(range(0, ranks, ranks // layout.pp), gpu)
         step = computing + waits + tensor + pipeline + update
     memory = estimate(config, ranks, card, spec)
-    return Plan(config, ranks, memory, card, flops, sent, bubble, step, tokens, hidden_from, update)
+    return Plan(config, ranks, memory, card, flops, sent, bubble, step, tokens, hidden_from, update, efficiency)
+
+
+def measured_efficiency(config: Config, ranks: int, card: int, gpu: Gpu, tokens_per_second: float) -> float:
+    """The efficiency with which the plan of a run takes as long as the run did. Args: as of make_plan.
+
+    Raises:
+        UserError: no card of this kind is so fast, or its speed in this dtype is not known.
+    """
+    low, high, spec = 0.0, 1.0, config.spec()
+
+    def rate(efficiency: float) -> float:
+        plan = make_plan(config, ranks, card, gpu, spec, efficiency)
+        return plan.tokens / plan.seconds
+
+    if rate(high) < tokens_per_second:
+        what = f"the data sheet of {ranks} x {gpu.name} allows {rate(high):,.0f} tokens/s of this config"
+        raise UserError(f"--measured {tokens_per_second:,.0f}: {what}; name the config and the cards of that run")
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (low, middle) if rate(middle) >= tokens_per_second else (middle, high)
+    return high
 
 
 def _moved(config: Config, spec: ModelSpec, ranks: int) -> tuple[float, float]:
@@ -226,9 +260,11 @@ _KINDS = (  # optimizer.state, optimizer.master, memory.offload
 )
 
 
-def search(config: Config, ranks: int, card: int, gpu: Gpu | None) -> Iterator[Plan]:
-    """Plans of the same rows per step, in other layouts, batch sizes, with other recomputation and optimizer state."""
-    rows, spec = config.batch(ranks).global_batch_size, config.spec()
+def search(
+    config: Config, ranks: int, rows: int, card: int, gpu: Gpu | None, efficiency: float = EFFICIENCY
+) -> Iterator[Plan]:
+    """Plans of so many rows per step, in other layouts, batch sizes, with other recomputation and optimizer state."""
+    spec = config.spec()
     degrees = [n for n in range(1, ranks + 1) if ranks % n == 0]
     sizes = [size for size in (1, 2, 4, 8, 16) if rows % size == 0]
     modes, reductions = ("none", "selective", "full"), ("float32", "bfloat16")
@@ -252,4 +288,4 @@ def search(config: Config, ranks: int, card: int, gpu: Gpu | None) -> Iterator[P
         change |= {"activation_checkpoint": {"mode": mode}, "memory": {"offload": kind[2]}}
         candidate = with_settings(config, change)
         if not check(candidate, ranks, with_files=False):
-            yield make_plan(candidate, ranks, card, gpu, spec)
+            yield make_plan(candidate, ranks, card, gpu, spec, efficiency)

@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,12 @@ from titan_mi100.files.durable import check_output, write_output
 from titan_mi100.log import setup_logging
 from titan_mi100.planning.cards import Gpu
 from titan_mi100.planning.device import NAMES, find_card, positive, positive_float, size_gib
+from titan_mi100.planning.hardware import find_gpu
 from titan_mi100.planning.memory import ABOVE, BELOW, CATEGORIES
-from titan_mi100.planning.plan import EFFICIENCY, GIB, Plan, make_plan, remedy, search
+from titan_mi100.planning.plan import EFFICIENCY, GIB, Plan, make_plan, measured_efficiency, remedy, search
+from titan_mi100.planning.published import beside
 from titan_mi100.tools import rehearse
+from titan_mi100.tools.measure.parts import CERTIFICATE, measured, read
 from titan_mi100.wording import bytes_in_words, duration_in_words, plural
 
 _SHOWN = 10  # layouts that --search prints
@@ -47,18 +51,43 @@ def _plan(options: argparse.Namespace, settings: Sequence[str]) -> int:
     if (options.search or options.tokens) and not gpu.tflops:
         raise UserError(f"--search and --tokens need the speed of the card, too; add --device: {NAMES}")
     config = load_config(settings, None if options.search else options.gpus, with_files=False)
+    efficiency, origin = _efficiency(options, config, card, gpu)
     if options.search:
-        return _search(options, config, card, gpu)
-    plan = make_plan(config, options.gpus, card, gpu)
-    print(json.dumps(_as_json(plan)) if options.json else "\n".join(_lines(plan, gpu, options.tokens)))
+        return _search(options, config, card, gpu, efficiency, origin)
+    plan = make_plan(config, options.gpus, card, gpu, efficiency=efficiency)
+    print(json.dumps(_as_json(plan)) if options.json else "\n".join(_lines(plan, gpu, options.tokens, origin)))
     return 0 if plan.fits else 1
 
 
-def _lines(plan: Plan, gpu: Gpu, tokens: float) -> list[str]:
+def _efficiency(options: argparse.Namespace, config: Config, card: int, gpu: Gpu) -> tuple[float, str]:
+    """The share of a card's peak rate that a step reaches, and where it is from, in words.
+
+    Raises:
+        UserError: --measured is no number and no certificate of this card, or faster than the card.
+    """
+    if not options.measured:
+        return EFFICIENCY, "assumed, not measured"
+    if not gpu.tflops:
+        raise UserError(f"--measured needs the speed of the card, too; add --device: {NAMES}")
+    if isinstance(rate := options.measured, float):
+        return measured_efficiency(config, options.gpus, card, gpu, rate), f"from {rate:,.0f} tokens/s of this config"
+    path = rate / CERTIFICATE if rate.is_dir() else rate
+    header, parts = read(path)
+    own = find_gpu(header.machine.arch, header.machine.compute_units, header.machine.memory)
+    steps = [found for found in measured(parts, "steps") if found["plan"]["seconds"]]
+    if own != gpu or not steps:
+        problem = f"is of {header.machine.device}, not of {gpu.name}" if own != gpu else "has no planned steps"
+        raise UserError(f"--measured {path}: {problem}; measure on that card: titan-mi100 certify")
+    shares = sorted(EFFICIENCY * found["plan"]["seconds"] / found["seconds"] for found in steps)
+    return shares[len(shares) // 2], f"median of {len(shares)} steps of {path}"
+
+
+def _lines(plan: Plan, gpu: Gpu, tokens: float, origin: str) -> list[str]:
     """The plan as text lines.
 
     Args:
         tokens: tokens of the data, for the duration; 0: do not print it.
+        origin: of the plan's efficiency, in words.
     """
     layout, batch = plan.config.layout(plan.ranks), plan.config.batch(plan.ranks)
     found = [
@@ -99,8 +128,10 @@ def _lines(plan: Plan, gpu: Gpu, tokens: float) -> list[str]:
     if plan.step:
         found.append(
             f"about {plan.step:.1f} s per step, {plan.tokens / plan.step:,.0f} tokens/s, if a card reaches "
-            f"{EFFICIENCY:.0%} of its data sheet's rate and half of its link's rate (assumed, not measured)"
+            f"{plan.efficiency:.0%} of its data sheet's rate ({origin}) and half of its link's rate (assumed)"
         )
+        dtype = plan.config.training.mixed_precision_param
+        found += filter(None, [beside(gpu, dtype, plan.ranks, plan.flops / plan.tokens)])
         if tokens:
             found.append(f"{tokens:,.0f} tokens take {duration_in_words(tokens / plan.tokens * plan.step)}")
     elif not gpu.tflops:
@@ -119,22 +150,32 @@ def _as_json(plan: Plan) -> dict[str, Any]:
         "layout": {**asdict(layout), **asdict(batch)}, "memory": memory, "card": plan.card, "least": plan.least,
         "most": plan.most, "fits": plan.fits, "flops": plan.flops, "sent": plan.sent, "bubble": plan.bubble,
         "step_seconds": plan.step, "tokens": plan.tokens, "hidden_from": plan.hidden_from, "update": plan.update,
+        "efficiency": plan.efficiency,
     }  # fmt: skip
 
 
-def _search(options: argparse.Namespace, config: Config, card: int, gpu: Gpu) -> int:
+def _rate_or_certificate(text: str) -> float | Path:
+    with suppress(argparse.ArgumentTypeError):
+        return positive_float(text)
+    if Path(text).exists():
+        return Path(text)
+    raise argparse.ArgumentTypeError(f"{text!r} must be tokens/s, such as 6303, or a certificate")
+
+
+def _search(options: argparse.Namespace, config: Config, card: int, gpu: Gpu, efficiency: float, origin: str) -> int:
     """Print the ten fastest layouts that fit; with --write also write the first as TOML.
 
     Raises:
         UserError: no layout fits.
     """
-    counts = {options.gpus, 1}  # one card can be faster than several with a slow link
-    found = [plan for ranks in counts for plan in search(config, ranks, card, gpu)]
+    counts, rows = {options.gpus, 1}, config.batch(options.gpus).global_batch_size
+    # one card can be faster than several with a slow link
+    found = [plan for ranks in counts for plan in search(config, ranks, rows, card, gpu, efficiency)]
     fitting = sorted((plan for plan in found if plan.fits), key=lambda plan: (plan.seconds, plan.most))
     if options.json:
         print(json.dumps([{**_as_json(plan), "ranks": plan.ranks} for plan in fitting[:_SHOWN]]))
     elif fitting:
-        print(f"{len(fitting)} of {len(found)} fit {card / GIB:.1f} GiB; the fastest at an assumed {EFFICIENCY:.0%}:\n")
+        print(f"{len(fitting)} of {len(found)} fit {card / GIB:.1f} GiB; the fastest at {efficiency:.0%} ({origin}):\n")
         print(f"{'s/step':>8}{'GiB':>7}  cards, layout, rows x forwards, recomputation, optimizer, reduction")
         for plan in fitting[:_SHOWN]:
             print(f"{plan.seconds:>8.1f}{plan.most / GIB:>7.1f}  {_words(plan)}")
@@ -181,6 +222,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", default="", metavar="NAME", help=f"{NAMES}; default mi100, with --memory none")
     add("--memory", type=size_gib, default=0, metavar="32GB", help="memory of a card, in GiB; default: the device's")
     add("--tokens", type=positive_float, default=0, metavar="N", help="tokens of the data: print how long they take")
+    what = "tokens/s that this config reached, or a certificate of this card: replaces the assumed share of its rate"
+    add("--measured", type=_rate_or_certificate, metavar="N", help=what)
     add("--search", action="store_true", help="compare layouts, batch sizes, recomputation and optimizer state")
     add("--write", default="", metavar="X.toml", help="with --search: write the fastest layout as a config")
     add("--json", action="store_true", help="print JSON, with sizes in bytes")
