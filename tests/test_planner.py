@@ -27,7 +27,8 @@ from titan_mi100.config.settings import (
     TrainingConfig,
 )
 from titan_mi100.errors import is_out_of_memory
-from titan_mi100.planning.plan import make_plan
+from titan_mi100.planning.cards import DEVICES
+from titan_mi100.planning.plan import GIB, make_plan, search
 from titan_mi100.run import forecast
 from titan_mi100.run.machine import Machine
 from titan_mi100.tools import plan as planner
@@ -244,14 +245,14 @@ def test_what_was_measured_replaces_the_assumed_share(tmp_path: Path, capsys: py
 
 def test_a_search_starts_from_the_rows_of_the_config_on_all_cards(capsys: pytest.CaptureFixture[str]) -> None:
     """Also of a layout that one card cannot have."""
-    few = ("--model.flavor", "0.6B", "--training.target_tokens_per_step", "0", "--training.local_batch_size", "1")
-    assert planner.main([*PIPELINE, *few, "--training.gradient_accumulation_steps", "2", "--search", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    rows = {
-        p["layout"]["local_batch_size"] * p["layout"]["gradient_accumulation_steps"] * p["layout"]["dp_shard"]
-        for p in found
-    }
-    assert rows == {2} and {plan["ranks"] for plan in found} == {1, 2}
+    few = ["--model.flavor", "0.6B", "--training.target_tokens_per_step", "0", "--training.local_batch_size", "1"]
+    few += ["--training.gradient_accumulation_steps", "2"]
+    assert planner.main([*PIPELINE, *few, "--search", "--json"]) == 0
+    of_two = json.loads(capsys.readouterr().out)
+    of_one = search(load_config([*PIPELINE, *few], None, with_files=False), 1, 2, 32 * GIB, DEVICES["mi100"])
+    layouts = [*(plan["layout"] for plan in of_two), *(planner._as_json(plan)["layout"] for plan in of_one)]
+    assert {one["local_batch_size"] * one["gradient_accumulation_steps"] * one["dp_degree"] for one in layouts} == {2}
+    assert of_two[0]["ranks"] == 2 and layouts[-1]["dp_degree"] == 1
 
 
 @pytest.mark.parametrize(
