@@ -130,10 +130,10 @@ def one_step(case: Case, scale: float, norm: float, count: int, device: torch.de
     stream: Any = SimpleNamespace(
         batch=SimpleNamespace(global_batch_size=3), step=lambda _: [object()], ahead=lambda *_, **__: lambda: [object()]
     )
-    steps = trainer.Trainer(
-        model, optimizer, stream, case.max_norm, loss_scale=None if case.can_fall is None else kept,
-        spike_above=lambda: case.limit, skip_spikes=case.skips,
-    )  # fmt: skip
+    hooks = trainer.Hooks()
+    hooks.spike_above = lambda: case.limit  # type: ignore[method-assign]
+    scale_of_run = None if case.can_fall is None else kept
+    steps = trainer.Trainer(model, optimizer, stream, case.max_norm, 0, hooks, scale_of_run, case.skips)
     return steps.step(case.update), done
 
 

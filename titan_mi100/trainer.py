@@ -20,8 +20,6 @@ from titan_mi100.optim.state import NamedState
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import gather_values
 
-Flags = Mapping[str, Callable[[], bool]]
-
 
 @dataclass(frozen=True)
 class StepResult:
@@ -43,7 +41,7 @@ class StepResult:
     nonfinite_microbatches: Sequence[int] = ()  # this rank's microbatches whose loss is not finite
     loss_scale: float | None = None  # loss scale used in the step; None: not fp16
     overflowed: bool = False  # skipped only because the fp16 loss scale is still too large
-    flags: frozenset[str] = frozenset()  # the Trainer's flags that are set on any rank
+    flags: frozenset[str] = frozenset()  # the hooks' flags that are set on any rank
     spike_above: float | None = None  # the step is a spike: its loss is finite but above this; None: no spike
     worst_microbatches: Sequence[int] = ()  # in a spike: this rank's microbatch with the highest loss
     measures: Mapping[str, float] = field(default_factory=dict)  # the objective's, means like the loss
@@ -74,6 +72,25 @@ class _Gathered(NamedTuple):
         return list(ranks.split(sizes, dim=1))
 
 
+class Hooks:
+    """What a step asks of the run around it. These do nothing; a run has its own."""
+
+    def begin(self, part: str) -> None:
+        """Called when a part of a step begins. Args: part: its name."""
+
+    def flags(self) -> Mapping[str, bool]:
+        """This rank's flags by name, the same names in each step. In the result a flag is set if any rank's is."""
+        return {}
+
+    def own_values(self) -> Sequence[float]:
+        """Values of this rank, equally many on each; the result holds those of all ranks."""
+        return ()
+
+    def spike_above(self) -> float:
+        """The loss above which a step is a spike; the same on all ranks."""
+        return math.inf
+
+
 class Trainer:
     """Runs optimizer steps. All values that the ranks must agree on are exchanged in one collective per step."""
 
@@ -84,11 +101,8 @@ class Trainer:
         stream: RowStream,
         max_norm: float,
         first_row: int = 0,
-        flags: Flags | None = None,
+        hooks: Hooks | None = None,
         loss_scale: LossScale | None = None,
-        note: Callable[[str], None] = lambda _: None,
-        own_values: Callable[[], Sequence[float]] = tuple,
-        spike_above: Callable[[], float] = lambda: math.inf,
         skip_spikes: bool = False,
     ) -> None:
         """Read the first step's rows. A collective.
@@ -96,18 +110,13 @@ class Trainer:
         Args:
             max_norm: clip the gradient's global norm to this; 0: off.
             first_row: number of the first step's first row.
-            flags: name -> function that returns this rank's value, called once per step. In the result a flag is set if
-                any rank has it set.
+            hooks: of the run; None: none.
             loss_scale: the loss scale of fp16; every step updates it.
-            note: called with the name of each part of a step when it begins.
-            own_values: returns values of this rank; the step's result holds those of all ranks.
-            spike_above: returns the loss above which a step is a spike; the same on all ranks.
             skip_spikes: do not update the weights in a step that is a spike.
         """
         self._model, self._optimizer, self._stream, self._max_norm = model, optimizer, stream, max_norm
-        self._flags, self._loss_scale, self._note = flags or {}, loss_scale, note
+        self._hooks, self._loss_scale, self._skip_spikes = hooks or Hooks(), loss_scale, skip_spikes
         self._row = first_row
-        self._own_values, self._spike_above, self._skip_spikes = own_values, spike_above, skip_spikes
         self._microbatches = stream.step(first_row)
         self._next_step: Callable[[], list[Microbatch]] | None = None  # from the third step on
         # The counts of every later step are exchanged in the collective of the step before it.
@@ -130,23 +139,24 @@ class Trainer:
         weight = 1 / count if count else 0.0
         scale = self._loss_scale.value if self._loss_scale else 1.0
         losses = model.forward_backward(microbatches, weight * scale)
-        self._note("reading the next step's rows")
+        self._hooks.begin("reading the next step's rows")
         waited = self._read_ahead()
-        self._note("meeting the other ranks with loss and gradients")
+        self._hooks.begin("meeting the other ranks with loss and gradients")
         gradients = model.measure_gradients()
 
         # Every rank decides from the same gathered values, a row per rank.
         on_device = torch.cat([torch.stack([gradients.squares, (~gradients.finite).double()]), losses.sum(0)])
-        flags = [float(raised()) for raised in self._flags.values()]
-        mine = _Gathered(self._next_counts, [peak_memory_gib(model.device)], flags, [waited, *self._own_values()])
+        flags = self._hooks.flags()
+        own = [waited, *self._hooks.own_values()]
+        mine = _Gathered(self._next_counts, [peak_memory_gib(model.device)], [*map(float, flags.values())], own)
         summed, memory, raised, own_values = mine.gather(on_device, model.device)
         squares, not_finite, loss_sum, *rest = summed.sum(0).tolist()
         names = model.objective.measures
         measures, self._counts = dict(zip(names, rest, strict=False)), rest[len(names) :]
-        self._note("update of the weights")
+        self._hooks.begin("update of the weights")
         grad_norm = math.sqrt(squares) / scale
         broken = not_finite > 0 or not math.isfinite(squares + loss_sum)
-        limit, loss = self._spike_above(), loss_sum * weight
+        limit, loss = self._hooks.spike_above(), loss_sum * weight
         is_spike = not broken and loss > limit
         skipped = broken or (is_spike and self._skip_spikes)
         can_fall = self._loss_scale is not None and self._loss_scale.can_fall()
@@ -178,7 +188,7 @@ class Trainer:
             nonfinite_microbatches=nonfinite,
             loss_scale=None if self._loss_scale is None else scale,
             overflowed=overflowed,
-            flags=frozenset(name for name, on in zip(self._flags, are_up, strict=True) if on),
+            flags=frozenset(name for name, on in zip(flags, are_up, strict=True) if on),
             spike_above=limit if is_spike else None,
             worst_microbatches=self._worst(losses, microbatches) if is_spike else [],
             ranks=own_values,

@@ -2,14 +2,16 @@
 with several processes.
 """
 
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan_mi100.attention.choice import Choice
+from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.checkpoint.resume import (
     TRAINER,
     Found,
@@ -27,6 +29,7 @@ from titan_mi100.data.prepare import cache_folder
 from titan_mi100.data.prepared import Prepared
 from titan_mi100.files import child
 from titan_mi100.log import log
+from titan_mi100.model.loss import HeadMemory
 from titan_mi100.objectives.base import Objective
 from titan_mi100.objectives.choose import choose
 from titan_mi100.open_run.answers import Pass, Reference, columns_of, with_columns
@@ -48,11 +51,12 @@ from titan_mi100.run.answers import AnswerWatch
 from titan_mi100.run.expert_load import ExpertLoad
 from titan_mi100.run.faults import FaultWatch
 from titan_mi100.run.forecast import Forecast
+from titan_mi100.run.metrics import Reporter
 from titan_mi100.run.profiling import open_profiler
 from titan_mi100.run.progress import Progress
 from titan_mi100.run.samples import open_sampler
 from titan_mi100.shapes.base import ModelSpec
-from titan_mi100.trainer import Trainer
+from titan_mi100.trainer import Hooks, Trainer
 from titan_mi100.watch.heartbeat import START, VALIDATION, Heartbeat
 from titan_mi100.watch.stragglers import Stragglers
 from titan_mi100.weights.load import load_weights
@@ -61,17 +65,27 @@ from titan_mi100.weights.source import open_weights
 STOP, SAVE_FAILED = "stop", "save failed"  # flags that ranks raise on their own
 
 
-class _Start(NamedTuple):
-    """Where a run begins: anew or at a checkpoint, on which data, in which layout."""
+@dataclass(frozen=True)
+class RunInputs:
+    """What a run is made of: its config, its data and the checkpoint that it resumes from.
+
+    Attributes:
+        config: with what a resumed run keeps of its checkpoint: rows per step, stages.
+        folder: the run folder; None: nothing is recorded or saved.
+        columns: further arrays of the rows; those of a reference are filled in by `load_model`.
+        found: the checkpoint; None: the run starts from the beginning.
+    """
 
     config: Config
+    world: World
+    folder: Path | None
     spec: ModelSpec
     data: Prepared
+    columns: dict[str, Column]
     found: Found | None
     progress: Progress
     layout: Layout
     batch: Batch
-    columns: dict[str, Column]  # further arrays of the rows, to be filled
 
 
 def open_run(
@@ -102,62 +116,44 @@ def open_run(
         UserError: on all ranks: files do not fit each other or the config.
     """
     heartbeat = heartbeat or Heartbeat(config.watchdog)
-    start = _start(config, world, folder, spec, data, checkpoint, heartbeat)
-    config, spec, data, found, progress, layout, batch, _ = start
+    inputs = read_inputs(config, world, folder, spec, data, checkpoint, heartbeat)
+    config, spec, progress = inputs.config, inputs.spec, inputs.progress
     forecast = Forecast(config, world, spec, folder)
-    rows, about, steps = _rows(start)
-    mesh, model, optimizer = _model(start, world, about, objective or choose(config.objective), forecast.plan.card)
-    loaded = found.path if found else None
-    dp_rank, tokens = distributed.data_parallel_rank(mesh), partial(some_tokens, rows)
+    rows = open_rows(config.training, config.data, inputs.data, inputs.batch, progress, config.parallelism.is_pipeline)
+    about = about_run(config, spec, inputs.data, inputs.layout, inputs.batch, rows.fingerprint)
+    steps = fit_to_rows(inputs, rows, about)
+    attention, head = choose_backend(config, spec, inputs.layout, world, inputs.found)
+    stages = choose_stages(inputs, forecast.plan.card)
+    about = {**about, "chosen": {"attention": asdict(attention), "head": asdict(head), **stages}}
+    mesh = distributed.build_mesh(inputs.layout, world.device)
+    model = make_model(inputs, mesh, objective or choose(config.objective), attention, head, stages)
+    trained, seed = model.trained_parameters(), config.training.seed
+    optimizer = build_optimizer(trained, config.optimizer, seed, model.weights_device, model.host_gradients)
+    stream = RowStream(rows, inputs.batch, distributed.data_parallel_rank(mesh), with_padding=inputs.layout.is_pipeline)
+    reference = None
     if config.objective.has_reference and objective is None:
-        reading = Pass(config, world, spec, data, layout, batch, dp_rank)
-        wanted = reading.about("reference", 0, about["chosen"]["attention"]["name"])
-        reference = Reference(reading, folder, wanted, start.columns)
-        load_weights(model, optimizer, config, spec, None if reference.needs_base else loaded, tokens)
-        beat = partial(heartbeat.begin, VALIDATION, "reference")
-        reference.read(model, wants_to_stop, beat, cache_folder(config.data))
-        heartbeat.begin(START, "opening model and checkpoint")
-    else:
-        load_weights(model, optimizer, config, spec, loaded, tokens)
-    checkpointer = open_checkpointer(config, world, folder, spec, data, model, optimizer, layout)
-    if found is not None:
-        log.info(f"loading {found.path} ...")
-        checkpointer.load(found.path)
+        reference = open_reference(inputs, stream.dp_rank, attention.name)
+    load_model(inputs, model, optimizer, partial(some_tokens, rows), reference, wants_to_stop, heartbeat)
+    checkpointer = open_checkpointer(config, world, folder, spec, inputs.data, model, optimizer, inputs.layout)
+    if inputs.found is not None:
+        log.info(f"loading {inputs.found.path} ...")
+        checkpointer.load(inputs.found.path)
         if checkpoint is None:
-            from_rank_zero(partial(rename_later_checkpoints, found.path))
+            from_rank_zero(partial(rename_later_checkpoints, inputs.found.path))
     log_if_done(progress, steps)
-    stream = RowStream(rows, batch, dp_rank, with_padding=layout.is_pipeline)
-    reporter, profiler, observers = None, None, list[StepObserver]([forecast])
-
-    def is_moved() -> bool:
-        return world.rank == 0 and bool(moved())
-
-    flags = {STOP: wants_to_stop, SAVE_FAILED: checkpointer.has_failed, MOVED: is_moved}
-    if folder is not None:
-        reporter = open_record(folder, config, world, spec, model, rows, progress, steps)
-        observers += [reporter] if reporter else []
-        if any(parameter.experts for parameter in spec.parameters.values()):
-            freq = config.metrics.log_freq
-            observers.append(ExpertLoad(folder, reporter, model, spec, freq, progress.step, steps))
-        with raise_together():
-            accept_ledger(data, folder, world)
-            observers.append(AnswerWatch())
-            most = config.training.max_nonfinite_steps
-            observers.append(FaultWatch(stream, folder, world, progress, most, model))
-        profiler = open_profiler(folder, config.profiling, world, steps)
+    reporter = open_record(folder, config, world, spec, model, rows, progress, steps) if folder else None
+    observers = [forecast, *open_observers(inputs, model, stream, reporter, steps)]
+    profiler = open_profiler(folder, config.profiling, world, steps) if folder else None
     named = config.tokenizer_path(), config.checkpoint.initial_load_path
-    sampler = open_sampler(config.validation, config.training.seq_len, data, *named)
+    sampler = open_sampler(config.validation, config.training.seq_len, inputs.data, *named)
     child.end()  # no more files from elsewhere are read
     stragglers = Stragglers(world, config.metrics.log_freq) if folder is not None and world.size > 1 else None
-    training = config.training
-    trainer = Trainer(
-        model, optimizer, stream, training.max_norm, progress.rows_consumed, flags,
-        loss_scale=progress.loss_scale if training.mixed_precision_param == "float16" else None,
-        note=heartbeat.note, own_values=stragglers.own_values if stragglers else tuple,
-        spike_above=partial(progress.spike_above, training.loss_spike_sigmas), skip_spikes=training.skip_loss_spikes,
-    )  # fmt: skip
+    hooks = RunHooks(inputs, heartbeat, checkpointer, stragglers, wants_to_stop, moved)
+    scale = progress.loss_scale if config.training.mixed_precision_param == "float16" else None
+    clip, skips = config.training.max_norm, config.training.skip_loss_spikes
+    trainer = Trainer(model, optimizer, stream, clip, progress.rows_consumed, hooks, scale, skips)
     return Run(
-        config=config, world=world, folder=folder, mesh=mesh, data=data, about=about,
+        config=config, world=world, folder=folder, mesh=mesh, data=inputs.data, about=about,
         model=model, optimizer=optimizer, checkpointer=checkpointer, stream=stream, trainer=trainer,
         progress=progress, steps=steps, wants_to_stop=wants_to_stop,
         reporter=reporter, forecast=forecast, observers=observers, heartbeat=heartbeat, stragglers=stragglers,
@@ -165,7 +161,32 @@ def open_run(
     )  # fmt: skip
 
 
-def _start(
+class RunHooks(Hooks):
+    """What a step asks of this run."""
+
+    def __init__(
+        self, inputs: RunInputs, heartbeat: Heartbeat, checkpointer: Checkpointer, stragglers: Stragglers | None,
+        wants_to_stop: Callable[[], bool], moved: Callable[[], str],
+    ) -> None:  # fmt: skip
+        self._progress, self._sigmas = inputs.progress, inputs.config.training.loss_spike_sigmas
+        self._is_first, self._wants_to_stop, self._moved = inputs.world.rank == 0, wants_to_stop, moved
+        self._checkpointer, self._stragglers, self._heartbeat = checkpointer, stragglers, heartbeat
+
+    def begin(self, part: str) -> None:
+        self._heartbeat.note(part)
+
+    def flags(self) -> dict[str, bool]:
+        has_moved = self._is_first and bool(self._moved())
+        return {STOP: self._wants_to_stop(), SAVE_FAILED: self._checkpointer.has_failed(), MOVED: has_moved}
+
+    def own_values(self) -> Sequence[float]:
+        return self._stragglers.own_values() if self._stragglers else ()
+
+    def spike_above(self) -> float:
+        return self._progress.spike_above(self._sigmas)
+
+
+def read_inputs(
     config: Config,
     world: World,
     folder: Path | None,
@@ -173,8 +194,8 @@ def _start(
     data: Prepared | None,
     checkpoint: Path | None,
     heartbeat: Heartbeat,
-) -> _Start:
-    """Find data and checkpoint. A collective."""
+) -> RunInputs:
+    """Find data and checkpoint, and what a resumed run keeps of its checkpoint. Args: as of open_run. A collective."""
     distributed.seed_everything(config.training.seed)
     same_on_all_ranks(to_toml(config), "the config is not the same on all ranks; start them all with the same")
     for line in config.notes:
@@ -198,36 +219,88 @@ def _start(
         config = keep_stages(config, world, spec, data, found.manifest)
     layout, batch = config.layout(world.size), config.batch(world.size)
     log_layout(layout, batch, config.training, config.memory.offload)
-    return _Start(config, spec, data, found, progress, layout, batch, columns)
+    return RunInputs(
+        config=config, world=world, folder=folder, spec=spec, data=data, columns=columns, found=found,
+        progress=progress, layout=layout, batch=batch,
+    )  # fmt: skip
 
 
-def _rows(start: _Start) -> tuple[ShuffledEpochs | Mixture, dict[str, Any], int]:
-    """The rows, the manifest's entries about the run, and its last step. A collective."""
-    config, spec, data, found, progress, layout, batch, _ = start
-    rows = open_rows(config.training, config.data, data, batch, progress, config.parallelism.is_pipeline)
-    about = about_run(config, spec, data, layout, batch, rows.fingerprint)
-    if found is not None:
-        check_same_run(found, about, config.checkpoint.allow_changed)
-    fit_progress(progress, found, rows, data.facts.plan)
-    wanted = config.training.steps, config.data.on_exhausted, config.lr_scheduler.warmup_steps
-    return rows, about, last_step(*wanted, progress, rows, batch)
+def fit_to_rows(inputs: RunInputs, rows: ShuffledEpochs | Mixture, about: dict[str, Any]) -> int:
+    """Check that a resumed run is the same, and fit its progress to the rows. Returns the run's last step.
+
+    Args:
+        about: see about_run.
+    """
+    config, progress = inputs.config, inputs.progress
+    if inputs.found is not None:
+        check_same_run(inputs.found, about, config.checkpoint.allow_changed)
+    fit_progress(progress, inputs.found, rows, inputs.data.facts.plan)
+    on_exhausted, warmup = config.data.on_exhausted, config.lr_scheduler.warmup_steps
+    return last_step(config.training.steps, on_exhausted, warmup, progress, rows, inputs.batch)
 
 
-def _model(
-    start: _Start, world: World, about: dict[str, Any], objective: Objective, card: int
-) -> tuple[DeviceMesh, ParallelModel, NamedState]:
-    """The model in its layout, not filled, and the optimizer. A collective. Args: about: gets what was chosen."""
-    config, spec, data, found, _, layout, batch, _ = start
-    attention, head = choose_backend(config, spec, layout, world, found)
-    about["chosen"] = {"attention": asdict(attention), "head": asdict(head)}
-    mesh = distributed.build_mesh(layout, world.device)
-    supervised_share, seed = data.train_counts.supervised_share(config.training.seq_len), config.training.seed
-    wanted = attention.make(), supervised_share, head
-    if layout.is_pipeline:  # rank 0 chooses for all: the memory of cards may differ a little
-        layers = from_rank_zero(partial(layers_per_stage, config, spec, world.size, supervised_share, card))
-        about["chosen"]["stages"] = list(layers)
+def choose_stages(inputs: RunInputs, card: int) -> dict[str, Any]:
+    """The layers of each pipeline stage, as a checkpoint's manifest has them; empty without a pipeline. A collective.
+
+    Rank 0 chooses for all: the memory of cards may differ a little.
+    """
+    if not inputs.layout.is_pipeline:
+        return {}
+    share = inputs.data.train_counts.supervised_share(inputs.config.training.seq_len)
+    cut = partial(layers_per_stage, inputs.config, inputs.spec, inputs.world.size, share, card)
+    return {"stages": list(from_rank_zero(cut))}
+
+
+def make_model(
+    inputs: RunInputs, mesh: DeviceMesh, objective: Objective, attention: Choice, head: HeadMemory,
+    stages: dict[str, Any],
+) -> ParallelModel:  # fmt: skip
+    """The model in its layout, not filled. A collective. Args: stages: see choose_stages."""
+    config, share = inputs.config, inputs.data.train_counts.supervised_share(inputs.config.training.seq_len)
+    for layers in stages.values():
         config = with_settings(config, {"parallelism": {"pipeline_parallel_layers_per_stage": tuple(layers)}})
-    model = build_model(config, spec, layout, batch, mesh, world.device, *wanted, objective=objective)
-    trained = model.trained_parameters()
-    optimizer = build_optimizer(trained, config.optimizer, seed, model.weights_device, model.host_gradients)
-    return mesh, model, optimizer
+    return build_model(
+        config, inputs.spec, inputs.layout, inputs.batch, mesh, inputs.world.device, attention.make(), share, head,
+        objective=objective,
+    )  # fmt: skip
+
+
+def open_reference(inputs: RunInputs, dp_rank: int, attention: str) -> Reference:
+    """The run's reference. A collective. Args: attention: name of the backend."""
+    reading = Pass(inputs.config, inputs.world, inputs.spec, inputs.data, inputs.layout, inputs.batch, dp_rank)
+    return Reference(reading, inputs.folder, reading.about("reference", 0, attention), inputs.columns)
+
+
+def load_model(
+    inputs: RunInputs, model: ParallelModel, optimizer: NamedState, tokens: Callable[[], set[int]],
+    reference: Reference | None, wants_to_stop: Callable[[], bool], heartbeat: Heartbeat,
+) -> None:  # fmt: skip
+    """Fill the model with the weights that training starts from, and let them read the reference. A collective.
+
+    Args:
+        tokens: some tokens of the rows, see load_weights.
+    """
+    resumed = inputs.found.path if inputs.found and not (reference and reference.needs_base) else None
+    load_weights(model, optimizer, inputs.config, inputs.spec, resumed, tokens)
+    if reference is not None:
+        beat = partial(heartbeat.begin, VALIDATION, "reference")
+        reference.read(model, wants_to_stop, beat, cache_folder(inputs.config.data))
+        heartbeat.begin(START, "opening model and checkpoint")
+
+
+def open_observers(
+    inputs: RunInputs, model: ParallelModel, stream: RowStream, reporter: Reporter | None, steps: int
+) -> list[StepObserver]:
+    """What follows each step of a run with a folder, in order. A collective."""
+    config, folder, progress = inputs.config, inputs.folder, inputs.progress
+    if folder is None:
+        return []
+    observers: list[StepObserver] = [reporter] if reporter else []
+    if any(parameter.experts for parameter in inputs.spec.parameters.values()):
+        freq = config.metrics.log_freq
+        observers.append(ExpertLoad(folder, reporter, model, inputs.spec, freq, progress.step, steps))
+    with raise_together():
+        accept_ledger(inputs.data, folder, inputs.world)
+        most = config.training.max_nonfinite_steps
+        observers += [AnswerWatch(), FaultWatch(stream, folder, inputs.world, progress, most, model)]
+    return observers
