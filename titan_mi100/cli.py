@@ -182,7 +182,7 @@ def run(main: Callable[[], object], afterwards: str = "nothing was left behind")
         sys.exit(code)
 
 
-def message_of(error: Exception, file: Path | None = None) -> str:
+def message_of(error: BaseException, file: Path | None = None) -> str:
     """A user's mistake: its message. Any other error: one line that names the file with the traceback.
 
     Args:

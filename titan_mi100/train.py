@@ -68,32 +68,8 @@ def main(config: Config, preemption: Preemption, heartbeat: Heartbeat) -> None:
         if rank == 0 and (end := end_of_job(os.environ)):  # the others are told by the step's collective
             run.observers.append(TimeLimit(end, preemption, run.checkpointer))
         ended = RunState("done", 0, *(teach(run) if config.objective.name == "teach" else train(run, preemption)))
-    except UserError as error:
-        again = "fix the problem above and start again"
-        ended = _moved(folder) or RunState("bad_input", 2, str(error), again)
-    except Preempted as error:
-        ended = RunState("preempted", 3, str(error), again)
-    except NumericalError as error:
-        ended = RunState("numerical_abort", 4, str(error), _way_back(folder, error.remedy) + again)
-    except ExportError as error:
-        ended = _moved(folder) or RunState("export_failed", 1, str(error), error.again)
-    except SaveError as error:
-        ended = _moved(folder) or RunState("save_failed", 1, str(error), "fix the problem above, then " + again)
-    except KeyboardInterrupt:
-        ended, all_ranks = RunState(INTERRUPTED, 1, "interrupted", again), False
-    except Exception as error:
-        all_ranks, where = False, _where(rank, folder)
-        if is_out_of_memory(error):
-            if run is not None and run.profiler is not None:
-                run.profiler.at_out_of_memory(folder.step if folder else None)
-            ended = RunState("out_of_memory", 6, _what_was_planned(error, where, run), f"take less memory; {again}")
-        elif has_moved := _moved(folder):
-            ended = has_moved
-        else:
-            state = LOST if distributed.is_about_a_lost_process(error) else "crashed"
-            said = message_of(error, folder.own_log() if folder else None)
-            ended = RunState(state, 1, f"{where}: {said}", again)
-        log.error(ended.message)
+    except (Exception, KeyboardInterrupt) as error:
+        ended, all_ranks = _ended(error, rank, folder, run, again)
     if folder is not None:
         ended = replace(ended, step=folder.step)
     if all_ranks and ended.exit_code and (rank == 0 or ended.exit_code == 1):
@@ -114,10 +90,45 @@ def main(config: Config, preemption: Preemption, heartbeat: Heartbeat) -> None:
     distributed.leave(0 if all_ranks and (was_killed or launcher_is_told()) else ended.exit_code, all_ranks)
 
 
-def _moved(folder: RunFolder | None) -> RunState | None:
-    """How a run ends whose folder was moved. None: it is where it was."""
-    why = folder.moved() if folder else ""
-    return RunState("bad_input", 2, why, "fix the problem above and start again") if why else None
+_FIX = "fix the problem above"
+# Errors that end all ranks together -> state, exit code and remedy; {again}: how to start the run again.
+_TOGETHER: dict[type[BaseException], tuple[str, int, str]] = {
+    UserError: ("bad_input", 2, f"{_FIX} and start again"),
+    Preempted: ("preempted", 3, "{again}"),
+    NumericalError: ("numerical_abort", 4, "{way_back}{again}"),
+    ExportError: ("export_failed", 1, "{again}"),
+    SaveError: ("save_failed", 1, f"{_FIX}, then {{again}}"),
+}
+
+
+def _ended(
+    error: BaseException, rank: int, folder: RunFolder | None, run: Run | None, again: str
+) -> tuple[RunState, bool]:
+    """How an error ends the run, and whether it ends all ranks for the same reason. Args: again: starts it again."""
+    kind = next((kind for kind in _TOGETHER if isinstance(error, kind)), None)
+    is_alone = kind is None
+    if isinstance(error, KeyboardInterrupt):
+        return RunState(INTERRUPTED, 1, "interrupted", again), False
+    is_full = is_alone and is_out_of_memory(error)
+    if kind not in (Preempted, NumericalError) and not is_full and folder and (why := folder.moved()):
+        kind, error = UserError, UserError(why)  # the error that was raised follows from it
+    if kind is not None:
+        state, code, remedy = _TOGETHER[kind]
+        way_back = _way_back(folder, error.remedy) if isinstance(error, NumericalError) else ""
+        again = error.again if isinstance(error, ExportError) else again
+        ended = RunState(state, code, str(error), remedy.format(way_back=way_back, again=again))
+    elif is_full:
+        if run is not None and run.profiler is not None:
+            run.profiler.at_out_of_memory(folder.step if folder else None)
+        planned = _what_was_planned(error, _where(rank, folder), run)
+        ended = RunState("out_of_memory", 6, planned, f"take less memory; {again}")
+    else:
+        state = LOST if distributed.is_about_a_lost_process(error) else "crashed"
+        message = message_of(error, folder.own_log() if folder else None)
+        ended = RunState(state, 1, f"{_where(rank, folder)}: {message}", again)
+    if is_alone:
+        log.error(ended.message)
+    return ended, not is_alone
 
 
 def _where(rank: int, folder: RunFolder | None) -> str:
@@ -127,7 +138,7 @@ def _where(rank: int, folder: RunFolder | None) -> str:
     return f"rank {rank} on {socket.gethostname()}, {when}"
 
 
-def _what_was_planned(error: Exception, where: str, run: Run | None) -> str:
+def _what_was_planned(error: BaseException, where: str, run: Run | None) -> str:
     """The error message for out of memory: what was planned, and what uses less memory."""
     planned = "while the run was opened"
     if run is not None:
