@@ -22,7 +22,7 @@ from torch import Tensor
 
 from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.load import load_config
-from titan_mi100.config.settings import Config
+from titan_mi100.config.settings import Config, ObjectiveConfig
 from titan_mi100.data import answer_store
 from titan_mi100.data.answer_store import AnswerStore, Wanted, tokens_hash
 from titan_mi100.data.prepare import prepare_run
@@ -520,3 +520,11 @@ def test_what_vllm_says_is_checked_position_by_position(tmp_path: Path) -> None:
 
 def table_of(config: Config) -> DocumentTable:
     return prepare_run(config, None).train.documents  # type: ignore[attr-defined, no-any-return]
+
+
+def test_a_config_is_a_value_whatever_happens_to_its_teachers_folder(tmp_path: Path) -> None:
+    settings = ObjectiveConfig(name="distill", teacher=str(tmp_path))
+    before = settings.ids_per_token, settings.identity
+    (tmp_path / "store.json").write_text('{"k": 7, "weights": "w"}')
+    assert (settings.ids_per_token, settings.identity) == before == (32, {**before[1], "k": 32})
+    assert ObjectiveConfig(name="distill", teacher=str(tmp_path)).identity == {**before[1], "k": 7, "teacher": "w"}

@@ -39,11 +39,12 @@ class Schedule:
     looped: bool = False
     zero_bubble: bool = False
     v_shaped: bool = False  # the first and the last stage are on one rank
+    forwards_first: bool = False  # all forwards run before the first backward, so all microbatches are kept
 
 
 SCHEDULES = {
     "1F1B": Schedule(),
-    "GPipe": Schedule(),
+    "GPipe": Schedule(forwards_first=True),
     "Interleaved1F1B": Schedule(2, looped=True),
     "InterleavedZeroBubble": Schedule(2, looped=True, zero_bubble=True),
     "ZBVZeroBubble": Schedule(2, zero_bubble=True, v_shaped=True),

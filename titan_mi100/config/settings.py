@@ -4,6 +4,7 @@ import os
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -392,12 +393,16 @@ class ObjectiveConfig:
         """Ids that a teacher gives for each learned token; top_k where its folder is not there yet."""
         return self._stored("k", self.top_k) if self.name == "distill" else 0
 
-    def _stored(self, key: str, otherwise: Any) -> Any:
-        """What the teacher's folder says of itself."""
+    @cached_property
+    def _store(self) -> dict[str, Any]:
+        """What the teacher's folder says of itself; read once, so that the settings are values."""
         with suppress(UserError):  # it is read again, and checked, when the data are opened
-            value = read_object(Path(self.teacher, "store.json"), "").get(key)
-            return value if type(value) is type(otherwise) else otherwise
-        return otherwise
+            return read_object(Path(self.teacher, "store.json"), "")
+        return {}
+
+    def _stored(self, key: str, otherwise: Any) -> Any:
+        value = self._store.get(key)
+        return value if type(value) is type(otherwise) else otherwise
 
     @property
     def has_reference(self) -> bool:

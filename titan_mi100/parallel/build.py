@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from titan_mi100.attention.base import Backend
-from titan_mi100.config.layout import Batch, Layout, Stage, stages_of
+from titan_mi100.config.layout import SCHEDULES, Batch, Layout, Stage, stages_of
 from titan_mi100.config.settings import CompileConfig, Config, LoRAConfig, MemoryConfig
 from titan_mi100.log import log
 from titan_mi100.model.decoder import CausalLM
@@ -62,8 +62,8 @@ def build_model(
     """
     is_gpu = device.type != "cpu" if is_gpu is None else is_gpu
     head_memory = head_memory or HeadMemory.of(device)
-    if layout.pp > 1 and config.parallelism.pipeline_parallel_schedule == "GPipe":
-        # GPipe runs all forwards before the first backward, so the kept logits of all microbatches exist at once.
+    if layout.pp > 1 and SCHEDULES[config.parallelism.pipeline_parallel_schedule].forwards_first:
+        # the kept logits of all microbatches exist at once
         kept = head_memory.kept_elements // batch.gradient_accumulation_steps
         head_memory = replace(head_memory, kept_elements=kept)
     loss = functools.partial(objective, memory=head_memory)

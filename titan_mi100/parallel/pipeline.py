@@ -70,7 +70,7 @@ class PipelinedModel(ParallelModel):
         kind = get_schedule_class(schedule)
         self._schedule = kind(
             stages[0] if issubclass(kind, PipelineScheduleSingle) else stages,  # type: ignore[arg-type]
-            n_microbatches=max(microbatches, self._stages) if schedule == "GPipe" else microbatches,
+            n_microbatches=max(microbatches, self._stages) if SCHEDULES[schedule].forwards_first else microbatches,
             loss_fn=self._weighted_loss,
             scale_grads=False,  # torch would divide by the number of microbatches; the loss is weighted already
         )

@@ -300,7 +300,7 @@ class _Rank:
         if pp == 1:
             return 1
         schedule = SCHEDULES[self.config.parallelism.pipeline_parallel_schedule]
-        if self.config.parallelism.pipeline_parallel_schedule == "GPipe":
+        if schedule.forwards_first:
             return microbatches
         if schedule.stages_per_rank > 1:
             return min(microbatches, pp + 1)
@@ -343,8 +343,9 @@ class _Rank:
         c, logits = self.compute, self.tokens * self.spec.vocab_size // self.layout.tp
         block = min(max(1024 * self.tokens, HEAD_BLOCK if self.device_memory else 1 << 20), logits)
         wide, kept = max(4, c), self.device_memory // HEAD_SHARE
-        is_gpipe = self.config.parallelism.pipeline_parallel_schedule == "GPipe" and self.layout.pp > 1
-        waiting = self.batch.gradient_accumulation_steps if is_gpipe else 1
+        schedule = SCHEDULES[self.config.parallelism.pipeline_parallel_schedule]
+        keeps_all = schedule.forwards_first and self.layout.pp > 1
+        waiting = self.batch.gradient_accumulation_steps if keeps_all else 1
         rows = self.tokens * self.spec.hidden_size * (2 * c + 4)
         if logits <= kept // waiting:
             return rows + waiting * (logits * c + block * wide)

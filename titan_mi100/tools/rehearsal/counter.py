@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titan_mi100.attention.base import Backend, Documents
-from titan_mi100.config.layout import Batch, Layout
+from titan_mi100.config.layout import SCHEDULES, Batch, Layout
 from titan_mi100.config.settings import Config, OptimizerConfig
 from titan_mi100.data.answers import LABEL, REFERENCE, TEACHER_IDS, TEACHER_LOG_P
 from titan_mi100.data.microbatch import Microbatch, one_document_per_row
@@ -410,10 +410,10 @@ def enough_microbatches(layout: Layout, batch: Batch, schedule: str) -> int:
     """How many microbatches of a step have to be run; more do not change the peak.
 
     Without a pipeline two: the second one adds to gradients that exist already. With a pipeline four per stage: it is
-    full then. GPipe keeps the activations of all microbatches, so all of them are run.
+    full then. A schedule that keeps the activations of all microbatches runs all of them.
     """
     wanted = batch.gradient_accumulation_steps
-    if layout.is_pipeline and schedule == "GPipe":
+    if layout.is_pipeline and SCHEDULES[schedule].forwards_first:
         return wanted
     return min(wanted, 4 * layout.fewest_microbatches if layout.is_pipeline else 2)
 
