@@ -12,7 +12,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.optim.optimizer import lr_factor
 from titan_mi100.planning.cards import CARDS, DEVICES, Gpu
 from titan_mi100.planning.costs import train_flops
-from titan_mi100.planning.hardware import compile_advice, count_gpus, dtype_advice, find_gpu, is_amd_cpu
+from titan_mi100.planning.hardware import count_gpus, dtype_advice, find_gpu, is_amd_cpu
 from titan_mi100.shapes.base import parameter_count
 from titan_mi100.shapes.families import PRESETS, read_hf_config, to_hf_config
 
@@ -130,16 +130,12 @@ def test_a_dtype_that_the_hardware_lacks_is_advised_against(tmp_path: Path) -> N
     assert "1.6 times" in dtype_advice("bfloat16", replace(half_more, tflops={"float16": 3.2, "bfloat16": 2.0}), False)
 
 
-def test_compilation_is_advised_where_it_was_measured_to_be_faster(tmp_path: Path) -> None:
+def test_a_cpu_of_amd_is_known_by_its_vendor(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("flags : avx512f avx512_bf16\n")
-    assert not compile_advice("bfloat16", True, cpuinfo)
-    cpuinfo.write_text("flags : avx512f avx512_bf16 amx_bf16\n")
-    assert "compile.enable = true" in compile_advice("bfloat16", True, cpuinfo)
     assert not is_amd_cpu(cpuinfo) and not is_amd_cpu(tmp_path / "none")
     cpuinfo.write_text("vendor_id : AuthenticAMD\nflags : amx_bf16\n")
     assert is_amd_cpu(cpuinfo)
-    assert not compile_advice("float32", True, cpuinfo) and not compile_advice("bfloat16", False, cpuinfo)
 
 
 def test_peak_rates_are_units_times_clock() -> None:

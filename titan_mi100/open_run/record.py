@@ -211,13 +211,11 @@ def code_and_machine(world: World) -> dict[str, Any]:
     }
 
 
-def log_machine(dtype: str, is_compiled: bool, world: World) -> None:
-    """Log the device, and advice on the dtype of the computation and torch.compile."""
+def log_machine(dtype: str, world: World) -> None:
+    """Log the device, and advice on the dtype of the computation."""
     log.info(f"{plural(world.size, 'process')}, each on {distributed.device_name(world.device)[0]}")
     is_cpu = world.device.type == "cpu"
     if other := accelerator.left_alone():
         log.warning(f"{other} is left alone: runs compute on CUDA, ROCm or the CPU")
     if advice := hardware.dtype_advice(dtype, distributed.data_sheet(world.device), is_cpu):
         log.warning(advice)
-    if not is_compiled and (advice := hardware.compile_advice(dtype, is_cpu)):
-        log.info(advice)

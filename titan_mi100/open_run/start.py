@@ -200,7 +200,7 @@ def read_inputs(
     same_on_all_ranks(to_toml(config), "the config is not the same on all ranks; start them all with the same")
     for line in config.notes:
         log.info(line)
-    log_machine(config.training.mixed_precision_param, config.compile.enable, world)
+    log_machine(config.training.mixed_precision_param, world)
     with raise_together():
         spec = spec or config.spec()
     data = data or load_data(config, world, folder, heartbeat)

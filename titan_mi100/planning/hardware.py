@@ -43,13 +43,6 @@ def dtype_advice(dtype: str, gpu: Gpu | None, is_cpu: bool, cpuinfo: Path = Path
     return ""
 
 
-def compile_advice(dtype: str, is_cpu: bool, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """What speaks for torch.compile on this hardware: where it was measured to be faster; "": nothing that is known."""
-    if is_cpu and dtype == "bfloat16" and "amx_bf16" in _cpu_flags(cpuinfo):
-        return "compile.enable = true was measured to make a step a fifth shorter on a CPU with AMX"
-    return ""
-
-
 def is_amd_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     return cpuinfo.is_file() and "AuthenticAMD" in cpuinfo.read_text(errors="replace")
 
