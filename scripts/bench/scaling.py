@@ -174,7 +174,7 @@ def strong() -> Iterator[str]:
         least = next(m for m in itertools.count(stages) if efficiency(m) >= published)
         modelled = " | ".join(f"{efficiency(m):.1%}" for m in MICROBATCHES)
         run = f"{name}: {card.per_node * stages:,} to {ranks:,} ranks, PP{stages} x TP{card.per_node}"
-        yield f"| {run} | {published:.2%} | {modelled} | {least:,} ({least * replicas:,} rows a step) |"
+        yield f"| {run} | {100 * published:.4g}% | {modelled} | {least:,} ({least * replicas:,} rows a step) |"
 
 
 def main() -> None:

@@ -174,9 +174,9 @@ def choose_format(path: str, config: DataConfig, answers: str = "") -> Format:
         raise UserError(f"{path}: {IDENTIFIERS}")
     raise UserError(
         f"{path}: rows have the keys {listed(keys)}; expected messages, conversations, instruction and output, prompt "
-        "and completion, question and answer, prompt and response, input and output, text, or input_ids; or name two columns "
-        "in [data] prompt_column and response_column, or one in text_column; for pairs of answers (chosen, rejected) set "
-        '[objective] name = "preference"'
+        "and completion, question and answer, prompt and response, input and output, text, or input_ids; or name "
+        "two columns in [data] prompt_column and response_column, or one in text_column; for pairs of answers "
+        '(chosen, rejected) set [objective] name = "preference"'
     )
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from titan_mi100.data.corpus import FORMAT, LARGEST_MANIFEST, VALUE, Shard, Unit, origin, shard_path
 from titan_mi100.data.file_type import HEAD, PACKED, first_byte, refusal
 from titan_mi100.data.files import LONGEST_LINE, NoRowsError, Record, RecordReader
-from titan_mi100.data.formats import IDENTIFIERS, holds_identifiers, parse_record
+from titan_mi100.data.formats import parse_record
 from titan_mi100.data.strict_json import TO_UTF8, BadRecord, expect, listed
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import HashingStream, sha256_of, sync
@@ -317,16 +317,14 @@ def _documents(plan: ShardPlan, unit: Unit, counts: _Counts) -> Iterator[_Docume
         with suppress(NoRowsError):  # the ledger counts 0 documents
             for record in reader.span(*unit.span) if unit.span else reader:
                 try:
-                    yield _Document(origin(file, record.number), _text_of(record, plan.text_column, path))
+                    yield _Document(origin(file, record.number), _text_of(record, plan.text_column))
                 except BadRecord as bad:
                     counts.reject(file, record.number, bad)
         counts.lines = reader.line
 
 
-def _text_of(record: Record, column: str, path: str) -> str:
+def _text_of(record: Record, column: str) -> str:
     row: dict[str, Any] = parse_record(record)
-    if not isinstance(row.get(column), str) and holds_identifiers(row):
-        raise UserError(f"{path}: {IDENTIFIERS}")  # no bad row: all of the corpus is so
     if column not in row:
         raise BadRecord("missing key", f"the row has no {column}, only {listed(row)}; name one in --text_column")
     return _not_blank(expect(row[column], str, f"{column} must be a text"))
