@@ -1,12 +1,16 @@
 """scripts/corpora/fetch.py with a stand-in for huggingface_hub; revision, files and sizes are made up."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import REPO, job_environment
+
+from titan_mi100.errors import UserError
 
 HUB = """
 import os
@@ -23,11 +27,11 @@ class HfApi:
 """
 
 
-def fetch(tmp_path: Path, status: str = "") -> subprocess.CompletedProcess[str]:
-    (tmp_path / "hub").mkdir()
+def fetch(tmp_path: Path, status: str = "", *more: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "hub").mkdir(parents=True)
     (tmp_path / "hub" / "huggingface_hub.py").write_text(HUB)
     (tmp_path / "work").mkdir()
-    command = [sys.executable, str(REPO / "scripts/corpora/fetch.py"), "finemath", "--dry_run"]
+    command = [sys.executable, str(REPO / "scripts/corpora/fetch.py"), "finemath", *(more or ("--dry_run",))]
     path = os.pathsep.join([str(tmp_path / "hub"), str(REPO), os.environ.get("PYTHONPATH", "")])
     environment = {**job_environment(), "PYTHONPATH": path, "STATUS": status}
     return subprocess.run(command, env=environment, cwd=tmp_path / "work", capture_output=True, text=True, timeout=60)
@@ -42,8 +46,30 @@ def test_a_dry_run_prints_what_the_hub_says_and_writes_nothing(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("status", "remedy"),
-    [("0", "check the network"), ("403", "accept the repository's terms"), ("404", "check the repository's id")],
+    [("403", "accept the repository's terms"), ("404", "check the repository's id")],
 )
 def test_the_remedy_follows_from_the_hubs_answer(status: str, remedy: str, tmp_path: Path) -> None:
     done = fetch(tmp_path, status)
     assert done.returncode == 2 and remedy in done.stderr, done.stderr
+
+
+def test_without_a_network_a_dry_run_shows_the_recipe_and_a_download_fails(tmp_path: Path) -> None:
+    for name, more, code in (("dry", (), 0), ("download", ("--output_dir", "out"), 2)):
+        done = fetch(tmp_path / name, "0", *more)
+        assert done.returncode == code and "OSError: refused; the hub did not answer" in done.stdout + done.stderr
+        assert ("finemath-3plus/*.parquet of HuggingFaceTB/finemath: " in done.stdout) == (code == 0)
+        assert ("number and size of the files are not known\ncolumn" in done.stdout) == (not code)
+        assert not list((tmp_path / name / "work").iterdir())
+
+
+def test_a_dry_run_needs_no_huggingface_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # as if it were not installed
+    main = runpy.run_path(str(REPO / "scripts" / "corpora" / "fetch.py"))["main"]
+    monkeypatch.setattr(sys, "argv", ["fetch.py", "stack-v2", "--dry_run"])
+    assert main() == 0
+    printed = capsys.readouterr().out
+    assert "pip install huggingface_hub" in printed and "identifiers, not code" in printed
+    monkeypatch.setattr(sys, "argv", ["fetch.py", "stack-v2", "--output_dir", str(tmp_path / "out")])
+    with pytest.raises(UserError, match="pip install huggingface_hub"):
+        main()
+    assert not (tmp_path / "out").exists()

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import runpy
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -335,6 +336,18 @@ def test_a_shipped_configs_peak_is_what_the_table_says(name: str, ranks: str, pe
 def test_all_configs_for_pretraining_are_in_the_table() -> None:
     named = {path.stem for path in (REPO / "train_configs").glob("*node*.toml")}
     assert {name for name, _, _ in TABLE} == named and len(named) == 6
+
+
+def test_the_page_has_the_published_strong_scaling_as_the_bench_computes_it() -> None:
+    bench = runpy.run_path(str(REPO / "scripts" / "bench" / "scaling.py"))
+    lines, page = list(bench["strong"]()), (REPO / "docs" / "MEMORY.md").read_text()
+    assert len(lines) == 3 and all(f"\n{line}\n" in page for line in lines)
+    # the formula, for 1F1B: m of m + p - 1 turns are work, in one of 8 or 6 pipelines, or in one alone
+    for line, stages, replicas, published in zip(lines[1:], (16, 64), (8, 6), (0.899, 0.8705), strict=True):
+        least = int(re.findall(r"(\d+) \(", line)[0])
+        share = {m: m / (m + stages - 1) for m in (least, least - 1, least * replicas, (least - 1) * replicas)}
+        assert share[least] / share[least * replicas] >= published
+        assert share[least - 1] / share[(least - 1) * replicas] < published
 
 
 @pytest.mark.parametrize(
