@@ -157,7 +157,6 @@ def test_every_target_of_the_table_is_a_key_and_its_value_is_accepted() -> None:
         ("--train_file 'my data/x.jsonl'", "--data.path 'my data/x.jsonl'"),
         ("--train_json x.jsonl", "--data.path x.jsonl"),
         ("--use_powersgd", "--parallelism.zero_stage 0 --parallelism.powersgd_rank 1"),
-        ("--use_powersgd true", "--parallelism.zero_stage 0 --parallelism.powersgd_rank 1"),
         ("--train_file a.jsonl b.jsonl", "--data.path a.jsonl b.jsonl"),
     ],
 )

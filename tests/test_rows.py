@@ -204,7 +204,6 @@ AUTO: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "a", "response": "b"}, "columns", "prompt and response"),
     ({"input": "a", "output": "b"}, "columns", "input and output"),
     ({"instruction": None, "input": "a", "output": "b"}, "columns", "input and output"),
-    ({"question": "a", "answer": "b", "input": "c", "output": "d"}, "columns", "question and answer"),
     ({"input": "a", "output": "b", "prompt": "a", "completion": "b"}, "prompt_completion", "prompt and completion"),
     ({"text": "a", "meta": {}}, "text", "column text"),
     ({"input_ids": [1], "labels": [1]}, "tokens", "input_ids"),
