@@ -125,7 +125,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         run_the_pages_script(patch, bucket, [])
         for name, recipe in RECIPES.items():
             source, kind = (f"raw/{name}", "*.parquet") if name != "stack-v2" else ("raw/stack-v2-code", "*.zst")
-            given = ("--input", source, "--include", kind, "--text_column", recipe["text_column"], "--workers", "1")
+            given = ("--input", source, "--include", kind, "--text_column", recipe["text_column"], "--workers", "2")
             prepare(*given, "--output_dir", f"corpora/{name}")
         yield folder
 

@@ -120,8 +120,8 @@ def _prepare(options: argparse.Namespace) -> int:
     if options.workers < 0:
         raise UserError(f"--workers {options.workers}: must be above 0, or 0 for one per core")
     tokenizer = load_tokenizer(options.tokenizer)
-    end()  # the child process that tried the tokenizer: forked workers must not share it
     plan = _plan(options, tokenizer)
+    end()  # the child process that tried the tokenizer and read the first row: forked workers must not share it
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_temporary_files(folder)
