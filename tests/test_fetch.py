@@ -42,10 +42,7 @@ def test_a_dry_run_prints_what_the_hub_says_and_writes_nothing(tmp_path: Path) -
     assert not list((tmp_path / "work").iterdir())
 
 
-@pytest.mark.parametrize(
-    ("status", "remedy"),
-    [("403", "accept the repository's terms"), ("404", "check the repository's id")],
-)
+@pytest.mark.parametrize(("status", "remedy"), [("403", "accept the repository's terms"), ("404", "check the repos")])
 def test_the_remedy_follows_from_the_hubs_answer(status: str, remedy: str, tmp_path: Path) -> None:
     done = fetch(tmp_path, status)
     assert done.returncode == 2 and remedy in done.stderr, done.stderr
