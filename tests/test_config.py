@@ -303,6 +303,7 @@ def test_sources_go_back_to_toml(tmp_path: Path) -> None:
 def test_the_shipped_configs_are_sound(tmp_path: Path) -> None:
     given = ["--model.tokenizer_path", str(ASSETS / "tokenizer"), "--data.path", str(ASSETS / "arithmetic.jsonl")]
     table = (REPO / "train_configs" / "README.md").read_text()
+    rates: list[set[float]] = [set(), set(), set(), set()]  # fine-tuning all weights, LoRA; preferences; pretraining
     for path in sorted((REPO / "train_configs").glob("*.toml")):
         nodes = re.search(r"_(\d+)nodes?$", path.stem)
         cards = (
@@ -326,6 +327,11 @@ def test_the_shipped_configs_are_sound(tmp_path: Path) -> None:
         assert rows == others.get(path.stem, usual)
         assert len(path.read_text().splitlines()) < 40
         assert f"`{path.stem}` | {cards}" in table or path.stem in ("debug", "finetune") or "_sft" in path.stem
+        kind = 2 if config.objective.name == "preference" else 3 if nodes else int(config.lora.rank > 0)
+        rates[kind] |= {config.optimizer.lr} - {1e-3}  # that of debug
+    page = (REPO / "docs" / "TRAIN.md").read_text().partition("## Learning rate")[2].partition("These are usual")[0]
+    cells = [re.findall(r"\d\S*e-\d", line) for line in page.splitlines() if line.startswith("| ")][1:]
+    assert [set(map(float, row)) for row in cells] == rates
 
 
 @pytest.mark.parametrize(

@@ -245,6 +245,22 @@ def test_a_torch_file_comes_and_goes(tmp_path: Path) -> None:
         assert same(tensors(source), tensors(tmp_path / f"hf of {name}"))
 
 
+def test_the_one_torch_file_of_a_folder_is_read_and_several_are_named(tmp_path: Path) -> None:
+    source, folder = folder_of(tmp_path / "hf", "untied"), tmp_path / "saved"
+    shutil.copytree(source, folder)
+    (folder / hf_io.SINGLE).unlink()
+    torch.save(tensors(source), folder / "consolidated.00.pth")
+    (folder / "training_args.bin").write_bytes(b"no weights")
+    given = ("--input_dir", folder, "--output_dir")
+    tool("torch_to_dcp", *given, tmp_path / "dcp", "--verify", "bytes")
+    convert.to_hf(open_source(tmp_path / "dcp"), tmp_path / "back", verify="bytes")
+    assert same(tensors(source), tensors(tmp_path / "back"))
+    shutil.copy(folder / "consolidated.00.pth", folder / "consolidated.01.pth")
+    said = tool("torch_to_dcp", *given, tmp_path / "two", check=False)
+    what = f"{folder}: has several files of torch.save, consolidated.00.pth, consolidated.01.pth; name one of them"
+    assert said.returncode == 2 and what in said.stderr and not (tmp_path / "two").exists()
+
+
 def test_only_the_model_of_a_downloaded_folder_is_read(tmp_path: Path) -> None:
     """`hf download` fetches all of a repository, and keeps records of its own beside it."""
     folder = with_tokenizer(folder_of(tmp_path / "hf"))

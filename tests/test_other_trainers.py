@@ -155,6 +155,8 @@ def test_every_target_of_the_table_is_a_key_and_its_value_is_accepted() -> None:
         ("--interleave_probs .7,.3", "--data.weights 0.7 0.3"),
         ("--torch_compile True", "--compile.enable true"),
         ("--train_file 'my data/x.jsonl'", "--data.path 'my data/x.jsonl'"),
+        ("--train_json x.jsonl", "--data.path x.jsonl"),
+        ("--use_powersgd", "--parallelism.zero_stage 0 --parallelism.powersgd_rank 1"),
         ("--train_file a.jsonl b.jsonl", "--data.path a.jsonl b.jsonl"),
     ],
 )
@@ -215,6 +217,7 @@ def test_what_does_not_exist_here_is_said_once(arguments: str, expected: str) ->
     [
         ("--use_peft --lora_r 8", "but lora.rank only once: 8, from another message"),
         ("--lora_r 8 --use_peft", "but lora.rank only once: 8, from another message"),
+        ("--use_powersgd --psgd_rank 4", "but parallelism.powersgd_rank only once: 4, from another message"),
         ("--adapter qlora --load_in_4bit true", 'but lora.base only once: "nf4", from another message'),
         ("--bf16 --fp16", 'but training.mixed_precision_param only once: "bfloat16", from another message'),
     ],

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import runpy
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -323,6 +324,14 @@ def test_a_shipped_configs_peak_is_what_the_table_says(name: str, ranks: str, pe
 def test_all_configs_for_pretraining_are_in_the_table() -> None:
     named = {path.stem for path in (REPO / "train_configs").glob("*node*.toml")}
     assert {name for name, _, _ in TABLE} == named and len(named) == 6
+
+
+def test_the_page_has_the_published_strong_scaling_as_the_bench_computes_it() -> None:
+    bench = runpy.run_path(str(REPO / "scripts" / "bench" / "scaling.py"))
+    lines, page = list(bench["strong"]()), (REPO / "docs" / "MEMORY.md").read_text()
+    assert len(lines) == 3 and all(f"\n{line}\n" in page for line in lines)
+    # by hand: with 1F1B m of m + 15 turns are work; 8 pipelines of 115 microbatches, or one of all 920
+    assert "| 115 (920 rows a step) |" in lines[1] and 115 / 130 / (920 / 935) >= 0.899 > 114 / 129 / (912 / 927)
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,9 @@ AUTO: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "a", "completion": "b"}, "prompt_completion", "prompt and completion"),
     ({"question": "a", "answer": "b"}, "columns", "question and answer"),
     ({"prompt": "a", "response": "b"}, "columns", "prompt and response"),
+    ({"input": "a", "output": "b"}, "columns", "input and output"),
+    ({"instruction": None, "input": "a", "output": "b"}, "columns", "input and output"),
+    ({"input": "a", "output": "b", "prompt": "a", "completion": "b"}, "prompt_completion", "prompt and completion"),
     ({"text": "a", "meta": {}}, "text", "column text"),
     ({"input_ids": [1], "labels": [1]}, "tokens", "input_ids"),
     ({"messages": None, "conversations": None, "text": "a"}, "text", "column text"),  # as parquet has it

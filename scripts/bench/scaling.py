@@ -3,6 +3,7 @@
     python scripts/bench/scaling.py fit          the one efficiency, from one published figure
     python scripts/bench/scaling.py published    the other figures, predicted
     python scripts/bench/scaling.py curves       weak and strong scaling
+    python scripts/bench/scaling.py strong       published strong scaling beside what the bubble alone gives
 
 Llama-3 8B is no preset of ours: its shape below stands for it, with Qwen3's norms of queries and keys, which are no
 matrix products. Selective recomputation is ours: each block but its attention. Every token is learned.
@@ -10,6 +11,7 @@ matrix products. Selective recomputation is ours: each block but its attention. 
 
 import argparse
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from pathlib import Path
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config
 from titan_mi100.planning.cards import DEVICES
-from titan_mi100.planning.scaling import EFFICIENCY, StepTime, step_of
+from titan_mi100.planning.scaling import EFFICIENCY, StepTime, bubble_share, step_of
 from titan_mi100.planning.traffic import Work
 from titan_mi100.shapes.base import ModelSpec, parameter_shapes
 from titan_mi100.shapes.qwen3 import Qwen3Spec
@@ -147,15 +149,42 @@ def curves() -> Iterator[str]:
             )
 
 
+STRONG = (("175B", 175e9, 1024, 0.899), ("1T", 1e12, 3072, 0.8705))  # arXiv 2312.12705: parameters, ranks, efficiency
+MICROBATCHES = (64, 256, 1024)  # of each pipeline in the largest run; not published
+
+
+def strong() -> Iterator[str]:
+    """Rows of a table: strong scaling from one pipeline to the published number of ranks.
+
+    The layout is not published; assumed are tensor parallel over a node, and as many stages, a power of two, as keep
+    AdamW's 16 bytes a parameter within half of a device. Of a fixed batch, each of `replicas` pipelines gets a part, so
+    its bubble grows. Everything else of planning/scaling.py shrinks with the number of ranks.
+    """
+    card = DEVICES["mi250x"]
+    yield f"| run | published | {' | '.join(f'{m:,} microbatches' for m in MICROBATCHES)} | published figure at |"
+    for name, parameters, ranks, published in STRONG:
+        half = card.memory_gib * 2**30 / 2
+        stages = 1 << math.ceil(math.log2(16 * parameters / (card.per_node * half)))
+        replicas = ranks // (card.per_node * stages)
+
+        def efficiency(microbatches: int, stages: int = stages, replicas: int = replicas) -> float:
+            one, all_ranks = (1 - bubble_share("1F1B", stages, m) for m in (microbatches * replicas, microbatches))
+            return all_ranks / one
+
+        least = next(m for m in itertools.count(stages) if efficiency(m) >= published)
+        modelled = " | ".join(f"{efficiency(m):.1%}" for m in MICROBATCHES)
+        run = f"{name}: {card.per_node * stages:,} to {ranks:,} ranks, PP{stages} x TP{card.per_node}"
+        yield f"| {run} | {100 * published:.4g}% | {modelled} | {least:,} ({least * replicas:,} rows a step) |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=("fit", "published", "curves"))
+    parser.add_argument("what", choices=("fit", "published", "curves", "strong"))
     what = parser.parse_args().what
     if what == "fit":
         print(f"efficiency {fitted_efficiency():.4f}; planning/scaling.py has {EFFICIENCY}")
-    for line in {"fit": lambda: lines_of((FITTED,)), "published": lambda: lines_of(PUBLISHED), "curves": curves}[
-        what
-    ]():
+    lines = {"fit": lambda: lines_of((FITTED,)), "published": lambda: lines_of(PUBLISHED)}
+    for line in (lines | {"curves": curves, "strong": strong})[what]():
         print(line, flush=True)
 
 

@@ -2,9 +2,10 @@
 
     python scripts/corpora/fetch.py dclm --dry_run
     python scripts/corpora/fetch.py finemath --output_dir raw/finemath
-    titan-mi100 prepare --input raw/finemath/*/*.parquet --tokenizer Qwen3-8B/ --output_dir finemath
+    titan-mi100 prepare --input raw/finemath --include '*.parquet' --tokenizer Qwen3-8B --output_dir corpora/finemath
 
-Needs huggingface_hub: pip install huggingface_hub. The recipes are in recipes.toml.
+Needs huggingface_hub: pip install huggingface_hub. The recipes are in recipes.toml. Without a network, --dry_run shows
+the recipe alone.
 """
 
 import argparse
@@ -40,17 +41,15 @@ def main() -> int:
     if not (options.dry_run or options.output_dir):
         raise UserError("name a folder with --output_dir, or add --dry_run")
     recipe = recipes[options.name]
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise UserError("this needs huggingface_hub: pip install huggingface_hub") from None
     patterns = options.files or recipe["files"]
     try:
+        import huggingface_hub
+
         found = huggingface_hub.HfApi().dataset_info(
             recipe["repository"], revision=options.revision, files_metadata=True
         )
         chosen = [file for file in found.siblings or [] if any(fnmatch(file.rfilename, name) for name in patterns)]
-        report(recipe, found, chosen, patterns)
+        report(found, chosen, patterns)
         if not chosen:
             raise UserError(f"{recipe['repository']}: has no file {', '.join(patterns)}; name others with --files")
         if not options.dry_run:
@@ -62,14 +61,25 @@ def main() -> int:
     except UserError:
         raise
     except Exception as error:  # from huggingface_hub, or from its HTTP library
-        what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise UserError(f"{recipe['repository']}: {what}; {remedy(error)}") from None
+        what = f"{recipe['repository']}: {type(error).__name__}: {' '.join(str(error).split())[:300]}; {remedy(error)}"
+        if not options.dry_run or status_of(error):
+            raise UserError(what) from None
+        print(f"{', '.join(patterns)} of {what}")
+        print("so revision, number and size of the files are not known")
+    print(f"column for --text_column: {recipe['text_column']}{recipe.get('note', '')}")
     return 0
 
 
+def status_of(error: Exception) -> int | None:
+    """The status of the hub's answer; None: it did not answer."""
+    return getattr(getattr(error, "response", None), "status_code", None)
+
+
 def remedy(error: Exception) -> str:
-    """What helps, by the status of the hub's answer."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
+    """What helps."""
+    status = status_of(error)
+    if isinstance(error, ImportError):
+        return "pip install huggingface_hub"
     if status in (401, 403):  # without a login the hub also answers 401 for a repository that does not exist
         return "accept the repository's terms on its page, and log in: hf auth login"
     if status == 404:
@@ -78,11 +88,10 @@ def remedy(error: Exception) -> str:
     return f"{why}; try again, fetched files are kept"
 
 
-def report(recipe: dict[str, Any], found: Any, chosen: list[Any], patterns: list[str]) -> None:
+def report(found: Any, chosen: list[Any], patterns: list[str]) -> None:
     """Print the repository's revision, and number and size of the chosen files per folder.
 
     Args:
-        recipe: entry of recipes.toml.
         found: the hub's DatasetInfo.
         chosen: its files that match `patterns`.
     """
@@ -96,9 +105,6 @@ def report(recipe: dict[str, Any], found: Any, chosen: list[Any], patterns: list
         print(f"  {folder}: {folders[folder]:,} files, {bytes_in_words(bytes_of[folder])}")
     whole, everything = bytes_in_words(sum(bytes_of.values())), len(found.siblings or [])
     print(f"{', '.join(patterns)}: {len(chosen):,} of {everything:,} files, {whole}")
-    print(f"column for --text_column: {recipe['text_column']}")
-    if "note" in recipe:
-        print(recipe["note"])
 
 
 if __name__ == "__main__":

@@ -45,14 +45,33 @@ def weights_format(path: Path) -> str:
     return HF
 
 
+def torch_file(path: Path) -> Path:
+    """The file of torch.save that a path names: itself, or the only one in a folder without another form of weights.
+
+    Raises:
+        UserError: there are several.
+    """
+    others = any(lexists(path / name) for name in (".metadata", SINGLE, INDEX))
+    names = [] if others else _pickles(path)
+    if len(names) > 1:
+        shards = f"if they are shards of one model, {_REWRITE}"
+        raise UserError(f"{path}: has several files of torch.save, {some(names, 8)}; name one of them, or {shards}")
+    return path / names[0] if names else path
+
+
+def _pickles(folder: Path) -> list[str]:
+    names = sorted(file.name for kind in ("bin", "pt", "pth") for file in folder.glob(f"*.{kind}"))
+    return [name for name in names if name != "training_args.bin"]  # Trainer's
+
+
 _REWRITE = "write it with transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)"
 _NO_GGUF = "GGUF cannot be trained; download the model's safetensors files"
 
 
 def _instead(folder: Path) -> str:
     """The end of a message: what a folder has instead of safetensors, and the remedy."""
-    names = sorted(f.name for kind in ("bin", "pt", "pth", "gguf") for f in folder.glob(f"*.{kind}"))
-    pickles = [name for name in names if not name.endswith(("training_args.bin", ".gguf"))]  # the former: Trainer's
+    names = sorted(file.name for kind in ("bin", "pt", "pth", "gguf") for file in folder.glob(f"*.{kind}"))
+    pickles = _pickles(folder)
     remedy = _REWRITE
     if len(pickles) == 1:
         remedy = "name that file itself instead of its folder; its pickle's code is not run"

@@ -3,12 +3,13 @@
 from pathlib import Path
 
 from titan_mi100 import cli
+from titan_mi100.files.model import torch_file
 from titan_mi100.weights import convert
 from titan_mi100.weights.adapter import merged_source
 from titan_mi100.weights.source import open_source
 
 _HF, _DCP = "HF folder with config.json and safetensors", "DCP folder, such as RUN/checkpoint/step-500"
-_TORCH = "file of torch.save with a dict of tensors; its pickle is never executed"
+_TORCH = "file of torch.save with a dict of tensors, or a folder with one such file; its pickle is never executed"
 _NEW_HF, _NEW_DCP = (f"{kind} folder to create; must not exist yet" for kind in ("HF", "DCP"))
 
 
@@ -29,7 +30,7 @@ def dcp_to_torch() -> None:
 
 def torch_to_dcp() -> None:
     """Converts a file of torch.save to a DCP folder."""
-    convert.command(str(torch_to_dcp.__doc__), _TORCH, _NEW_DCP, convert.to_dcp)
+    convert.command(str(torch_to_dcp.__doc__), _TORCH, _NEW_DCP, convert.to_dcp, find=torch_file)
 
 
 def merge_lora() -> None:

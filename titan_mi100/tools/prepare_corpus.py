@@ -26,6 +26,7 @@ from typing import Any
 
 from titan_mi100 import cli
 from titan_mi100.data.corpus import FORMAT, LARGEST_MANIFEST, Corpus, Shard, lines_before, read_corpus, shard_path
+from titan_mi100.data.formats import IDENTIFIERS, first_row, holds_identifiers
 from titan_mi100.data.shards import (
     BLANK,
     ShardPlan,
@@ -117,8 +118,8 @@ def _prepare(options: argparse.Namespace) -> int:
     if options.workers < 0:
         raise UserError(f"--workers {options.workers}: must be above 0, or 0 for one per core")
     tokenizer = load_tokenizer(options.tokenizer)
-    end()  # the child process that tried the tokenizer: forked workers must not share it
     plan = _plan(options, tokenizer)
+    end()  # the child process that tried the tokenizer and read the first row: forked workers must not share it
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_temporary_files(folder)
@@ -168,6 +169,11 @@ def _plan(options: argparse.Namespace, tokenizer: Tokenizer) -> ShardPlan:
     files = _files(options.input, options.include)
     sizes = [os.path.getsize(file) for file in files]
     units = cut_into_units(files, sizes, options.format == "text")
+    row: dict[str, Any] = {}
+    with suppress(UserError):  # the file has no row that can be read: the ledger counts that
+        row = first_row(files[0]) if options.format == "rows" else row
+    if holds_identifiers(row) and not isinstance(row.get(options.text_column), str):
+        raise UserError(f"{files[0]}: {IDENTIFIERS}")
     if len(units) > LONGEST:  # corpus.json could not be read
         raise UserError(f"--input: makes {len(units):,} shards, {LONGEST:,} are possible; join files into fewer")
     is_text = options.format == "text"

@@ -397,13 +397,15 @@ def _assets_of_export(source: ModelSource, spec: ModelSpec, kinds: Kinds) -> Ass
 
 
 def command(
-    description: str, input_help: str, output_help: str, convert: Callable[..., None], dtype: str = "keep"
-) -> None:
+    description: str, input_help: str, output_help: str, convert: Callable[..., None], dtype: str = "keep",
+    find: Callable[[Path], Path] = Path,
+) -> None:  # fmt: skip
     """Run a converter's command line.
 
     Args:
         convert: to_dcp, to_hf or to_torch.
         dtype: default of --dtype.
+        find: turns --input_dir into the path to open.
     """
     parser = tool.Parser(description=description)
     parser.add_argument("--input_dir", type=Path, required=True, help=input_help)
@@ -417,7 +419,7 @@ def command(
     options = parser.parse_args()
 
     def main() -> None:
-        source = open_source(options.input_dir, options.hf_assets_path)
+        source = open_source(find(options.input_dir), options.hf_assets_path)
         convert(source, options.output_dir, options.dtype, options.verify)
 
     tool.run(main)
