@@ -99,8 +99,10 @@ def repeats_prompt(chosen: list[Message], rejected: list[Message]) -> bool:
 def label_of(row: dict[str, Any], names: Sequence[str] = LABEL_KEYS) -> tuple[int, str]:
     """1 or -1, and the key of `names` that says so. Raises BadRecord: none, or not true or false."""
     [*keys] = [key for key in names if row.get(key) is not None]
+    if empty := [key for key in names if key in row and not keys]:
+        raise BadRecord("no label", f"{empty[0]} is null; delete the row, or write true or false")
     if len(keys) != 1:
-        remedy = "name its column in data.label_column"
+        remedy = "name its column in data.label_column" if names == LABEL_KEYS else "correct data.label_column"
         raise BadRecord("no label", f"expected {names[0]} (true or false), the row has {listed(row)}; {remedy}")
     if type(row[keys[0]]) is not bool:
         raise BadRecord("wrong type", f"{keys[0]} must be true or false, is {kind_of(row[keys[0]])}")
@@ -109,6 +111,8 @@ def label_of(row: dict[str, Any], names: Sequence[str] = LABEL_KEYS) -> tuple[in
 
 def _answer(row: dict[str, Any], name: str, message: ReadMessage) -> list[Message]:
     value = row.get(name)
+    if value is None and name in row:
+        raise BadRecord("nothing to learn", f"{name} is null; delete the row")
     if value is None:
         remedy = f"name its column in data.{name}_column"
         raise BadRecord("missing key", f"the row has no {name}, only {listed(row)}; {remedy}")
