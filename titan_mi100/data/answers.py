@@ -52,6 +52,8 @@ def read_pair(row: dict[str, Any], prompt_of: ReadMessages, message: ReadMessage
     if chosen[0]["role"] != "assistant" or rejected[0]["role"] != "assistant":
         shared = _shared(chosen, rejected)
         prompt, chosen_answer, rejected_answer = chosen[:shared], chosen[shared:], rejected[shared:]
+        if not prompt and chosen[0] == rejected[0]:
+            raise BadRecord("no answer", "chosen or rejected holds the prompt alone; add its answer")
         if not prompt:
             raise BadRecord("other prompts", "chosen and rejected begin differently; begin both with the prompt")
         _check_prompt_again(row, given, prompt, chosen, message)
@@ -76,7 +78,9 @@ def read_pair(row: dict[str, Any], prompt_of: ReadMessages, message: ReadMessage
     if isinstance(better, int | float) and isinstance(worse, int | float):
         if better < worse:
             what = f"score_chosen = {better} is below score_rejected = {worse}"
-            raise BadRecord("contradiction", f"{what}; swap the answers, or name both keys in data.ignored_keys")
+            raise BadRecord(
+                "contradiction", f"{what}; swap the answers and their scores, or name both keys in data.ignored_keys"
+            )
         why = why or TIE * (better == worse)
     prompt = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in prompt]
     return prompt + chosen_answer, prompt + rejected_answer, tool_list(row.get("tools")), why
