@@ -29,12 +29,12 @@ def _constants(node: ast.AST) -> Iterator[str]:
     )
 
 
-def _text(call: ast.Call, function: ast.AST) -> str:
+def _text(call: ast.Call, assigned: list[ast.Assign]) -> str:
     """The constant texts of a message: its own, then those of the local variables in it as they were set last."""
     texts = [*_constants(call)]
     for name in sorted({each.id for each in ast.walk(call) if isinstance(each, ast.Name)} - {"path", "name", "self"}):
-        sets = [each for each in ast.walk(function) if isinstance(each, ast.Assign) and each.lineno < call.lineno]
-        sets = [each for each in sets if name in [getattr(target, "id", "") for target in each.targets]]
+        sets = [each for each in assigned if name in [getattr(target, "id", "") for target in each.targets]]
+        sets = [each for each in sets if each.lineno < call.lineno]
         texts += _constants(max(sets, key=lambda each: each.lineno).value) if sets else ()
     return " ".join(texts)
 
@@ -47,9 +47,10 @@ def messages(called: tuple[str, ...] = _RAISED, only: str = "") -> list[Message]
         if file == only or (not only and file not in _ELSEWHERE):
             tree = ast.parse(path.read_text())
             for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+                assigned = [node for node in ast.walk(function) if isinstance(node, ast.Assign)]
                 for node in ast.walk(function):
                     if isinstance(node, ast.Call) and getattr(node.func, "id", "") in called and node.args:
-                        text = _text(node, function)
+                        text = _text(node, assigned)
                         if only or _IMPERATIVE.search(text):
                             found.add((file, " ".join(text.strip(" ;:,=").split()[:6])))
     return sorted(found)

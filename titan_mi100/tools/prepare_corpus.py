@@ -419,7 +419,8 @@ def _verify(options: argparse.Namespace) -> int:
             other = (shard.tokens, shard.documents, shard.lines) != counts
             damaged += [f"{path}: has other counts than {CORPUS}"] if other else []
     if not damaged and _content(hashes) != corpus.content:
-        raise UserError(f"{folder / CORPUS}: is not the corpus of these shards; remove it and run the command again")
+        remedy = "remove it and run the same command without --verify"
+        raise UserError(f"{folder / CORPUS}: is not the corpus of these shards; {remedy}")
     if damaged:
         remedy = "remove their .json files and run the same command without --verify, or copy the corpus again"
         raise UserError("\n".join([*damaged[:_SHOWN], f"{len(damaged):,} shards are damaged; {remedy}"]))
