@@ -55,8 +55,8 @@ ROWS: dict[str, tuple[Fix, str, Fix]] = {
     "two answers the prompt ends with": (
         ({"messages": [ASK, ANSWER], "chosen": "a", "rejected": "b"}, PAIRS, {}), "end it with the user's",
         ({"messages": [ASK, ANSWER, ASK], "chosen": "a", "rejected": "b"}, PAIRS, {})),
-    "contradiction ; swap the answers and": (
-        (SCORED, PAIRS, {}), "swap the answers and their scores",
+    "contradiction ; swap answers and scores,": (
+        (SCORED, PAIRS, {}), "swap answers and scores",
         (SCORED | {"chosen": "b", "rejected": "a", "score_chosen": 2, "score_rejected": 1}, PAIRS, {})),
     "no label is null; delete the": (
         (LABELLED | {"label": None}, LABELS, {}), "or write true or false", (LABELLED, LABELS, {})),

@@ -608,7 +608,7 @@ REMEDIES: dict[str, list[tuple[dict[str, Any], str, dict[str, Any], str, Fix]]] 
             PAIR | {"score_chosen": 1, "score_rejected": 2},
             PAIRS,
             {},
-            "swap the answers",
+            "swap answers and scores",
             (PAIR | {"score_chosen": 2, "score_rejected": 1}, PAIRS, {}),
         ),
         (

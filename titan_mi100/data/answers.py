@@ -78,9 +78,7 @@ def read_pair(row: dict[str, Any], prompt_of: ReadMessages, message: ReadMessage
     if isinstance(better, int | float) and isinstance(worse, int | float):
         if better < worse:
             what = f"score_chosen = {better} is below score_rejected = {worse}"
-            raise BadRecord(
-                "contradiction", f"{what}; swap the answers and their scores, or name both keys in data.ignored_keys"
-            )
+            raise BadRecord("contradiction", f"{what}; swap answers and scores, or name both keys in data.ignored_keys")
         why = why or TIE * (better == worse)
     prompt = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in prompt]
     return prompt + chosen_answer, prompt + rejected_answer, tool_list(row.get("tools")), why
