@@ -323,7 +323,8 @@ FOLLOWED: dict[tuple[str, str], tuple[Call, Call, str, Call, Call, str]] = {
         NOTHING, lambda f: launcher.main(["--nnodes"], {}), "--nnodes needs a value"),
     ("tools/prepare_corpus", "is not the corpus of these"): (
         both(TEXT, corpus("out"), edited("out/corpus.json", content="0" * 64)), VERIFY,
-        "remove it and run the same command without --verify", both(gone("out/corpus.json"), corpus("out")), VERIFY, ""),
+        "remove it and run the same command without --verify",
+        both(gone("out/corpus.json"), corpus("out")), VERIFY, ""),
     ("weights/source", "use another checkpoint"): (
         both(SAVED, OTHER_MANIFEST), lambda f: open_source(f / "run/checkpoint/step-0"), "use another checkpoint",
         both(gone("run"), SAVED), lambda f: open_source(f / "run/checkpoint/step-0"), ""),
@@ -343,7 +344,7 @@ FOLLOWED: dict[tuple[str, str], tuple[Call, Call, str, Call, Call, str]] = {
         NOTHING, lambda f: several_nodes.parse(["--nproc_per_node", "1", "--nproc_per_node", "2"], ""), "keep one",
         NOTHING, lambda f: several_nodes.parse(["--nproc_per_node", "1"], ""), ""),
     ("attention/choice", "[model] attention_backend = : is refused"): (
-        NOTHING, run(**{"model.attention_backend": "triton"}), "use auto",
+        NOTHING, run(**{"model.attention_backend": "flex"}), "use auto",
         NOTHING, run(**{"model.attention_backend": "auto"}), ""),
     ("config/check", 'data.earlier_thinking objective.name = "unroll" makes several'): (
         NOTHING, config(*PREFERS, "--data.earlier_thinking", "unroll"), "use template, mask or context",
