@@ -23,6 +23,21 @@ from titan_mi100.errors import UserError
 WORDS = list(console.COMMANDS)
 
 
+def test_a_limit_of_memory_that_is_too_low_for_torch_is_one_message() -> None:
+    command = [sys.executable, "-m", "titan_mi100", "generate", "--help"]
+
+    def ends(mebibytes: int) -> subprocess.CompletedProcess[str]:
+        limits = f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_AS, ({mebibytes << 20},) * 2)"
+        program = f"{limits}; os.execv(sys.executable, sys.argv[1:])"
+        return subprocess.run([sys.executable, "-c", program, *command], capture_output=True, text=True)
+
+    low = ends(250)
+    assert low.returncode == 6, low.stderr
+    assert low.stderr.startswith("ERROR out of memory, which is limited to 250 MiB here; raise the limit: ulimit -v (")
+    assert low.stderr.count("\n") == 1
+    assert ends(1 << 14).stdout.startswith("usage: titan-mi100 generate")  # the remedy
+
+
 def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     found = subprocess.run([sys.executable, "-m", "titan_mi100", *arguments], capture_output=True, text=True)
     assert found.returncode == code, found.stderr

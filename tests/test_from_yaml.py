@@ -16,6 +16,7 @@ import pytest
 from conftest import REPO
 
 from titan_mi100.config.load import load_config
+from titan_mi100.config.other_trainers import meaning
 from titan_mi100.config.settings import Config
 from titan_mi100.data.survey import Survey, survey
 from titan_mi100.shapes.families import PRESETS, to_hf_config
@@ -882,6 +883,7 @@ def test_the_tokens_of_real_data_are_counted(run: Run, monkeypatch: pytest.Monke
     assert code == 0 and "WARNING the tokens were not counted: " in out and "warmup_ratio" in not_carried(out)
 
 
+FACTORY_PAIRS = "model_name_or_path: Qwen3-0.6B\nstage: dpo\ndataset: pairs.jsonl\nmax_steps: 9\n"
 PAIRS_OF_TRL = "model_name_or_path: Qwen3-0.6B\ndataset_name: pairs.jsonl\nmax_steps: 9\nlearning_rate: 1e-6\n"
 
 
@@ -898,7 +900,8 @@ PAIRS_OF_TRL = "model_name_or_path: Qwen3-0.6B\ndataset_name: pairs.jsonl\nmax_s
         ("loss_type: [sigmoid, sigmoid]\n", "dpo", 0.0, {"loss_type": "only one loss of pairs can be carried over"}),
         ("loss_type: [[a], sft]\n", "dpo", 0.0, {"loss_type": "only one loss of pairs can be carried over"}),
         ("loss_type: [sigmoid, sft]\nloss_weights: [a, b]\n", "dpo", 0.0, {"loss_type": "only one loss of pairs"}),
-        ("loss_type: hinge\n", "dpo", 0.0, {"loss_type": "of SFT cross-entropy, of pairs objective.loss"}),
+        ("loss_type: apo_zero_unpaired\n", "apo_zero_unpaired", 0.0, {}),
+        ("loss_type: bco_pair\n", "dpo", 0.0, {"loss_type": "of SFT cross-entropy, of pairs objective.loss"}),
         ("loss_type: kto\n", "dpo", 0.0, {"loss_type": "KTO subtracts a mean over the batch"}),
         ("desirable_weight: 2.0\n", "dpo", 0.0, {"desirable_weight": "KTO is not here; nearest"}),
     ],
@@ -910,6 +913,17 @@ def test_losses_of_preferences(text: str, loss: str, sft_weight: float, lost: di
     assert (objective.name, objective.loss, objective.sft_weight) == ("preference", loss, sft_weight)
     found = not_carried(out)
     assert found.keys() == lost.keys() and all(words in found[name] for name, words in lost.items()), out
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "ipo", "simpo", "hinge", "kto_pair", "kto", "rpo", "sft", "apo_zero"])
+def test_a_name_of_a_loss_means_the_same_under_every_key(name: str, run: Run) -> None:
+    ours = meaning("objective.loss", name).removeprefix("; ")  # as with --objective.loss of ours
+    loss = {"sigmoid": "dpo", "ipo": "ipo", "simpo": "simpo"}.get(name, "dpo")
+    for key, text in (("loss_type", PAIRS_OF_TRL), ("pref_loss", f"{FACTORY_PAIRS}pref_beta: 0.2\n")):
+        code, out, err = run(f"{text}{key}: {name}\n", "--output", f"{key}.toml")
+        assert code == 0 and read(f"{key}.toml").objective.loss == loss, err
+        lost = not_carried(out).get(key, "")
+        assert ours in lost if key in not_carried(out) else ours in ("", f'here it is "{loss}"'), (key, out)
 
 
 @pytest.mark.parametrize("key", ["rl", "stage"])

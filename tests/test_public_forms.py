@@ -444,13 +444,13 @@ F(
     "Python's form",
 )
 # preferences
+BOTH = {"chosen": [U("q"), A("a")], "rejected": [U("q"), A("b")]}
 F(
     "UltraFeedback binarized",
     {
         "prompt": "q",
         "prompt_id": "x",
-        "chosen": [U("q"), A("a")],
-        "rejected": [U("q"), A("b")],
+        **BOTH,
         "messages": [U("q"), A("a")],
         "score_chosen": 9.0,
         "score_rejected": 4.0,
@@ -482,8 +482,7 @@ F(
         "source": "x",
         "conversation": [{"input": "q", "output": "a"}],
         "original_response": "a",
-        "chosen": [U("q"), A("a")],
-        "rejected": [U("q"), A("b")],
+        **BOTH,
         "rating_chosen": 5,
         "rating_rejected": 4,
     },

@@ -466,7 +466,7 @@ def follow(remedy: str, key: str, row: dict[str, Any]) -> Fix:
         return row, "", {"system_column": key, **BY_COLUMNS}
     if "for pairs of answers set [objective]" in remedy:
         return row, PAIRS, {}
-    if "name the answers in data.chosen_column" in remedy:
+    if "name it instead in data.chosen_column" in remedy:
         wanted = {"chosen_column": "chosen_response", "rejected_column": "rejected_response"}
         return {"prompt": "q", "chosen_response": "a", "rejected_response": "b"}, PAIRS, wanted
     if "for answers with a label set" in remedy:
@@ -608,7 +608,7 @@ REMEDIES: dict[str, list[tuple[dict[str, Any], str, dict[str, Any], str, Fix]]] 
             PAIR | {"score_chosen": 1, "score_rejected": 2},
             PAIRS,
             {},
-            "swap the answers",
+            "swap answers and scores",
             (PAIR | {"score_chosen": 2, "score_rejected": 1}, PAIRS, {}),
         ),
         (
@@ -957,6 +957,41 @@ def test_the_remedies_for_unknown_columns_lead_on(
     assert outcome(row, tmp_path, answers=answers, **options).learned
 
 
+MOVED = {"chosen_column": "j", "rejected_column": "k"}
+MOVED_PAIR, LABELLED = {"prompt": "q", "j": "a", "k": "b"}, {"question": "q", "answer": "a", "label": True}
+
+
+@pytest.mark.parametrize(
+    ("row", "answers", "options", "words", "after"),
+    [  # settings of columns are there already: the remedy says what to do with them, not to set them
+        (MOVED_PAIR | {"chosen": "c"}, PAIRS, MOVED, "if it is an answer, name it instead in data.chosen_column",
+         (MOVED_PAIR | {"chosen": "c"}, PAIRS, MOVED | {"chosen_column": "chosen", "ignored_keys": ("j",)})),
+        (MOVED_PAIR | {"chosen": "c"}, PAIRS, MOVED, "name it in data.ignored_keys",
+         (MOVED_PAIR | {"chosen": "c"}, PAIRS, MOVED | {"ignored_keys": ("chosen",)})),
+        (without("j", MOVED_PAIR) | {"l": "a"}, PAIRS, MOVED, "correct data.chosen_column",
+         (without("j", MOVED_PAIR) | {"l": "a"}, PAIRS, MOVED | {"chosen_column": "l"})),
+        (MOVED_PAIR | {"j": None}, PAIRS, MOVED, "chosen is null; delete the row", (MOVED_PAIR, PAIRS, MOVED)),
+        (PAIR | {"rejected": None}, PAIRS, {}, "rejected is null; delete the row", (PAIR, PAIRS, {})),
+        (without("label", LABELLED) | {"good": True}, LABELS, {"label_column": "god"}, "; correct data.label_column",
+         (without("label", LABELLED) | {"good": True}, LABELS, {"label_column": "good"})),
+        (LABELLED | {"label": None}, LABELS, {}, "label is null; delete the row", (LABELLED, LABELS, {})),
+        (LABELLED | {"kto_tag": True}, LABELS, {"label_column": "label"}, "name it in data.ignored_keys",
+         (LABELLED | {"kto_tag": True}, LABELS, {"label_column": "label", "ignored_keys": ("kto_tag",)})),
+        (LABELLED | {"good": True}, LABELS, {"label_column": "good"}, "and name it in data.label_column",
+         (LABELLED, LABELS, {"label_column": "label"})),
+        (LABELLED | {"chosen": "c"}, LABELS, {}, 'for pairs of answers set [objective] name = "preference" and loss = ',
+         (PAIR, PAIRS, {})),
+    ],
+)  # fmt: skip
+def test_a_remedy_does_not_tell_what_is_done_already(
+    row: dict[str, Any], answers: str, options: dict[str, Any], words: str, after: Fix, tmp_path: Path
+) -> None:
+    reason = outcome(row, tmp_path, answers=answers, **options).reason
+    assert words in reason and "name its column" not in reason, reason
+    changed, kind, more = after
+    assert outcome(changed, tmp_path, answers=kind, **more).learned
+
+
 def test_pairs_and_labels_in_columns_of_other_names(tmp_path: Path) -> None:
     columns = {"chosen_column": "response_j", "rejected_column": "response_k", "prompt_column": "qid"}
     row = {"qid": "q", "response_j": "a", "response_k": "b", "date": "x"}
@@ -967,7 +1002,7 @@ def test_pairs_and_labels_in_columns_of_other_names(tmp_path: Path) -> None:
     reason = outcome(without("response_j", row), tmp_path, answers=PAIRS, **columns).reason
     assert "the row has no 'response_j', only date, qid, response_k" in reason
     odd = outcome(row | {"chosen": "c"}, tmp_path, answers=PAIRS, **columns).reason
-    assert "chosen in a row of format pairs; name the answers in data.chosen_column" in odd
+    assert "chosen in a row of format pairs; if it is an answer, name it instead in data.chosen_column" in odd
     good = {"question": "q", "answer": "a", "is_good": False}
     assert outcome(good, tmp_path, answers=LABELS, label_column="is_good").learned == [f"a{END}"]
     for options, words in (

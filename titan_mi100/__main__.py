@@ -81,7 +81,9 @@ def main() -> int:
         return 2
     sys.argv = [f"titan-mi100 {name}", *given[count:]]
     module, _, function = COMMANDS[name][0].partition(":")
-    code = getattr(import_module(f"titan_mi100.{module}"), function or "main")()
+    path = f"titan_mi100.{module}"
+    # a limit of memory can be too low for torch's libraries, which the import loads
+    code = cli.exit_code(lambda: import_module(path)) or getattr(sys.modules[path], function or "main")()
     return code if isinstance(code, int) else 0
 
 

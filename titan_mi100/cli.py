@@ -14,7 +14,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from titan_mi100.errors import UserError, is_out_of_memory
+from titan_mi100.errors import UserError, is_out_of_memory, memory_limit
 from titan_mi100.log import log, setup_logging
 from titan_mi100.streams import flush_output, open_streams
 from titan_mi100.wording import command_name, shortened, with_level
@@ -192,6 +192,8 @@ def message_of(error: BaseException, file: Path | None = None) -> str:
         return str(error)
     if is_out_of_memory(error):
         reason = shortened(" ".join(str(error).split()) or type(error).__name__, 200)
+        if limit := memory_limit():
+            return f"out of memory, which is limited to {limit >> 20} MiB here; raise the limit: ulimit -v ({reason})"
         return f"out of memory; use a machine with more, or end other programs ({reason})"
     text = "".join(traceback.format_exception(error))
     try:

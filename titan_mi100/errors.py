@@ -2,6 +2,7 @@
 
 import difflib
 import errno
+import resource
 from collections.abc import Iterable
 
 _BEGINNING, _END = 20_000, 2_000  # characters of a message that are shown
@@ -57,10 +58,18 @@ _OUT_OF_MEMORY = (
 )
 
 
+def memory_limit() -> int:
+    """Bytes of address space that this process may have; 0: there is no limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return 0 if soft == resource.RLIM_INFINITY else soft
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether device or host memory ran out. Only torch's device allocator has a class of its own for this."""
     is_known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     is_known |= isinstance(error, OSError) and error.errno == errno.ENOMEM
+    # of torch's libraries; without a limit it is a disk that is mounted noexec
+    is_known |= isinstance(error, ImportError) and "failed to map segment" in str(error) and memory_limit() > 0
     return is_known or any(name in str(error) for name in _OUT_OF_MEMORY)
 
 

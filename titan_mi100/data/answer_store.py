@@ -36,6 +36,7 @@ from titan_mi100.files.plain import plain_path, read_checked, read_object
 from titan_mi100.log import log
 
 STORE = "store.json"
+IMPORT = "import vLLM's answers into a new folder: titan-mi100 teach --from_vllm"
 VLLM = "vllm"  # About.dtype of an import, whose parts have the documents in their order
 FORMAT = 2  # of the folder; 1 had parts without metadata
 _PART = re.compile(r"part-(\d{5,10})-([0-9a-f]{16})\.safetensors")
@@ -179,7 +180,7 @@ class AnswerStore:
             UserError: the folder is a store of something else, holds parts that are none of it, or cannot be read.
         """
         self.folder, self.remedy, self.about = folder, remedy, about
-        self.parts = dict[int, Path]()
+        self.parts, strays = dict[int, Path](), list[str]()
         try:
             names = sorted(os.listdir(folder)) if os.path.lexists(folder) else []
         except OSError as error:
@@ -199,8 +200,10 @@ class AnswerStore:
             elif number in self.parts:
                 problem = f"has the number of {self.parts[number].name}"
             if problem:
-                raise UserError(f"{path}: {problem}; move it out of the folder, and start again")
-            self.parts[number] = path
+                strays.append(f"{path}: {problem}; move it out of the folder, and start again")
+            self.parts.setdefault(number, path)
+        if strays:
+            raise UserError("\n".join(strays))
 
     def _read_about(self) -> About:
         path = self.folder / STORE
@@ -264,19 +267,20 @@ class AnswerStore:
         Raises:
             UserError: a part is damaged, of another store, or holds what cannot be.
         """
-        again = {"reference": "start again: it is made anew", "teacher": "make it again: titan-mi100 teach"}
+        again = "start again: it is made anew" if self.about.kind == "reference" else "make it again: titan-mi100 teach"
+        remedy = IMPORT if self.about.dtype == VLLM else f"delete it, and {again}"
         for number, path in self.parts.items():
             try:
                 digest = content_hash(plain_path(path), cache)[0] if cache else sha256_of(plain_path(path))
             except OSError as error:
-                raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+                raise UserError(f"{path}: cannot be read ({error.strerror}); correct that, or {remedy}") from None
             problem = "is damaged"
             if digest[:16] == _PART.fullmatch(path.name)[2]:  # type: ignore[index]
                 depends = [FORMAT, digest, number, self.about.digest, wanted.packing, wanted.vocabulary]
                 judged = partial(self._judged, number, wanted)
                 problem = cached_text(cache / "answers", depends, judged) if cache else judged()
             if problem:
-                raise UserError(f"{path}: {problem}; delete it, and {again[self.about.kind]}")
+                raise UserError(f"{path}: {problem}; {remedy}")
 
     def _judged(self, number: int, wanted: Wanted) -> str:
         from safetensors import SafetensorError

@@ -52,6 +52,8 @@ def read_pair(row: dict[str, Any], prompt_of: ReadMessages, message: ReadMessage
     if chosen[0]["role"] != "assistant" or rejected[0]["role"] != "assistant":
         shared = _shared(chosen, rejected)
         prompt, chosen_answer, rejected_answer = chosen[:shared], chosen[shared:], rejected[shared:]
+        if not prompt and chosen[0] == rejected[0]:
+            raise BadRecord("no answer", "chosen or rejected holds the prompt alone; add its answer")
         if not prompt:
             raise BadRecord("other prompts", "chosen and rejected begin differently; begin both with the prompt")
         _check_prompt_again(row, given, prompt, chosen, message)
@@ -76,7 +78,7 @@ def read_pair(row: dict[str, Any], prompt_of: ReadMessages, message: ReadMessage
     if isinstance(better, int | float) and isinstance(worse, int | float):
         if better < worse:
             what = f"score_chosen = {better} is below score_rejected = {worse}"
-            raise BadRecord("contradiction", f"{what}; swap the answers, or name both keys in data.ignored_keys")
+            raise BadRecord("contradiction", f"{what}; swap answers and scores, or name both keys in data.ignored_keys")
         why = why or TIE * (better == worse)
     prompt = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in prompt]
     return prompt + chosen_answer, prompt + rejected_answer, tool_list(row.get("tools")), why
@@ -99,8 +101,10 @@ def repeats_prompt(chosen: list[Message], rejected: list[Message]) -> bool:
 def label_of(row: dict[str, Any], names: Sequence[str] = LABEL_KEYS) -> tuple[int, str]:
     """1 or -1, and the key of `names` that says so. Raises BadRecord: none, or not true or false."""
     [*keys] = [key for key in names if row.get(key) is not None]
+    if empty := [key for key in names if key in row and not keys]:
+        raise BadRecord("no label", f"{empty[0]} is null; delete the row, or write true or false")
     if len(keys) != 1:
-        remedy = "name its column in data.label_column"
+        remedy = "name its column in data.label_column" if names == LABEL_KEYS else "correct data.label_column"
         raise BadRecord("no label", f"expected {names[0]} (true or false), the row has {listed(row)}; {remedy}")
     if type(row[keys[0]]) is not bool:
         raise BadRecord("wrong type", f"{keys[0]} must be true or false, is {kind_of(row[keys[0]])}")
@@ -109,6 +113,8 @@ def label_of(row: dict[str, Any], names: Sequence[str] = LABEL_KEYS) -> tuple[in
 
 def _answer(row: dict[str, Any], name: str, message: ReadMessage) -> list[Message]:
     value = row.get(name)
+    if value is None and name in row:
+        raise BadRecord("nothing to learn", f"{name} is null; delete the row")
     if value is None:
         remedy = f"name its column in data.{name}_column"
         raise BadRecord("missing key", f"the row has no {name}, only {listed(row)}; {remedy}")

@@ -176,7 +176,7 @@ def choose_format(path: str, config: DataConfig, answers: str = "") -> Format:
         f"{path}: rows have the keys {listed(keys)}; expected messages, conversations, instruction and output, prompt "
         "and completion, question and answer, prompt and response, input and output, text, or input_ids; or name "
         "two columns in [data] prompt_column and response_column, or one in text_column; for pairs of answers "
-        '(chosen, rejected) set [objective] name = "preference"'
+        '(chosen, rejected) set [objective] name = "preference" and loss = "dpo"'
     )
 
 
@@ -244,9 +244,9 @@ def _is_message(item: Any) -> bool:
     return isinstance(item, dict) and any(content in item and item.get(role) in _SPEAKERS for role, content in pairs)
 
 
-def _column(record: dict[str, Any], name: str) -> Any:
+def _column(record: dict[str, Any], name: str, remedy: str = "") -> Any:
     if name not in record:
-        raise BadRecord("missing key", f"the row has no {shown(name)}, only {listed(record)}")
+        raise BadRecord("missing key", f"the row has no {shown(name)}, only {listed(record)}{remedy}")
     return record[name]
 
 
@@ -343,7 +343,7 @@ def _pairs(config: DataConfig) -> Format:
     keys = {others.get(key, key) for key in PAIR_KEYS} | {others[key] for key in ("prompt",) if key in others}
 
     def read(record: dict[str, Any]) -> Example:
-        moved = {usual: _column(record, column) for usual, column in others.items()}
+        moved = {usual: _column(record, name, f"; correct data.{usual}_column") for usual, name in others.items()}
         return _read_pair({key: value for key, value in record.items() if key not in others.values()} | moved)
 
     description = " and ".join(others.get(key, key) for key in ("chosen", "rejected"))

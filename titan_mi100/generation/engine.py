@@ -72,7 +72,8 @@ class Model:
             raise UserError(f"{path}: is an adapter; name its base in --model, and this in --adapter")
         source = merged_source(source, adapter) if adapter else source
         if source.spec is None:
-            raise UserError(f"{path}: has no config.json beside it, so the model's shape is unknown; convert it first")
+            remedy = "make an HF folder of it: titan-mi100 convert, with --hf_assets_path"
+            raise UserError(f"{path}: has no config.json beside it, so the model's shape is unknown; {remedy}")
         self.source, self.spec, self.device, self.dtype = source, source.spec, device, dtype
         self._manifests = [read_manifest(Path(folder)) for folder in (path, adapter) if folder]
         tokenizer_path = tokenizer_path or str(folder_of(path))

@@ -18,6 +18,8 @@ import torch
 from titan_mi100.config.layout import Batch, Layout
 from titan_mi100.config.settings import Config
 from titan_mi100.data.answer_store import (
+    IMPORT,
+    VLLM,
     About,
     AnswerStore,
     Arrays,
@@ -344,5 +346,6 @@ def open_teacher(folder: Path, data: Prepared, digest: str) -> AnswerStore:
         raise UserError(f"objective.teacher = {str(folder)!r} holds no teacher's answers; {remedy}")
     if not store.is_complete:
         what = f"{folder}: {len(store.parts)} of {store.about.parts} parts are there"
-        raise UserError(f"{what}; run titan-mi100 teach again: it goes on")
+        remedy = IMPORT if store.about.dtype == VLLM else "run titan-mi100 teach again: it goes on"
+        raise UserError(f"{what}; {remedy}")
     return store

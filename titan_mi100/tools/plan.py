@@ -187,7 +187,8 @@ def _search(options: argparse.Namespace, config: Config, card: int, gpu: Gpu, ef
     if not fitting:
         best = min(found, key=lambda plan: plan.most, default=None)
         least = f"; the smallest needs {best.most / GIB:.1f} GiB: {_words(best)}" if best else ""
-        raise UserError(f"no layout fits {card / GIB:.1f} GiB{least}; train adapters only (--lora.rank 16)")
+        change = remedy(best) if best else "train adapters only (--lora.rank 16)"
+        raise UserError(f"no layout fits {card / GIB:.1f} GiB{least}; {change}")
     if options.write:
         first = fitting[0]
         heading = f"# For {plural(first.ranks, 'card')} of {first.card / GIB:.1f} GiB, by titan-mi100 plan --search\n\n"
