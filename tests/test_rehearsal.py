@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import runpy
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -14,6 +13,7 @@ import pytest
 import torch
 from conftest import REPO, random_documents, torchrun
 from gloo.job_parity import config_of
+from scaling import step_time, strong
 from test_model import SPECS
 
 from titan_mi100.config.check import check
@@ -25,7 +25,7 @@ from titan_mi100.planning.cards import DEVICES, Gpu
 from titan_mi100.planning.costs import recomputed_flops, train_flops
 from titan_mi100.planning.device import find_card
 from titan_mi100.planning.plan import make_plan, with_settings
-from titan_mi100.planning.scaling import bubble_share, step_time
+from titan_mi100.planning.scaling import bubble_share
 from titan_mi100.planning.traffic import OPERATIONS, Transfer, Work, axis_of, by_axis
 from titan_mi100.tools import rehearse
 from titan_mi100.tools.rehearsal import session
@@ -327,8 +327,7 @@ def test_all_configs_for_pretraining_are_in_the_table() -> None:
 
 
 def test_the_page_has_the_published_strong_scaling_as_the_bench_computes_it() -> None:
-    bench = runpy.run_path(str(REPO / "scripts" / "bench" / "scaling.py"))
-    lines, page = list(bench["strong"]()), (REPO / "docs" / "MEMORY.md").read_text()
+    lines, page = list(strong()), (REPO / "docs" / "MEMORY.md").read_text()
     assert len(lines) == 3 and all(f"\n{line}\n" in page for line in lines)
     # by hand: with 1F1B m of m + 15 turns are work; 8 pipelines of 115 microbatches, or one of all 920
     assert "| 115 (920 rows a step) |" in lines[1] and 115 / 130 / (920 / 935) >= 0.899 > 114 / 129 / (912 / 927)
