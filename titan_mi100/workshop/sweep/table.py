@@ -1,0 +1,165 @@
+"""A sweep's records as Markdown, CSV and a plot, and the published figures that stand beside them. Imports no torch."""
+
+import csv
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from titan_mi100.run.columns import FIGURES, SETTINGS, figures
+from titan_mi100.workshop.sweep import published
+from titan_mi100.workshop.sweep.published import PUBLISHED
+
+Record = dict[str, Any]  # a row, what became of it, and what was measured
+
+_ROW = ("layout", "processes", "batch", "ga", "tokens", "checkpointing", "dtype")  # Row's fields, as SETTINGS
+COUNTED = {
+    "kernels": "the sum of the durations of NCCL's or RCCL's kernels, so that what runs at once counts twice; exposed "
+    "is the time in which one of them runs and no other kernel does",
+    "gloo": "the time in which any of gloo's operations is in flight, each from being posted to being done; exposed is "
+    "what of it the rank computes nothing in",
+}
+MEMORY = {"kernels": "reserved by the allocator", "gloo": "resident in the process"}
+_FURTHER = ("step_ms_min", "step_ms_q1", "step_ms_q3", "step_ms_max", "profiled_step_ms")  # only in the CSV
+
+
+def settings_cells(row: Record) -> list[str]:
+    """A row's cells of SETTINGS."""
+    return [f"{row[name]:,}" if isinstance(row[name], int) else row[name] for name in _ROW]
+
+
+def markdown(records: list[Record], with_published: bool = False) -> str:
+    """The table under what it was made with, and over what was counted."""
+    beside = with_published and comparable(records)
+    body = []
+    for record in records:
+        words = "" if record["status"] == "ok" else ": ".join(filter(None, (record["status"], record["why"])))
+        cells = [words, *[""] * (len(FIGURES) - 1)] if words else [*figures(record).values()]
+        theirs = _theirs(record["row"]) if beside else []
+        body.append([*settings_cells(record["row"]), *cells, *theirs])
+    parts = [heading(records), markdown_table([*SETTINGS, *FIGURES, *(published.COLUMNS if beside else ())], body)]
+    parts.append(footer(records))
+    if with_published and not beside:
+        where = f"2x {published.CARD}, DeepSpeed, a pipeline of 2, Qwen3-0.6B, rows of 1024"
+        rows = [[str(cell) for cell in key] + theirs.cells() for key, theirs in PUBLISHED.items()]
+        parts += [
+            f"Published figures, made on {where}: not the hardware or the model of the table above, so the two do not "
+            "compare:",
+            markdown_table(["B_micro", "GA", "ckpt", "dtype", *published.COLUMNS], rows),
+        ]
+    elif beside:
+        parts.append("The published columns: DeepSpeed, a pipeline of 2, on the same kind of GPU.")
+    return "\n\n".join(parts) + "\n"
+
+
+def comparable(records: list[Record]) -> bool:
+    """Whether the rows ran on what the published ones ran on."""
+    return all(
+        record["machine"]["kind"] == published.CARD and published.ROW.items() <= record["row"].items()
+        for record in records
+    )
+
+
+def heading(records: list[Record]) -> str:
+    row, dates = records[0]["row"], sorted({record["date"] for record in records})
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return (
+        f"{about(row)}, {row['supervised']:.0%} of the tokens supervised. {hardware(records)}, torch "
+        f"{records[0]['machine']['torch']}, {when}. Medians of {row['steps']} steps after {row['warmup']}."
+    )
+
+
+def about(row: Record) -> str:
+    settings = f"; {row['settings']}" if row["settings"] else ""
+    return f"{row['model']}, random weights, rows of S = {row['seq']:,} random tokens{settings}"
+
+
+def hardware(records: list[Record]) -> str:
+    """The devices in words; the rows of one table ran on one machine."""
+    counts = sorted({record["row"]["processes"] for record in records})
+    return f"{' or '.join(map(str, counts))} processes, each on {records[0]['machine']['device']}"
+
+
+def footer(records: list[Record]) -> str:
+    how = "kernels" if records[0]["machine"]["memory"] else "gloo"
+    gpipe = any(record["row"]["layout"].endswith("pp-gpipe") for record in records)
+    return (
+        "T_eff = S x B_micro x GA x data-parallel ranks. "
+        + "pp-gpipe: the schedule is GPipe, as 1F1B needs a microbatch (GA) for each stage. " * gpipe
+        + f"comm_ms: {COUNTED[how]}. Both per step, of the rank with most, from profiled steps after the timed ones, "
+        "which profiling slows (the CSV has their time). They hold waiting for other ranks: in a pipeline's sends and "
+        "receives also for the other stage to compute (the bubble). Peak: of the rank that held most, "
+        f"{MEMORY[how]}. MFU: of the peak for the dtype, as docs/DESIGN.md counts it; n/a: not known."
+    )
+
+
+def _theirs(row: Record) -> list[str]:
+    theirs = PUBLISHED.get((row["batch"], row["ga"], row["checkpointing"], row["dtype"]))
+    return theirs.cells() if theirs and row["layout"].startswith("pp") else [""] * len(published.COLUMNS)
+
+
+def markdown_table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """Columns are padded, so that a terminal shows a table, too."""
+    lines = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in (header, *body)]
+    # a long reason, in the first column of figures, may run over those that are empty beside it
+    widths = [max(3, *(len(line[place]) for line in lines if len(line[place]) < 20)) for place in range(len(header))]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
+
+
+def to_csv(records: list[Record]) -> str:
+    """One line per row, everything in it; what was not measured is empty."""
+    file, rest = io.StringIO(), ("model", "seq", "settings", "steps", "warmup", "supervised")
+    about = ("device", "torch", "date")
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow([*SETTINGS, "status", "why", *FIGURES, *_FURTHER, *rest, *about])
+    for record in records:
+        row = record["row"]
+        measured = [record[key] * factor if record.get(key) is not None else "" for key, factor, _ in FIGURES.values()]
+        cells = [*(row[name] for name in _ROW), record["status"], record["why"], *measured]
+        cells += [record.get(name, "") for name in _FURTHER] + [row[name] for name in rest]
+        writer.writerow([*cells, *({**record["machine"], **record}[name] for name in about)])
+    return file.getvalue()
+
+
+def plot(records: list[Record], path: Path) -> None:
+    """Tokens per second as bars and peak memory beside them, row by row; without matplotlib only say so."""
+    try:
+        from matplotlib import colormaps
+        from matplotlib.figure import Figure
+    except ImportError:
+        print('no plot: matplotlib is missing; install it with pip install -e ".[bench]"', file=sys.stderr)
+        return
+    rows, places = [record["row"] for record in records], range(len(records))
+    layouts = list(dict.fromkeys(row["layout"] for row in rows))
+    figure = Figure(figsize=(12, 1.6 + 0.34 * len(records)), layout="constrained")
+    speed, memory = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
+    for place, (row, record) in enumerate(zip(rows, records, strict=True)):
+        colour = colormaps["tab20"](layouts.index(row["layout"]) % 20)
+        if record["status"] != "ok":
+            speed.annotate(
+                record["status"], (0, place), (6, 0), textcoords="offset points", va="center", style="italic"
+            )
+            continue
+        rate, gib = record["tokens_per_second"], record["peak_memory_gib"]
+        speed.barh(place, rate, color=colour)
+        speed.annotate(f"{rate:,.0f}", (rate, place), (4, 0), textcoords="offset points", va="center")
+        memory.hlines(place, 0, gib, color="0.8")
+        memory.plot(gib, place, "D", color=colour)
+        memory.annotate(f"{gib:.2f}", (gib, place), (8, 0), textcoords="offset points", va="center")
+    speed.set_yticks(places, ["   ".join(_label(row)) for row in rows])
+    speed.set_ylim(len(records) - 0.4, -0.6)  # the first row on top
+    for axes, name in ((speed, "toks/s"), (memory, "peak GiB")):
+        axes.set_xlabel(name)
+        axes.set_xlim(0, axes.get_xlim()[1] * 1.2)  # room for the figures
+        axes.spines[["top", "right"]].set_visible(False)
+    words = f"{about(rows[0])}\n{hardware(records)}, torch {records[0]['machine']['torch']}, {records[0]['date']}"
+    figure.suptitle(words, fontsize="medium")
+    figure.savefig(path, dpi=120)
+
+
+def _label(row: Record) -> list[str]:
+    size = f"{row['batch']} x GA {row['ga']}"
+    checkpointing = [] if row["checkpointing"] == "none" else [f"ckpt {row['checkpointing']}"]
+    return [f"{row['layout']} x{row['processes']}", size, *checkpointing, row["dtype"]]
