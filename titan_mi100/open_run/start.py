@@ -144,7 +144,7 @@ def open_run(
             observers.append(AnswerWatch())
             most = config.training.max_nonfinite_steps
             observers.append(FaultWatch(stream, folder, world, progress, most, model))
-        profiler = open_profiler(folder, config.profiling, world, steps)
+        profiler = open_profiler(folder, config.profiling, world, steps, reporter)
     if profiler is not None:
         observers.append(profiler)
         flags[SNAPSHOT] = profiler.is_asked
