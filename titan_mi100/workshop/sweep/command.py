@@ -2,7 +2,7 @@
 
 Each row is a job of its own: one that runs out of memory is a row of the table, not the end of the sweep. Rows that do
 not fit by plan are named and skipped. What is finished stays in the output folder (rows.jsonl) and is not run again.
-The table goes to stdout and into the folder: sweep.md, sweep.csv, sweep.png. Weights and rows are random: a folder with
+The table goes to stdout and into the folder: sweep.md, sweep.csv. Weights and rows are random: a folder with
 a config.json is enough, and no data are needed.
 """
 
@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,8 @@ def launch(row: Row, config: Config, seconds: float) -> tuple[str, str, Record]:
         file = Path(folder) / "row.toml"
         file.write_text(to_toml(config), encoding="utf-8")
         asked = {"config_file": str(file), "steps": row.steps, "warmup": row.warmup, "supervised": row.supervised}
-        part = children.run(
-            children.Task(str(row), MEASURE, asked, row.processes, seconds=seconds), lambda: math.inf
-        )  # fmt: skip
+        task = children.Task(str(row), MEASURE, asked, row.processes, seconds=seconds)
+        part = children.run(task, lambda: math.inf)
     if part.verdict == PASS and part.found:
         return "ok", "", part.found
     if part.verdict == UNAVAILABLE:
@@ -68,11 +67,6 @@ def read_records(path: Path) -> list[Record]:
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     except ValueError as error:
         raise UserError(f"{path}: is not what a sweep writes ({error}); choose another --output or remove it") from None
-
-
-def write_records(path: Path, records: Iterable[Record]) -> None:
-    """All at once: a killed sweep leaves the file intact."""
-    replace(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def sweep(
@@ -109,7 +103,7 @@ def sweep(
         status, why, measured = launch(row, rows[row], limits[row])
         records[row] = {**record_of(row, status, why), **measured}
         kept = [record for record in kept if not of(row, record)] + [records[row]]
-        write_records(path, kept)
+        replace(path, "".join(json.dumps(record) + "\n" for record in kept))  # at once: a kill leaves it intact
         rate = f"{measured['tokens_per_second']:,.0f} toks/s" if status == "ok" else why
         _say(f"[{number}/{len(pending)}] {status}: {rate}")
     return [records[row] for row in rows]
@@ -141,12 +135,11 @@ def _sweep(options: argparse.Namespace, settings: Sequence[str]) -> int:
     skipped |= {row: ("does not fit", f"{words}, by plan") for row, (starts, words) in verdicts.items() if not starts}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of `finally`: the job ends, too
     options.output.mkdir(parents=True, exist_ok=True)
-    limits = {row: options.timeout or _time_limit(row, plans.get(row)) for row in rows}
+    limits = {row: options.timeout or max(_LEAST_SECONDS, 10 * _seconds(row, plans.get(row))) for row in rows}
     records = sweep(rows, skipped, limits, machine, options.output / "rows.jsonl", options.fresh)
     text = table.markdown(records, with_published=options.preset == "published")
     replace(options.output / "sweep.md", text)
     replace(options.output / "sweep.csv", table.to_csv(records))
-    table.plot(records, options.output / "sweep.png")
     print(json.dumps(records, indent=1) if options.json else text)
     return 1 if any(record["status"] == "failed" for record in records) else 0
 
@@ -208,13 +201,9 @@ def _planned(row: Row, config: Config, card: int, gpu: Gpu | None) -> Plan:
     return make_plan(config, row.processes, min(card, limit or card), gpu)
 
 
-def _seconds(row: Row, plan: Plan) -> float:
-    """Of the whole row, by plan."""
-    return (row.warmup + row.steps + _PROFILED) * (plan.step or 0.0)
-
-
-def _time_limit(row: Row, plan: Plan | None) -> float:
-    return max(_LEAST_SECONDS, 10 * _seconds(row, plan)) if plan else _LEAST_SECONDS
+def _seconds(row: Row, plan: Plan | None) -> float:
+    """Of the whole row, by plan; 0: not known."""
+    return (row.warmup + row.steps + _PROFILED) * ((plan and plan.step) or 0.0)
 
 
 def _dry_run(
@@ -258,22 +247,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="", help="sets rows: teff: B_micro 1, 8, 16 at --tokens; published")
-    add(
-        "--layout",
-        nargs="+",
-        choices=(AS_CONFIGURED, *LAYOUTS),
-        metavar="NAME",
-        help=f"{', '.join(LAYOUTS)}; default: config",
-    )
+    layouts = f"config (default: the config's own), {', '.join(LAYOUTS)}"
+    add("--layout", nargs="+", choices=(AS_CONFIGURED, *LAYOUTS), metavar="NAME", help=layouts)
     add("--batch", nargs="+", type=positive, metavar="ROWS", help="B_micro; this and the next: default the config's")
     add("--ga", nargs="+", type=positive, metavar="FORWARDS", help="gradient accumulation")
-    add(
-        "--tokens",
-        nargs="+",
-        type=positive,
-        metavar="N",
-        help=f"tokens per step (T_eff), instead of --ga; teff: {T_EFF:,}",
-    )
+    tokens = f"tokens per step (T_eff), instead of --ga; with --preset teff {T_EFF:,}"
+    add("--tokens", nargs="+", type=_tokens, metavar="N", help=tokens)
     add("--checkpointing", nargs="+", choices=("none", "selective", "full"), help="of activations (ckpt)")
     add("--dtype", nargs="+", choices=("bfloat16", "float16", "float32", "float64"), help="of the computation")
     add("--gpus", type=positive, default=0, metavar="N", help="processes; default: the cards, or 2 on a CPU")
@@ -290,6 +269,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory", type=size_gib, default=0, metavar="32GB", help="with --dry-run: memory of a card, in GiB")
     add("--json", action="store_true", help="print JSON instead of the table")
     return parser
+
+
+def _tokens(text: str) -> int:
+    return int(positive_float(text))
 
 
 def _warmup(text: str) -> int:

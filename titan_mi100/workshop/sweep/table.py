@@ -1,10 +1,8 @@
-"""A sweep's records as Markdown, CSV and a plot, and the published figures that stand beside them. Imports no torch."""
+"""A sweep's records as Markdown and CSV, and the published figures that stand beside them. Imports no torch."""
 
 import csv
 import io
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from titan_mi100.run.columns import FIGURES, SETTINGS, figures
@@ -15,8 +13,7 @@ Record = dict[str, Any]  # a row, what became of it, and what was measured
 
 _ROW = ("layout", "processes", "batch", "ga", "tokens", "checkpointing", "dtype")  # Row's fields, as SETTINGS
 COUNTED = {
-    "kernels": "the sum of the durations of NCCL's or RCCL's kernels, so that what runs at once counts twice; exposed "
-    "is the time in which one of them runs and no other kernel does",
+    "kernels": "the time in which any of NCCL's or RCCL's kernels runs; exposed is what of it no other kernel runs in",
     "gloo": "the time in which any of gloo's operations is in flight, each from being posted to being done; exposed is "
     "what of it the rank computes nothing in",
 }
@@ -62,23 +59,18 @@ def comparable(records: list[Record]) -> bool:
 
 
 def heading(records: list[Record]) -> str:
-    row, dates = records[0]["row"], sorted({record["date"] for record in records})
+    row, machine = records[0]["row"], records[0]["machine"]
+    dates = sorted({record["date"] for record in records})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     return (
-        f"{about(row)}, {row['supervised']:.0%} of the tokens supervised. {hardware(records)}, torch "
-        f"{records[0]['machine']['torch']}, {when}. Medians of {row['steps']} steps after {row['warmup']}."
+        f"{about(row)}, {row['supervised']:.0%} of the tokens supervised. {row['processes']} processes, each on "
+        f"{machine['device']}, torch {machine['torch']}, {when}. Medians of {row['steps']} steps after {row['warmup']}."
     )
 
 
 def about(row: Record) -> str:
     settings = f"; {row['settings']}" if row["settings"] else ""
     return f"{row['model']}, random weights, rows of S = {row['seq']:,} random tokens{settings}"
-
-
-def hardware(records: list[Record]) -> str:
-    """The devices in words; the rows of one table ran on one machine."""
-    counts = sorted({record["row"]["processes"] for record in records})
-    return f"{' or '.join(map(str, counts))} processes, each on {records[0]['machine']['device']}"
 
 
 def footer(records: list[Record]) -> str:
@@ -121,45 +113,3 @@ def to_csv(records: list[Record]) -> str:
         cells += [record.get(name, "") for name in _FURTHER] + [row[name] for name in rest]
         writer.writerow([*cells, *({**record["machine"], **record}[name] for name in about)])
     return file.getvalue()
-
-
-def plot(records: list[Record], path: Path) -> None:
-    """Tokens per second as bars and peak memory beside them, row by row; without matplotlib only say so."""
-    try:
-        from matplotlib import colormaps
-        from matplotlib.figure import Figure
-    except ImportError:
-        print('no plot: matplotlib is missing; install it with pip install -e ".[bench]"', file=sys.stderr)
-        return
-    rows, places = [record["row"] for record in records], range(len(records))
-    layouts = list(dict.fromkeys(row["layout"] for row in rows))
-    figure = Figure(figsize=(12, 1.6 + 0.34 * len(records)), layout="constrained")
-    speed, memory = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
-    for place, (row, record) in enumerate(zip(rows, records, strict=True)):
-        colour = colormaps["tab20"](layouts.index(row["layout"]) % 20)
-        if record["status"] != "ok":
-            speed.annotate(
-                record["status"], (0, place), (6, 0), textcoords="offset points", va="center", style="italic"
-            )
-            continue
-        rate, gib = record["tokens_per_second"], record["peak_memory_gib"]
-        speed.barh(place, rate, color=colour)
-        speed.annotate(f"{rate:,.0f}", (rate, place), (4, 0), textcoords="offset points", va="center")
-        memory.hlines(place, 0, gib, color="0.8")
-        memory.plot(gib, place, "D", color=colour)
-        memory.annotate(f"{gib:.2f}", (gib, place), (8, 0), textcoords="offset points", va="center")
-    speed.set_yticks(places, ["   ".join(_label(row)) for row in rows])
-    speed.set_ylim(len(records) - 0.4, -0.6)  # the first row on top
-    for axes, name in ((speed, "toks/s"), (memory, "peak GiB")):
-        axes.set_xlabel(name)
-        axes.set_xlim(0, axes.get_xlim()[1] * 1.2)  # room for the figures
-        axes.spines[["top", "right"]].set_visible(False)
-    words = f"{about(rows[0])}\n{hardware(records)}, torch {records[0]['machine']['torch']}, {records[0]['date']}"
-    figure.suptitle(words, fontsize="medium")
-    figure.savefig(path, dpi=120)
-
-
-def _label(row: Record) -> list[str]:
-    size = f"{row['batch']} x GA {row['ga']}"
-    checkpointing = [] if row["checkpointing"] == "none" else [f"ckpt {row['checkpointing']}"]
-    return [f"{row['layout']} x{row['processes']}", size, *checkpointing, row["dtype"]]
