@@ -248,13 +248,14 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="", help="sets rows: teff: B_micro 1, 8, 16 at --tokens; published")
     layouts = f"config (default: the config's own), {', '.join(LAYOUTS)}"
-    add("--layout", nargs="+", choices=(AS_CONFIGURED, *LAYOUTS), metavar="NAME", help=layouts)
-    add("--batch", nargs="+", type=positive, metavar="ROWS", help="B_micro; this and the next: default the config's")
-    add("--ga", nargs="+", type=positive, metavar="FORWARDS", help="gradient accumulation")
+    add("--layout", nargs="+", choices=(AS_CONFIGURED, *LAYOUTS), metavar="L", help=layouts)
+    add("--batch", nargs="+", type=positive, metavar="N", help="B_micro; this and the next: default the config's")
+    add("--ga", nargs="+", type=positive, metavar="N", help="gradient accumulation")
     tokens = f"tokens per step (T_eff), instead of --ga; with --preset teff {T_EFF:,}"
     add("--tokens", nargs="+", type=_tokens, metavar="N", help=tokens)
-    add("--checkpointing", nargs="+", choices=("none", "selective", "full"), help="of activations (ckpt)")
-    add("--dtype", nargs="+", choices=("bfloat16", "float16", "float32", "float64"), help="of the computation")
+    modes, dtypes = ("none", "selective", "full"), ("bfloat16", "float16", "float32", "float64")
+    add("--ckpt", nargs="+", choices=modes, metavar="M", help=f"activation checkpointing: {', '.join(modes)}")
+    add("--dtype", nargs="+", choices=dtypes, metavar="T", help=f"of the computation: {', '.join(dtypes)}")
     add("--gpus", type=positive, default=0, metavar="N", help="processes; default: the cards, or 2 on a CPU")
     add("--steps", type=positive, default=5, metavar="N", help="that are timed (default 5)")
     add("--warmup", type=_warmup, default=2, metavar="N", help="steps before these, at least 2 (default 2)")
@@ -265,7 +266,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", type=Path, default=Path("outputs/sweep"), metavar="FOLDER", help="default: outputs/sweep")
     add("--fresh", action="store_true", help="run finished rows again")
     add("--dry-run", action="store_true", help="list the rows, with what the plan says of each")
-    add("--device", default="", metavar="NAME", help="with --dry-run: a card that is not here, as of titan-mi100 plan")
+    add("--device", default="", metavar="NAME", help="with --dry-run: a card that is not here, as for plan")
     add("--memory", type=size_gib, default=0, metavar="32GB", help="with --dry-run: memory of a card, in GiB")
     add("--json", action="store_true", help="print JSON instead of the table")
     return parser

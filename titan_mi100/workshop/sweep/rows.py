@@ -25,7 +25,7 @@ AXES = {
     "batch": "training.local_batch_size",
     "ga": "training.gradient_accumulation_steps",
     "tokens": "training.target_tokens_per_step",
-    "checkpointing": "activation_checkpoint.mode",
+    "ckpt": "activation_checkpoint.mode",
     "dtype": "training.mixed_precision_param",
 }
 # settings beside the axes that time and memory of a step depend on
@@ -102,12 +102,12 @@ _MICRO = ((1, "none"), (1, "full"), (8, "full"), (16, "full"))  # B_micro and ch
 PRESETS = {
     "teff": Preset(
         lambda n: ("fsdp2", "fsdp2+pp" if n >= 4 and n % 2 == 0 else "pp"),
-        [{"batch": batch, "checkpointing": mode} for batch, mode in _MICRO],
+        [{"batch": batch, "ckpt": mode} for batch, mode in _MICRO],
     ),
     "published": Preset(
-        lambda n: ("pp",), [dict(zip(("batch", "ga", "checkpointing", "dtype"), row, strict=True)) for row in PUBLISHED]
+        lambda n: ("pp",), [dict(zip(("batch", "ga", "ckpt", "dtype"), row, strict=True)) for row in PUBLISHED]
     ),
-    "debug": Preset(lambda n: tuple(LAYOUTS), [{"batch": 2, "ga": 4, "checkpointing": "none", "dtype": "float32"}]),
+    "debug": Preset(lambda n: tuple(LAYOUTS), [{"batch": 2, "ga": 4, "ckpt": "none", "dtype": "float32"}]),
 }
 
 
