@@ -241,12 +241,18 @@ def _parser() -> argparse.ArgumentParser:
         prog="titan-mi100 sweep",
         usage="%(prog)s --job.config_file X.toml [--section.key value ...] [options]",
         description=__doc__.splitlines()[0],
-        epilog="Exit code: 0, 1 a row failed (not for memory), 2 a mistake. docs/TRAIN.md explains the table.\n\n"
+        epilog="Exit code: 0, 1 a row failed (not for memory), 2 a mistake. docs/TRAIN.md explains it.\n\n"
         + settings_text(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--preset", choices=PRESETS, default="", help="sets rows: teff: B_micro 1, 8, 16 at --tokens; published")
+    add(
+        "--preset",
+        choices=PRESETS,
+        default="",
+        metavar="P",
+        help=f"rows that docs/TRAIN.md lists: {', '.join(PRESETS)}",
+    )
     layouts = f"config (default: the config's own), {', '.join(LAYOUTS)}"
     add("--layout", nargs="+", choices=(AS_CONFIGURED, *LAYOUTS), metavar="L", help=layouts)
     add("--batch", nargs="+", type=positive, metavar="N", help="B_micro; this and the next: default the config's")
@@ -261,7 +267,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--warmup", type=_warmup, default=2, metavar="N", help="steps before these, at least 2 (default 2)")
     add("--supervised", type=_share, default=0.5, metavar="SHARE", help="of the tokens (default 0.5)")
     add(
-        "--timeout", type=positive_float, default=0, metavar="S", help="seconds for a row; default: 10 times the plan's"
+        "--timeout", type=positive_float, default=0, metavar="S", help="seconds for a row; default: 10 times the plan's, at least 1800"
     )
     add("--output", type=Path, default=Path("outputs/sweep"), metavar="FOLDER", help="default: outputs/sweep")
     add("--fresh", action="store_true", help="run finished rows again")
