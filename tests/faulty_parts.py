@@ -90,7 +90,7 @@ def one_rank_crashes() -> None:
     crash() if os.environ["RANK"] == "1" else hang()
 
 
-def sweep_row(config_file: str, steps: int, warmup: int, supervised: float) -> dict[str, Any]:
+def sweep_row(config_file: str, steps: int, warmup: int) -> dict[str, Any]:
     """What sweep.worker.measure returns: for 2 rows per forward memory runs out, for 4 it hangs if the current folder
     says so."""
     rows = read_toml(Path(config_file))["training"]["local_batch_size"]

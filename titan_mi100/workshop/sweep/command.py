@@ -29,7 +29,7 @@ from titan_mi100.log import setup_logging
 from titan_mi100.planning.cards import Gpu
 from titan_mi100.planning.device import find_card, positive, positive_float, size_gib
 from titan_mi100.planning.hardware import count_gpus, default_process_count, find_gpu
-from titan_mi100.planning.plan import EFFICIENCY, GIB, Plan, make_plan
+from titan_mi100.planning.plan import EFFICIENCY, GIB, Plan, make_plan, remedy
 from titan_mi100.run.columns import SETTINGS
 from titan_mi100.tools.measure import children
 from titan_mi100.tools.measure.parts import PASS, UNAVAILABLE
@@ -51,9 +51,8 @@ def launch(row: Row, config: Config, seconds: float) -> tuple[str, str, Record]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "row.toml"
         file.write_text(to_toml(config), encoding="utf-8")
-        asked = {"config_file": str(file), "steps": row.steps, "warmup": row.warmup, "supervised": row.supervised}
-        task = children.Task(str(row), MEASURE, asked, row.processes, seconds=seconds)
-        part = children.run(task, lambda: math.inf)
+        asked = {"config_file": str(file), "steps": row.steps, "warmup": row.warmup}
+        part = children.run(children.Task(str(row), MEASURE, asked, row.processes, seconds=seconds), lambda: math.inf)
     if part.verdict == PASS and part.found:
         return "ok", "", part.found
     if part.verdict == UNAVAILABLE:
@@ -126,7 +125,9 @@ def _sweep(options: argparse.Namespace, settings: Sequence[str]) -> int:
         raise UserError("--device and --memory are for --dry-run: a sweep measures the cards that are here")
     machine, gpu, card = _machine(options)
     refused = {row: why for row, config in rows.items() if (why := refusal(row, config))}
-    plans = {row: _planned(row, config, card, gpu) for row, config in rows.items() if card and row not in refused}
+    planned = {row: config for row, config in rows.items() if card and row not in refused}
+    cards = {row: min(card, round(config.memory.limit_gib * GIB) or card) for row, config in planned.items()}
+    plans = {row: make_plan(config, row.processes, cards[row], gpu) for row, config in planned.items()}
     verdicts = {row: verdict(plan) for row, plan in plans.items()}
     if options.dry_run:
         print(_dry_run(options, rows, refused, plans, gpu, card))
@@ -155,6 +156,8 @@ def asked_rows(options: argparse.Namespace, settings: Sequence[str]) -> dict[Row
     cells = list(preset.cells) if preset else [{}]
     if axes.keys() >= {"ga", "tokens"}:
         raise UserError("--ga and --tokens both set the microbatches of a step; leave one of them out")
+    if options.warmup < 2:
+        raise UserError("--warmup must be at least 2: the first step allocates, and PowerSGD begins with the second")
     if both := [axis for axis in axes if axis in cells[0]]:
         raise UserError(f"--{both[0]} is set by --preset {options.preset}; leave one of them out")
     if options.preset == "teff" and "ga" not in axes:
@@ -170,8 +173,7 @@ def asked_rows(options: argparse.Namespace, settings: Sequence[str]) -> dict[Row
     if config.objective.name != "sft":
         what = f'[objective] name = "{config.objective.name}" needs rows of its own; a sweep has random ones'
         raise UserError(f"{what}: set --objective.name sft, or name a config that learns texts")
-    common = {"steps": options.steps, "warmup": options.warmup, "supervised": options.supervised}
-    return rows_of(config, processes, layouts, cells, axes, **common)
+    return rows_of(config, processes, layouts, cells, axes, steps=options.steps, warmup=options.warmup)
 
 
 def _start(preset: str, settings: Sequence[str]) -> list[str]:
@@ -194,11 +196,6 @@ def _machine(options: argparse.Namespace) -> tuple[Record, Gpu | None, int]:
     known = find_gpu(machine["arch"], machine["compute_units"], machine["memory"])
     kept = {name: machine[name] for name in ("device", "memory", "torch", "runtime")}
     return {**kept, "kind": known.name if known else ""}, known, machine["memory"]
-
-
-def _planned(row: Row, config: Config, card: int, gpu: Gpu | None) -> Plan:
-    limit = round(config.memory.limit_gib * GIB)
-    return make_plan(config, row.processes, min(card, limit or card), gpu)
 
 
 def _seconds(row: Row, plan: Plan | None) -> float:
@@ -232,6 +229,8 @@ def _dry_run(
             f", for {time_in_words}, if a card reaches {EFFICIENCY:.0%} of its data sheet's rate and half of its "
         )
         summary += "link's rate (assumed, not measured)"
+    elif plans and not starting:
+        summary += f"; what helps most: {remedy(min(plans.values(), key=lambda plan: plan.most))}"
     columns = [*SETTINGS, "planned step_ms", "by plan"]
     return f"{heading}; {table.about(asdict(first))}\n\n{table.markdown_table(columns, body)}\n\n{summary}"
 
@@ -264,10 +263,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", nargs="+", choices=dtypes, metavar="T", help=f"of the computation: {', '.join(dtypes)}")
     add("--gpus", type=positive, default=0, metavar="N", help="processes; default: the cards, or 2 on a CPU")
     add("--steps", type=positive, default=5, metavar="N", help="that are timed (default 5)")
-    add("--warmup", type=_warmup, default=2, metavar="N", help="steps before these, at least 2 (default 2)")
-    add("--supervised", type=_share, default=0.5, metavar="SHARE", help="of the tokens (default 0.5)")
+    add("--warmup", type=positive, default=2, metavar="N", help="steps before these, at least 2 (default 2)")
     add(
-        "--timeout", type=positive_float, default=0, metavar="S", help="seconds for a row; default: 10 times the plan's, at least 1800"
+        "--timeout",
+        type=positive_float,
+        default=0,
+        metavar="S",
+        help="seconds for a row; default: 10 times the plan's, at least 1800",
     )
     add("--output", type=Path, default=Path("outputs/sweep"), metavar="FOLDER", help="default: outputs/sweep")
     add("--fresh", action="store_true", help="run finished rows again")
@@ -280,20 +282,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _tokens(text: str) -> int:
     return int(positive_float(text))
-
-
-def _warmup(text: str) -> int:
-    if (number := positive(text)) < 2:
-        raise argparse.ArgumentTypeError(
-            "must be at least 2: the first step allocates, PowerSGD begins with the second"
-        )
-    return number
-
-
-def _share(text: str) -> float:
-    if (share := positive_float(text)) > 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at most 1")
-    return share
 
 
 if __name__ == "__main__":

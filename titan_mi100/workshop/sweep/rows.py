@@ -5,10 +5,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titan_mi100.config.as_text import keys_of, sections, toml_value
+from titan_mi100.config.as_text import toml_value
 from titan_mi100.config.check import check
 from titan_mi100.config.problem import ConfigError
 from titan_mi100.config.settings import Config, ParallelismConfig
@@ -46,7 +47,6 @@ class Row:
         model: short name of its shape, or its folder's name and size.
         settings: those beside the axes that are not the default's, in words.
         digest: of the model's shape and of all settings that a step depends on.
-        supervised: share of the tokens.
     """
 
     layout: str
@@ -62,7 +62,6 @@ class Row:
     digest: str
     steps: int
     warmup: int
-    supervised: float
 
     def __str__(self) -> str:
         words = f"{self.layout} x{self.processes}, B_micro {self.batch}, GA {self.ga}, ckpt {self.checkpointing}"
@@ -118,7 +117,7 @@ def rows_of(
     """Every row with its config: each layout with each cell and each combination of the axes, the last changing first.
 
     Args:
-        common: Row's steps, warmup and supervised.
+        common: Row's steps and warmup.
     """
     spec, found = base.spec(), {}
     for layout, cell, values in product(layouts, cells, product(*axes.values())):
@@ -162,13 +161,8 @@ def _row(
 
 
 def _settings(config: Config) -> str:
-    known = {f"{name}.{key.name}": (name, key) for name, section in sections() for key in keys_of(section)}
-    given = {
-        name: value
-        for name in _SHOWN
-        if (value := getattr(getattr(config, known[name][0]), known[name][1].name)) != known[name][1].default
-    }
-    return ", ".join(f"{name} = {toml_value(value)}" for name, value in given.items())
+    values = [(name, attrgetter(name)(config), attrgetter(name)(Config())) for name in _SHOWN]
+    return ", ".join(f"{name} = {toml_value(value)}" for name, value, default in values if value != default)
 
 
 def _digest(config: Config, spec: ModelSpec) -> str:

@@ -9,6 +9,7 @@ from titan_mi100.run.columns import FIGURES, SETTINGS, figures
 from titan_mi100.workshop.sweep import published
 from titan_mi100.workshop.sweep.published import PUBLISHED
 
+SUPERVISED = 0.5  # share of the tokens
 Record = dict[str, Any]  # a row, what became of it, and what was measured
 
 _ROW = ("layout", "processes", "batch", "ga", "tokens", "checkpointing", "dtype")  # Row's fields, as SETTINGS
@@ -63,7 +64,7 @@ def heading(records: list[Record]) -> str:
     dates = sorted({record["date"] for record in records})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     return (
-        f"{about(row)}, {row['supervised']:.0%} of the tokens supervised. {row['processes']} processes, each on "
+        f"{about(row)}, {SUPERVISED:.0%} of the tokens supervised. {row['processes']} processes, each on "
         f"{machine['device']}, torch {machine['torch']}, {when}. Medians of {row['steps']} steps after {row['warmup']}."
     )
 
@@ -102,7 +103,7 @@ def markdown_table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 
 def to_csv(records: list[Record]) -> str:
     """One line per row, everything in it; what was not measured is empty."""
-    file, rest = io.StringIO(), ("model", "seq", "settings", "steps", "warmup", "supervised")
+    file, rest = io.StringIO(), ("model", "seq", "settings", "steps", "warmup")
     about = ("device", "torch", "date")
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow([*SETTINGS, "status", "why", *FIGURES, *_FURTHER, *rest, *about])

@@ -11,6 +11,7 @@ from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import init_distributed
 from titan_mi100.planning.plan import with_settings
 from titan_mi100.run.communication import communication
+from titan_mi100.workshop.sweep.table import SUPERVISED
 
 # what a run reads or writes beside its steps; the weights are random, which changes no time of a dense model's step
 _NO_FILES: dict[str, dict[str, Any]] = {
@@ -19,17 +20,13 @@ _NO_FILES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def measure(config_file: str, steps: int, warmup: int, supervised: float) -> dict[str, Any]:
-    """Times, memory and rates of the config's step, by keys of metrics.jsonl. A collective.
-
-    Args:
-        supervised: share of the tokens.
-    """
+def measure(config_file: str, steps: int, warmup: int) -> dict[str, Any]:
+    """Times, memory and rates of the config's step, by keys of metrics.jsonl. A collective."""
     world = init_distributed()
     config = load_config(["--job.config_file", config_file], world.size, with_files=False)
     spec, rows = config.spec(), config.batch(world.size).global_batch_size
     # one step's rows, which every step learns again
-    data = made_up(random_rows(rows, config.training.seq_len, spec.vocab_size, supervised))
+    data = made_up(random_rows(rows, config.training.seq_len, spec.vocab_size, SUPERVISED))
     run = open_run(with_settings(config, _NO_FILES), world, spec=spec, data=data)
     results = [run.step() for _ in range(warmup + steps)][warmup:]
     milliseconds = [1000 * result.seconds for result in results]
