@@ -277,7 +277,9 @@ def test_published_figures_stand_beside_ours_only_on_the_same_hardware() -> None
     ("arguments", "said"),
     [
         ("--preset teff --batch 2", "--batch is set by --preset teff; leave one of them out"),
-        ("--ga 2 --tokens 4096", "--ga and --tokens both set the microbatches of a step"),
+        ("--ga 2 --tokens 4096", "--tokens and GA (of --ga or the preset) both set a step's forwards"),
+        ("--preset published --tokens 4096", "--tokens and GA (of --ga or the preset) both set a step's forwards"),
+        ("--ga 2 --training.target_tokens_per_step 4096", "--training.target_tokens_per_step is set by --ga, too"),
         ("--batch 2 --training.local_batch_size 4", "--training.local_batch_size is set by --batch, too"),
         ("--preset teff --activation_checkpoint.mode none", "is set by --preset teff, too; leave one of them out"),
         ("--layout pp --parallelism.zero_stage 1", "--parallelism.zero_stage is set by --layout, too"),

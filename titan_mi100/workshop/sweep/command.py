@@ -35,7 +35,18 @@ from titan_mi100.tools.measure import children
 from titan_mi100.tools.measure.parts import PASS, UNAVAILABLE
 from titan_mi100.wording import duration_in_words
 from titan_mi100.workshop.sweep import table
-from titan_mi100.workshop.sweep.rows import AS_CONFIGURED, AXES, LAYOUTS, PRESETS, T_EFF, Row, refusal, rows_of, verdict
+from titan_mi100.workshop.sweep.rows import (
+    AS_CONFIGURED,
+    AXES,
+    EITHER,
+    LAYOUTS,
+    PRESETS,
+    T_EFF,
+    Row,
+    refusal,
+    rows_of,
+    verdict,
+)
 from titan_mi100.workshop.sweep.table import Record
 
 MEASURE = "titan_mi100.workshop.sweep.worker:measure"
@@ -154,8 +165,8 @@ def asked_rows(options: argparse.Namespace, settings: Sequence[str]) -> dict[Row
     preset, processes = PRESETS.get(options.preset), options.gpus or default_process_count()
     axes: dict[str, list[Any]] = {axis: values for axis in AXES if (values := getattr(options, axis))}
     cells = list(preset.cells) if preset else [{}]
-    if axes.keys() >= {"ga", "tokens"}:
-        raise UserError("--ga and --tokens both set the microbatches of a step; leave one of them out")
+    if EITHER.keys() <= {*axes, *cells[0]}:
+        raise UserError("--tokens and GA (of --ga or the preset) both set a step's forwards; leave one of them out")
     if options.warmup < 2:
         raise UserError("--warmup must be at least 2: the first step allocates, and PowerSGD begins with the second")
     if both := [axis for axis in axes if axis in cells[0]]:
@@ -163,7 +174,7 @@ def asked_rows(options: argparse.Namespace, settings: Sequence[str]) -> dict[Row
     if options.preset == "teff" and "ga" not in axes:
         axes.setdefault("tokens", [T_EFF])
     layouts = options.layout or (preset.layouts(processes) if preset else [AS_CONFIGURED])
-    set_here = {AXES[axis]: axis for axis in (*cells[0], *axes)}
+    set_here = {AXES[name]: axis for axis in (*cells[0], *axes) for name in (axis, EITHER.get(axis, axis))}
     for name in (word.partition("=")[0].removeprefix("--") for word in settings):
         axis = "layout" if name.startswith("parallelism.") and layouts != [AS_CONFIGURED] else set_here.get(name)
         if axis:

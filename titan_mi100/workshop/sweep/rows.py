@@ -29,6 +29,7 @@ AXES = {
     "ckpt": "activation_checkpoint.mode",
     "dtype": "training.mixed_precision_param",
 }
+EITHER = {"ga": "tokens", "tokens": "ga"}  # one of them gives the other
 # settings beside the axes that time and memory of a step depend on
 _SHOWN = (
     "model.attention_backend", "training.mixed_precision_reduce", "training.train_router", "optimizer.state",
@@ -130,9 +131,8 @@ def rows_of(
 def _row(
     base: Config, spec: ModelSpec, processes: int, layout: str, axes: dict[str, Any], common: dict[str, Any]
 ) -> tuple[Row, Config]:
-    either = {"ga": "tokens", "tokens": "ga"}  # one of them gives the other
     config = base
-    for axis, value in {**axes, **{other: 0 for axis in axes if (other := either.get(axis))}}.items():
+    for axis, value in {**axes, **{other: 0 for axis in axes if (other := EITHER.get(axis))}}.items():
         section, key = AXES[axis].split(".")
         config = with_settings(config, {section: {key: value}})
     if layout != AS_CONFIGURED:
