@@ -35,18 +35,7 @@ from titan_mi100.tools.measure import children
 from titan_mi100.tools.measure.parts import PASS, UNAVAILABLE
 from titan_mi100.wording import duration_in_words
 from titan_mi100.workshop.sweep import table
-from titan_mi100.workshop.sweep.rows import (
-    AS_CONFIGURED,
-    AXES,
-    EITHER,
-    LAYOUTS,
-    PRESETS,
-    T_EFF,
-    Row,
-    refusal,
-    rows_of,
-    verdict,
-)
+from titan_mi100.workshop.sweep.rows import AXES, EITHER, LAYOUTS, OWN_LAYOUT, PRESETS, Row, refusal, rows_of, verdict
 from titan_mi100.workshop.sweep.table import Record
 
 MEASURE = "titan_mi100.workshop.sweep.worker:measure"
@@ -171,12 +160,12 @@ def asked_rows(options: argparse.Namespace, settings: Sequence[str]) -> dict[Row
         raise UserError("--warmup must be at least 2: the first step allocates, and PowerSGD begins with the second")
     if both := [axis for axis in axes if axis in cells[0]]:
         raise UserError(f"--{both[0]} is set by --preset {options.preset}; leave one of them out")
-    if options.preset == "teff" and "ga" not in axes:
-        axes.setdefault("tokens", [T_EFF])
-    layouts = options.layout or (preset.layouts(processes) if preset else [AS_CONFIGURED])
+    if preset and preset.tokens and "ga" not in axes:
+        axes.setdefault("tokens", [preset.tokens])
+    layouts = options.layout or (preset.layouts(processes) if preset else [OWN_LAYOUT])
     set_here = {AXES[name]: axis for axis in (*cells[0], *axes) for name in (axis, EITHER.get(axis, axis))}
     for name in (word.partition("=")[0].removeprefix("--") for word in settings):
-        axis = "layout" if name.startswith("parallelism.") and layouts != [AS_CONFIGURED] else set_here.get(name)
+        axis = "layout" if name.startswith("parallelism.") and layouts != [OWN_LAYOUT] else set_here.get(name)
         if axis:
             who = f"--preset {options.preset}" if preset and not getattr(options, axis) else f"--{axis}"
             raise UserError(f"--{name} is set by {who}, too; leave one of them out")
@@ -256,18 +245,12 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add(
-        "--preset",
-        choices=PRESETS,
-        default="",
-        metavar="P",
-        help=f"rows that docs/TRAIN.md lists: {', '.join(PRESETS)}",
-    )
+    add("--preset", choices=PRESETS, default="", metavar="P", help=f"rows of docs/TRAIN.md: {', '.join(PRESETS)}")
     layouts = f"config (default: the config's own), {', '.join(LAYOUTS)}"
-    add("--layout", nargs="+", choices=(AS_CONFIGURED, *LAYOUTS), metavar="L", help=layouts)
+    add("--layout", nargs="+", choices=(OWN_LAYOUT, *LAYOUTS), metavar="L", help=layouts)
     add("--batch", nargs="+", type=positive, metavar="N", help="B_micro; this and the next: default the config's")
     add("--ga", nargs="+", type=positive, metavar="N", help="gradient accumulation")
-    tokens = f"tokens per step (T_eff), instead of --ga; with --preset teff {T_EFF:,}"
+    tokens = f"tokens per step (T_eff), instead of --ga; with --preset teff {PRESETS['teff'].tokens:,}"
     add("--tokens", nargs="+", type=_tokens, metavar="N", help=tokens)
     modes, dtypes = ("none", "selective", "full"), ("bfloat16", "float16", "float32", "float64")
     add("--ckpt", nargs="+", choices=modes, metavar="M", help=f"activation checkpointing: {', '.join(modes)}")

@@ -19,8 +19,7 @@ from titan_mi100.shapes.families import PRESETS as MODELS
 from titan_mi100.shapes.families import fingerprint
 from titan_mi100.workshop.sweep.published import PUBLISHED
 
-T_EFF = 102_400  # tokens per step of --preset teff: S 1024 x B_micro 1 x GA 50 x N 2
-AS_CONFIGURED = "config"  # the layout of the config's own [parallelism]
+OWN_LAYOUT = "config"  # the layout of the config's own [parallelism]
 # axis -> the setting that it sets
 AXES = {
     "batch": "training.local_batch_size",
@@ -96,6 +95,7 @@ class Preset(NamedTuple):
 
     layouts: Callable[[int], Sequence[str]]
     cells: Sequence[Mapping[str, Any]]
+    tokens: int = 0  # of a step, unless --tokens or --ga says otherwise
 
 
 _MICRO = ((1, "none"), (1, "full"), (8, "full"), (16, "full"))  # B_micro and checkpointing of an empty results table
@@ -103,6 +103,7 @@ PRESETS = {
     "teff": Preset(
         lambda n: ("fsdp2", "fsdp2+pp" if n >= 4 and n % 2 == 0 else "pp"),
         [{"batch": batch, "ckpt": mode} for batch, mode in _MICRO],
+        tokens=102_400,  # S 1024 x B_micro 1 x GA 50 x N 2
     ),
     "published": Preset(
         lambda n: ("pp",), [dict(zip(("batch", "ga", "ckpt", "dtype"), row, strict=True)) for row in PUBLISHED]
@@ -135,7 +136,7 @@ def _row(
     for axis, value in {**axes, **{other: 0 for axis in axes if (other := EITHER.get(axis))}}.items():
         section, key = AXES[axis].split(".")
         config = with_settings(config, {section: {key: value}})
-    if layout != AS_CONFIGURED:
+    if layout != OWN_LAYOUT:
         config = replace(config, parallelism=ParallelismConfig(**LAYOUTS[layout][1](processes)))
     tokens, training = 0, config.training
     try:
@@ -145,7 +146,7 @@ def _row(
         if layout in ("pp", "fsdp2+pp") and ga < config.parallelism.pipeline_parallel_degree:
             config = with_settings(config, {"parallelism": {"pipeline_parallel_schedule": "GPipe"}})
             layout = f"{layout}-gpipe"
-        elif layout == AS_CONFIGURED:
+        elif layout == OWN_LAYOUT:
             layout = config.layout(processes).describe()
     except ConfigError:  # the layout does not fit the processes, as `refusal` says
         ga = training.gradient_accumulation_steps
