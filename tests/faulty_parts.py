@@ -100,4 +100,4 @@ def sweep_row(config_file: str, steps: int, warmup: int) -> dict[str, Any]:
         Path("hangs").touch()
         time.sleep(600)
     keys = {key: 1000.0 for key, _, _ in FIGURES.values()}
-    return {**keys, "peak_memory_gib": 2.0, "mfu": None}
+    return {**keys, "peak_memory_gib": 2.0, "mfu": None, "environment": os.environ.get("GIVEN")}

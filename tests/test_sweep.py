@@ -183,6 +183,7 @@ def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., lis
     """Runs the command in this process, with faulty_parts' rows in processes of their own; the records."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "MEASURE", "faulty_parts:sweep_row")
+    monkeypatch.setattr(command.launcher, "set_defaults", lambda processes: monkeypatch.setenv("GIVEN", str(processes)))
     monkeypatch.setattr(command, "_MACHINE", Task("machine", "faulty_parts:machine"))
 
     def sweep(*arguments: str) -> list[dict[str, Any]]:
@@ -198,6 +199,7 @@ def test_a_row_that_runs_out_of_memory_is_a_row(
     records = faulty("--batch", "1", "2", "--layout", "fsdp2", "pp", "--ga", "1")
     assert [entry["status"] for entry in records] == ["ok", "out of memory"] * 2
     assert "MemoryError: Unable to allocate 80 GiB" in records[1]["why"]
+    assert records[0]["environment"] == "2"  # of the launcher, as in training: fine-grained PCIe memory, threads
     out, err = capsys.readouterr()
     assert out.strip() == Path("out/sweep.md").read_text().strip() and out.count("| out of memory: ") == 2
     assert err.count("runs as GPipe, as 1F1B needs a microbatch") == 2 and out.count("| pp-gpipe | 2 ") == 2

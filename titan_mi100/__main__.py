@@ -48,6 +48,7 @@ _OTHER_WORDS = {  # what other tools call a command
     "memory": "plan",
     "rehearse": "plan --rehearse N",
     "init": "config new",
+    "bench": "sweep",
 }
 
 

@@ -25,6 +25,7 @@ from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import replace
+from titan_mi100.launch import launcher
 from titan_mi100.log import setup_logging
 from titan_mi100.planning.cards import Gpu
 from titan_mi100.planning.device import find_card, positive, positive_float, size_gib
@@ -136,6 +137,7 @@ def _sweep(options: argparse.Namespace, settings: Sequence[str]) -> int:
     skipped |= {row: ("does not fit", f"{words}, by plan") for row, (starts, words) in verdicts.items() if not starts}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of `finally`: the job ends, too
     options.output.mkdir(parents=True, exist_ok=True)
+    launcher.set_defaults(next(iter(rows)).processes)  # a row gets the environment that `train` would give it
     limits = {row: options.timeout or max(_LEAST_SECONDS, 10 * _seconds(row, plans.get(row))) for row in rows}
     records = sweep(rows, skipped, limits, machine, options.output / "rows.jsonl", options.fresh)
     text = table.markdown(records, with_published=options.preset == "published")
@@ -251,7 +253,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", nargs="+", type=positive, metavar="N", help="B_micro; this and the next: default the config's")
     add("--ga", nargs="+", type=positive, metavar="N", help="gradient accumulation")
     tokens = f"tokens per step (T_eff), instead of --ga; with --preset teff {PRESETS['teff'].tokens:,}"
-    add("--tokens", nargs="+", type=_tokens, metavar="N", help=tokens)
+    add("--tokens", nargs="+", type=positive_float, metavar="N", help=tokens)
     modes, dtypes = ("none", "selective", "full"), ("bfloat16", "float16", "float32", "float64")
     add("--ckpt", nargs="+", choices=modes, metavar="M", help=f"activation checkpointing: {', '.join(modes)}")
     add("--dtype", nargs="+", choices=dtypes, metavar="T", help=f"of the computation: {', '.join(dtypes)}")
@@ -272,10 +274,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory", type=size_gib, default=0, metavar="32GB", help="with --dry-run: memory of a card, in GiB")
     add("--json", action="store_true", help="print JSON instead of the table")
     return parser
-
-
-def _tokens(text: str) -> int:
-    return int(positive_float(text))
 
 
 if __name__ == "__main__":

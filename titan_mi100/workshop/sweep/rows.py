@@ -121,12 +121,12 @@ def rows_of(
     Args:
         common: Row's steps and warmup.
     """
-    spec, found = base.spec(), {}
+    spec, configs = base.spec(), {}
     for layout, cell, values in product(layouts, cells, product(*axes.values())):
         chosen = {**cell, **dict(zip(axes, values, strict=True))}
         row, config = _row(base, spec, processes, layout, chosen, common)
-        found[row] = config
-    return found
+        configs[row] = config
+    return configs
 
 
 def _row(
@@ -150,12 +150,12 @@ def _row(
             layout = config.layout(processes).describe()
     except ConfigError:  # the layout does not fit the processes, as `refusal` says
         ga = training.gradient_accumulation_steps
-    named = next((name for name, shape in MODELS.items() if shape == spec), "")
+    flavor = next((name for name, shape in MODELS.items() if shape == spec), "")
     folder = Path(base.checkpoint.initial_load_path).name
     row = Row(
         layout=layout, processes=processes, batch=training.local_batch_size, ga=ga, tokens=tokens,
         checkpointing=config.activation_checkpoint.mode, dtype=training.mixed_precision_param,
-        model=named or f"{folder} ({parameter_count(spec) / 1e6:,.1f}M)", seq=training.seq_len,
+        model=flavor or f"{folder} ({parameter_count(spec) / 1e6:,.1f}M)", seq=training.seq_len,
         settings=_settings(base), digest=_digest(config, spec), **common,
     )  # fmt: skip
     return row, config

@@ -1,5 +1,6 @@
 """One row of a sweep, measured by every process of a job of its own: the trainer's own parts on random rows."""
 
+import os
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,9 @@ _NO_FILES: dict[str, dict[str, Any]] = {
 
 def measure(config_file: str, steps: int, warmup: int) -> dict[str, Any]:
     """Times, memory and rates of the config's step, by keys of metrics.jsonl. A collective."""
-    world = init_distributed()
-    config = load_config(["--job.config_file", config_file], world.size, with_files=False)
+    config = load_config(["--job.config_file", config_file], int(os.environ.get("WORLD_SIZE", "1")), with_files=False)
+    own = config.memory.offload == "weights" or config.parallelism.powersgd_rank > 0  # as in train.py
+    world = init_distributed(has_own_collectives=own)
     spec, rows = config.spec(), config.batch(world.size).global_batch_size
     # one step's rows, which every step learns again
     data = made_up(random_rows(rows, config.training.seq_len, spec.vocab_size, SUPERVISED))
