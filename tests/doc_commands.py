@@ -20,6 +20,7 @@ from titan_mi100.config.load import load_config
 from titan_mi100.errors import UserError
 from titan_mi100.launch import launcher as launch
 from titan_mi100.tools import harness
+from titan_mi100.workshop.sweep import command as sweep
 
 # programs that are not ours: only for commands that are not run
 OTHERS = {
@@ -178,3 +179,5 @@ def _check_settings(module: str, found: _Parsed) -> None:
     world = getattr(found.options, ranks) if ranks and not getattr(found.options, "search", False) else None
     if module in ("tools.plan", "tools.rehearse", "tools.inspect_data"):
         load_config(found.rest, world, with_files=False)
+    if module == "workshop.sweep.command":
+        sweep.asked_rows(found.options, found.rest)

@@ -1,9 +1,13 @@
-"""Parts of a certificate that go wrong, for tests/test_certify.py: each runs in a child process."""
+"""Parts of a certificate and rows of a sweep that go wrong, for tests: each runs in a child process."""
 
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
+
+from titan_mi100.config.toml_file import read_toml
+from titan_mi100.run.columns import FIGURES
 
 
 def wrong_kernel(shape: dict[str, Any], fault: str) -> dict[str, Any]:
@@ -84,3 +88,16 @@ def one_rank_hangs() -> None:
 
 def one_rank_crashes() -> None:
     crash() if os.environ["RANK"] == "1" else hang()
+
+
+def sweep_row(config_file: str, steps: int, warmup: int) -> dict[str, Any]:
+    """What sweep.worker.measure returns: for 2 rows per forward memory runs out, for 4 it hangs if the current folder
+    says so."""
+    rows = read_toml(Path(config_file))["training"]["local_batch_size"]
+    if rows == 2:
+        raise MemoryError("Unable to allocate 80 GiB")
+    if rows == 4 and Path("hang").exists():
+        Path("hangs").touch()
+        time.sleep(600)
+    keys = {key: 1000.0 for key, _, _ in FIGURES.values()}
+    return {**keys, "peak_memory_gib": 2.0, "mfu": None, "environment": os.environ.get("GIVEN")}

@@ -75,8 +75,11 @@ def parsing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which commands are parsed: models' folders have the real shapes, and no weights."""
     folder = tmp_path_factory.mktemp("parsing")
     make_checkout(folder)
-    for flavor, spec in PRESETS.items():
-        model = folder / f"Qwen3-{flavor}"
+    for name, spec in {
+        **{f"Qwen3-{flavor}": spec for flavor, spec in PRESETS.items()},
+        "tiny-8b": PRESETS["8B"],
+    }.items():
+        model = folder / name
         model.mkdir()
         (model / "config.json").write_text(json.dumps(to_hf_config(spec)))
     (folder / "outputs" / "mine").mkdir(parents=True)

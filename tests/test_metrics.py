@@ -10,6 +10,7 @@ from titan_mi100.config.settings import CheckpointConfig, Config, MetricsConfig,
 from titan_mi100.open_run.record import _write_explanation
 from titan_mi100.planning.costs import train_flops
 from titan_mi100.run import metrics
+from titan_mi100.run.columns import figures
 from titan_mi100.run.metrics import Reporter
 from titan_mi100.shapes.families import PRESETS
 from titan_mi100.trainer import StepResult
@@ -55,6 +56,21 @@ def test_rates_are_per_second_over_all_ranks_and_mfu_is_of_the_peak(tmp_path: Pa
     assert first["data_wait"] == pytest.approx(0.02) and first["epoch"] == 0.25
     assert first["mfu"] == train_flops(PRESETS["0.6B"], 2000, 500, 10_000) / 0.5 / peak
     assert 0.02 < first["mfu"] < 0.07  # 440M body parameters x 6 x 2000 tokens in half a second are 10.6 TFLOP/s
+
+
+def test_figures_have_the_keys_that_tables_read(tmp_path: Path) -> None:
+    reporter = open_reporter(tmp_path, 2)
+    reporter.after_step(1, RESULT)
+    reporter.communication(1, 120.5, 20.25)
+    reporter.close()
+    measured: dict = {}
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        measured |= json.loads(line)
+    assert figures(measured) == {
+        "step_ms": "500", "comm_ms": "120", "exposed_ms": "20.2", "toks/s": "4,000", "peak GiB": "1.25",
+        "peak GB": "1.34", "MFU": "n/a",
+    }  # fmt: skip
+    assert figures({"mfu": 0.1234})["MFU"] == "12.3%" and figures({})["step_ms"] == ""
 
 
 def test_the_first_step_of_each_start_is_printed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 from conftest import REPO, torchrun
 from test_metrics import RESULT
 from test_samples import settings
-from test_train import CONFIG, checkpoint_tensors, losses, train
+from test_train import CONFIG, checkpoint_tensors, losses, metrics, train
 
 from titan_mi100.config.load import load_config
 from titan_mi100.errors import UserError
@@ -237,6 +237,9 @@ def test_chosen_steps_of_chosen_ranks_are_traced_and_training_does_not_notice(co
         text = path.with_name(path.name.replace("json.gz", "summary.txt")).read_text()
         rank = path.name[len("rank-")]
         assert text.startswith(f"step {step}, rank {rank}: ")
+    of_rank_0 = [entry for entry in metrics(tmp_path / "traced") if "comm_ms" in entry]
+    assert [entry["step"] for entry in of_rank_0] == [2, 3]
+    assert all(0 < entry["comm_exposed_ms"] <= entry["comm_ms"] for entry in of_rank_0)
     assert "step 2, rank 0: " in job.stdout and f"step 3: traces of rank 1, 0 and summaries: {folder}" in job.stdout
 
 

@@ -19,6 +19,7 @@ from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import MetricsConfig
 from titan_mi100.run import forecast
+from titan_mi100.run.columns import FIGURES, SETTINGS
 from titan_mi100.run.folder import RunState, write_run_state
 from titan_mi100.run.metrics import Reporter, _drop_after
 from titan_mi100.tools.pages import collect as collecting
@@ -62,7 +63,14 @@ def write_run(folder: Path, steps: int = 100, loss: Callable[[int], float] = lam
     write_run_state(folder, RunState("done", 0, "", "to train on, raise training.steps or epochs", steps))
     config = load_config(["--job.config_file", str(REPO / "train_configs" / "debug.toml")])
     (folder / "config.toml").write_text(to_toml(config))
-    environment = {"device": "CPU", "processes": 2, "torch": "2.13.0", "hip": None, "command": ["train.py", "--x y"]}
+    environment = {
+        "device": "CPU",
+        "processes": 2,
+        "layout": "FSDP2 over 2 (ZeRO-1)",
+        "torch": "2.13.0",
+        "hip": None,
+        "command": ["train.py", "--x y"],
+    }
     (folder / "environment.json").write_text(json.dumps(environment))
     measured = {"step": 3, "peak_memory_gib": 1.25, "step_seconds": 0.5, "mfu": 0.3}
     plan = {"memory": [], "least": 2.0**30, "most": 2.0**31, "card": 2**35, "step_seconds": 0.4, "mfu": 0.375}
@@ -530,7 +538,15 @@ def test_several_runs_are_one_page_with_a_table_and_each_curve_of_each_run(
     run: Path, tmp_path: Path, report: Report, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = write_run(tmp_path / "b" / "<i>", steps=50, loss=lambda step: 3.0)
-    (other / "config.toml").write_text((run / "config.toml").read_text().replace("lr = 0.001", "lr = 0.5"))
+    (other / "config.toml").write_text(
+        (run / "config.toml")
+        .read_text()
+        .replace("lr = 0.001", "lr = 0.5")
+        .replace("tokens_per_step = 0", "tokens_per_step = 4096")
+    )
+    with (run / "metrics.jsonl").open("a") as file:  # a run that traced two steps
+        for step, milliseconds in ((3, 10.0), (4, 30.0)):
+            file.write(json.dumps({"step": step, "comm_ms": milliseconds, "comm_exposed_ms": 5.0}) + "\n")
     capsys.readouterr()
     report(run, other, run, "--output", report.file)
     text = report.file.read_text(encoding="utf-8")
@@ -546,6 +562,18 @@ def test_several_runs_are_one_page_with_a_table_and_each_curve_of_each_run(
         ["Run", "State", "Loss", "Lowest validation"], ["run", "Finished", LAST_LOSS, "2.0000"],
         ["&lt;i&gt;", "Finished", "3.0000", "2.0000"],
     ]  # fmt: skip
+    shown = [
+        dict(zip(re.findall("<bdi>(.*?)</bdi>", rows[0]), re.findall("<bdi>(.*?)</bdi>", row), strict=True))
+        for row in rows[1:3]
+    ]
+    assert [column for column in shown[0] if column in (*SETTINGS, *FIGURES)] == [*SETTINGS, *FIGURES]
+    assert [[each[name] for name in ("N", "B_micro", "GA", "T_eff", "ckpt", "dtype", "step_ms")] for each in shown] == [
+        ["2", "1", "1", "512", "none", "float32", "500"], ["2", "1", "8", "4,096", "none", "float32", "500"],
+    ]  # fmt: skip
+    assert [(each["comm_ms"], each["exposed_ms"], each["peak GB"]) for each in shown] == [
+        ("20.0", "5.0", "1.61"),
+        ("", "", "1.61"),
+    ]
     assert "optimizer.lr\n0.001\n0.5\n" in page.text and "training.seq_len" not in page.text
     assert "The loss did not fall" in page.text and not page.scripts and "i" not in page.tags
     assert [each["name"] for each in json.loads(report(run, other, "--json"))] == ["run", "<i>"]

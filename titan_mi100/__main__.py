@@ -21,6 +21,7 @@ COMMANDS = {  # word or words: module, or module:function where it is not `main`
     "config new": ("tools.new_config", "write a config that fits the cards: five questions, or a YAML of others"),
     "inspect": ("tools.inspect_data", "show what will train, token by token"),
     "plan": ("tools.plan", "predict whether a run fits its GPUs, and find the fastest layout"),
+    "sweep": ("workshop.sweep.command", "measure layouts, batch sizes and checkpointing on your cards: one table"),
     "prepare": ("tools.prepare_corpus", "tokenise a corpus for pretraining into shards"),
     "profile": ("tools.summarise_trace", "summarise a trace that a run has written"),
     "outcome": ("watch.outcome", "how a run stands or ended, and what follows, for batch scripts"),
@@ -47,6 +48,7 @@ _OTHER_WORDS = {  # what other tools call a command
     "memory": "plan",
     "rehearse": "plan --rehearse N",
     "init": "config new",
+    "bench": "sweep",
 }
 
 

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from step import MODELS
-from torchrun_job import GRACE
 
 from titan_mi100.cli import exit_code
 from titan_mi100.errors import UserError
 
 SIDES = ("ours", "trl")
 _WORKER = Path(__file__).with_name("versus_worker.py")
+GRACE = 45  # seconds in which a job that is told to end may do so: torchrun gives its workers 30
 
 
 class Side:

@@ -143,7 +143,7 @@ def open_run(
     log_if_done(progress, steps)
     reporter = open_record(folder, config, world, spec, model, rows, progress, steps) if folder else None
     observers = [forecast, *open_observers(inputs, model, stream, reporter, steps)]
-    profiler = open_profiler(folder, config.profiling, world, steps) if folder else None
+    profiler = open_profiler(folder, config.profiling, world, steps, reporter) if folder else None
     named = config.tokenizer_path(), config.checkpoint.initial_load_path
     sampler = open_sampler(config.validation, config.training.seq_len, inputs.data, *named)
     child.end()  # no more files from elsewhere are read

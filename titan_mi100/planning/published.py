@@ -9,7 +9,7 @@ from titan_mi100.shapes.families import PRESETS
 
 
 class PublishedStep(NamedTuple):
-    """One row: milliseconds of a step and of RCCL in it, tokens/s, peak memory in GB."""
+    """One row: milliseconds of a step and of RCCL in it, tokens/s, peak memory in (decimal) GB."""
 
     step_ms: int
     comm_ms: int
@@ -17,7 +17,8 @@ class PublishedStep(NamedTuple):
     peak_gb: float
 
 
-# Source: the first user's table. DeepSpeed, a pipeline of two MI100, Qwen3-0.6B, rows of 1,024 tokens.
+# Source: the owners' own results table of a DeepSpeed pipeline: Qwen3-0.6B, rows of 1,024 tokens, two MI100 (32 GB,
+# PCIe). They timed RCCL with a profiler of their own. They have published no row of FSDP.
 CARD, RANKS, FLAVOR, SEQ_LEN = "mi100", 2, "0.6B", 1024
 # (rows per forward, forwards per step, activation checkpointing, dtype)
 PUBLISHED: dict[tuple[int, int, str, str], PublishedStep] = {

@@ -101,6 +101,7 @@ class Reporter:
             "grad_norm": if_finite(result.grad_norm),
             "lr": result.lr,
             "seconds": seconds,
+            "step_ms": 1000 * seconds,
             "tokens": result.tokens,
             "supervised_tokens": result.supervised,
             "tokens_per_second": result.tokens / seconds,
@@ -151,6 +152,11 @@ class Reporter:
     def experts(self, step: int, busiest: float, idle: int) -> None:
         """How evenly the experts were used until this step."""
         found = {"step": step, "time": utc_now(), "busiest_expert": busiest, "idle_experts": idle}
+        self._write(step, found, prefix="train/")
+
+    def communication(self, step: int, milliseconds: float, exposed: float) -> None:
+        """A profiled step's collectives on this rank. Args: exposed: ms of them in which nothing is computed."""
+        found = {"step": step, "time": utc_now(), "comm_ms": milliseconds, "comm_exposed_ms": exposed}
         self._write(step, found, prefix="train/")
 
     def samples(self, step: int, answered: Sequence[dict[str, Any]]) -> None:

@@ -14,26 +14,37 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.durable import replace
 from titan_mi100.log import log
 from titan_mi100.parallel.distributed import World, any_rank
+from titan_mi100.run.metrics import Reporter
 from titan_mi100.run.trace_summary import STEP, read_trace, summarise
 
 _MOST_ENTRIES = 100_000  # allocations and frees that are remembered
 
 
-def open_profiler(folder: Path, config: ProfilingConfig, world: World, last: int) -> "Profiler | None":
-    """None: nothing is to be profiled. Args: last: the run's last step. Raises UserError, on all ranks."""
+def open_profiler(
+    folder: Path, config: ProfilingConfig, world: World, last: int, reporter: Reporter | None = None
+) -> "Profiler | None":
+    """None: nothing is to be profiled. Args: as Profiler's. Raises UserError, on all ranks."""
     if not config.enable_profiling and not config.enable_memory_snapshot:
         return None
     if config.enable_memory_snapshot and not accelerator.is_cuda(world.device):
         what = "needs a GPU: torch keeps no history of a CPU's memory; set it to false"
         raise UserError(f"[profiling] enable_memory_snapshot = true {what}")
-    return Profiler(folder, config, world, last)
+    return Profiler(folder, config, world, last, reporter)
 
 
 class Profiler:
     """The profiler of one rank. Steps that are not to be traced run without it."""
 
-    def __init__(self, folder: Path, config: ProfilingConfig, world: World, last: int) -> None:
-        """Start recording allocations, if snapshots are enabled. Args: last: the run's last step."""
+    def __init__(
+        self, folder: Path, config: ProfilingConfig, world: World, last: int, reporter: Reporter | None = None
+    ) -> None:
+        """Start recording allocations, if snapshots are enabled.
+
+        Args:
+            last: the run's last step.
+            reporter: gets the communication of traced steps.
+        """
+        self._reporter = reporter
         self._folder, self._config, self._world, self._last = folder, config, world, last
         self._is_chosen_rank = world.rank in config.profile_ranks
         self._warm: profile | None = None
@@ -120,6 +131,8 @@ class Profiler:
             log.error(f"{path}: cannot be written, or not be read again: {error}")
             return
         log.info(text)
+        if self._reporter is not None:
+            self._reporter.communication(step, 1000 * summary.communication, 1000 * summary.exposed)
         if accelerator.is_gpu(self._world.device) and not summary.on_gpu:
             log.error(f"{path}: holds nothing of the GPU; what Kineto has printed says why")
         log.info(f"step {step}: writing the trace took {time.perf_counter() - started:.1f} s")

@@ -18,7 +18,7 @@ from titan_mi100.files.durable import check_output, write_output
 from titan_mi100.log import setup_logging
 from titan_mi100.tools.pages.collect import collect
 from titan_mi100.tools.pages.document import is_page
-from titan_mi100.tools.pages.page import page
+from titan_mi100.tools.pages.page import columns_of, page
 
 _MOST_RUNS = 20
 
@@ -38,7 +38,8 @@ def _report(options: argparse.Namespace) -> None:
         check_output(output, "--output", is_page("Report: "))
     runs = [collect(run) for run in dict.fromkeys(options.runs)]
     if options.json:
-        print(json.dumps(runs if len(runs) > 1 else runs[0], allow_nan=False))
+        shown = [{**run, "columns": columns_of(run)} for run in runs]
+        print(json.dumps(shown if len(runs) > 1 else shown[0], allow_nan=False))
     else:
         write_output(output, text := [page(runs)], "--output", is_page("Report: "))
         print(f"{output}: {len(text[0].encode(errors='backslashreplace')):,} bytes")

@@ -31,7 +31,7 @@ _METHODS: Mapping[str, Change] = {
 }  # fmt: skip
 _LAYOUTS = {"fsdp2": {"zero_stage": 3}, "ddp": {"zero_stage": 0}}
 _ONE_ROW = {"local_batch_size": 1, "gradient_accumulation_steps": 8}
-# (method, layout, change): other settings of the first model; on a CPU only the first three.
+# (method, layout, change): other settings of the first model (pp: see _steps); on a CPU only the first three.
 _VARIANTS: Sequence[tuple[str, str, Change]] = (
     ("full", "pp", {"training": _ONE_ROW}),
     ("full", "ddp", {}),
@@ -132,5 +132,12 @@ def _steps(machine: Machine, models: Sequence[str], some: bool, seq: int, parts:
         if task.refused or not some or model in (fitting[0], fitting[-1]):
             yield task
     for method, layout, change in _VARIANTS if gpu else _VARIANTS[:3]:
-        if ranks > 1 or layout == "fsdp2":
+        if layout == "pp" and ranks > 1:  # of the largest model that fits: a pipeline is for what needs memory
+            pipelines = [
+                step(name, method, layout, {**_METHODS[method], **change})
+                for name in reversed(models)
+                for method in ("full", "full, lean")
+            ]
+            yield next((task for task in pipelines if not task.refused), pipelines[0])
+        elif ranks > 1 or layout == "fsdp2":
             yield step(models[0], method, layout, change)

@@ -22,6 +22,7 @@ MEASURES = {  # of objectives
 }  # fmt: skip
 SERIES = {
     "loss", "grad_norm", "lr", "tokens_per_second", "mfu", "peak_memory_gib", "data_wait", "loss_scale", "seconds",
+    "comm_ms", "comm_exposed_ms",
     "validation_loss", "bits_per_byte", "busiest_expert", "idle_experts", *MEASURES,
     *(f"validation_{name}" for name in MEASURES),
 }  # fmt: skip

@@ -5,8 +5,11 @@ Of several runs: a table, their curves together, and the settings that differ.
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
+from titan_mi100.config.layout import AXES, resolve_batch, resolve_layout
+from titan_mi100.run.columns import SETTINGS, figures
 from titan_mi100.tools.pages.charts import charts
 from titan_mi100.tools.pages.document import html_document, text
 from titan_mi100.tools.pages.sections import (
@@ -20,6 +23,14 @@ from titan_mi100.tools.pages.sections import (
 )
 from titan_mi100.tools.pages.verdict import BAD, GOOD, findings, state_of
 from titan_mi100.wording import duration_in_words
+
+_AS_COLUMNS = ("Tokens", "Tokens/s", "MFU", "Peak memory")  # of `headline`; a comparison has them as columns_of
+_KEYS = {
+    "B_micro": "training.local_batch_size",
+    "ckpt": "activation_checkpoint.mode",
+    "dtype": "training.mixed_precision_param",
+}
+_SIZES = ("local_batch_size", "gradient_accumulation_steps", "target_tokens_per_step", "seq_len")
 
 
 def page(runs: Sequence[dict[str, Any]]) -> str:
@@ -37,12 +48,13 @@ def _comparison(runs: Sequence[dict[str, Any]]) -> str:
     """The body of the page about several runs: a table, their curves together, and the settings that differ."""
     names = [run["name"] for run in runs]
     named = dict(zip(names if len({*names}) == len(names) else [run["folder"] for run in runs], runs, strict=True))
-    figures = {name: headline(run) for name, run in named.items()}
-    columns = [key for key in next(iter(figures.values())) if any(each[key] for each in figures.values())]
-    rows = [
-        (name, state_of(named[name]).text, *((each[key] or ("",))[0] for key in columns))
-        for name, each in figures.items()
-    ]
+    cells = {
+        name: {key: (tile or ("",))[0] for key, tile in headline(run).items() if key not in _AS_COLUMNS}
+        | columns_of(run)
+        for name, run in named.items()
+    }
+    columns = [key for key in next(iter(cells.values())) if any(each[key] for each in cells.values())]
+    rows = [(name, state_of(named[name]).text, *(each[key] for key in columns)) for name, each in cells.items()]
     found = {name: findings(run) for name, run in named.items()}
     looked = (f"<h3><bdi>{text(name)}</bdi></h3>{finding_list(each)}" for name, each in found.items() if each)
     different = different_settings([run["config"] for run in runs])
@@ -105,6 +117,32 @@ def headline(run: dict[str, Any]) -> dict[str, tuple[str, str] | None]:
     found["Peak memory"] = (f"{memory['max']:.2f} GiB", "of the fullest rank") if memory else None
     found["Restarts"] = (f"{restarts:,}", "by the launcher")
     return found
+
+
+def columns_of(run: dict[str, Any]) -> dict[str, str]:
+    """The run's cells of all tables about steps, see run/columns.py; "": the run does not say it."""
+    config, environment, metrics = run["config"], run["environment"], run["metrics"]
+    series, total = metrics.get("series", {}), metrics.get("total", {})
+    known = {"layout": environment.get("layout", ""), "N": environment.get("processes", ""), "GA": "", "T_eff": ""}
+    known |= {column: config.get(key, "") for column, key in _KEYS.items()}
+    # a hostile file can hold any number
+    with suppress(KeyError, ValueError, ArithmeticError):
+        degrees = {name: int(config[f"parallelism.{axis.key}"]) for name, axis in AXES.items()}
+        layout = resolve_layout(int(known["N"]), zero_stage=int(config["parallelism.zero_stage"]), **degrees)
+        sizes = {key: int(config[f"training.{key}"]) for key in _SIZES}
+        batch = resolve_batch(dp_degree=layout.dp_degree, **sizes)
+        known |= {
+            "GA": f"{batch.gradient_accumulation_steps:,}",
+            "T_eff": f"{batch.global_batch_size * sizes['seq_len']:,}",
+        }
+    means = {key: series[key]["mean"] for key in ("comm_ms", "comm_exposed_ms", "mfu") if key in series}
+    if total.get("tokens") and total.get("seconds"):
+        means["tokens_per_second"] = total["tokens"] / total["seconds"]
+    if "seconds" in series:  # older runs have no step_ms
+        means["step_ms"] = 1000 * series["seconds"]["mean"]
+    if "peak_memory_gib" in series:
+        means["peak_memory_gib"] = series["peak_memory_gib"]["max"]
+    return {column: known[column] for column in SETTINGS} | figures(means)
 
 
 def _lowest(validation: dict[str, Any]) -> tuple[str, str]:

@@ -1,0 +1,1 @@
+"""What is a workshop around the trainer. Nothing that trains imports it."""
