@@ -28,7 +28,8 @@ from titan_mi100.config.settings import (
 )
 from titan_mi100.errors import is_out_of_memory
 from titan_mi100.planning.cards import DEVICES
-from titan_mi100.planning.plan import GIB, make_plan, search
+from titan_mi100.planning.plan import GIB, make_plan, search, with_settings
+from titan_mi100.planning.published import PUBLISHED
 from titan_mi100.run import forecast
 from titan_mi100.run.machine import Machine
 from titan_mi100.tools import plan as planner
@@ -290,6 +291,24 @@ def test_published_steps_of_the_same_card_are_scaled_by_flops(capsys: pytest.Cap
     assert published(*small, "--training.mixed_precision_param", "float16") == ""
     assert published(*small, "--device", "mi250x") == ""
     assert re.search(r"at that share here 5\d\d tokens/s", published(*PIPELINE))
+
+
+def test_the_page_has_the_plans_of_the_published_rows() -> None:
+    page = (REPO / "docs" / "MEMORY.md").read_text()
+    for (batch, ga, mode, dtype), theirs in PUBLISHED.items():
+        config = load_config(
+            [*PIPELINE[:1], str(REPO / "train_configs" / "qwen3_0.6b_pp2.toml")], None, with_files=False
+        )
+        schedule = "1F1B" if ga > 1 else "GPipe"
+        training = {"local_batch_size": batch, "gradient_accumulation_steps": ga, "target_tokens_per_step": 0}
+        change: dict[str, Any] = {
+            "training": {**training, "mixed_precision_param": dtype, "seq_len": 1024},
+            "activation_checkpoint": {"mode": mode}, "parallelism": {"pipeline_parallel_schedule": schedule},
+        }  # fmt: skip
+        worst = make_plan(with_settings(config, change), 2, 32 * GIB, DEVICES["mi100"]).worst
+        planned, kept = worst.peak / 1e9, worst.categories["activations"] / 1e9
+        row = f"| {batch} | {ga} | {mode} | {dtype} | {theirs.peak_gb:g} | {planned:.2f} | {kept:.2f} |\n"
+        assert row in page, row
 
 
 def test_a_device_that_is_not_known_is_refused_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
