@@ -35,13 +35,13 @@ from titan_mi100.config.settings import (
     OptimizerConfig,
     TrainingConfig,
 )
-from titan_mi100.data.made_up import made_up, packed
 from titan_mi100.open_run.run import Run
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.shapes.base import parameter_count
 from titan_mi100.shapes.families import to_hf_config
 from titan_mi100.shapes.qwen3 import Qwen3Spec
+from titan_mi100.workshop.made_up import made_up, packed
 
 SHAPES = {
     "tiny": Qwen3Spec(512, 64, 128, 2, 4, 2, 16, True),

@@ -19,7 +19,7 @@ from titan_mi100 import __main__ as console
 from titan_mi100.config.load import load_config
 from titan_mi100.errors import UserError
 from titan_mi100.launch import launcher as launch
-from titan_mi100.tools import harness
+from titan_mi100.workshop import harness
 from titan_mi100.workshop.sweep import command as sweep
 
 # programs that are not ours: only for commands that are not run
@@ -72,7 +72,7 @@ def program_of(words: list[str]) -> Program:
     if program == "run_train.sh":
         return Program("launch", "", arguments)
     if program == "scripts/evaluate.sh":
-        return Program("module", "tools.harness", arguments)
+        return Program("module", "workshop.harness", arguments)
     if program.startswith("scripts/"):
         return Program("script", program, arguments)
     return Program("", program, arguments)
@@ -124,13 +124,13 @@ def _check(program: Program, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
             is_given = any(argument.startswith(("--nproc_per_node", "--nproc-per-node")) for argument in arguments)
             load_config(settings, processes if is_given and place is None else None, with_files=False)
             return ""
-        program = Program("module", "tools.rehearse", arguments)
+        program = Program("module", "workshop.rehearse", arguments)
     if program.kind == "launch":
         return ""
     if program.name in _WHOLE:
         load_config(arguments, None, with_files=False)
         return ""
-    if program.name == "tools.harness" and not {"--help", "-h"} & set(arguments):
+    if program.name == "workshop.harness" and not {"--help", "-h"} & set(arguments):
         harness.parser().parse_known_args(arguments[2:])  # what is left is lm_eval's
         is_wrong = len(arguments) < 2 or arguments[0].startswith("-") or arguments[1].startswith("-")
         return "names no checkpoint and tasks" if is_wrong else ""
@@ -175,9 +175,9 @@ def _check_parser(program: Program, patch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 def _check_settings(module: str, found: _Parsed) -> None:
     """What a command passes on to the config loader."""
-    ranks = {"tools.plan": "gpus", "tools.rehearse": "rehearse"}.get(module)
+    ranks = {"tools.plan": "gpus", "workshop.rehearse": "rehearse"}.get(module)
     world = getattr(found.options, ranks) if ranks and not getattr(found.options, "search", False) else None
-    if module in ("tools.plan", "tools.rehearse", "tools.inspect_data"):
+    if module in ("tools.plan", "workshop.rehearse", "tools.inspect_data"):
         load_config(found.rest, world, with_files=False)
     if module == "workshop.sweep.command":
         sweep.asked_rows(found.options, found.rest)

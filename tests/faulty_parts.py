@@ -17,7 +17,7 @@ def wrong_kernel(shape: dict[str, Any], fault: str) -> dict[str, Any]:
 
     from titan_mi100.attention.base import Documents, Shape
     from titan_mi100.attention.plain import Sdpa
-    from titan_mi100.tools.measure.attention import judged
+    from titan_mi100.workshop.measure.attention import judged
 
     class Wrong(Sdpa):
         def prepare(self, documents: Documents, device: torch.device) -> Documents:

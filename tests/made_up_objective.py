@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_mi100.config.layout import IGNORE
-from titan_mi100.data.made_up import packed
 from titan_mi100.data.microbatch import Microbatch
 from titan_mi100.data.prepared import PackedDataset
 from titan_mi100.data.rows import Row
 from titan_mi100.model.loss import Predicted, Targets, of_labels
 from titan_mi100.objectives.base import Objective
+from titan_mi100.workshop.made_up import packed
 
 BETA, SEQ_LEN, SHARES = 0.3, 32, (0.9, 0.1)
 

@@ -155,7 +155,7 @@ def _instead(node: ast.expr | ast.stmt) -> Iterator[ast.AST]:
 def files_of(only: tuple[str, ...]) -> list[str]:
     """The package's Python files whose path ends like one of these; of none, all but the report's pages."""
     names = [file.relative_to(REPO).as_posix() for file in sorted((REPO / "titan_mi100").rglob("*.py"))]
-    return [name for name in names if (name.endswith(only) if only else "/tools/pages/" not in name)]
+    return [name for name in names if (name.endswith(only) if only else "/workshop/pages/" not in name)]
 
 
 class Executed:

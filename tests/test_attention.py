@@ -16,13 +16,13 @@ from titan_mi100.attention.plain import Eager, Sdpa
 from titan_mi100.attention.running import running_kernel
 from titan_mi100.config.layout import Batch, Layout
 from titan_mi100.config.settings import Config
-from titan_mi100.data.made_up import packed
 from titan_mi100.data.microbatch import Microbatch, collate, for_the_model
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import describe_on_host, model_inputs, supervised_index
 from titan_mi100.parallel.build import build_model
 from titan_mi100.parallel.distributed import World
+from titan_mi100.workshop.made_up import packed
 
 CPU = torch.device("cpu")
 

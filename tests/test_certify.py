@@ -19,17 +19,19 @@ from conftest import REPO, job_environment
 from titan_mi100.parallel import distributed
 from titan_mi100.run import machine
 from titan_mi100.run.machine import Machine, describe
-from titan_mi100.tools import certify
-from titan_mi100.tools.measure import children, collectives, products, tasks, training
-from titan_mi100.tools.measure.children import Task
-from titan_mi100.tools.measure.page import page
-from titan_mi100.tools.measure.parts import Header, Part, best_dtype, conclusions, parity, rankings, read, summary
+from titan_mi100.workshop import certify
+from titan_mi100.workshop.measure import children, collectives, products, tasks, training
+from titan_mi100.workshop.measure.children import Task
+from titan_mi100.workshop.measure.page import page
+from titan_mi100.workshop.measure.parts import Header, Part, best_dtype, conclusions, parity, rankings, read, summary
 
 CPU = torch.device("cpu")
 SHAPE = {"batch": 2, "seq": 40, "heads": 4, "kv_heads": 2, "head_dim": 16, "dtype": "float32"}
 TWO = Machine("MI100", "gfx908:sramecc+", 120, 32 << 30, 2, "", "2.8.0+rocm6.4", "hip 6.4", "", "", "", "")
 SDPA = Task(
-    "attention/sdpa/debug/float32/40", "titan_mi100.tools.measure.attention:measure", {"name": "sdpa", "shape": SHAPE}
+    "attention/sdpa/debug/float32/40",
+    "titan_mi100.workshop.measure.attention:measure",
+    {"name": "sdpa", "shape": SHAPE},
 )
 
 
@@ -143,7 +145,8 @@ def test_products_in_fewer_bits_than_the_dtypes_are_found_out(mantissa: int, ver
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_a_command_that_ends_early_keeps_what_it_measured(number: int, code: int, tmp_path: Path) -> None:
     program = (
-        "import sys; from titan_mi100.tools import certify; from titan_mi100.tools.measure.children import Task as T\n"
+        "import sys; from titan_mi100.workshop import certify\n"
+        "from titan_mi100.workshop.measure.children import Task as T\n"
         "one, *rest = [T(f'bandwidth/{n}', f'faulty_parts:{n}') for n in ('machine','wrong_numbers','hang','fail')]\n"
         "certify._MACHINE, certify.tasks.tasks = one, lambda *_: rest; sys.exit(certify.main(sys.argv[1:]))"
     )
@@ -384,16 +387,16 @@ def test_a_product_of_another_card_is_not_the_models_rate(monkeypatch: pytest.Mo
 
 def test_the_command_itself_imports_no_torch() -> None:
     """A broken driver can crash or hang the process that imports it."""
-    code = "import sys, titan_mi100.tools.certify; sys.exit('torch' in sys.modules)"
+    code = "import sys, titan_mi100.workshop.certify; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=job_environment()).returncode == 0
 
 
 @pytest.mark.full
 def test_the_whole_command_on_a_cpu(tmp_path: Path) -> None:
     # the last part of each kind; every part is a process that imports torch
-    code = "import sys; from titan_mi100.tools.measure import tasks; every = tasks.tasks\n"
+    code = "import sys; from titan_mi100.workshop.measure import tasks; every = tasks.tasks\n"
     code += "tasks.tasks = lambda *a: {t.name.split('/')[0]: t for t in every(*a)}.values()\n"
-    code += "from titan_mi100.tools.certify import main; sys.exit(main(sys.argv[1:]))"
+    code += "from titan_mi100.workshop.certify import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "--output", str(tmp_path / "made"), "--minutes", "8"]
     environment = job_environment()
     environment.pop("TRITON_INTERPRET", None)  # the tests' own

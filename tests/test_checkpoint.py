@@ -19,12 +19,12 @@ from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.checkpoint.resume import Found, check_same_run, find_checkpoint
 from titan_mi100.config.layout import Layout
 from titan_mi100.config.settings import Config, TrainingConfig
-from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World, local_part, measure_gradients
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.qwen3 import Qwen3Spec
+from titan_mi100.workshop.made_up import made_up, random_rows
 
 SPEC = Qwen3Spec(64, 16, 32, 2, 2, 1, 8, True, rope_theta=10_000.0)
 

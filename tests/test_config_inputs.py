@@ -539,5 +539,6 @@ def test_values_that_do_not_fit_are_answered_with_those_that_do(file: Path, tmp_
 def test_a_path_in_utf8_under_another_locale_is_no_reason_to_rename_it() -> None:
     """Python then decodes the bytes of a command line to surrogates."""
     assert "start with LC_ALL=C.UTF-8" in _refused_path("data/gr\udcc3\udcb6\udcc3\udc9fe.jsonl")
+    assert "is not UTF-8; rename it" in _refused_path("data/\ud8af.jsonl")  # a surrogate that stands for no byte
     assert _refused_path("data/gr\udcf6e.jsonl") == "holds control characters or is not UTF-8; rename it"  # Latin-1
     assert _refused_path("data/größe.jsonl") == ""

@@ -18,6 +18,7 @@ from conftest import ASSETS, REPO
 from titan_mi100 import __main__ as console
 from titan_mi100.config import bundled
 from titan_mi100.config.load import load_config
+from titan_mi100.doors import COMMANDS, WORKSHOP, door
 from titan_mi100.errors import UserError
 
 WORDS = list(console.COMMANDS)
@@ -45,7 +46,7 @@ def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_word_is_a_module_with_a_main_and_pyproject_installs_the_command() -> None:
-    for name, (module, what) in console.COMMANDS.items():
+    for name, (module, what) in COMMANDS.items():
         assert find_spec(f"titan_mi100.{module.partition(':')[0]}"), module
         assert what and len(f"{name:<20}{what}") < 110
     text = (REPO / "pyproject.toml").read_text()
@@ -143,6 +144,63 @@ def test_configs_lists_and_prints_them(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.fixture(scope="module")
+def without_workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the package, but for its workshop."""
+    folder = tmp_path_factory.mktemp("trainer")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    # torch and all else from here, but not this checkout: a folder that a .pth names has its own .pth files unread
+    (packages / "here.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
+    ignored = shutil.ignore_patterns("__pycache__", "workshop")
+    shutil.copytree(REPO / "titan_mi100", packages / "titan_mi100", ignore=ignored)
+    return folder
+
+
+def call_without_workshop(folder: Path, *words: str, code: int = 0) -> str:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "TITAN_"))}
+    command = [str(folder / "venv" / "bin" / "python"), "-m", "titan_mi100", *words]
+    found = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert found.returncode == code, found.stderr
+    return found.stdout + found.stderr
+
+
+STUDENT = ("--job.config_file", "debug")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *([*name.split(), "x"] for name, (module, _) in COMMANDS.items() if module.startswith("workshop")),
+        ["config", "new", "--from", "README.md", "--data", "x"], ["inspect", *STUDENT, "--html", "x.html"],
+        ["plan", *STUDENT, "--measured", "."], ["plan", *STUDENT, "--rehearse", "2"],
+        ["teach", *STUDENT, "--ids", "x.jsonl"], ["teach", *STUDENT, "--from_vllm", "x.jsonl", "--out", "x"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_what_needs_the_workshop_says_so_where_it_is_missing(words: list[str], without_workshop: Path) -> None:
+    said = call_without_workshop(without_workshop, *words, code=2)
+    assert "needs titan_mi100/workshop, which is missing; install the whole package" in said
+    assert said.count("\n") == 1
+
+
+def test_every_door_leads_to_a_function() -> None:
+    for words in (*COMMANDS, *WORKSHOP):
+        assert callable(door(words)), words
+
+
+@pytest.mark.full
+def test_the_trainer_trains_generates_converts_and_plans_without_the_workshop(without_workshop: Path) -> None:
+    def call(*words: str) -> str:
+        return call_without_workshop(without_workshop, *words)
+
+    run = ("--job.run_folder", "run", "--training.steps", "2", "--checkpoint.export_hf", "true")
+    assert "step 2/2" in call("train", "--nproc_per_node", "2", *STUDENT, *run, "--profiling.enable_profiling", "true")
+    assert call("generate", "--model", "run/hf-step-2", "--prompt", "1 + 1?", "--max_new_tokens", "4")
+    call("convert", "dcp-to-hf", "--input_dir", "run/checkpoint/step-2", "--output_dir", "hf")
+    assert "fits" in call("plan", *STUDENT) and "document" in call("inspect", *STUDENT)
+
+
+@pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made of a copy: a build leaves folders behind."""
     folder = tmp_path_factory.mktemp("wheel")
@@ -162,7 +220,7 @@ def test_the_wheel_holds_every_module_every_config_and_the_data_of_debug_toml(wh
     configs = {f"titan_mi100/train_configs/{path.name}" for path in (REPO / "train_configs").glob("*.[tj]*")}
     data = {"additions.jsonl", "pairs.jsonl", *(f"tokenizer/{path.name}" for path in (ASSETS / "tokenizer").iterdir())}
     modules |= {f"titan_mi100/config/{name}" for name in ("examples.txt", "other_trainers.txt", "other_trainers.toml")}
-    modules |= {"titan_mi100/tools/pages/style.css", "titan_mi100/data/columns.txt"}
+    modules |= {"titan_mi100/workshop/pages/style.css", "titan_mi100/data/columns.txt"}
     assert packed == modules | configs | {f"titan_mi100/train_configs/debug/{name}" for name in data}
 
 

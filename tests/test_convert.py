@@ -29,7 +29,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.config.settings import CheckpointConfig, Config, ModelConfig, OptimizerConfig
-from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.generation import engine as inference
 from titan_mi100.log import log
 from titan_mi100.model import decode
@@ -41,6 +40,7 @@ from titan_mi100.weights import convert, verify_logits
 from titan_mi100.weights import hf as hf_io
 from titan_mi100.weights.source import open_source, open_weights
 from titan_mi100.weights.verify_logits import compare
+from titan_mi100.workshop.made_up import made_up, random_rows
 
 TOOLS = REPO / "checkpoint_tools"
 TOKENIZER = ASSETS / "tokenizer"

@@ -36,7 +36,8 @@ from titan_mi100.open_run.answers import teach as write_teacher
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.qwen3 import Qwen3Spec
-from titan_mi100.tools import teach, vllm_answers
+from titan_mi100.tools import teach
+from titan_mi100.workshop import vllm_answers
 
 SPEC = Qwen3Spec(320, 32, 48, 4, 4, 2, 8, False, rope_theta=1e4)
 SEQ_LEN, ROWS, VOCABULARY = 32, 8, 320

@@ -136,7 +136,7 @@ def run_command(command: Command, folder: Path) -> str:
         if kind == "launch" and {"--help", "-h"} & set(arguments):
             name = "config.load"
         elif kind == "launch" and any(word.partition("=")[0] == "--rehearse" for word in arguments):
-            name = "tools.rehearse"
+            name = "workshop.rehearse"
         elif kind == "launch":
             processes, settings, _, _ = launch.parse(arguments, command.variables.get("NGPU", "1"))
             name, arguments = "train", _small(settings)

@@ -1,4 +1,4 @@
-"""What scripts/evaluate.sh and titan_mi100.tools.harness promise, with stand-ins for Python, the export and lm_eval."""
+"""What scripts/evaluate.sh and workshop/harness.py promise, with stand-ins for Python, the export and lm_eval."""
 
 import os
 import shutil
@@ -10,11 +10,11 @@ from test_scripts import REPO, STUB, Checkout, write_executable
 
 LM_EVAL = (
     f"""\
-elif argv[1] == "titan_mi100.tools.harness":  # the real one, but what it starts is the stub
+elif argv[1] == "titan_mi100.workshop.harness":  # the real one, but what it starts is the stub
     sys.path += {[str(REPO), *(path for path in sys.path if path.endswith("-packages"))]!r}
     sys.path.append(os.environ["STUB_PACKAGES"])
     sys.executable, sys.argv = sys.argv[0], argv[1:]
-    runpy.run_module("titan_mi100.tools.harness", run_name="__main__", alter_sys=True)
+    runpy.run_module("titan_mi100.workshop.harness", run_name="__main__", alter_sys=True)
 """
     + """\
 elif argv[0] == "-I":  # the child in which transformers would read the folder's files: nothing is wrong with them
@@ -42,8 +42,8 @@ TRACEBACK = '    raise ValueError(f"Tasks not found: {missing}")\nValueError: Ta
 def checkout(tmp_path: Path) -> Checkout:
     checkout = Checkout(tmp_path)
     shutil.copy(REPO / "scripts" / "evaluate.sh", checkout.folder / "scripts")
-    (checkout.folder / "titan_mi100/tools").mkdir()
-    shutil.copy(REPO / "titan_mi100/tools/harness.py", checkout.folder / "titan_mi100/tools")
+    (checkout.folder / "titan_mi100/workshop").mkdir()
+    shutil.copy(REPO / "titan_mi100/workshop/harness.py", checkout.folder / "titan_mi100/workshop")
     write_executable(tmp_path / "packages" / "lm_eval.py", "")
     checkout.environ["STUB_PACKAGES"] = str(tmp_path / "packages")
     stub = STUB.replace('elif argv[1] == "venv":\n', LM_EVAL)

@@ -35,11 +35,12 @@ from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.base import parameter_shapes
 from titan_mi100.shapes.families import PRESETS, to_hf_config
 from titan_mi100.text.load import load_tokenizer
-from titan_mi100.tools import convert, generate, harness, inspect_data, new_config, plan, prepare_corpus
+from titan_mi100.tools import convert, generate, inspect_data, new_config, plan, prepare_corpus
 from titan_mi100.weights.base import StoredWeights
 from titan_mi100.weights.experts import AdapterOfExperts
 from titan_mi100.weights.peft import read_adapter
 from titan_mi100.weights.source import open_source
+from titan_mi100.workshop import harness
 
 TOKENIZER = ASSETS / "tokenizer"
 Call = Callable[[Path], object]
@@ -219,7 +220,7 @@ MENDED = ("tools/plan", "no layout fits GiB ;")  # was drawn; its remedy is now 
 # Message -> what is there before, the call that it refuses, words of its remedy, what the remedy says to do, the call
 # then, and what that says; "": it works.
 FOLLOWED: dict[tuple[str, str], tuple[Call, Call, str, Call, Call, str]] = {
-    ("tools/harness", "lm_eval cannot use a path with"): (
+    ("workshop/harness", "lm_eval cannot use a path with"): (
         NOTHING, command(harness.main, "F/a,b", "tasks"), "rename it, or make a link to it",
         NOTHING, command(harness.main, "F/ab", "tasks"), "lm_eval is not installed"),
     ("weights/peft", "has , which is not a"): (

@@ -11,7 +11,6 @@ from conftest import torchrun
 from gloo.job_overflow import WHERE, leave_the_range, let_step_overflow
 
 from titan_mi100.config.settings import Config, LRSchedulerConfig, TrainingConfig
-from titan_mi100.data.made_up import made_up, packed, random_rows
 from titan_mi100.errors import NumericalError
 from titan_mi100.open_run.run import Run
 from titan_mi100.open_run.start import open_run
@@ -20,6 +19,7 @@ from titan_mi100.parallel.distributed import World
 from titan_mi100.run import faults
 from titan_mi100.shapes.qwen3 import Qwen3Spec
 from titan_mi100.train import _way_back
+from titan_mi100.workshop.made_up import made_up, packed, random_rows
 
 SPEC = Qwen3Spec(64, 16, 32, 2, 2, 1, 8, True, rope_theta=10_000.0)
 

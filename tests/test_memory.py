@@ -26,8 +26,8 @@ from titan_mi100.planning.memory import CATEGORIES, estimate
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.families import PRESETS
 from titan_mi100.shapes.qwen3_5 import every_fourth
-from titan_mi100.tools.rehearsal import counter
-from titan_mi100.tools.rehearsal.counter import Count, as_rank, count, ranks_of_stages
+from titan_mi100.workshop.rehearsal import counter
+from titan_mi100.workshop.rehearsal.counter import Count, as_rank, count, ranks_of_stages
 
 pytestmark = pytest.mark.usefixtures("no_process_group")
 LEAN = {"optimizer.state": "8bit", "optimizer.master": "bf16_sr", "training.mixed_precision_reduce": "bfloat16"}

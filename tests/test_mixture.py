@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from titan_mi100.config.layout import Batch
 from titan_mi100.config.settings import DataConfig, SourceConfig
 from titan_mi100.data.loader import RowStream
-from titan_mi100.data.made_up import random_rows
 from titan_mi100.data.mixture import Mixture, Segment, consumed_at
 from titan_mi100.data.mixture_schedule import LONGEST_PERIOD, RowSchedule, shares_of
 from titan_mi100.data.prepare import prepare_data
@@ -26,6 +25,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.schema import validated
 from titan_mi100.open_run.rows import last_step
 from titan_mi100.run.progress import Progress
+from titan_mi100.workshop.made_up import random_rows
 
 
 def off(order: np.ndarray, shares: list[int]) -> float:

@@ -14,13 +14,13 @@ from made_up_objective import BETA, SEQ_LEN, SHARES, PairLoss, pairs, reference
 from test_model import reference as transformers_model
 
 from titan_mi100.config.layout import check_schedule
-from titan_mi100.data.made_up import made_up
 from titan_mi100.data.microbatch import collate
 from titan_mi100.data.packing import pack_together
 from titan_mi100.model.loss import IGNORE, HeadMemory, Targets, token_losses
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.qwen3 import Qwen3Spec
+from titan_mi100.workshop.made_up import made_up
 
 SPEC = Qwen3Spec(320, 32, 48, 4, 4, 2, 8, False, rope_theta=1e4)
 ROWS = 8

@@ -16,8 +16,8 @@ from titan_mi100.config.load import _convert, _Setting, load_config
 from titan_mi100.config.other_trainers import advise, entries, our_keys
 from titan_mi100.errors import UserError
 from titan_mi100.shapes.families import PRESETS, to_hf_config
-from titan_mi100.tools import coming_from
 from titan_mi100.weights.source import open_weights
+from titan_mi100.workshop import coming_from
 
 try:
     import tomllib

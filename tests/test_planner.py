@@ -33,8 +33,8 @@ from titan_mi100.planning.published import PUBLISHED
 from titan_mi100.run import forecast
 from titan_mi100.run.machine import Machine
 from titan_mi100.tools import plan as planner
-from titan_mi100.tools.measure import training
-from titan_mi100.tools.measure.parts import Header
+from titan_mi100.workshop.measure import training
+from titan_mi100.workshop.measure.parts import Header
 
 SFT = ["--job.config_file", str(REPO / "train_configs" / "qwen3_0.6b_sft.toml")]
 LEAN = ["--optimizer.state", "8bit", "--optimizer.master", "bf16_sr", "--training.mixed_precision_reduce", "bfloat16"]

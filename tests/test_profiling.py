@@ -24,7 +24,7 @@ from titan_mi100.run import profiling
 from titan_mi100.run.communication import communication
 from titan_mi100.run.intervals import subtract, union
 from titan_mi100.run.trace_summary import STEP, Summary, read_trace, summarise
-from titan_mi100.tools.summarise_trace import main
+from titan_mi100.workshop.summarise_trace import main
 
 
 def event(category: str, name: str, start: float, stop: float, thread: object = 1) -> dict[str, Any]:

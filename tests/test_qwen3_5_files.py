@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from test_convert import same, tensors, tool, with_tokenizer
 from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.errors import UserError
 from titan_mi100.files.model import check_weights
 from titan_mi100.generation.engine import Model
@@ -33,6 +32,7 @@ from titan_mi100.weights import convert
 from titan_mi100.weights.pieces import read_pieces
 from titan_mi100.weights.source import open_source
 from titan_mi100.weights.verify_logits import compare
+from titan_mi100.workshop.made_up import made_up, random_rows
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
 TEXT = {

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from titan_mi100.config.check import check
 from titan_mi100.config.settings import Config, ModelConfig
-from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.errors import UserError
 from titan_mi100.files.stored import StoredTensors
 from titan_mi100.open_run.run import Run
@@ -28,10 +27,11 @@ from titan_mi100.parallel.distributed import World, build_mesh
 from titan_mi100.planning.memory import HOST, PARAMETERS
 from titan_mi100.shapes.base import parameter_shapes
 from titan_mi100.shapes.families import PRESETS, read_hf_config, to_hf_config
-from titan_mi100.tools.rehearsal.counter import FusedKernel, TensorLedger
 from titan_mi100.weights import convert, load
 from titan_mi100.weights.peft import read_adapter
 from titan_mi100.weights.source import open_source
+from titan_mi100.workshop.made_up import made_up, random_rows
+from titan_mi100.workshop.rehearsal.counter import FusedKernel, TensorLedger
 
 SETTINGS = {
     "vocab_size": 709, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,

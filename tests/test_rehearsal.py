@@ -27,10 +27,10 @@ from titan_mi100.planning.device import find_card
 from titan_mi100.planning.plan import make_plan, with_settings
 from titan_mi100.planning.scaling import bubble_share
 from titan_mi100.planning.traffic import OPERATIONS, Transfer, Work, axis_of, by_axis
-from titan_mi100.tools import rehearse
-from titan_mi100.tools.rehearsal import session
-from titan_mi100.tools.rehearsal.counter import as_rank, enough_microbatches
-from titan_mi100.tools.rehearsal.tally import _as_range
+from titan_mi100.workshop import rehearse
+from titan_mi100.workshop.rehearsal import session
+from titan_mi100.workshop.rehearsal.counter import as_rank, enough_microbatches
+from titan_mi100.workshop.rehearsal.tally import _as_range
 
 pytestmark = pytest.mark.usefixtures("no_process_group")
 SEQ_LEN, RANKS = 32, 4

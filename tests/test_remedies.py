@@ -26,7 +26,8 @@ from titan_mi100.open_run.answers import columns_of
 from titan_mi100.open_run.answers import teach as write_teacher
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World
-from titan_mi100.tools import teach, vllm_answers
+from titan_mi100.tools import teach
+from titan_mi100.workshop import vllm_answers
 
 # -- answers: pairs, labels, reference log-probabilities, teachers' folders --
 

@@ -22,15 +22,15 @@ from titan_mi100.run import forecast
 from titan_mi100.run.columns import FIGURES, SETTINGS
 from titan_mi100.run.folder import RunState, write_run_state
 from titan_mi100.run.metrics import Reporter, _drop_after
-from titan_mi100.tools.pages import collect as collecting
-from titan_mi100.tools.pages import long_files as tables
-from titan_mi100.tools.pages.bins import Bins, usable
-from titan_mi100.tools.pages.charts import charts, ticks
-from titan_mi100.tools.pages.collect import collect
-from titan_mi100.tools.pages.verdict import findings, state_of
-from titan_mi100.tools.report import main
 from titan_mi100.trainer import StepResult
 from titan_mi100.watch.outcome import append_to_log
+from titan_mi100.workshop.pages import collect as collecting
+from titan_mi100.workshop.pages import long_files as tables
+from titan_mi100.workshop.pages.bins import Bins, usable
+from titan_mi100.workshop.pages.charts import charts, ticks
+from titan_mi100.workshop.pages.collect import collect
+from titan_mi100.workshop.pages.verdict import findings, state_of
+from titan_mi100.workshop.report import main
 
 HOSTILE = "<script>alert(1)</script></pre><img src=x onerror=alert(2)>'\"&amp; \x1b[31m \u202eevil 😀 مرحبا \ud800"
 VOID = {"meta", "br", "img", "link", "input"}
@@ -628,7 +628,7 @@ def test_json_is_what_the_page_is_made_of(run: Path, report: Report) -> None:
 
 def test_it_starts_without_torch_and_matplotlib(run: Path) -> None:
     code = (
-        "import sys; from titan_mi100.tools.report import main; assert main(sys.argv[1:]) == 0; "
+        "import sys; from titan_mi100.workshop.report import main; assert main(sys.argv[1:]) == 0; "
         "assert not {'torch', 'matplotlib', 'numpy'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code, str(run)], check=True, cwd=REPO, stdout=subprocess.DEVNULL)

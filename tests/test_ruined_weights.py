@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 from titan_mi100.checkpoint import checkpointer, sealed
 from titan_mi100.config.settings import CheckpointConfig, Config, LRSchedulerConfig, OptimizerConfig, TrainingConfig
 from titan_mi100.data.loader import ShuffledEpochs
-from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.errors import NumericalError, UserError
 from titan_mi100.open_run.run import Run
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.progress import Progress
 from titan_mi100.train import train
+from titan_mi100.workshop.made_up import made_up, random_rows
 
 
 def opened(world: World, folder: Path, steps: int, lr: float = 1e-3, **options: Any) -> Run:

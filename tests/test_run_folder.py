@@ -28,13 +28,14 @@ from titan_mi100.parallel.distributed import World
 from titan_mi100.run.folder import RunFolder
 from titan_mi100.run.next_commands import _serve, after_run, command, shown_path, to_resume
 from titan_mi100.run.progress import Progress
-from titan_mi100.tools import exact_match, generate, inspect_data, report
+from titan_mi100.tools import exact_match, generate, inspect_data
 from titan_mi100.tools.convert import dcp_to_hf
-from titan_mi100.tools.pages.verdict import _STATES
 from titan_mi100.train import train
 from titan_mi100.watch.outcome import Outcome, Restarts, RunState, write_run_state
 from titan_mi100.weights import convert
 from titan_mi100.weights.source import open_source
+from titan_mi100.workshop import report
+from titan_mi100.workshop.pages.verdict import _STATES
 
 PLACEHOLDERS = re.compile(r"\b(N|R|HOST|NAME)\b")  # of the tables
 NEVER = SimpleNamespace(reason="")  # a run that is not told to stop

@@ -18,7 +18,6 @@ from torch._dynamo.utils import counters
 
 from titan_mi100.config.load import load_config
 from titan_mi100.data.corpus import CorpusRows, read_corpus
-from titan_mi100.data.made_up import packed
 from titan_mi100.data.prompts import Prompt, held_out_prompts, prompt_of
 from titan_mi100.errors import UserError
 from titan_mi100.log import log
@@ -29,6 +28,7 @@ from titan_mi100.run.samples import answer_greedily, until_stop
 from titan_mi100.run.sinks import Explanation, TensorBoard
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.tools import prepare_corpus
+from titan_mi100.workshop.made_up import packed
 
 
 @pytest.mark.parametrize(

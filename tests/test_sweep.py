@@ -18,7 +18,7 @@ from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config
 from titan_mi100.run.columns import FIGURES, SETTINGS
 from titan_mi100.tools import plan
-from titan_mi100.tools.measure.children import Task
+from titan_mi100.workshop.measure.children import Task
 from titan_mi100.workshop.sweep import command, rows, table
 from titan_mi100.workshop.sweep.rows import LAYOUTS, Row, refusal
 
@@ -219,7 +219,7 @@ def test_a_row_that_runs_out_of_memory_is_a_row(
 def test_a_killed_sweep_leaves_no_process_and_goes_on(faulty: Callable[..., list[dict[str, Any]]]) -> None:
     Path("hang").touch()
     code = (
-        "import sys; from titan_mi100.tools.measure.children import Task\n"
+        "import sys; from titan_mi100.workshop.measure.children import Task\n"
         "from titan_mi100.workshop.sweep import command\n"
         "command.MEASURE, command._MACHINE = 'faulty_parts:sweep_row', Task('machine', 'faulty_parts:machine')\n"
         "sys.exit(command.main(sys.argv[1:]))"

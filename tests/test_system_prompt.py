@@ -19,7 +19,8 @@ from titan_mi100.shapes.families import PRESETS
 from titan_mi100.text.assets import PROMPTS, PromptSettings, prompt_settings, read_assets, run_assets
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
-from titan_mi100.tools import harness, inspect_data
+from titan_mi100.tools import inspect_data
+from titan_mi100.workshop import harness
 
 TOKENIZER, PROMPT = ASSETS / "tokenizer", "Answer in one word. 🙂"
 OWN = {"role": "system", "content": "My own."}

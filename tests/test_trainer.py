@@ -26,7 +26,6 @@ from titan_mi100.config.settings import (
     TrainingConfig,
 )
 from titan_mi100.data.loader import RowStream, ShuffledEpochs
-from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.data.mixture import Mixture
 from titan_mi100.errors import UserError
 from titan_mi100.open_run.data import log_layout
@@ -42,6 +41,7 @@ from titan_mi100.run.forecast import Forecast
 from titan_mi100.run.progress import Progress
 from titan_mi100.shapes.qwen3 import Qwen3Spec
 from titan_mi100.trainer import StepResult
+from titan_mi100.workshop.made_up import made_up, random_rows
 
 SPEC = Qwen3Spec(64, 16, 32, 2, 2, 1, 8, True, rope_theta=10_000.0)
 

@@ -17,13 +17,13 @@ from test_qwen3_5_moe import TEXT
 from test_qwen3_moe_files import SETTINGS, rewritten
 from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.families import read_hf_config
 from titan_mi100.text.bpe import PATTERNS, QWEN3_5
 from titan_mi100.weights import convert
 from titan_mi100.weights.source import open_source
+from titan_mi100.workshop.made_up import made_up, random_rows
 
 UNTRAINED = ("mlp.gate.weight", "visual.", "mtp.")
 STATES = [("fp32", "fp32"), ("8bit", "24bit"), ("bf16", "bf16_sr"), ("fp32", "24bit"), ("8bit", "bf16_sr")]

@@ -7,36 +7,12 @@ once. `train` does what run_train.sh does: it blocks signals first, then launch/
 import os
 import signal
 import sys
-from importlib import import_module
+from typing import Any
+
+from titan_mi100.doors import COMMANDS, door
 
 # as run_train.sh blocks them
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-COMMANDS = {  # word or words: module, or module:function where it is not `main`, and what it does
-    "train": ("launch.launcher", "check the config, prepare the data, start the processes and supervise them"),
-    "teach": ("tools.teach", "write what a teacher thinks of a run's rows, to distill it"),
-    "doctor": ("tools.doctor", "check this machine: what is wrong with it, and what to do about it"),
-    "certify": ("tools.certify", "measure this machine's GPUs: kernels, precision, bandwidth"),
-    "coming-from": ("tools.coming_from", "say what an option of another trainer is here"),
-    "configs": ("config.bundled", "list the bundled configs, or print one"),
-    "config new": ("tools.new_config", "write a config that fits the cards: five questions, or a YAML of others"),
-    "inspect": ("tools.inspect_data", "show what will train, token by token"),
-    "plan": ("tools.plan", "predict whether a run fits its GPUs, and find the fastest layout"),
-    "sweep": ("workshop.sweep.command", "measure layouts, batch sizes and checkpointing on your cards: one table"),
-    "prepare": ("tools.prepare_corpus", "tokenise a corpus for pretraining into shards"),
-    "profile": ("tools.summarise_trace", "summarise a trace that a run has written"),
-    "outcome": ("watch.outcome", "how a run stands or ended, and what follows, for batch scripts"),
-    "report": ("tools.report", "one page about a run"),
-    "generate": ("tools.generate", "generate text with a model, or chat with it"),
-    "evaluate exact-match": ("tools.exact_match", "exact match of generated answers, in GSM8K's format"),
-    "evaluate harness": ("tools.harness", "any task of the lm-evaluation-harness (extra eval)"),
-    "convert hf-to-dcp": ("tools.convert:hf_to_dcp", "Hugging Face folder to DCP folder"),
-    "convert dcp-to-hf": ("tools.convert:dcp_to_hf", "DCP folder, such as a checkpoint, to Hugging Face folder"),
-    "convert dcp-to-torch": ("tools.convert:dcp_to_torch", "DCP folder to a file of torch.save"),
-    "convert torch-to-dcp": ("tools.convert:torch_to_dcp", "file of torch.save to DCP folder"),
-    "convert merge-lora": ("tools.convert:merge_lora", "merge an adapter into its base"),
-    "convert inspect-dcp": ("tools.inspect_dcp", "list what a checkpoint holds"),
-}
-
 _OTHER_WORDS = {  # what other tools call a command
     **dict.fromkeys(("finetune", "fine-tune", "sft", "pretrain", "resume", "run"), "train"),
     **dict.fromkeys(("chat", "infer", "inference"), "generate"),
@@ -82,10 +58,9 @@ def main() -> int:
         cli.say(f"titan-mi100: {_unknown(given, count)}")
         return 2
     sys.argv = [f"titan-mi100 {name}", *given[count:]]
-    module, _, function = COMMANDS[name][0].partition(":")
-    path = f"titan_mi100.{module}"
+    command = list[Any]()
     # a limit of memory can be too low for torch's libraries, which the import loads
-    code = cli.exit_code(lambda: import_module(path)) or getattr(sys.modules[path], function or "main")()
+    code = cli.exit_code(lambda: command.append(door(name))) or command[0]()
     return code if isinstance(code, int) else 0
 
 

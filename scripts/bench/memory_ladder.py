@@ -2,7 +2,7 @@
 
 Each of the first rows adds one technique to the rows above it. Each of the others is an alternative of its own.
 The first three of these have the weights, optimizer state and reduction of the row "+ gradients reduced in bf16". The
-peak is counted by category on fake tensors (titan_mi100/tools/rehearsal/counter.py), not measured on a GPU.
+peak is counted by category on fake tensors (titan_mi100/workshop/rehearsal/counter.py), not measured on a GPU.
 --png draws it (needs matplotlib).
 """
 
@@ -17,7 +17,7 @@ from titan_mi100.cli import exit_code
 from titan_mi100.config.settings import Config, ModelConfig, OptimizerConfig, TrainingConfig
 from titan_mi100.planning.memory import CATEGORIES
 from titan_mi100.planning.plan import GIB, with_settings
-from titan_mi100.tools.rehearsal.counter import Count, count, ranks_of_stages
+from titan_mi100.workshop.rehearsal.counter import Count, count, ranks_of_stages
 
 CARD = 32 * GIB
 COLORS = ("#2f6db5", "#e08a2e", "#3f9b5c", "#c4453c", "#8b6bb1", "#8d8d8d")  # one per category

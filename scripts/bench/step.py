@@ -34,7 +34,6 @@ from titan_mi100.config.settings import (
     ParallelismConfig,
     TrainingConfig,
 )
-from titan_mi100.data.made_up import made_up, packed, random_rows
 from titan_mi100.data.prepared import PackedDataset
 from titan_mi100.errors import UserError
 from titan_mi100.open_run.run import Run
@@ -44,6 +43,7 @@ from titan_mi100.planning.costs import train_flops
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.families import PRESETS
 from titan_mi100.shapes.qwen3 import Qwen3Spec
+from titan_mi100.workshop.made_up import made_up, packed, random_rows
 
 _LONG = {"rope_theta": 1e6, "max_position_embeddings": 40_960}
 MODELS = {

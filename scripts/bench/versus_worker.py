@@ -26,12 +26,12 @@ from titan_mi100.config.settings import (
     TrainingConfig,
 )
 from titan_mi100.data.loader import ShuffledEpochs
-from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.data.prepared import PackedDataset
 from titan_mi100.model.init import initial_values
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.shapes.families import to_hf_config
+from titan_mi100.workshop.made_up import made_up, random_rows
 
 SEED = 7
 OPTIMIZER = OptimizerConfig(lr=1e-4, weight_decay=0.1)

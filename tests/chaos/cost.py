@@ -15,13 +15,13 @@ from conftest import torchrun
 
 from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.config.settings import Config, TrainingConfig
-from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.files import durable
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import gather_values, measure_gradients
 from titan_mi100.shapes.base import ModelSpec, parameter_count
 from titan_mi100.shapes.qwen3 import Qwen3Spec
+from titan_mi100.workshop.made_up import made_up, random_rows
 
 SMALL = Qwen3Spec(8192, 256, 768, 4, 8, 4, 32, True, rope_theta=10_000.0)
 LARGE = Qwen3Spec(32_768, 1024, 3072, 8, 16, 8, 64, True, rope_theta=10_000.0)

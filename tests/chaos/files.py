@@ -25,12 +25,12 @@ from chaos.worker import switch_off
 from titan_mi100.checkpoint import sealed
 from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.config.settings import Config, TrainingConfig
-from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.errors import SaveError
 from titan_mi100.log import log
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.qwen3 import Qwen3Spec
+from titan_mi100.workshop.made_up import made_up, random_rows
 
 SPEC = Qwen3Spec(256, 32, 64, 1, 2, 1, 16, True, rope_theta=10_000.0)
 STEPS = (1, 2)  # saved before the one that something happens to

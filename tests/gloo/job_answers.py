@@ -11,11 +11,11 @@ import torch
 from gloo.job_parity import open_split, run_split
 
 from titan_mi100.data.answer_store import Arrays
-from titan_mi100.data.made_up import made_up, packed
 from titan_mi100.data.prepared import PackedDataset, Prepared
 from titan_mi100.open_run.answers import Pass
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
+from titan_mi100.workshop.made_up import made_up, packed
 
 
 def data_of(case: dict) -> Prepared:

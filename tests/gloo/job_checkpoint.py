@@ -20,13 +20,13 @@ from titan_mi100.checkpoint import checkpointer as module
 from titan_mi100.checkpoint import resume
 from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.config.settings import Config, ParallelismConfig, TrainingConfig
-from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.open_run.run import Run
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.qwen3 import Qwen3Spec
+from titan_mi100.workshop.made_up import made_up, random_rows
 
 SPEC = Qwen3Spec(64, 16, 32, 2, 2, 1, 8, True, rope_theta=10_000.0)
 DEGREES = ParallelismConfig(data_parallel_replicate_degree=2, data_parallel_shard_degree=2)

@@ -15,12 +15,12 @@ from gloo.job_parity import CONSTANT, save
 from torch import Tensor
 
 from titan_mi100.config.settings import Config, OptimizerConfig, ParallelismConfig, TrainingConfig
-from titan_mi100.data.made_up import made_up, packed
 from titan_mi100.log import log
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.qwen3 import Qwen3Spec
+from titan_mi100.workshop.made_up import made_up, packed
 
 SPEC = Qwen3Spec(320, 64, 128, 2, 4, 2, 16, True, rope_theta=10_000.0)
 START = 6  # the first compressed step

@@ -10,8 +10,8 @@ import torch
 from gloo.job_parity import run_split
 from made_up_objective import PairLoss, pairs
 
-from titan_mi100.data.made_up import made_up
 from titan_mi100.parallel import distributed
+from titan_mi100.workshop.made_up import made_up
 
 if __name__ == "__main__":
     here = distributed.init_distributed()

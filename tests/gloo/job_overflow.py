@@ -11,11 +11,11 @@ import torch
 from gloo.job_parity import save, whole
 from parity.table import LAYOUTS, Cell, config_of, dataset, spec_of
 
-from titan_mi100.data.made_up import made_up
 from titan_mi100.open_run.run import Run
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.run.faults import FaultWatch
+from titan_mi100.workshop.made_up import made_up
 
 WHERE = ("FSDP2 x2", "PP2 1F1B", "TP2", "DDP x2")
 

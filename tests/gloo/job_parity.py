@@ -26,12 +26,12 @@ from titan_mi100.config.settings import (
     ParallelismConfig,
     TrainingConfig,
 )
-from titan_mi100.data.made_up import made_up, packed
 from titan_mi100.open_run.run import Run
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
 from titan_mi100.weights.load import fill_base
+from titan_mi100.workshop.made_up import made_up, packed
 
 CONSTANT = LRSchedulerConfig(warmup_steps=0, decay_type="constant")
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from gloo.job_parity import config_of
 from torch.utils._pytree import tree_leaves
 
-from titan_mi100.data.made_up import made_up, packed
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
+from titan_mi100.workshop.made_up import made_up, packed
 
 # method -> the operation, and which argument has all bytes of it
 METHODS = {

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from gloo.job_parity import config_of, save
 
-from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.families import read_hf_config
+from titan_mi100.workshop.made_up import made_up, random_rows
 
 
 def steps(world: World, splits: list[dict], output: Path) -> None:

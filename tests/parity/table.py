@@ -42,7 +42,6 @@ from titan_mi100.config.settings import (
     ParallelismConfig,
     TrainingConfig,
 )
-from titan_mi100.data.made_up import made_up, packed
 from titan_mi100.data.prepared import PackedDataset
 from titan_mi100.data.prompts import held_out_prompts
 from titan_mi100.open_run.start import open_run
@@ -54,6 +53,7 @@ from titan_mi100.shapes.qwen3 import Qwen3Spec
 from titan_mi100.shapes.qwen3_5 import Qwen3_5Spec, every_fourth
 from titan_mi100.shapes.qwen3_5_moe import Qwen3_5MoeSpec
 from titan_mi100.shapes.qwen3_moe import Qwen3MoeSpec
+from titan_mi100.workshop.made_up import made_up, packed
 
 STEPS, ROWS, SEQ_LEN = 8, 16, 32  # ROWS per step
 CHUNK = 8  # tokens that the delta rule computes at once: a row has several

@@ -308,8 +308,10 @@ def _refused(value: Any, rules: Any) -> str:
 
 
 def _refused_path(path: str) -> str:
-    if not is_utf8(path) and is_utf8(os.fsencode(path).decode("utf-8", "surrogateescape")):
-        return "is UTF-8, but the locale is not: start with LC_ALL=C.UTF-8 (or PYTHONUTF8=1)"
+    if not is_utf8(path):
+        with suppress(UnicodeEncodeError):  # surrogates that stand for no byte
+            if is_utf8(os.fsencode(path).decode("utf-8", "surrogateescape")):
+                return "is UTF-8, but the locale is not: start with LC_ALL=C.UTF-8 (or PYTHONUTF8=1)"
     if not is_utf8(path) or has_control_characters(path):
         return "holds control characters or is not UTF-8; rename it"
     try:

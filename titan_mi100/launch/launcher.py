@@ -49,7 +49,7 @@ from titan_mi100.wording import command_name, printable
 
 TRAINER = ("-m", "titan_mi100.train")
 _CONFIG = ("-m", "titan_mi100.config.load")
-_REHEARSAL = ("-m", "titan_mi100.tools.rehearse")
+_REHEARSAL = ("-m", "titan_mi100.tools.plan")
 _PREPARE = ("-m", "titan_mi100.data.prepare")
 _TORCHRUN = ("-m", "torch.distributed.run", "--log-dir", os.devnull)
 _ONE_NODE = ("--standalone", "--local-addr", "127.0.0.1")

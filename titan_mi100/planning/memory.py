@@ -1,6 +1,6 @@
 """Predicted peak memory of a step on each card: the largest of a few moments of the step. Imports no torch.
 
-tests/test_memory.py compares the prediction with tools/rehearsal/counter.py. Sizes are bytes of one rank.
+tests/test_memory.py compares the prediction with workshop/rehearsal/counter.py. Sizes are bytes of one rank.
 """
 
 import math

@@ -15,15 +15,11 @@ from pathlib import Path
 from titan_mi100 import cli as tool
 from titan_mi100.config.as_text import settings_text
 from titan_mi100.config.load import load_config
-from titan_mi100.files.durable import check_output, write_output
+from titan_mi100.doors import door
 from titan_mi100.log import setup_logging
-from titan_mi100.tools.pages.document import is_page
-from titan_mi100.tools.prepared.page import page
 from titan_mi100.tools.prepared.report import make_report
 from titan_mi100.tools.prepared.view import report_lines, terminal_text
 from titan_mi100.wording import printable
-
-_TITLE = "Data as training sees it: "
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,16 +31,14 @@ def _show(options: argparse.Namespace, settings: Sequence[str]) -> None:
     if options.html or options.json:
         idle = ("json", "color") if options.html else ("table", "color")
         _parser().check_used(options, "--html" if options.html else "--json", vars(options).keys() - {*idle})
-    if options.html:
-        check_output(Path(options.html), "--html", is_page(_TITLE))
+    page = door("inspect --html")(Path(options.html)) if options.html else None
     with redirect_stdout(sys.stderr):  # stdout gets the report only, so that it can be piped
         report = make_report(load_config(settings, world_size=None), options)
-    if options.html:
-        text = page(f"{_TITLE}{report['set']}", report, options.table)
-        write_output(Path(options.html), [text], "--html", is_page(_TITLE))
+    if page:
+        size = page.write(report, options.table)
         first = report.get("sets", [report])[0]  # each set of a mixture has the lines of all
         print(printable("\n".join([*first["read"], *(f"WARNING {line}" for line in first["warnings"])])))
-        print(f"{options.html}: {len(text.encode(errors='backslashreplace')):,} bytes; open it in a browser")
+        print(f"{options.html}: {size:,} bytes; open it in a browser")
     elif options.json:
         print(json.dumps(report, ensure_ascii=False))
     else:

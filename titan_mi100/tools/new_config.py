@@ -29,6 +29,7 @@ from titan_mi100.config.settings import Config, TrainingConfig
 from titan_mi100.data.formats import first_keys
 from titan_mi100.data.packing import pack_rows
 from titan_mi100.data.survey import Survey, survey
+from titan_mi100.doors import door
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import write_output
 from titan_mi100.files.patterns import matching_files
@@ -38,7 +39,6 @@ from titan_mi100.planning.plan import GIB, Plan, make_plan, remedy, with_setting
 from titan_mi100.run.next_commands import command
 from titan_mi100.shapes.families import read_hf_config
 from titan_mi100.text.assets import has_tokenizer
-from titan_mi100.tools.from_yaml import Carried, carry
 from titan_mi100.wording import as_key, plural
 
 Change = dict[str, dict[str, Any]]  # section -> key -> value
@@ -155,6 +155,7 @@ def _carry_over(options: argparse.Namespace) -> None:
     """Write the config that a YAML of another trainer stands for, and say what it cannot stand for."""
     if options.method:
         raise UserError("--method: the YAML of --from says what is trained; leave --method out, or change the YAML")
+    carry = door("config new --from")
     read = {name: _answer(name, asked, options) for name, asked in _questions().items() if getattr(options, name)}
     theirs = carry(options.yaml, options.trainer or "", read.get("model", ""), read.get("data", ()))
     cards, memory = (_answer(name, _questions()[name], options) for name in ("gpus", "memory"))
@@ -188,9 +189,7 @@ def _about_memory(answers: Answers, plan: Plan, changed: str) -> list[str]:
     return [f"changed so that it fits: {changed}"] * bool(changed) + [peak]
 
 
-def _write(
-    given: str | None, answers: Answers, change: Change, lines: Sequence[str], theirs: Carried | None = None
-) -> None:
+def _write(given: str | None, answers: Answers, change: Change, lines: Sequence[str], theirs: Any = None) -> None:
     """Write the config, with a run folder and an export; print what is to know of it, and the next commands."""
     output = Path(given or _free_name(f"{Path(answers.model).name}-{answers.method}".lower()))
     _check_free(str(output))  # again: the survey took some seconds

@@ -16,17 +16,15 @@ from titan_mi100 import cli as tool
 from titan_mi100.config.as_text import settings_text, to_toml
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config
+from titan_mi100.doors import door
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import check_output, write_output
 from titan_mi100.log import setup_logging
 from titan_mi100.planning.cards import Gpu
 from titan_mi100.planning.device import NAMES, find_card, positive, positive_float, size_gib
-from titan_mi100.planning.hardware import find_gpu
 from titan_mi100.planning.memory import ABOVE, BELOW, CATEGORIES
 from titan_mi100.planning.plan import EFFICIENCY, GIB, Plan, make_plan, measured_efficiency, remedy, search
 from titan_mi100.planning.published import beside
-from titan_mi100.tools import rehearse
-from titan_mi100.tools.measure.parts import CERTIFICATE, measured, read
 from titan_mi100.wording import bytes_in_words, duration_in_words, plural
 
 _SHOWN = 10  # layouts that --search prints
@@ -35,7 +33,7 @@ _SHOWN = 10  # layouts that --search prints
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     if any(argument.partition("=")[0] == "--rehearse" for argument in arguments):
-        return rehearse.main(arguments)
+        return tool.exit_code(lambda: door("plan --rehearse")(arguments))
     return tool.exit_code(lambda: _plan(*_parser().parse_known_args(arguments)))
 
 
@@ -71,15 +69,8 @@ def _efficiency(options: argparse.Namespace, config: Config, card: int, gpu: Gpu
         raise UserError(f"--measured needs the speed of the card, too; add --device: {NAMES}")
     if isinstance(rate := options.measured, float):
         return measured_efficiency(config, options.gpus, card, gpu, rate), f"from {rate:,.0f} tokens/s of this config"
-    path = rate / CERTIFICATE if rate.is_dir() else rate
-    header, parts = read(path)
-    own = find_gpu(header.machine.arch, header.machine.compute_units, header.machine.memory)
-    steps = [found for found in measured(parts, "steps") if found["plan"]["seconds"]]
-    if own != gpu or not steps:
-        problem = f"is of {header.machine.device}, not of {gpu.name}" if own != gpu else "has no planned steps"
-        raise UserError(f"--measured {path}: {problem}; measure on that card: titan-mi100 certify")
-    shares = sorted(EFFICIENCY * found["plan"]["seconds"] / found["seconds"] for found in steps)
-    return shares[len(shares) // 2], f"median of {len(shares)} steps of {path}"
+    share, origin = door("plan --measured")(rate, gpu)
+    return share, origin
 
 
 def _lines(plan: Plan, gpu: Gpu, tokens: float, origin: str) -> list[str]:

@@ -26,6 +26,7 @@ from titan_mi100.config.settings import (
     ObjectiveConfig,
 )
 from titan_mi100.data.prepare import check_teacher
+from titan_mi100.doors import door
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import replace as write
 from titan_mi100.log import setup_logging
@@ -50,13 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         nonlocal config
         _check_words(options, settings)
         if options.ids or options.from_vllm:
-            from titan_mi100.tools.vllm_answers import read_answers, write_ids
-
             student = _student(options, settings)
             if options.ids:
-                write_ids(student, Path(options.ids))
+                door("teach --ids")(student, Path(options.ids))
             else:
-                read_answers(student, Path(options.from_vllm), _out(options, student), options.top_k or _TOP_K)
+                read = door("teach --from_vllm")
+                read(student, Path(options.from_vllm), _out(options, student), options.top_k or _TOP_K)
         else:
             config = str(_write_config(options))
 

@@ -32,15 +32,17 @@ from titan_mi100.planning.device import find_card, positive, positive_float, siz
 from titan_mi100.planning.hardware import count_gpus, default_process_count, find_gpu
 from titan_mi100.planning.plan import EFFICIENCY, GIB, Plan, make_plan, remedy
 from titan_mi100.run.columns import SETTINGS
-from titan_mi100.tools.measure import children
-from titan_mi100.tools.measure.parts import PASS, UNAVAILABLE
 from titan_mi100.wording import duration_in_words
+from titan_mi100.workshop.measure import children
+from titan_mi100.workshop.measure.parts import PASS, UNAVAILABLE
 from titan_mi100.workshop.sweep import table
 from titan_mi100.workshop.sweep.rows import AXES, EITHER, LAYOUTS, OWN_LAYOUT, PRESETS, Row, refusal, rows_of, verdict
 from titan_mi100.workshop.sweep.table import Record
 
 MEASURE = "titan_mi100.workshop.sweep.worker:measure"
-_MACHINE = children.Task("machine", "titan_mi100.tools.measure.device:machine")  # to ask a device for its name can hang
+_MACHINE = children.Task(
+    "machine", "titan_mi100.workshop.measure.device:machine"
+)  # to ask a device for its name can hang
 _FINISHED = ("ok", "out of memory")  # not run again
 _PROFILED = 3  # steps after the timed ones
 _LEAST_SECONDS = 1800  # of a row's time limit

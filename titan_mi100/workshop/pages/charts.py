@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from titan_mi100.tools.pages.document import text
-from titan_mi100.tools.pages.long_files import SOURCE
+from titan_mi100.workshop.pages.document import text
+from titan_mi100.workshop.pages.long_files import SOURCE
 
 _UNITS = 10_000  # width and height of the SVG's coordinate system
 _COLORS = 7  # of the palette; further curves are dashed

@@ -22,15 +22,15 @@ from titan_mi100.files import durable
 from titan_mi100.log import log, setup_logging
 from titan_mi100.planning.device import positive_float
 from titan_mi100.run.machine import Machine
-from titan_mi100.tools.measure import children, tasks
-from titan_mi100.tools.measure.children import Task
-from titan_mi100.tools.measure.page import page
-from titan_mi100.tools.measure.parts import CERTIFICATE, FAIL, FORMAT, NOT_RUN, PAGE, PASS, Header, Part, conclusions
+from titan_mi100.workshop.measure import children, tasks
+from titan_mi100.workshop.measure.children import Task
+from titan_mi100.workshop.measure.page import page
+from titan_mi100.workshop.measure.parts import CERTIFICATE, FAIL, FORMAT, NOT_RUN, PAGE, PASS, Header, Part, conclusions
 
 _ROOM = 1 << 20  # bytes for certificate and page: checked before anything is measured
 _ON_GPU, _ON_CPU = 25.0, 10.0  # minutes
 # in a child process, because asking a device for its name can hang
-_MACHINE = Task("machine", "titan_mi100.tools.measure.device:machine")
+_MACHINE = Task("machine", "titan_mi100.workshop.measure.device:machine")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,9 +10,10 @@ from typing import Any
 
 from titan_mi100.config.layout import AXES, resolve_batch, resolve_layout
 from titan_mi100.run.columns import SETTINGS, figures
-from titan_mi100.tools.pages.charts import charts
-from titan_mi100.tools.pages.document import html_document, text
-from titan_mi100.tools.pages.sections import (
+from titan_mi100.wording import duration_in_words
+from titan_mi100.workshop.pages.charts import charts
+from titan_mi100.workshop.pages.document import html_document, text
+from titan_mi100.workshop.pages.sections import (
     details_of,
     different_settings,
     finding_list,
@@ -21,8 +22,7 @@ from titan_mi100.tools.pages.sections import (
     table,
     tiles,
 )
-from titan_mi100.tools.pages.verdict import BAD, GOOD, findings, state_of
-from titan_mi100.wording import duration_in_words
+from titan_mi100.workshop.pages.verdict import BAD, GOOD, findings, state_of
 
 _AS_COLUMNS = ("Tokens", "Tokens/s", "MFU", "Peak memory")  # of `headline`; a comparison has them as columns_of
 _KEYS = {

@@ -18,8 +18,8 @@ from titan_mi100.errors import UserError, is_out_of_memory
 from titan_mi100.files import durable, isolated
 from titan_mi100.files.pool import end_with_parent
 from titan_mi100.launch.links import reserved_port
-from titan_mi100.tools.measure.parts import FAIL, NOT_RUN, PASS, UNAVAILABLE, Part
 from titan_mi100.wording import printable, shortened
+from titan_mi100.workshop.measure.parts import FAIL, NOT_RUN, PASS, UNAVAILABLE, Part
 
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MEASURED = "measured"
@@ -108,7 +108,7 @@ class _Rank:
         question = json.dumps([task.target, dict(task.arguments), str(self._answer), os.getpid()])
         with self._errors.open("wb") as errors:
             self.process = subprocess.Popen(
-                isolated.command("tools.measure.children:main", question),
+                isolated.command("workshop.measure.children:main", question),
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, env=environment,
                 start_new_session=True,  # Ctrl-C goes to the command only; it kills each child's process group
             )  # fmt: skip

@@ -27,8 +27,8 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.patterns import matching_files
 from titan_mi100.files.plain import read_object
 from titan_mi100.shapes.base import ALL_LINEAR
-from titan_mi100.tools.yaml_file import YamlFile, read_yaml
 from titan_mi100.wording import as_key, plural, shown
+from titan_mi100.workshop.yaml_file import YamlFile, read_yaml
 
 _MODEL, _WARMUP = "checkpoint.initial_load_path", "lr_scheduler.warmup_steps"
 _FACTS = parse(str(Path(other_trainers.__file__).with_suffix(".toml")))

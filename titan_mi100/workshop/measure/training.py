@@ -6,7 +6,6 @@ from typing import Any
 import torch.distributed as dist
 
 from titan_mi100.config.settings import Config
-from titan_mi100.data.made_up import made_up, random_rows
 from titan_mi100.device import accelerator
 from titan_mi100.files.schema import if_finite
 from titan_mi100.open_run.run import Run
@@ -14,7 +13,8 @@ from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World, init_distributed
 from titan_mi100.planning.plan import GIB, with_settings
 from titan_mi100.run.communication import communication
-from titan_mi100.tools.measure.parts import parity
+from titan_mi100.workshop.made_up import made_up, random_rows
+from titan_mi100.workshop.measure.parts import parity
 
 _WARM_UP, _STEPS = 2, 3
 _SUPERVISED = 0.65  # share of supervised tokens, as in scripts/bench

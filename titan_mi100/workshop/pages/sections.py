@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from titan_mi100.tools.pages.document import text
-from titan_mi100.tools.pages.verdict import BAD, Finding
 from titan_mi100.wording import bytes_in_words, last_question
+from titan_mi100.workshop.pages.document import text
+from titan_mi100.workshop.pages.verdict import BAD, Finding
 
 Cell = str | tuple[str, str]  # a text; or (our own HTML, a text after it)
 

@@ -55,7 +55,7 @@ from titan_mi100.planning.memory import (
     PARAMETERS,
 )
 from titan_mi100.shapes.base import ModelSpec
-from titan_mi100.tools.rehearsal import lone_group as no_others
+from titan_mi100.workshop.rehearsal import lone_group as no_others
 
 CPU = torch.device("cpu")
 _PIECE = sys.maxsize  # one piece per gradient: the norm's thousands of views take no memory, but fake tensors are slow

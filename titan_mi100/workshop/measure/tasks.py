@@ -12,14 +12,14 @@ from titan_mi100.config.settings import Config
 from titan_mi100.planning.plan import GIB, make_plan, with_settings
 from titan_mi100.run.machine import Machine
 from titan_mi100.shapes.families import PRESETS
-from titan_mi100.tools.measure.children import Task
-from titan_mi100.tools.measure.parts import DTYPES, NOT_RUN, PASS, UNAVAILABLE, Part, rankings
 from titan_mi100.tools.new_config import METHODS, Change
+from titan_mi100.workshop.measure.children import Task
+from titan_mi100.workshop.measure.parts import DTYPES, NOT_RUN, PASS, UNAVAILABLE, Part, rankings
 
 MODELS: Mapping[str, str] = {
     name if name == "debug" or "qwen" in name else f"qwen3-{name.lower()}": name for name in PRESETS
 }
-_HERE = "titan_mi100.tools.measure"
+_HERE = "titan_mi100.workshop.measure"
 # Kind of part, in order -> fraction of the total time after which no part of this kind starts or goes on, so that a
 # slow kind leaves the others their time.
 SHARES: Mapping[str, float] = {

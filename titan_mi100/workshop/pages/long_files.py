@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_mi100.files.plain import open_plain
-from titan_mi100.tools.pages.bins import Bins, usable
 from titan_mi100.wording import shortened
+from titan_mi100.workshop.pages.bins import Bins, usable
 
 _LONGEST_LINE = 1 << 16  # bytes; a line of metrics.jsonl has about 400
 _LONGEST_SAMPLE = 1 << 20  # bytes of a line of samples.jsonl

@@ -16,9 +16,9 @@ from titan_mi100 import cli as tool
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import check_output, write_output
 from titan_mi100.log import setup_logging
-from titan_mi100.tools.pages.collect import collect
-from titan_mi100.tools.pages.document import is_page
-from titan_mi100.tools.pages.page import columns_of, page
+from titan_mi100.workshop.pages.collect import collect
+from titan_mi100.workshop.pages.document import is_page
+from titan_mi100.workshop.pages.page import columns_of, page
 
 _MOST_RUNS = 20
 

@@ -18,7 +18,7 @@ from titan_mi100.optim.optimizer import build_optimizer
 from titan_mi100.parallel.distributed import Gradients, gather_values
 from titan_mi100.planning.traffic import Work, extrapolated
 from titan_mi100.shapes.base import ModelSpec
-from titan_mi100.tools.rehearsal.counter import (
+from titan_mi100.workshop.rehearsal.counter import (
     CPU,
     Count,
     FakeRank,
@@ -28,7 +28,7 @@ from titan_mi100.tools.rehearsal.counter import (
     first_rows_only,
     inputs,
 )
-from titan_mi100.tools.rehearsal.tally import Tally
+from titan_mi100.workshop.rehearsal.tally import Tally
 
 _FLAGS = ("stop", "save failed")  # the flags that a real run gathers in each step
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from titan_mi100.tools.measure.parts import CERTIFICATE, FAIL, PASS, Header, Part, measured, summary
+from titan_mi100.workshop.measure.parts import CERTIFICATE, FAIL, PASS, Header, Part, measured, summary
 
 
 def page(header: Header, parts: Sequence[Part]) -> str:

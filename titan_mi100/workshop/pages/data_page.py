@@ -2,21 +2,40 @@
 
 from collections.abc import Iterable
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
-from titan_mi100.tools.pages.charts import bars
-from titan_mi100.tools.pages.document import html_document, text
-from titan_mi100.tools.pages.sections import finding_list, section, table, tiles
-from titan_mi100.tools.pages.verdict import WARN, Finding
+from titan_mi100.files.durable import check_output, write_output
 from titan_mi100.tools.prepared.reasons import Kind
 from titan_mi100.tools.prepared.report import MOST_TOKENS
 from titan_mi100.wording import plural
+from titan_mi100.workshop.pages.charts import bars
+from titan_mi100.workshop.pages.document import html_document, is_page, text
+from titan_mi100.workshop.pages.sections import finding_list, section, table, tiles
+from titan_mi100.workshop.pages.verdict import WARN, Finding
 
 _LEGEND = (
     "Green and underlined: learned, the model is trained to predict it. The rest is only read. Beside each part stands "
     "what it is and, if that alone does not say it, why it is not learned. For ids and positions point at a token, or "
     "use --table."
 )
+
+_TITLE = "Data as training sees it: "
+
+
+class Page:
+    """The file of a page about data. It is written over pages of its kind only."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises UserError: something else is there."""
+        self._path = path
+        check_output(path, "--html", is_page(_TITLE))
+
+    def write(self, report: dict[str, Any], table: bool) -> int:
+        """Write the page. Args: see `page`. Returns its bytes. Raises UserError: it cannot be written."""
+        html = page(f"{_TITLE}{report['set']}", report, table)
+        write_output(self._path, [html], "--html", is_page(_TITLE))
+        return len(html.encode(errors="backslashreplace"))
 
 
 def page(title: str, report: dict[str, Any], as_table: bool) -> str:

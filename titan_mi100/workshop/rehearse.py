@@ -25,7 +25,7 @@ from titan_mi100.planning.traffic import by_axis
 from titan_mi100.wording import bytes_in_words, plural
 
 if TYPE_CHECKING:
-    from titan_mi100.tools.rehearsal.session import Rehearsed
+    from titan_mi100.workshop.rehearsal.session import Rehearsed
 
 _OF_THE_PLAN = ("--gpus", "--search", "--write", "--tokens")  # options of `plan` alone
 _OUT_OF_MEMORY = 6  # exit code, see docs/DESIGN.md
@@ -55,8 +55,8 @@ def _rehearse(options: argparse.Namespace, settings: Sequence[str]) -> int:
         )
         raise UserError(said) from None
     _refuse(config.compile, config.parallelism, ranks, options.ranks)
-    from titan_mi100.tools.rehearsal.counter import ranks_of_stages  # imported after the checks: torch takes seconds
-    from titan_mi100.tools.rehearsal.session import rehearse
+    from titan_mi100.workshop.rehearsal.counter import ranks_of_stages  # imported after the checks: torch takes seconds
+    from titan_mi100.workshop.rehearsal.session import rehearse
 
     chosen = options.ranks or ranks_of_stages(config.layout(ranks))
     found = [rehearse(config, ranks, rank, card) for rank in chosen]
