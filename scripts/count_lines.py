@@ -36,12 +36,12 @@ CORE = (
     ),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )
-BUDGETS = {"core": 10030, "titan_mi100": 27485, "scripts": 1960}  # lines of code
+BUDGETS = {"core": 10090, "titan_mi100": 27855, "scripts": 1090}  # lines of code
 FOLDERS = {  # the same, of folders in titan_mi100/ with all below them
-    "attention": 935, "checkpoint": 725, "config": 2060, "data": 4010, "device": 105, "files": 1175,
-    "generation": 270, "launch": 1410, "model": 1450, "objectives": 190, "open_run": 1065, "optim": 615,
-    "parallel": 1155, "planning": 755, "run": 1475, "shapes": 950, "text": 1475, "tools": 4975, "watch": 685,
-    "weights": 1220,
+    "attention": 935, "checkpoint": 725, "config": 2065, "data": 3975, "device": 105, "files": 1185,
+    "generation": 275, "launch": 1310, "model": 1450, "objectives": 190, "open_run": 1100, "optim": 615,
+    "parallel": 1155, "planning": 765, "run": 1485, "shapes": 950, "text": 1440, "tools": 1790, "watch": 645,
+    "weights": 1220, "workshop": 3650,
 }  # fmt: skip
 BUDGETS |= {f"titan_mi100/{folder}": budget for folder, budget in FOLDERS.items()}
 LONG_FUNCTION, LONG_FILE = 80, 450  # lines above which a function or a file is named, as a reason to look at it

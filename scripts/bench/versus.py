@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from step import MODELS
+from versus_worker import MODELS
 
 from titan_mi100.cli import exit_code
 from titan_mi100.errors import UserError

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from step import MODELS
 
 from titan_mi100.config.settings import (
     ActivationCheckpointConfig,
@@ -30,9 +29,17 @@ from titan_mi100.data.prepared import PackedDataset
 from titan_mi100.model.init import initial_values
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
-from titan_mi100.shapes.families import to_hf_config
+from titan_mi100.shapes.families import PRESETS, to_hf_config
+from titan_mi100.shapes.qwen3 import Qwen3Spec
 from titan_mi100.workshop.made_up import made_up, random_rows
 
+_LONG = {"rope_theta": 1e6, "max_position_embeddings": 40_960}
+MODELS = {
+    "103m": Qwen3Spec(151_936, 512, 1536, 8, 8, 4, 64, True, **_LONG),
+    "281m": Qwen3Spec(151_936, 1024, 3072, 8, 16, 8, 128, True, **_LONG),
+    "281m-4096": Qwen3Spec(4096, 1024, 3072, 8, 16, 8, 128, True, **_LONG),
+    **PRESETS,
+}
 SEED = 7
 OPTIMIZER = OptimizerConfig(lr=1e-4, weight_decay=0.1)
 MAX_NORM = 1.0

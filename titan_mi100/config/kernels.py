@@ -23,6 +23,6 @@ KERNELS = {
 }
 OWN, EXPLICIT, REFERENCE = "triton", "chunked", "eager"  # our kernels; needs no kernel; S x S scores in full
 AUTO = "auto"
-# The fastest kernel by architecture ("gfx908", "sm90", "cpu"), measured by scripts/bench/attention.py;
+# The fastest kernel by architecture ("gfx908", "sm90", "cpu"), measured by scripts/bench/attention.py of 93afab2;
 # docs/PERFORMANCE.md has the figures. On other architectures the candidates are timed before the run.
 FASTEST = {"cpu": "sdpa"}
