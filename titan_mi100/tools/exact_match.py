@@ -84,8 +84,8 @@ def extract(text: str) -> str | None:
         return None
     number = re.sub(r"[,$]", "", numbers[0 if marker else -1])
     # Decimal, not float: 0.10 and 0.1 must be equal, and long numbers must keep all their digits.
-    value = Context(prec=len(number)).normalize(Decimal(number))
-    return f"{value:f}" if value else "0"  # also for -0, which would keep its sign
+    normalized = Context(prec=len(number)).normalize(Decimal(number))
+    return f"{normalized:f}" if normalized else "0"  # also for -0, which would keep its sign
 
 
 def summarise(rows: Sequence[Row]) -> Row:

@@ -65,7 +65,7 @@ def _run(options: argparse.Namespace) -> None:
     if options.prompt is not None:
         requests = [build(f"prompt {number}", text) for number, text in enumerate(options.prompt, 1)]
     else:
-        requests = [build(where, *given) for where, given in read_rows(options.input, _prompt_of)]
+        requests = [build(where, *prompt_and_tools) for where, prompt_and_tools in read_rows(options.input, _prompt_of)]
     rows = answer_all(options, model, requests, load, {**asdict(sampling), "seed": options.seed})
     if options.json:
         print("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
@@ -86,12 +86,12 @@ def _prompt_of(row: Row) -> tuple[str | list[Message], list[Any] | None]:
     keys = [key for key in _PROMPT_KEYS if row.get(key) is not None]
     if len(keys) != 1:
         raise BadRecord("not one prompt", f"a row has one of {', '.join(_PROMPT_KEYS)}; this one has {listed(keys)}")
-    given, tools = row[keys[0]], tool_list(row.get("tools"))
-    if isinstance(given, str):
-        if not given:
+    prompt, tools = row[keys[0]], tool_list(row.get("tools"))
+    if isinstance(prompt, str):
+        if not prompt:
             raise BadRecord("empty", f"{keys[0]} is an empty text")
-        return given, tools
-    messages = check_order(message_list(given, keys[0]))
+        return prompt, tools
+    messages = check_order(message_list(prompt, keys[0]))
     if messages[-1]["role"] == "assistant":
         raise BadRecord("nothing to answer", "the last message is the assistant's; leave it out")
     return messages, tools

@@ -32,15 +32,15 @@ def main() -> None:
 
 def show(options: argparse.Namespace) -> None:
     """Print the facts, fingerprints and tensors of one checkpoint."""
-    found = describe(options.checkpoint, options.verify)
+    description = describe(options.checkpoint, options.verify)
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(description))
         return
-    print(printable(f"{options.checkpoint}: {facts(found)}"))
-    for name, value in found["fingerprints"].items():
-        print(printable(f"  {name}: {json.dumps(value) if isinstance(value, dict) else value}"))
-    width = max(len(name) for name in found["tensors"])
-    for name, tensor in found["tensors"].items():
+    print(printable(f"{options.checkpoint}: {facts(description)}"))
+    for name, fingerprint in description["fingerprints"].items():
+        print(printable(f"  {name}: {json.dumps(fingerprint) if isinstance(fingerprint, dict) else fingerprint}"))
+    width = max(len(name) for name in description["tensors"])
+    for name, tensor in description["tensors"].items():
         print(printable(f"{name:<{width}}  {tensor['dtype']:<9} {tuple(tensor['shape'])}"))
 
 

@@ -132,8 +132,8 @@ def _new(options: argparse.Namespace) -> None:
     questions = _questions()
     missing = [f"--{name}" for name, asked in questions.items() if not asked.default and not getattr(options, name)]
     if missing and not sys.stdin.isatty():
-        what = f"{' and '.join(missing)} must be given, as there is no terminal to ask for answers"
-        raise UserError(f"{what}; e.g. titan-mi100 config new --model Qwen3-0.6B --data train.jsonl")
+        problem = f"{' and '.join(missing)} must be given, as there is no terminal to ask for answers"
+        raise UserError(f"{problem}; e.g. titan-mi100 config new --model Qwen3-0.6B --data train.jsonl")
     answers = Answers(**{name: _answer(name, question, options) for name, question in questions.items()})
     answers = answers._replace(is_here=_is_here(options, answers.memory))
     plan, changed, about_data = fitting_plan(answers)
@@ -159,17 +159,17 @@ def _carry_over(options: argparse.Namespace) -> None:
     read = {name: _answer(name, asked, options) for name, asked in _questions().items() if getattr(options, name)}
     theirs = carry(options.yaml, options.trainer or "", read.get("model", ""), read.get("data", ()))
     cards, memory = (_answer(name, _questions()[name], options) for name in ("gpus", "memory"))
-    lines, found, is_here = list[str](), None, _is_here(options, memory)
+    lines, surveyed, is_here = list[str](), None, _is_here(options, memory)
     if theirs.checked(cards).training.mixed_precision_param == "bfloat16" != _dtype(is_here):
         theirs.settings[_PRECISION], theirs.sources[_PRECISION] = ("float32",), "this CPU has no bfloat16"
     if theirs.has_model and _model(theirs.model) and theirs.has_data:
         try:
-            found = survey(theirs.checked(cards), _SECONDS)
+            surveyed = survey(theirs.checked(cards), _SECONDS)
         except UserError as error:
             lines.append(f"WARNING the tokens were not counted: {error}")
-    if found and not len(found.lengths):
-        lines, found = ["WARNING no row can be learned, as titan-mi100 inspect shows"], None
-    lines += [*theirs.sized(cards, found), *(_about_refused(found) if found else ())]
+    if surveyed and not len(surveyed.lengths):
+        lines, surveyed = ["WARNING no row can be learned, as titan-mi100 inspect shows"], None
+    lines += [*theirs.sized(cards, surveyed), *(_about_refused(surveyed) if surveyed else ())]
     config = theirs.checked(cards)
     method = ("qlora" if config.lora.base == "nf4" else "lora") if config.lora.rank else "full"
     answers = Answers(theirs.model, config.data.path, cards, memory, method, is_here)
@@ -195,8 +195,8 @@ def _write(given: str | None, answers: Answers, change: Change, lines: Sequence[
     _check_free(str(output))  # again: the survey took some seconds
     folder = os.path.abspath(change.get("job", {}).get("run_folder") or f"outputs/{output.stem}")
     if os.path.lexists(folder):
-        what = "exists already, so the run would resume there, or mix with what is in it"
-        raise UserError(f"{folder}: {what}; move it away, or name another file with --output")
+        problem = "exists already, so the run would resume there, or mix with what is in it"
+        raise UserError(f"{folder}: {problem}; move it away, or name another file with --output")
     saved = {"initial_load_path": answers.model, "export_hf": True, **change.get("checkpoint", {})}
     change = {**change, "job": {**change.get("job", {}), "run_folder": folder}, "checkpoint": saved}
     origin = (f" from {as_key(theirs.path)}", theirs.sources) if theirs else ()
@@ -236,18 +236,18 @@ def _questions() -> dict[str, Question]:
 
 def _answer(name: str, question: Question, options: argparse.Namespace) -> Any:
     """From the option, else from the terminal, else the default. A wrong answer on a terminal is asked for again."""
-    given = getattr(options, name)
-    given = shlex.join(given) if isinstance(given, list) else given
-    given = question.default if given is None and not sys.stdin.isatty() else given
+    option = getattr(options, name)
+    option = shlex.join(option) if isinstance(option, list) else option
+    option = question.default if option is None and not sys.stdin.isatty() else option
     while True:
         try:
             default = f" [{question.default}]" if question.default else ""
-            answer = input(f"{question.text}{default}: ") or question.default if given is None else given
+            answer = input(f"{question.text}{default}: ") or question.default if option is None else option
             return question.read(answer)
         except EOFError:
             raise UserError("the input has ended; nothing was written") from None
         except (UserError, argparse.ArgumentTypeError) as error:
-            if given is not None:
+            if option is not None:
                 raise UserError(f"--{name}: {error}") from None
             cli.say(error)
 
@@ -287,10 +287,10 @@ def fitting_plan(answers: Answers) -> tuple[Plan, tuple[str, Change], str]:
     Raises:
         UserError: the settings are refused, or none fits: the message says what the least takes, and what would fit.
     """
-    given = ["--job.config_file", str(FOLDER / "finetune.toml"), "--checkpoint.initial_load_path", answers.model]
+    arguments = ["--job.config_file", str(FOLDER / "finetune.toml"), "--checkpoint.initial_load_path", answers.model]
     if {"chosen", "rejected"} <= first_keys(answers.data[0]):
-        given += ["--objective.name", "preference"]
-    config = load_config([*given, "--data.path", *answers.data], answers.gpus)
+        arguments += ["--objective.name", "preference"]
+    config = load_config([*arguments, "--data.path", *answers.data], answers.gpus)
     try:
         sized, about_data = sized_run(config.training, config.batch(answers.gpus), survey(config, _SECONDS))
     except UserError as error:
@@ -369,7 +369,7 @@ def _first_fitting(
     plans, refused = [], list[Problem]()
     for words, change in METHODS[method]:
         if given:  # which has the adapters' settings, too
-            rest = {name: values.items() - _ADAPTERS.get(name, {}).items() for name, values in change.items()}
+            rest = {name: settings.items() - _ADAPTERS.get(name, {}).items() for name, settings in change.items()}
             change = {name: {**dict(rest.get(name, ())), **given.get(name, {})} for name in {**given, **rest}}
         elif config.objective.answers:
             change = _of_pairs(config, change)
@@ -381,7 +381,7 @@ def _first_fitting(
                 return plans[-1]
     if not plans:
         raise UserError("\n".join([f"--method {method} is not for {answers.model}:", *map(str, refused)]))
-    return min(plans, key=lambda found: found[0].most)
+    return min(plans, key=lambda candidate: candidate[0].most)
 
 
 def _of_pairs(config: Config, change: Change) -> Change:
@@ -396,18 +396,18 @@ def as_toml(
     answers: Answers, change: Change, origin: str = "", sources: Mapping[str, str] = MappingProxyType({})
 ) -> str:
     """Args: origin: the file of another trainer. sources: "section.key" of ours -> its key there."""
-    data = {"path": answers.data, **change.get("data", {})}
-    settings: Change = {**change, "data": data}
+    data_table = {"path": answers.data, **change.get("data", {})}
+    settings: Change = {**change, "data": data_table}
     lines = [
         f"# {answers.method} fine-tuning on {answers.gpus} x {answers.memory:g} GiB; titan-mi100 config new{origin}",
         "# Every setting: titan-mi100 train --help. What is not here is as in the bundled finetune.toml.",
         'base = "finetune.toml"',
     ]
-    for section, values in settings.items():
+    for section, table in settings.items():
         lines += ["", f"[{section}]"]
-        for key, value in values.items():
+        for key, setting in table.items():
             source = sources.get(f"{section}.{key}")
-            lines.append(f"{key} = {toml_value(value)}{f'  # {as_key(source)}' if source else ''}")
+            lines.append(f"{key} = {toml_value(setting)}{f'  # {as_key(source)}' if source else ''}")
     return "\n".join(lines) + "\n"
 
 

@@ -81,7 +81,7 @@ def _lines(plan: Plan, gpu: Gpu, tokens: float, origin: str) -> list[str]:
         origin: of the plan's efficiency, in words.
     """
     layout, batch = plan.config.layout(plan.ranks), plan.config.batch(plan.ranks)
-    found = [
+    lines = [
         f"{plan.ranks} x {gpu.name}, {plan.card / GIB:.1f} GiB each: {layout.describe()}",
         f"a step: {plural(batch.global_batch_size, 'row')} of {plan.config.training.seq_len} tokens, "
         f"{plan.tokens:,} tokens; {plural(batch.gradient_accumulation_steps, 'forward')} of "
@@ -90,9 +90,9 @@ def _lines(plan: Plan, gpu: Gpu, tokens: float, origin: str) -> list[str]:
         f"{'GiB at the peak':<22}" + "".join(f"{_column(plan, n):>12}" for n in range(len(plan.memory))),
     ]
     for name in CATEGORIES:
-        found.append(f"  {name:<20}" + "".join(f"{memory.categories[name] / GIB:>12.2f}" for memory in plan.memory))
-    found.append(f"  {'all':<20}" + "".join(f"{memory.peak / GIB:>12.2f}" for memory in plan.memory))
-    found += [
+        lines.append(f"  {name:<20}" + "".join(f"{memory.categories[name] / GIB:>12.2f}" for memory in plan.memory))
+    lines.append(f"  {'all':<20}" + "".join(f"{memory.peak / GIB:>12.2f}" for memory in plan.memory))
+    lines += [
         f"  when: {'; '.join(memory.moment for memory in plan.memory)}",
         f"  differs from the memory counter by {-BELOW:+.0%} to {ABOVE:+.0%}; with an assumed share for driver and "
         f"fragmentation: {plan.least / GIB:.1f} to {plan.most / GIB:.1f} GiB",
@@ -107,27 +107,27 @@ def _lines(plan: Plan, gpu: Gpu, tokens: float, origin: str) -> list[str]:
         else f"{plan.flops / 1e12:,.0f} TFLOP per step",
     ]
     if host := plan.host:
-        found.append(f"host memory: {host / GIB:.1f} GiB for each card, plus what its process takes")
+        lines.append(f"host memory: {host / GIB:.1f} GiB for each card, plus what its process takes")
     if plan.hidden_from:
         forward = plan.config.training.local_batch_size * plan.config.training.seq_len
-        found.append(
+        lines.append(
             f"transfers between host and card overlap with computation from {plan.hidden_from:,.0f} tokens per forward "
             f"on (here {forward:,}); the update takes {plan.update:.1f} s of a step"
         )
     if plan.bubble:
-        found.append(f"the pipeline's bubble is {plan.bubble:.0%} of a step")
+        lines.append(f"the pipeline's bubble is {plan.bubble:.0%} of a step")
     if plan.step:
-        found.append(
+        lines.append(
             f"about {plan.step:.1f} s per step, {plan.tokens / plan.step:,.0f} tokens/s, if a card reaches "
             f"{plan.efficiency:.0%} of its data sheet's rate ({origin}) and half of its link's rate (assumed)"
         )
         dtype = plan.config.training.mixed_precision_param
-        found += filter(None, [beside(gpu, dtype, plan.ranks, plan.flops / plan.tokens)])
+        lines += filter(None, [beside(gpu, dtype, plan.ranks, plan.flops / plan.tokens)])
         if tokens:
-            found.append(f"{tokens:,.0f} tokens take {duration_in_words(tokens / plan.tokens * plan.step)}")
+            lines.append(f"{tokens:,.0f} tokens take {duration_in_words(tokens / plan.tokens * plan.step)}")
     elif not gpu.tflops:
-        found.append("no time: it needs the speed of the card; name it with --device")
-    return found
+        lines.append("no time: it needs the speed of the card; name it with --device")
+    return lines
 
 
 def _column(plan: Plan, number: int) -> str:
@@ -161,12 +161,12 @@ def _search(options: argparse.Namespace, config: Config, card: int, gpu: Gpu, ef
     """
     counts, rows = {options.gpus, 1}, config.batch(options.gpus).global_batch_size
     # one card can be faster than several with a slow link
-    found = [plan for ranks in counts for plan in search(config, ranks, rows, card, gpu, efficiency)]
-    fitting = sorted((plan for plan in found if plan.fits), key=lambda plan: (plan.seconds, plan.most))
+    plans = [plan for ranks in counts for plan in search(config, ranks, rows, card, gpu, efficiency)]
+    fitting = sorted((plan for plan in plans if plan.fits), key=lambda plan: (plan.seconds, plan.most))
     if options.json:
         print(json.dumps([{**_as_json(plan), "ranks": plan.ranks} for plan in fitting[:_SHOWN]]))
     elif fitting:
-        print(f"{len(fitting)} of {len(found)} fit {card / GIB:.1f} GiB; the fastest at {efficiency:.0%} ({origin}):\n")
+        print(f"{len(fitting)} of {len(plans)} fit {card / GIB:.1f} GiB; the fastest at {efficiency:.0%} ({origin}):\n")
         print(f"{'s/step':>8}{'GiB':>7}  cards, layout, rows x forwards, recomputation, optimizer, reduction")
         for plan in fitting[:_SHOWN]:
             print(f"{plan.seconds:>8.1f}{plan.most / GIB:>7.1f}  {_words(plan)}")
@@ -176,7 +176,7 @@ def _search(options: argparse.Namespace, config: Config, card: int, gpu: Gpu, ef
         if first.config.parallelism.is_pipeline:
             print("\na pipeline is faster than FSDP2 here: it sends less")
     if not fitting:
-        best = min(found, key=lambda plan: plan.most, default=None)
+        best = min(plans, key=lambda plan: plan.most, default=None)
         least = f"; the smallest needs {best.most / GIB:.1f} GiB: {_words(best)}" if best else ""
         change = remedy(best) if best else "train adapters only (--lora.rank 16)"
         raise UserError(f"no layout fits {card / GIB:.1f} GiB{least}; {change}")
@@ -214,13 +214,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", default="", metavar="NAME", help=f"{NAMES}; default mi100, with --memory none")
     add("--memory", type=size_gib, default=0, metavar="32GB", help="memory of a card, in GiB; default: the device's")
     add("--tokens", type=positive_float, default=0, metavar="N", help="tokens of the data: print how long they take")
-    what = "tokens/s that this config reached, or a certificate of this card: replaces the assumed share of its rate"
-    add("--measured", type=_rate_or_certificate, metavar="N", help=what)
+    text = "tokens/s that this config reached, or a certificate of this card: replaces the assumed share of its rate"
+    add("--measured", type=_rate_or_certificate, metavar="N", help=text)
     add("--search", action="store_true", help="compare layouts, batch sizes, recomputation and optimizer state")
     add("--write", default="", metavar="X.toml", help="with --search: write the fastest layout as a config")
     add("--json", action="store_true", help="print JSON, with sizes in bytes")
-    what = "count memory and collectives of N devices by the run's own code on fake tensors, see --rehearse --help"
-    add("--rehearse", metavar="N", help=f"{what}; default device mi250x")
+    text = "count memory and collectives of N devices by the run's own code on fake tensors, see --rehearse --help"
+    add("--rehearse", metavar="N", help=f"{text}; default device mi250x")
     return parser
 
 

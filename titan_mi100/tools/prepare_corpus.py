@@ -96,16 +96,16 @@ def _parser() -> cli.Parser:
 
 def _share(text: str) -> float:
     with suppress(ValueError):
-        if 0 <= (value := float(text)) <= 1:
-            return value
+        if 0 <= (share := float(text)) <= 1:
+            return share
     raise argparse.ArgumentTypeError(f"{text!r} must be a number from 0 to 1")
 
 
 def _part(text: str) -> tuple[int, int]:
-    found = re.fullmatch("([0-9]{1,6})/([0-9]{1,6})", text, re.ASCII)
-    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+    match = re.fullmatch("([0-9]{1,6})/([0-9]{1,6})", text, re.ASCII)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise argparse.ArgumentTypeError(f"{text!r} must be i/N with 1 <= i <= N, such as 1/4")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def _prepare(options: argparse.Namespace) -> int:
@@ -126,14 +126,14 @@ def _prepare(options: argparse.Namespace) -> int:
         probe(folder, "--output_dir")
         (part, parts), total = options.part, len(plan.units)
         _write_or_check_plan(folder, plan, by_time=parts == 1)
-        mine = range(part - 1, total, parts)
+        shard_numbers = range(part - 1, total, parts)
         most_bad = 0.0 if options.on_bad_row == "error" else options.max_bad_share
-        made = {number: shard for number in mine if (shard := read_shard(folder, number, plan.key))}
+        made = {number: shard for number in shard_numbers if (shard := read_shard(folder, number, plan.key))}
         for shard in made.values():
             _check_readable(plan, shard, most_bad)
-        missing = [number for number in mine if number not in made]
-        if len(missing) < len(mine):
-            log.info(f"{len(mine) - len(missing):,} of {len(mine):,} shards exist already")
+        missing = [number for number in shard_numbers if number not in made]
+        if len(missing) < len(shard_numbers):
+            log.info(f"{len(shard_numbers) - len(missing):,} of {len(shard_numbers):,} shards exist already")
         workers = options.workers or len(os.sched_getaffinity(0))
         _make_shards(folder, plan, missing, tokenizer, workers, most_bad)
         shards = [shard for i in range(total) if (shard := read_shard(folder, i, plan.key))]
@@ -144,14 +144,14 @@ def _prepare(options: argparse.Namespace) -> int:
         _complete_corpus(folder, plan, shards, most_bad)
     except OSError as error:
         raise UserError(f"{error.filename or folder}: {error.strerror}; fix that and start again") from None
-    result: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "complete": True, "shards": total, "documents": sum(shard.documents for shard in shards),
         "tokens": sum(shard.tokens for shard in shards), "seconds": round(time.monotonic() - started, 2),
         "left_out": sum(map(_bad_count, shards)),
     }  # fmt: skip
-    words = f"{plural(result['documents'], 'document')}, {plural(result['tokens'], 'token')}"
-    log.info(f"{folder}: {words} in {plural(total, 'shard')} ({result['seconds']:,.1f} s)")
-    return _say(result, options.json)
+    words = f"{plural(summary['documents'], 'document')}, {plural(summary['tokens'], 'token')}"
+    log.info(f"{folder}: {words} in {plural(total, 'shard')} ({summary['seconds']:,.1f} s)")
+    return _say(summary, options.json)
 
 
 def _say(result: dict[str, Any], as_json: bool) -> int:
@@ -162,10 +162,10 @@ def _say(result: dict[str, Any], as_json: bool) -> int:
 
 def _plan(options: argparse.Namespace, tokenizer: Tokenizer) -> ShardPlan:
     """Collect everything that the shards depend on. Raises UserError: an option or an input file is wrong."""
-    out = os.path.realpath(options.output_dir)
-    for given in options.input:
-        if os.path.isdir(given) and f"{out}/".startswith(f"{os.path.realpath(given)}/"):
-            raise UserError(f"--output_dir {options.output_dir}: is inside the input {given}; name a folder outside")
+    output = os.path.realpath(options.output_dir)
+    for path in options.input:
+        if os.path.isdir(path) and f"{output}/".startswith(f"{os.path.realpath(path)}/"):
+            raise UserError(f"--output_dir {options.output_dir}: is inside the input {path}; name a folder outside")
     files = _files(options.input, options.include)
     sizes = [os.path.getsize(file) for file in files]
     units = cut_into_units(files, sizes, options.format == "text")
@@ -177,18 +177,18 @@ def _plan(options: argparse.Namespace, tokenizer: Tokenizer) -> ShardPlan:
     if len(units) > LONGEST:  # corpus.json could not be read
         raise UserError(f"--input: makes {len(units):,} shards, {LONGEST:,} are possible; join files into fewer")
     is_text = options.format == "text"
-    wanted = options.eos
+    eos = options.eos
     # "auto": a chat model's own eos token ends a turn (<|im_end|>); pretraining documents end with <|endoftext|>.
-    if wanted == "auto":
-        wanted = "<|endoftext|>" if len(tokenizer.encode("<|endoftext|>")) == 1 else tokenizer.eos_token
-    ends = {"bos": options.bos, "eos": wanted}
+    if eos == "auto":
+        eos = "<|endoftext|>" if len(tokenizer.encode("<|endoftext|>")) == 1 else tokenizer.eos_token
+    ends = {"bos": options.bos, "eos": eos}
     tokens = {name: "" if token == "none" else token for name, token in ends.items()}
     ids = {}
     for name, token in tokens.items():
-        found = tokenizer.encode(token) if token else [0]
-        if len(found) != 1:
+        encoded = tokenizer.encode(token) if token else [0]
+        if len(encoded) != 1:
             raise UserError(f"--{name} {token!r}: is not a single token of this tokenizer; name one, or write none")
-        ids[name] = found[0]
+        ids[name] = encoded[0]
     return ShardPlan(
         tokenizer=tokenizer.fingerprint, n_vocab=tokenizer.n_vocab, pad_id=tokenizer.pad_token_id,
         bos=tokens["bos"], eos=tokens["eos"], bos_id=ids["bos"], eos_id=ids["eos"],
@@ -200,13 +200,13 @@ def _plan(options: argparse.Namespace, tokenizer: Tokenizer) -> ShardPlan:
 
 def _files(inputs: Sequence[str], include: str) -> list[str]:
     """All input files, each once, in the order of --input; files of a folder are sorted by name."""
-    found, problems = dict[str, None](), list[str]()
-    for given in inputs:
-        if ".." not in given:  # "..": behind a link the shortened path may be another file
-            given = os.path.normpath(given)
-        if os.path.isdir(given):
+    all_files, problems = dict[str, None](), list[str]()
+    for input_path in inputs:
+        if ".." not in input_path:  # "..": behind a link the shortened path may be another file
+            input_path = os.path.normpath(input_path)
+        if os.path.isdir(input_path):
             below, unread = list[str](), list[OSError]()
-            for path, folders, names in os.walk(given, onerror=unread.append):
+            for path, folders, names in os.walk(input_path, onerror=unread.append):
                 folders[:] = sorted(name for name in folders if not name.startswith("."))  # os.walk follows this order
                 links = [link for name in folders if os.path.islink(link := os.path.join(path, name))]
                 problems += [f"{link}: is a link to a folder; remove it, or name it in --input" for link in links]
@@ -214,16 +214,16 @@ def _files(inputs: Sequence[str], include: str) -> list[str]:
                 below += [os.path.join(path, name) for name in chosen]
             problems += [f"{error.filename}: cannot be read: {error.strerror}" for error in unread]
             problems += [f"{file}: {unusable(file)}" for file in below if not os.path.isfile(file)]
-            problems += [] if below else [f"{given}: has no file {include}"]
-            found.update(dict.fromkeys(below))
+            problems += [] if below else [f"{input_path}: has no file {include}"]
+            all_files.update(dict.fromkeys(below))
         else:
-            files, wrong = matching_files(given)
-            found.update(dict.fromkeys(files))
+            files, wrong = matching_files(input_path)
+            all_files.update(dict.fromkeys(files))
             problems += wrong
     if problems:
         raise UserError("\n".join(problems))
-    once = {os.path.realpath(file): file for file in reversed(found)}  # the same file under several names
-    return [file for file in found if once[os.path.realpath(file)] == file]
+    once = {os.path.realpath(file): file for file in reversed(all_files)}  # the same file under several names
+    return [file for file in all_files if once[os.path.realpath(file)] == file]
 
 
 def _write_or_check_plan(folder: Path, plan: ShardPlan, by_time: bool) -> None:
@@ -239,7 +239,7 @@ def _write_or_check_plan(folder: Path, plan: ShardPlan, by_time: bool) -> None:
     now = asdict(plan)
     text = json.dumps({"plan": now, "changed": [os.stat(file).st_mtime_ns for file in plan.files]})
     if not path.exists():
-        others = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
+        others = [child for child in folder.iterdir() if not child.name.startswith(".")]
         if others and not path.exists():  # looked at again: another part may have written it in the meantime
             raise UserError(f"{folder}: is not empty and is not a corpus; name a new --output_dir")
         if not path.exists():
@@ -308,8 +308,8 @@ def _make_shards(
                 if any(_MOSTLY_BAD in error for error in errors):  # probably a wrong option: stop early
                     break
     except BrokenProcessPool:
-        what = "a tokenising process was killed, most likely because memory ran out (see dmesg)"
-        raise UserError(f"{what}; start again with fewer --workers; complete shards are kept") from None
+        problem = "a tokenising process was killed, most likely because memory ran out (see dmesg)"
+        raise UserError(f"{problem}; start again with fewer --workers; complete shards are kept") from None
     except KeyboardInterrupt:
         kill_workers()  # their unfinished shards are made again
         raise
@@ -371,8 +371,8 @@ def _bad_rows(folder: Path, plan: ShardPlan, shards: list[Shard], numbers: Seque
         for line in (
             shard_path(folder, number, "bad.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
         ):  # not splitlines(): texts hold U+2028
-            file, place, kind, detail = json.loads(line)
-            yield plan.files[file], before + place, kind, detail
+            file, line_number, kind, detail = json.loads(line)
+            yield plan.files[file], before + line_number, kind, detail
 
 
 def _first_bad(folder: Path, plan: ShardPlan, shards: list[Shard]) -> list[str]:
@@ -388,8 +388,8 @@ def _write_ledger(folder: Path, plan: ShardPlan, shards: list[Shard]) -> None:
     keys = ("bytes", "documents", "tokens", *kinds)
     merged: dict[str, Counter[str]] = {}
     for unit, shard in zip(plan.units, shards, strict=True):
-        more = unit.stop - unit.first - 1
-        counts = merged.setdefault(plan.files[unit.first] + (f" and {more} more" if more else ""), Counter())
+        others = unit.stop - unit.first - 1
+        counts = merged.setdefault(plan.files[unit.first] + (f" and {others} more" if others else ""), Counter())
         counts.update({"bytes": plan.bytes_of(unit), "documents": shard.documents, "tokens": shard.tokens, **shard.bad})
     _write_table(folder / "ledger.csv", ["file", *keys], ([name, *(c[k] for k in keys)] for name, c in merged.items()))
     if empty := [name for name, counts in merged.items() if not any(counts[key] for key in keys[1:])]:

@@ -86,9 +86,9 @@ def _check_words(options: argparse.Namespace, settings: Sequence[str]) -> None:
 def _microbatches(settings: Sequence[str]) -> list[str]:
     """A pipeline wants as many forwards of a step as it has stages, also where no step is taken."""
     pipeline, accumulation = "--parallelism.pipeline_parallel_degree", "--training.gradient_accumulation_steps"
-    given = [word for setting in settings for word in setting.split("=", 1)]
-    degree = given[given.index(pipeline) + 1 :][:1] if pipeline in given else []
-    return [accumulation, *degree] if degree and accumulation not in given else []
+    words = [word for setting in settings for word in setting.split("=", 1)]
+    degree = words[words.index(pipeline) + 1 :][:1] if pipeline in words else []
+    return [accumulation, *degree] if degree and accumulation not in words else []
 
 
 def _parser() -> tool.Parser:
@@ -115,10 +115,10 @@ def _student(options: argparse.Namespace, settings: Sequence[str] = ()) -> Confi
 
 
 def _out(options: argparse.Namespace, student: Config) -> Path:
-    out = options.out or student.objective.teacher
-    if not out:
+    folder = options.out or student.objective.teacher
+    if not folder:
         raise UserError("--out FOLDER is missing, and the config has no objective.teacher")
-    return Path(os.path.abspath(out))
+    return Path(os.path.abspath(folder))
 
 
 def _write_config(options: argparse.Namespace) -> Path:
@@ -126,9 +126,9 @@ def _write_config(options: argparse.Namespace) -> Path:
     if not options.model:
         raise UserError("--model TEACHER is missing: an HF folder, or another run's checkpoint/step-N")
     student = _student(options)
-    out = _out(options, student)
-    if os.path.lexists(out) and not (out / _OWN).exists() and not (out.is_dir() and not os.listdir(out)):
-        raise UserError(f"{out}: exists already, and is no teacher's folder; name a new one with --out")
+    folder = _out(options, student)
+    if os.path.lexists(folder) and not (folder / _OWN).exists() and not (folder.is_dir() and not os.listdir(folder)):
+        raise UserError(f"{folder}: exists already, and is no teacher's folder; name a new one with --out")
     training = replace(student.training, steps=1, epochs=0, target_tokens_per_step=0, gradient_accumulation_steps=1)
     training = replace(training, train_router=False)
     load = CheckpointConfig(initial_load_path=os.path.abspath(options.model))
@@ -138,27 +138,27 @@ def _write_config(options: argparse.Namespace) -> Path:
     try:
         kinds = {tuple(layer.adapted) for layer in Config(checkpoint=load).spec().layers}
     except UserError as error:
-        what = str(error).partition(";")[0].removeprefix("[checkpoint] initial_load_path = ")
-        raise UserError(f"--model: {what}; name an HF folder, or another run's checkpoint/step-N") from None
+        problem = str(error).partition(";")[0].removeprefix("[checkpoint] initial_load_path = ")
+        raise UserError(f"--model: {problem}; name an HF folder, or another run's checkpoint/step-N") from None
     idle = LoRAConfig(rank=1, target_modules=tuple({*outputs} & {name for kind in kinds for name in kind}))
     config = Config(
-        job=JobConfig(run_folder=str(out)),
+        job=JobConfig(run_folder=str(folder)),
         model=ModelConfig(tokenizer_path=student.tokenizer_path(), chat_template=student.model.chat_template),
         data=student.data,
         training=training,
         lr_scheduler=LRSchedulerConfig(warmup_steps=0),
         lora=idle,
         checkpoint=load,
-        objective=ObjectiveConfig(name="teach", teacher=str(out), top_k=options.top_k or _TOP_K),
+        objective=ObjectiveConfig(name="teach", teacher=str(folder), top_k=options.top_k or _TOP_K),
         metrics=MetricsConfig(enable_tensorboard=False),
     )
     check_teacher(config.checkpoint.initial_load_path, config.tokenizer_path())
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        write(out / _OWN, to_toml(config))
+        folder.mkdir(parents=True, exist_ok=True)
+        write(folder / _OWN, to_toml(config))
     except OSError as error:
-        raise UserError(f"{out}: cannot be written ({error.strerror}); name another folder with --out") from None
-    return out / _OWN
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); name another folder with --out") from None
+    return folder / _OWN
 
 
 if __name__ == "__main__":

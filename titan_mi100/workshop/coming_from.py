@@ -18,9 +18,9 @@ from titan_mi100.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    given = sys.argv[1:] if argv is None else argv
+    arguments = sys.argv[1:] if argv is None else argv
     ours = ("-h", "--help", "--version")
-    words = [word if word in ours else word.lstrip("-") for word in given]  # an option as it was typed
+    words = [word if word in ours else word.lstrip("-") for word in arguments]  # an option as it was typed
     return cli.exit_code(lambda: print("\n".join(_lines(_parser().parse_args(words)))))
 
 
@@ -33,30 +33,30 @@ def _parser() -> argparse.ArgumentParser:
 
 def _lines(options: argparse.Namespace) -> Iterator[str]:
     name, _, value = options.name.partition("=")
-    values, wanted = options.value or [value] * bool(value), _plain(name)
+    values, plain_name = options.value or [value] * bool(value), _plain(name)
     trainers = dict.fromkeys(entry.trainer for entry in entries())
-    found = [entry for entry in entries() if wanted in map(_last, entry.names) or wanted in entry.names]
-    found += [entry for entry in (find(wanted),) if name and entry and entry not in found]
-    found += [
+    matching = [entry for entry in entries() if plain_name in map(_last, entry.names) or plain_name in entry.names]
+    matching += [entry for entry in (find(plain_name),) if name and entry and entry not in matching]
+    matching += [
         entry
         for entry in entries()
-        if name and wanted in map(_plain, [entry.trainer, *re.split(", | and ", entry.trainer)])
+        if name and plain_name in map(_plain, [entry.trainer, *re.split(", | and ", entry.trainer)])
     ]
-    ours = [key for key in our_keys() if wanted in (key, _last(key))]
+    ours = [key for key in our_keys() if plain_name in (key, _last(key))]
     if not name:
         yield from (f"titan-mi100 coming-from {trainer!r}" for trainer in trainers if " and " not in trainer)
-    elif not (found or ours):
-        near = difflib.get_close_matches(wanted, [each for entry in entries() for each in entry.names], n=3)
+    elif not (matching or ours):
+        near = difflib.get_close_matches(plain_name, [each for entry in entries() for each in entry.names], n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else f"; trainers: {'; '.join(trainers)}"
         raise UserError(f"{name}: no option that is known{hint}")
     if ours and name:
         yield f"{name} is a name here: {' or '.join(ours)}"
-    if values and (advice := advise(wanted, values if len(values) > 1 else values[0], None)):
+    if values and (advice := advise(plain_name, values if len(values) > 1 else values[0], None)):
         yield f"--{name} {' '.join(values)} {advice.text}"
     for trainer in trainers:
-        if mine := [entry for entry in found if entry.trainer == trainer]:
+        if own_entries := [entry for entry in matching if entry.trainer == trainer]:
             yield f"# {trainer}"
-            yield from (line for entry in mine for line in described(entry))
+            yield from (line for entry in own_entries for line in described(entry))
 
 
 def _last(name: str) -> str:
@@ -71,7 +71,7 @@ def described(entry: Entry) -> list[str]:
     """An option's names, and below them what they are here."""
     here = [entry.key] if entry.key else []
     for setting in dict.fromkeys(entry.settings.values()):
-        values = ", ".join(value for value, given in entry.settings.items() if given == setting)
+        values = ", ".join(value for value, mapped in entry.settings.items() if mapped == setting)
         here.append(f"{values}: {setting or 'leave it out'}")
     if not entry.exists:
         here.append("does not exist here" if not here else "else it does not exist here")

@@ -87,12 +87,12 @@ class Carried:
 
     def set(self, key: str, words: Sequence[Any], name: str, is_exact: bool = True) -> None:
         """The first exact value counts. Another one, such as the rank that `use_peft` stands for, gives way to it."""
-        value = tuple(map(str, words))
+        texts = tuple(map(str, words))
         if key not in self.settings or (is_exact and key in self.loose):
-            self.settings[key], self.sources[key] = value, name
+            self.settings[key], self.sources[key] = texts, name
             (self.loose.discard if is_exact else self.loose.add)(key)
-        elif is_exact and self.settings[key] != value:
-            self.lost[name] = f"= {shown(' '.join(value))}: {key} is set by {self.sources[key]} already"
+        elif is_exact and self.settings[key] != texts:
+            self.lost[name] = f"= {shown(' '.join(texts))}: {key} is set by {self.sources[key]} already"
 
     def checked(self, cards: int) -> Config:
         """The config. A setting that is refused is not carried over.
@@ -101,18 +101,18 @@ class Carried:
             UserError: there are other problems.
         """
         while True:
-            words = {key: value for key, value in self.settings.items() if self.has_model or key != _MODEL}
-            given = ["--job.config_file", str(bundled.FOLDER / "finetune.toml")]
-            given += ["--model.flavor", "0.6B"] * (not self.has_model)  # any shape: the model's is not known yet
-            for key, value in words.items():
-                given += [f"--{key}={value[0]}"] if len(value) == 1 else [f"--{key}", *value]
+            words = {key: texts for key, texts in self.settings.items() if self.has_model or key != _MODEL}
+            arguments = ["--job.config_file", str(bundled.FOLDER / "finetune.toml")]
+            arguments += ["--model.flavor", "0.6B"] * (not self.has_model)  # any shape: the model's is not known yet
+            for key, texts in words.items():
+                arguments += [f"--{key}={texts[0]}"] if len(texts) == 1 else [f"--{key}", *texts]
             try:
-                return load_config(given, cards, with_files=False)
+                return load_config(arguments, cards, with_files=False)
             except UserError as error:
-                said = str(error).splitlines()
-            refused = {key: line for line in said for key in words if line.startswith(f"--{key} ") and key != _MODEL}
+                lines = str(error).splitlines()
+            refused = {key: line for line in lines for key in words if line.startswith(f"--{key} ") and key != _MODEL}
             if not refused:
-                raise UserError("\n".join(f"{self.path}: {line}" for line in said))
+                raise UserError("\n".join(f"{self.path}: {line}" for line in lines))
             for key, line in refused.items():
                 del self.settings[key]
                 if (name := self.sources.pop(key)) in self.lines:  # else it is a default
@@ -120,13 +120,13 @@ class Carried:
 
     def change(self, config: Config) -> dict[str, dict[str, Any]]:
         """The settings by section, in their types."""
-        found: dict[str, dict[str, Any]] = {"checkpoint": {"initial_load_path": self.model}}
+        sections: dict[str, dict[str, Any]] = {"checkpoint": {"initial_load_path": self.model}}
         for key, words in self.settings.items():
             section, _, name = key.partition(".")
             is_short = name == "target_modules" and words == (ALL_LINEAR,)
-            value = words if is_short else getattr(getattr(config, section), name)
-            found.setdefault(section, {}).setdefault(name, value)
-        return found
+            setting = words if is_short else getattr(getattr(config, section), name)
+            sections.setdefault(section, {}).setdefault(name, setting)
+        return sections
 
     def report(self) -> list[str]:
         lost, lines = sorted(self.lost, key=self.line), list[str]()
@@ -134,8 +134,8 @@ class Carried:
         idle += self.idle
         groups = [[name for name in lost if name not in idle], [name for name in lost if name in idle]]
         for title, names in zip(("which changes the result", "without effect on the result"), groups, strict=True):
-            found = [f"  {self.place(name)} {self.lost[name]}" for name in names]
-            lines += [f"not carried over, {title}:", *found] if found else []
+            reasons = [f"  {self.place(name)} {self.lost[name]}" for name in names]
+            lines += [f"not carried over, {title}:", *reasons] if reasons else []
         lines = lines or ["all keys are carried over"]
         used = {source.partition(";")[0] for source in self.sources.values()} | self.lost.keys()
         rest = [as_key(name) for name in self.names if name not in used]
@@ -150,15 +150,15 @@ class Carried:
         if self.is_packed:
             yield f"a step: {plural(rows, 'packed row')} of {seq_len:,} tokens, as there"
         elif found is None:
-            what = f"{plural(rows, 'example')} there; here as many rows of {seq_len:,} packed tokens, each with several"
-            yield f"WARNING a step: {what} examples; training.target_tokens_per_step sets the tokens"
+            hint = f"{plural(rows, 'example')} there; here as many rows of {seq_len:,} packed tokens, each with several"
+            yield f"WARNING a step: {hint} examples; training.target_tokens_per_step sets the tokens"
         else:
             tokens = round(rows * float(found.lengths.mean()))
             while found.share == 1 and seq_len >= 2 * found.lengths.max() and tokens < seq_len * batch.dp_degree:
                 seq_len //= 2  # it only limits the examples there, but is a row's size here
             self.settings.pop("training.gradient_accumulation_steps", None)
-            for key, value in {"seq_len": seq_len, "local_batch_size": 1, "target_tokens_per_step": tokens}.items():
-                self.settings[f"training.{key}"] = (str(value),)
+            for key, setting in {"seq_len": seq_len, "local_batch_size": 1, "target_tokens_per_step": tokens}.items():
+                self.settings[f"training.{key}"] = (str(setting),)
                 is_sum = key == "target_tokens_per_step"
                 name = self.sources.get(f"training.{'gradient_accumulation_steps' if is_sum else key}", "")
                 self.sources[f"training.{key}"] = f"{name}; a step has the tokens of {plural(rows, 'example')}"
@@ -262,25 +262,25 @@ def carry(path: str, trainer: str, model: str, data: Sequence[str]) -> Carried:
 
 def _trainer(path: str, file: YamlFile, given: str) -> str:
     trainers = {name.lower(): name for name in _FACTS}
-    found = [name for name in trainers.values() if any(mark in file.values for mark in _FACTS[name]["marks"])]
+    candidates = [name for name in trainers.values() if any(mark in file.values for mark in _FACTS[name]["marks"])]
     if given and given.lower() not in trainers:
         raise UserError(f"--trainer {given}: is none of {', '.join(trainers.values())}")
-    if not given and len(found) != 1:
-        what = f"has keys of {' and of '.join(found)}" if found else "has no key that tells its trainer"
-        raise UserError(f"{path}: {what}; name it with --trainer: {', '.join(trainers.values())}")
-    return trainers[given.lower()] if given else found[0]
+    if not given and len(candidates) != 1:
+        problem = f"has keys of {' and of '.join(candidates)}" if candidates else "has no key that tells its trainer"
+        raise UserError(f"{path}: {problem}; name it with --trainer: {', '.join(trainers.values())}")
+    return trainers[given.lower()] if given else candidates[0]
 
 
 def _entry(trainer: str, name: str) -> Entry | None:
     """The trainer's own entry, else one that it shares."""
-    found = [entry for entry in entries() if name in entry.names and trainer in entry.trainer]
-    return min(found, key=lambda entry: len(entry.trainer), default=None)
+    matching = [entry for entry in entries() if name in entry.names and trainer in entry.trainer]
+    return min(matching, key=lambda entry: len(entry.trainer), default=None)
 
 
 def _flat(values: Mapping[str, Any], trainer: str) -> Iterator[tuple[str, Any]]:
     """The keys with their values; instead of a key, those inside of it, if the table has one of them."""
     for name, value in values.items():
-        inside = {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {}
+        inside = {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {}
         yield from inside.items() if any(_entry(trainer, key) for key in inside) else [(name, value)]
 
 
@@ -300,13 +300,13 @@ def _take(carried: Carried, name: str, value: Any, entry: Entry) -> None:
     if name == "wandb_project":
         carried.lost[name] = f"= {shown(value)}: W&B is on; the environment variable WANDB_PROJECT names the project"
         return carried.set("metrics.enable_wandb", ["true"], name)
-    for item in value if isinstance(value, list) and not entry.key else [value]:
-        item = "no" if item is False and "no" in entry.settings else item  # YAML reads `no` as false
-        if setting_of(entry, item) == "" or (not entry.exists and item in (False, 0)):
+    for choice in value if isinstance(value, list) and not entry.key else [value]:
+        choice = "no" if choice is False and "no" in entry.settings else choice  # YAML reads `no` as false
+        if setting_of(entry, choice) == "" or (not entry.exists and choice in (False, 0)):
             continue
-        if item in _ALL["near"]:
-            carried.notes.append(f"{name} = {item}: {entry.note}")
-        advice = advise(name, item, {}, entry)
+        if choice in _ALL["near"]:
+            carried.notes.append(f"{name} = {choice}: {entry.note}")
+        advice = advise(name, choice, {}, entry)
         assert advice is not None
         text, _, command = advice.text.partition("; fetch it first: ")
         for ours, toml in advice.written.items():
@@ -314,13 +314,13 @@ def _take(carried: Carried, name: str, value: Any, entry: Entry) -> None:
             carried.set(ours, words if isinstance(words, list) else [words], name, advice.is_exact)
             if command and carried.sources[ours] == name and not os.path.lexists(words):
                 carried.fetch.append(command)
-                if ours == _MODEL and "qwen3" not in str(item).lower():
+                if ours == _MODEL and "qwen3" not in str(choice).lower():
                     carried.notes.append(f"{name}: only Qwen3 and Qwen3.5 are trained here (docs/MODELS.md)")
             elif ours == _MODEL and not carried.has_model:
-                raise UserError(f"{carried.place(name)} = {shown(item)}: no such folder; name another with --model")
+                raise UserError(f"{carried.place(name)} = {shown(choice)}: no such folder; name another with --model")
         if not advice.written:
             reason = re.sub(r"^is an option of [\w ,-]+?( and does not exist here)?[:;] (here: )?", "", text)
-            carried.lost[name] = f"= {shown(item)}: {reason.partition('; leave it out')[0]}"
+            carried.lost[name] = f"= {shown(choice)}: {reason.partition('; leave it out')[0]}"
             if name in _ALL["kinds"]:
                 raise UserError(f"{carried.place(name)} {carried.lost[name]}")
     return None
@@ -339,8 +339,8 @@ def _take_losses(carried: Carried, values: dict[str, Any]) -> None:
         if beside:
             carried.set("objective.sft_weight", [beside / share], "loss_type")
     else:
-        what = "one loss of pairs can be carried over, with sft beside it (objective.sft_weight)"
-        carried.lost["loss_type"] = f"= {shown(values.pop('loss_type'))}: only {what}"
+        limitation = "one loss of pairs can be carried over, with sft beside it (objective.sft_weight)"
+        carried.lost["loss_type"] = f"= {shown(values.pop('loss_type'))}: only {limitation}"
 
 
 def _named_files(carried: Carried, name: str, value: Any, folder: str) -> Any:
@@ -349,22 +349,22 @@ def _named_files(carried: Carried, name: str, value: Any, folder: str) -> Any:
     index = next((path for each in folders if os.path.isfile(path := os.path.join(each, "dataset_info.json"))), "")
     if carried.trainer != "LLaMA-Factory" or not index:
         return value
-    info, found = read_object(Path(index), "correct it, or name the files with --data"), list[str]()
+    info, files = read_object(Path(index), "correct it, or name the files with --data"), list[str]()
     for each in value if isinstance(value, list) else map(str.strip, str(value).split(",")):
-        entry: dict[str, Any] = given if isinstance(given := info.get(str(each)), dict) else {}
-        found.append(os.path.join(os.path.dirname(index), str(entry["file_name"])) if "file_name" in entry else each)
-        for key in sorted(entry.keys() - {"file_name", "formatting", "ranking"}):
-            what = "the form of the rows is recognised; other columns are named in data.prompt_column and its like"
-            carried.lost[f"{name}.{each}.{key}"] = f"= {shown(entry[key])}: in {index}; {what}"
-    return found
+        facts: dict[str, Any] = description if isinstance(description := info.get(str(each)), dict) else {}
+        files.append(os.path.join(os.path.dirname(index), str(facts["file_name"])) if "file_name" in facts else each)
+        for key in sorted(facts.keys() - {"file_name", "formatting", "ranking"}):
+            reason = "the form of the rows is recognised; other columns are named in data.prompt_column and its like"
+            carried.lost[f"{name}.{each}.{key}"] = f"= {shown(facts[key])}: in {index}; {reason}"
+    return files
 
 
 def _take_data(carried: Carried, key: str, name: str, value: Any) -> None:
     """Files, or names of data sets; of axolotl and in TRL's mixtures a table for each."""
     harmless = _ALL["data_set"]
     paths, forms, is_used, is_here = list[str](), set[str](), key not in carried.settings, True
-    for number, item in enumerate(value if isinstance(value, list) else str(value).split(",")):
-        table = item if isinstance(item, dict) else {"path": str(item).strip()}
+    for number, data_set in enumerate(value if isinstance(value, list) else str(value).split(",")):
+        table = data_set if isinstance(data_set, dict) else {"path": str(data_set).strip()}
         files = table.get("data_files") or table.get("path") or ""
         for path in map(str, files if isinstance(files, list) else [files]):
             is_of_hub = bool(matching_files(path)[1] and hub_id(path))
@@ -377,14 +377,14 @@ def _take_data(carried: Carried, key: str, name: str, value: Any) -> None:
                 how = f"of the hub, fetch it: {command}; then name its" if is_of_hub else "no such file; name the"
                 carried.notes.append(f"{as_key(name)}: {shown(path)}: {how} JSONL, JSON or parquet files with --data")
         if table.get("type") == "alpaca":
-            what = 'its own prompt, "Below is an instruction ...", is not written: rows have the model\'s chat template'
-            carried.lost[f"{name}[{number}].type"] = f"= 'alpaca': {what}"
+            note = 'its own prompt, "Below is an instruction ...", is not written: rows have the model\'s chat template'
+            carried.lost[f"{name}[{number}].type"] = f"= 'alpaca': {note}"
         forms.add(harmless["type"].get(str(table.get("type")), "auto"))
         carried.has_texts |= "text" in forms
-        for inner, given in table.items():
-            if inner not in ("path", "data_files") and given not in (None, False, *harmless.get(inner, ())):
+        for inner, setting in table.items():
+            if inner not in ("path", "data_files") and setting not in (None, False, *harmless.get(inner, ())):
                 reason = "no setting for it; files are read whole, and the form of their rows is recognised"
-                carried.lost[f"{name}[{number}].{inner}"] = f"= {shown(given)}: {reason}"
+                carried.lost[f"{name}[{number}].{inner}"] = f"= {shown(setting)}: {reason}"
     carried.set(key, paths, name if is_here else f"{name}; not here yet")
     if len(forms) == 1 and is_used and "auto" not in forms:
         carried.set("data.format", [*forms], name)

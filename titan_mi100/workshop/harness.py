@@ -42,14 +42,14 @@ def _run(arguments: Sequence[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(cli.reflowed(__doc__) + cli.example_of("titan-mi100 evaluate harness"), end="")
         return 0
-    given, rest = parser().parse_known_args(arguments)
+    options, rest = parser().parse_known_args(arguments)
     if len(rest) < 2 or any(argument.startswith("-") for argument in rest[:2]):
         raise UserError("name a checkpoint and tasks; see --help")
     checkpoint, tasks, *rest = Path(os.path.abspath(rest[0])), *rest[1:]
     if "," in str(checkpoint):
         raise UserError(f"{checkpoint}: lm_eval cannot use a path with a comma; rename it, or make a link to it")
     # Absolute paths, because lm_eval runs in the folder of the tasks.
-    results, folder = Path(os.path.abspath(given.output_path or f"{checkpoint}-eval")), None
+    results, folder = Path(os.path.abspath(options.output_path or f"{checkpoint}-eval")), None
     if tasks.endswith(".yaml") or any(Path(tasks).glob("*.yaml")):
         if not os.path.exists(tasks):
             raise UserError(f"{tasks}: no such file")
@@ -61,7 +61,7 @@ def _run(arguments: Sequence[str]) -> int:
     model = _hf_folder(checkpoint)
     try_library(model)
     trained = prompt_settings(read_assets(model), model)
-    model_args = ",".join([f"pretrained={model}", *given.model_args])
+    model_args = ",".join([f"pretrained={model}", *options.model_args])
     rest += _system_as_trained(trained, rest)
     command = ["--model", "hf", "--model_args", model_args, "--tasks", tasks, "--output_path", str(results), *rest]
     return _evaluate(command, results, folder)
@@ -69,10 +69,10 @@ def _run(arguments: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Of lm_eval's options those that we extend."""
-    found = cli.Parser(prog="titan-mi100 evaluate harness", add_help=False)
-    found.add_argument("-o", "--output_path", default="")
-    found.add_argument("-a", "--model_args", nargs="*", action="extend", default=[])  # separated by commas or spaces
-    return found
+    known = cli.Parser(prog="titan-mi100 evaluate harness", add_help=False)
+    known.add_argument("-o", "--output_path", default="")
+    known.add_argument("-a", "--model_args", nargs="*", action="extend", default=[])  # separated by commas or spaces
+    return known
 
 
 def _hf_folder(checkpoint: Path) -> Path:
@@ -125,7 +125,7 @@ def _evaluate(arguments: Sequence[str], results: Path, folder: str | None) -> in
     results.mkdir(parents=True, exist_ok=True)
     log = results / "lm_eval.log"
     check_output(log, "--output_path", lambda start: True)
-    said = bytearray()
+    output = bytearray()
     with (
         log.open("wb") as kept,
         subprocess.Popen(
@@ -138,11 +138,11 @@ def _evaluate(arguments: Sequence[str], results: Path, folder: str | None) -> in
             for target in (kept, sys.stdout.buffer):
                 target.write(piece)
                 target.flush()
-            said += piece
+            output += piece
     if process.returncode == 0:
         _say(f"results: {results}")
         return 0
-    if missing := re.findall(rb"Tasks not found.*", said):
+    if missing := re.findall(rb"Tasks not found.*", output):
         words = missing[-1].decode(errors="replace")  # the last match: earlier ones may be source lines of a traceback
         raise UserError(f"{words}; list the known tasks with: python -m lm_eval ls tasks")
     cli.say(f"lm_eval failed with exit code {process.returncode}; see its output in {log}")

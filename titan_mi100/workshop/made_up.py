@@ -29,22 +29,22 @@ def packed(
         documents: each (ids, supervised), two (tokens,) arrays.
         together: documents of a record, see packing.pack_together.
     """
-    values = [document_values(ids, supervised) for ids, supervised in documents]
-    lengths = np.array([len(ids) for ids in values], dtype=np.int64)
+    encoded = [document_values(ids, supervised) for ids, supervised in documents]
+    lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)
     starts = np.concatenate(([0], np.cumsum(lengths)))
     packing = pack_together(lengths, seq_len, together)
-    return PackedDataset(DocumentTable(np.concatenate(values), starts), packing, seq_len, pad_id)
+    return PackedDataset(DocumentTable(np.concatenate(encoded), starts), packing, seq_len, pad_id)
 
 
 def random_rows(rows: int, seq_len: int, vocabulary: int, supervised_share: float, seed: int = 7) -> PackedDataset:
     """Full rows of documents of random tokens, each token supervised with the given probability."""
     random, tokens = np.random.default_rng(seed), rows * seq_len
-    values = 2 * random.integers(0, vocabulary, tokens, dtype=np.uint32) + (random.random(tokens) < supervised_share)
+    encoded = 2 * random.integers(0, vocabulary, tokens, dtype=np.uint32) + (random.random(tokens) < supervised_share)
     ends = np.arange(0, tokens + 1, seq_len)  # where rows end; the last document of a row ends there too
     cuts = np.cumsum(random.integers(*_LENGTHS, tokens // _LENGTHS[0]))
     starts = np.union1d(ends, cuts[cuts < tokens])
     packing = Packing(np.searchsorted(starts, ends), np.arange(len(starts) - 1))
-    return PackedDataset(DocumentTable(values.astype(np.uint32), starts), packing, seq_len, pad_id=0)
+    return PackedDataset(DocumentTable(encoded.astype(np.uint32), starts), packing, seq_len, pad_id=0)
 
 
 def made_up(train: PackedDataset, validation: PackedDataset | None = None) -> Prepared:

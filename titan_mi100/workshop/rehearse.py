@@ -48,23 +48,23 @@ def _rehearse(options: argparse.Namespace, settings: Sequence[str]) -> int:
     try:
         config = load_config(settings, ranks, with_files=False)
     except UserError as error:
-        said = (
+        message = (
             str(error)
             .replace("./run_train.sh --nproc_per_node", "--rehearse")
             .replace("--nproc_per_node", "--rehearse")
         )
-        raise UserError(said) from None
+        raise UserError(message) from None
     _refuse(config.compile, config.parallelism, ranks, options.ranks)
     from titan_mi100.workshop.rehearsal.counter import ranks_of_stages  # imported after the checks: torch takes seconds
     from titan_mi100.workshop.rehearsal.session import rehearse
 
     chosen = options.ranks or ranks_of_stages(config.layout(ranks))
-    found = [rehearse(config, ranks, rank, card) for rank in chosen]
-    most = with_unseen(max(rehearsed.memory.peak for rehearsed in found))
+    rehearsals = [rehearse(config, ranks, rank, card) for rank in chosen]
+    most = with_unseen(max(rehearsed.memory.peak for rehearsed in rehearsals))
     if options.json:
-        print(json.dumps(_as_json(found, gpu, card, most)))
+        print(json.dumps(_as_json(rehearsals, gpu, card, most)))
     else:
-        lines = _lines(config.layout(ranks), config.batch(ranks), config.training.seq_len, found, gpu, card, most)
+        lines = _lines(config.layout(ranks), config.batch(ranks), config.training.seq_len, rehearsals, gpu, card, most)
         print("\n".join(lines))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         print(f"\nrehearsed in {time.perf_counter() - started:.0f} s and {peak / GIB:.1f} GiB of this machine's memory")

@@ -29,13 +29,13 @@ def _rows(config: Config) -> tuple[Wanted, str]:
     """What the answers must fit, and the tokenizer's fingerprint."""
     if config.objective.answers:
         raise UserError('[objective] name = "preference": a teacher is for rows of sft and distill')
-    data = prepare_run(config, None)
-    every = [source.rows for source in (*data.sources, *data.validation)]
+    prepared = prepare_run(config, None)
+    every = [source.rows for source in (*prepared.sources, *prepared.validation)]
     if len(sets := [rows for rows in every if isinstance(rows, PackedDataset)]) < len(every):
         raise UserError(
             "a source is a corpus of titan-mi100 prepare, which has no rows to ask about; name its files instead"
         )
-    return Wanted(sets, data.facts.n_vocab), data.facts.tokenizer
+    return Wanted(sets, prepared.facts.n_vocab), prepared.facts.tokenizer
 
 
 def write_ids(config: Config, path: Path) -> None:
@@ -55,27 +55,27 @@ def read_answers(config: Config, path: Path, out: Path, k: int) -> None:
         UserError: a line is not of its document, or has fewer than k ids, or log probabilities that are none; nothing
             is left of the folder.
     """
-    wanted, tokenizer = _rows(config)
-    if k > wanted.vocabulary:
-        raise UserError(f"--top_k {k}: the tokenizer has {wanted.vocabulary:,} ids; the usual is 32")
-    lines, about = _Lines(path, wanted), wanted.about("teacher", f"vLLM: {path.name}", tokenizer, k, VLLM)
-    with atomic_output_folder(out) as aside, ByteProgress("reading vLLM's answers", wanted.count) as progress:
+    expected, tokenizer = _rows(config)
+    if k > expected.vocabulary:
+        raise UserError(f"--top_k {k}: the tokenizer has {expected.vocabulary:,} ids; the usual is 32")
+    lines, about = _Lines(path, expected), expected.about("teacher", f"vLLM: {path.name}", tokenizer, k, VLLM)
+    with atomic_output_folder(out) as aside, ByteProgress("reading vLLM's answers", expected.count) as progress:
         store = AnswerStore(aside, about, "")
         store.begin()
         for part in range(about.parts):
-            numbers = wanted.documents(about, part)
-            found = [lines.next_document(number, k) for number in numbers.tolist()]
+            numbers = expected.documents(about, part)
+            answers = [lines.next_document(number, k) for number in numbers.tolist()]
             arrays: dict[str, np.ndarray] = {
                 "documents": numbers,
-                "tokens": np.array([len(ids) for ids, _ in found], np.int64),
-                "ids": np.concatenate([ids for ids, _ in found]),
-                "log_p": np.concatenate([log_p for _, log_p in found]),
+                "tokens": np.array([len(ids) for ids, _ in answers], np.int64),
+                "ids": np.concatenate([ids for ids, _ in answers]),
+                "log_p": np.concatenate([log_p for _, log_p in answers]),
             }
-            store.write(part, arrays, wanted)
+            store.write(part, arrays, expected)
             progress.advance(len(numbers))
         lines.end()
         store.warn_of_mass()
-    log.info(f"{out}: the answers to {wanted.count:,} documents")
+    log.info(f"{out}: the answers to {expected.count:,} documents")
     if lines.padding:
         log.info(f"{out}: {lines.padding:,} ids of the head's padding, which no token has, are left out")
 
@@ -107,36 +107,38 @@ class _Lines:
         """The ids and log p of a document's learned tokens, (t, k) each, the likeliest first."""
         where, line = next(self._lines, (str(self._path), None))
         if line is None:
-            what = f"has {number:,} lines, the data have {self._wanted.count:,} documents"
-            raise UserError(f"{where}: {what}; ask for the others, too")
-        values = self._wanted.sets[0].documents[number]
-        ids, learned = (values >> 1).tolist(), (values & 1).astype(bool).tolist()
-        given, answers = line["prompt_token_ids"], line["prompt_logprobs"]
-        if given != ids:
-            place = next((i for i, pair in enumerate(zip(given, ids, strict=False)) if pair[0] != pair[1]), None)
-            what = (
-                f"{len(given)} ids, the document has {len(ids)}" if place is None else f"id {place} is {given[place]!r}"
+            problem = f"has {number:,} lines, the data have {self._wanted.count:,} documents"
+            raise UserError(f"{where}: {problem}; ask for the others, too")
+        encoded = self._wanted.sets[0].documents[number]
+        ids, learned = (encoded >> 1).tolist(), (encoded & 1).astype(bool).tolist()
+        prompt_ids, answers = line["prompt_token_ids"], line["prompt_logprobs"]
+        if prompt_ids != ids:
+            index = next((i for i, pair in enumerate(zip(prompt_ids, ids, strict=False)) if pair[0] != pair[1]), None)
+            problem = (
+                f"{len(prompt_ids)} ids, the document has {len(ids)}"
+                if index is None
+                else f"id {index} is {prompt_ids[index]!r}"
             )
-            what = f"prompt_token_ids are not those of document {number}: {what}"
-            raise UserError(f"{where}: {what}; is it of other data?")
+            problem = f"prompt_token_ids are not those of document {number}: {problem}"
+            raise UserError(f"{where}: {problem}; is it of other data?")
         if len(answers) != len(ids):
             raise UserError(f"{where}: prompt_logprobs has {len(answers)} entries for {len(ids)} ids")
-        places = [place for place in range(1, len(ids)) if learned[place]]
-        found = [self._position(f"{where}: prompt_logprobs[{i}]", answers[i], ids[i]) for i in places]
-        if short := next((len(pairs) for pairs in found if len(pairs) < k), 0):
-            what = f"a token has {short} ids; ask vLLM for prompt_logprobs = {k}, or set --top_k {short}"
-            raise UserError(f"{where}: {what}")
-        kept = np.array([pairs[:k] for pairs in found], np.float64).reshape(-1, k, 2)
+        positions = [index for index in range(1, len(ids)) if learned[index]]
+        candidates = [self._position(f"{where}: prompt_logprobs[{i}]", answers[i], ids[i]) for i in positions]
+        if short := next((len(pairs) for pairs in candidates if len(pairs) < k), 0):
+            problem = f"a token has {short} ids; ask vLLM for prompt_logprobs = {k}, or set --top_k {short}"
+            raise UserError(f"{where}: {problem}")
+        kept = np.array([pairs[:k] for pairs in candidates], np.float64).reshape(-1, k, 2)
         return kept[:, :, 0].astype(np.int32), kept[:, :, 1].astype(np.float32)
 
     def _position(self, where: str, answer: Any, token: int) -> list[tuple[int, float]]:
         """The ids and their log p at a position whose own id is `token`."""
         pairs = list[tuple[int, float]]()
-        for text, entry in answer.items() if isinstance(answer, dict) else [("", None)]:
-            value = entry.get("logprob") if isinstance(entry, dict) else None
-            if not _ID.fullmatch(text) or isinstance(value, bool) or not isinstance(value, int | float):
+        for text, fields in answer.items() if isinstance(answer, dict) else [("", None)]:
+            logprob = fields.get("logprob") if isinstance(fields, dict) else None
+            if not _ID.fullmatch(text) or isinstance(logprob, bool) or not isinstance(logprob, int | float):
                 raise UserError(f"{where} must be ID: {{logprob: x}}, with ids of the vocabulary")
-            pairs.append((int(text), float(value)))
+            pairs.append((int(text), float(logprob)))
         if token not in dict(pairs):
             raise UserError(f"{where} lacks the id {token} that stands there: the positions are not those of the ids")
         if any(not -1e4 < log_p <= ROUNDING for _, log_p in pairs):

@@ -82,19 +82,17 @@ def _checked(
         UserError: it is no plain value, or repeats a key.
     """
     if node.tag not in _PLAIN:
-        what = f"the tag {as_key(node.tag.replace(_TAG, '!!'))} is not followed, only plain values are read"
-        raise UserError(f"{path}:{_line(node)}: {where or 'the file'}: {what}; delete the tag, or the key")
+        why = f"the tag {as_key(node.tag.replace(_TAG, '!!'))} is not followed, only plain values are read"
+        raise UserError(f"{path}:{_line(node)}: {where or 'the file'}: {why}; delete the tag, or the key")
     if isinstance(node.value, str) and not is_utf8(node.value):
         raise UserError(f"{path}:{_line(node)}: {where} is not UTF-8; write another text")
     if isinstance(node.value, str) and loader:
         try:
             is_long = len(repr(loader.construct_object(node))) > _LONGEST and node.tag != f"{_TAG}str"
         except Exception as error:  # PyYAML raises all kinds for a date without such a day, or a number without digits
-            what = (
-                f"cannot be read as {as_key(node.tag.replace(_TAG, '!!'))}: {shortened(' '.join(str(error).split()))}"
-            )
+            why = f"cannot be read as {as_key(node.tag.replace(_TAG, '!!'))}: {shortened(' '.join(str(error).split()))}"
             raise UserError(
-                f"{path}:{_line(node)}: {where} = {shortened(node.value)} {what}; correct it, or quote it without a tag"
+                f"{path}:{_line(node)}: {where} = {shortened(node.value)} {why}; correct it, or quote it without a tag"
             ) from None
         if is_long:
             raise UserError(f"{path}:{_line(node)}: {where} is a number that no setting has; correct it")
@@ -102,8 +100,8 @@ def _checked(
     yield f"{where}: an alias, with the value of line {_line(node)}" if is_alias else ""
     seen.add(id(node))
     names = set[str]()
-    for number, item in enumerate(node.value if isinstance(node.value, list) else ()):
-        key, value = item if isinstance(item, tuple) else (None, item)
+    for number, member in enumerate(node.value if isinstance(node.value, list) else ()):
+        key, value_node = member if isinstance(member, tuple) else (None, member)
         name = f"{where}[{number}]"
         if key is not None:
             yield from _checked(path, key, f"a key of {where or 'the file'}", seen, None, is_repeated=True)
@@ -112,4 +110,4 @@ def _checked(
             names.add(key.value)
             key.tag = key.tag if key.tag == f"{_TAG}merge" else f"{_TAG}str"  # `on` is a name here, not true
             name = f"{where}.{as_key(key.value)}".lstrip(".")
-        yield from _checked(path, value, name, seen, loader, is_repeated or is_alias)
+        yield from _checked(path, value_node, name, seen, loader, is_repeated or is_alias)

@@ -47,25 +47,25 @@ def explain(
         template = ChatTemplate.of(tokenizer, config.tokenizer_path(), config.model.chat_template)
     encoder = _NotingEncoder(tokenizer, template, config.data, config.training.seq_len)
     noted = {}
-    for place in {file for file, _, _ in lines}:
-        form = _format(config, files[place])
-        for record in _read_again(files[place], {(line, element) for file, line, element in lines if file == place}):
-            noted[place, record.number, record.element] = encoder.noted(record, form)
-    found = {}
+    for index in {file for file, _, _ in lines}:
+        form = _format(config, files[index])
+        for record in _read_again(files[index], {(line, element) for file, line, element in lines if file == index}):
+            noted[index, record.number, record.element] = encoder.noted(record, form)
+    explained = {}
     for number, where in zip(numbers, lines, strict=True):
-        for values, kinds in noted.get(tuple(where), ()):
-            for start in range(0, len(values), config.training.seq_len):  # data.overlong cuts documents here
+        for encoded, kinds in noted.get(tuple(where), ()):
+            for start in range(0, len(encoded), config.training.seq_len):  # data.overlong cuts documents here
                 inside = slice(start, start + config.training.seq_len)
-                if np.array_equal(values[inside], table[number]):
-                    first = kinds[start]._replace(why="nothing comes before it") if values[start] & 1 else kinds[start]
-                    found[number] = [first, *kinds[inside][1:]]
-    return found
+                if np.array_equal(encoded[inside], table[number]):
+                    first = kinds[start]._replace(why="nothing comes before it") if encoded[start] & 1 else kinds[start]
+                    explained[number] = [first, *kinds[inside][1:]]
+    return explained
 
 
 def _format(config: Config, file: str) -> Format:
-    given = patterns(config.data)
-    matching = zip(given, expand_patterns([each.path for each in given]), strict=True)
-    form = next(pattern.format for pattern, found in matching if file in found)
+    data_patterns = patterns(config.data)
+    matching = zip(data_patterns, expand_patterns([each.path for each in data_patterns]), strict=True)
+    form = next(pattern.format for pattern, files in matching if file in files)
     return choose_format(file, replace(config.data, format=form), config.objective.answers)
 
 
@@ -103,7 +103,7 @@ class _NotingEncoder(Encoder):
         return super()._conversation(messages, *how, **more)
 
     def _rendered(self, rendered: Rendered, spans: list[Span]) -> tuple[np.ndarray, bool]:
-        values, joined = super()._rendered(rendered, spans)
+        encoded, joined = super()._rendered(rendered, spans)
         kinds, of_character = [Kind("template")], np.zeros(len(rendered.text), dtype=np.int64)
         for start, stop, kind in (span for turn in rendered.turns for span in self._kinds(turn)):
             of_character[start:stop] = len(kinds)
@@ -112,8 +112,8 @@ class _NotingEncoder(Encoder):
         _, ends = self.tokenizer.encode_with_offsets(rendered.text)
         # A token across an edge belongs to what its last byte is part of, as an answer that begins in it is learned.
         places = np.searchsorted(byte_offsets(rendered.text, edges, self.tokenizer), ends - 1, side="right")
-        self._noted.append((values, [kinds[number] for number in of_character[[0, *edges]][places]]))
-        return values, joined
+        self._noted.append((encoded, [kinds[number] for number in of_character[[0, *edges]][places]]))
+        return encoded, joined
 
     def _kinds(self, turn: Turn) -> Iterator[tuple[int, int, Kind]]:
         """Spans of a turn; later ones replace those they overlap. The rules are those of `supervised_spans`."""

@@ -79,23 +79,23 @@ def make_report(config: Config, options: argparse.Namespace) -> dict[str, Any]:
         UserError: an option names something that does not exist, or the data are refused.
     """
     try:
-        data = prepare_run(config, None)
+        prepared = prepare_run(config, None)
     except RefusedData as refused:
         # Refused data have no rows to show, but --where can still tell the reason for one line.
         lines = _ledger_lines(refused.ledger, options.where) if options.where else []
         reasons = [f"{line['where']}: {line['status']}: {line['reason']}" for line in lines]
         raise UserError("\n".join(reasons or [str(refused), f"every row: {refused.ledger}"])) from None
-    sources = data.validation if options.validation else data.sources
+    sources = prepared.validation if options.validation else prepared.sources
     packed = [source for source in sources if isinstance(source.rows, PackedDataset)]
     tokenizer = load_tokenizer(config.tokenizer_path())
-    of_set = partial(_of_set, config, options, data, tokenizer)
+    of_set = partial(_of_set, config, options, prepared, tokenizer)
     if not options.html or options.source or options.row or options.where or len(sources) == 1 or not packed:
         report = of_set(_choose_source(sources, options.source))
     else:
         report = {"set": "validation" if options.validation else "train", "sets_left_out": len(packed[_MOST_SETS:])}
         report |= {"seq_len": config.training.seq_len, **asdict(total([source.counts for source in sources]))}
         report["sets"] = list(map(of_set, packed[:_MOST_SETS]))
-    return {**report, "sources": _sources(config, data, sources)} if options.html else report
+    return {**report, "sources": _sources(config, prepared, sources)} if options.html else report
 
 
 def _of_set(
@@ -112,8 +112,8 @@ def _of_set(
     name += f" of {source.name}" if config.data.is_mixture else ""
     if not isinstance(dataset, PackedDataset):
         if options.where or options.html or not options.row:
-            what = "is a corpus; only single rows can be shown, with --row N; for totals see its ledger.csv"
-            raise UserError(f"--source {source.name}: {what}")
+            problem = "is a corpus; only single rows can be shown, with --row N; for totals see its ledger.csv"
+            raise UserError(f"--source {source.name}: {problem}")
         rows = _numbers(options.row, len(dataset))
         of_rows = [_row(dataset, tokenizer, dataset.where(row), row) for row in dict.fromkeys(rows)]
         return {"set": name, "seq_len": seq_len, **asdict(counts), "shown": of_rows}
@@ -126,8 +126,8 @@ def _of_set(
         for line in report["where"]:
             line["rows"] = shown.rows_with(np.flatnonzero(shown.origins.document_lines == line.pop("number")))
             rows += line["rows"]
-            found = f"in {line['set'] or 'no set'}; rows of {name}: {', '.join(map(str, line['rows'])) or 'none'}"
-            line["says"] = f"{line['where']}: {line['status']}; {line['reason'] and line['reason'] + '; '}{found}"
+            location = f"in {line['set'] or 'no set'}; rows of {name}: {', '.join(map(str, line['rows'])) or 'none'}"
+            line["says"] = f"{line['where']}: {line['status']}; {line['reason'] and line['reason'] + '; '}{location}"
     elif not options.row:
         # of a page three rows: the longest documents are in the first ones, the shortest in the last ones
         rows = [0, len(dataset) // 2, len(dataset) - 1] if options.html else [0]
@@ -156,11 +156,11 @@ def _of_set(
 def _documents(row: dict[str, Any], dataset: PackedDataset) -> Iterator[dict[str, Any]]:
     """The documents of a row, each with its number in the set and (text, id, position, supervised) of its tokens."""
     start, numbers = 0, dataset.documents_of(row["row"]).tolist()
-    for place, (number, document) in enumerate(zip(numbers, row["documents"], strict=True)):
+    for index, (number, document) in enumerate(zip(numbers, row["documents"], strict=True)):
         inside = slice(start, start := start + document["tokens"])
         tokens = list(zip(*(row[name][inside] for name in ("text", "id", "position", "supervised")), strict=True))
         own = {key: document[key] for key in ("where", "role", "tokens", "supervised")}
-        yield {**own, "row": row["row"], "place": place, "number": number, "each": tokens}
+        yield {**own, "row": row["row"], "place": index, "number": number, "each": tokens}
 
 
 def _sources(config: Config, data: Prepared, sources: Sequence[SourceRows]) -> list[dict[str, Any]]:
@@ -181,10 +181,10 @@ def _choose_source(sources: Sequence[SourceRows], name: str) -> SourceRows:
     if not sources:
         raise UserError("--validation: there is no such set; set data.validation_path or data.validation_fraction")
     names = ", ".join(source.name for source in sources)
-    found = [source for source in sources if source.name == name or not name]
-    if len(found) != 1:
+    matching = [source for source in sources if source.name == name or not name]
+    if len(matching) != 1:
         raise UserError(f"there are several sources; name one of them with --source: {names}")
-    return found[0]
+    return matching[0]
 
 
 def _numbers(text: str, rows: int) -> list[int]:
@@ -205,15 +205,15 @@ def _ledger_lines(ledger: Path, where: str) -> list[dict[str, Any]]:
     file, _, line = where.rpartition(":")
     if not (file and line[:1].isdecimal()):
         raise UserError(f"--where {where}: expected FILE:LINE, such as train.jsonl:12 (in an array train.json:1[12])")
-    found, files = [], set()
-    for number, entry in enumerate(_read_ledger(ledger)):
-        files.add(entry["file"])
-        if entry["line"] == line and entry["file"].endswith((os.path.abspath(file), f"/{file}")):
-            kept = {name: entry[name] for name in ("status", "set", "reason")}
-            found.append({"number": number, "where": f"{entry['file']}:{line}", **kept})
-    if not found:
+    matches, files = [], set()
+    for number, row in enumerate(_read_ledger(ledger)):
+        files.add(row["file"])
+        if row["line"] == line and row["file"].endswith((os.path.abspath(file), f"/{file}")):
+            kept = {name: row[name] for name in ("status", "set", "reason")}
+            matches.append({"number": number, "where": f"{row['file']}:{line}", **kept})
+    if not matches:
         raise UserError(f"--where {where}: no such line was read; the files are {', '.join(sorted(files))}")
-    return found
+    return matches
 
 
 def _read_ledger(path: Path) -> Iterator[dict[str, str]]:
@@ -236,11 +236,11 @@ def _row(
     row = rows.row(index)
     inside = [(ids.tolist(), learned) for ids, learned in row.documents()]
     documents, texts = [], []
-    for place, (ids, learned) in enumerate(inside):
+    for number, (ids, learned) in enumerate(inside):
         texts += token_texts(tokenizer, ids)
         count = {"tokens": len(ids), "supervised": int(learned.sum())}
-        where = origins[place] if len(inside) == len(origins) else some(origins, 3)
-        role = ("chosen", "rejected")[place % 2] if is_paired else ""
+        where = origins[number] if len(inside) == len(origins) else some(origins, 3)
+        role = ("chosen", "rejected")[number % 2] if is_paired else ""
         documents.append({"where": where, "role": role, **count, "text": tokenizer.decode(ids)})
     padding = int(row.padding().sum())
     return {
@@ -257,8 +257,8 @@ def _row(
 
 def _summary(config: Config, shown: _Set) -> dict[str, Any]:
     """The summary of the whole set: log lines, ledger, lengths of its documents, packing."""
-    data, seq_len = shown.data, config.training.seq_len
-    statuses, overlong = _ledger_summary(data.ledger())
+    prepared, seq_len = shown.data, config.training.seq_len
+    statuses, overlong = _ledger_summary(prepared.ledger())
     template = config.model.chat_template or "the tokenizer's own"
     lengths = np.diff(shown.dataset.documents.starts)[shown.dataset.packing.documents]
     # 16 bins up to seq_len; beyond it, bins of doubling width for rows that did not fit.
@@ -267,10 +267,10 @@ def _summary(config: Config, shown: _Set) -> dict[str, Any]:
         edges.append(2 * edges[-1])
     pictured = np.linspace(0, len(shown.dataset) - 1, _PICTURED).round().astype(int).tolist()
     return {
-        "read": data.facts.summary,
-        "warnings": data.facts.warnings,
-        "from": {"tokenizer": config.tokenizer_path(), "chat template": template, "prepared": str(data.folder)},
-        "ledger": {"path": str(data.ledger()), "statuses": statuses},
+        "read": prepared.facts.summary,
+        "warnings": prepared.facts.warnings,
+        "from": {"tokenizer": config.tokenizer_path(), "chat template": template, "prepared": str(prepared.folder)},
+        "ledger": {"path": str(prepared.ledger()), "statuses": statuses},
         "lengths": _bins(edges, lengths, overlong),
         "packing": [_picture(shown.dataset, row) for row in dict.fromkeys(pictured)],
     }
@@ -292,7 +292,7 @@ def _ledger_summary(path: Path) -> tuple[dict[str, dict[str, Any]], list[int]]:
 
 def _bins(edges: list[int], documents: np.ndarray, overlong: list[int]) -> list[dict[str, int]]:
     """Counts per bin. A bin includes its upper edge but not its lower one; all values are integers."""
-    counts = [np.histogram(values, np.array(edges) + 0.5)[0].tolist() for values in (documents, overlong)]
+    counts = [np.histogram(lengths, np.array(edges) + 0.5)[0].tolist() for lengths in (documents, overlong)]
     bins = zip([edge + 1 for edge in edges[:-1]], edges[1:], *counts, strict=True)
     return [{"from": low, "to": high, "documents": fit, "overlong": over} for low, high, fit, over in bins]
 

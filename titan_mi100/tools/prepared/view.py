@@ -53,11 +53,11 @@ def report_lines(report: dict[str, Any], table: bool) -> Iterator[Line]:
         yield _heading(f"row {row['row']} of {report['set']}: {documents}, {plural(real, 'token')}")
         yield [Piece("supervised: "), Piece("so", "supervised")]
         start = 0
-        for place, document in enumerate(row["documents"]):
+        for index, document in enumerate(row["documents"]):
             inside = range(start, start := start + document["tokens"])
             count = f"{plural(document['tokens'], 'token')}, {document['supervised']:,} supervised"
             role = document["role"]
-            name = f"pair {place // 2}, {role}" if role else f"document {place}"
+            name = f"pair {index // 2}, {role}" if role else f"document {index}"
             yield [Piece(f"── {name}: {document['where']}: {count} ──", "document")]
             yield from _table(row, inside) if table else [_running(row, inside)]
         if row["padding"]:
@@ -85,7 +85,7 @@ def _table(row: dict[str, Any], inside: range) -> Iterator[Line]:
 
 def _summary(report: dict[str, Any]) -> Iterator[Line]:
     """The lines of the summary."""
-    texts = [*report["read"], *(f"{name}: {value}" for name, value in report["from"].items())]
+    texts = [*report["read"], *(f"{name}: {origin}" for name, origin in report["from"].items())]
     texts += [f"warning: {line}" for line in report["warnings"]]
     yield from ([Piece(text)] for text in texts)
     yield _heading(f"ledger: {report['ledger']['path']}")

@@ -82,15 +82,15 @@ def run(task: Task, time_left: Callable[[], float]) -> Part:
     if not has_ended and time_left() <= 0:
         words = f"stopped after {took:.0f} s, because the time for this kind of part ended; give more --minutes"
         return Part(task.name, NOT_RUN, words, took)
-    status, said, found = _worst(outcomes)
+    status, message, measured = _worst(outcomes)
     if not has_ended:
-        status, said = "hung", f"did not end within {task.seconds:g} s"
+        status, message = "hung", f"did not end within {task.seconds:g} s"
     if status == UNAVAILABLE or (status == "failed" and task.optional):
-        return Part(task.name, UNAVAILABLE, said, took)
+        return Part(task.name, UNAVAILABLE, message, took)
     if status != _MEASURED:
-        return Part(task.name, FAIL, f"{status}: {said}", took)
-    problem, words = (found.pop(key, "") for key in ("problem", "said"))
-    return Part(task.name, FAIL if problem else PASS, "; ".join(filter(None, (problem, words))), took, found)
+        return Part(task.name, FAIL, f"{status}: {message}", took)
+    problem, words = (measured.pop(key, "") for key in ("problem", "said"))
+    return Part(task.name, FAIL if problem else PASS, "; ".join(filter(None, (problem, words))), took, measured)
 
 
 class _Rank:
@@ -116,8 +116,8 @@ class _Rank:
     def outcome(self) -> Outcome:
         """What it wrote, or how it ended."""
         with suppress(OSError, ValueError):
-            status, said, found = json.loads(self._answer.read_text(encoding="utf-8"))
-            return status, said, found
+            status, message, measured = json.loads(self._answer.read_text(encoding="utf-8"))
+            return status, message, measured
         code = self.process.returncode
         if code is None:
             return "hung", "did not end", None
@@ -150,11 +150,13 @@ def _wait(ranks: Sequence[_Rank], until: float, time_left: Callable[[], float]) 
 
 def _worst(outcomes: Sequence[Outcome]) -> Outcome:
     """Rank 0's result, or the failure that explains most."""
-    failed = [(_FAILURES.index(status), r, said) for r, (status, said, _) in enumerate(outcomes) if status != _MEASURED]
+    failed = [
+        (_FAILURES.index(status), r, message) for r, (status, message, _) in enumerate(outcomes) if status != _MEASURED
+    ]
     if not failed:
         return outcomes[0]
-    number, rank, said = min(failed)
-    return _FAILURES[number], said if len(outcomes) == 1 else f"rank {rank}: {said}", None
+    number, rank, message = min(failed)
+    return _FAILURES[number], message if len(outcomes) == 1 else f"rank {rank}: {message}", None
 
 
 def _tidy(text: str) -> str:
@@ -180,5 +182,5 @@ def _call(target: str, arguments: dict[str, Any]) -> Outcome:
     except UserError as error:
         return UNAVAILABLE, _tidy(str(error)), None
     except Exception as error:
-        said = _tidy(f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}")
-        return "out of memory" if is_out_of_memory(error) else "failed", said, None
+        message = _tidy(f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}")
+        return "out of memory" if is_out_of_memory(error) else "failed", message, None

@@ -26,25 +26,25 @@ def measure(operation: str, sizes: list[int]) -> dict[str, Any]:
         operation: all_reduce, all_gather, reduce_scatter, or send_recv (from each rank to each other one).
         sizes: bytes of the larger of the two buffers, in fp32.
     """
-    world, found = init_distributed(), []
+    world, transfers = init_distributed(), []
     device, rank, ranks = world.device, world.rank, world.size
     for size in sizes:
         elements = max(1, size // 4 // ranks) * ranks
         for members in permutations(range(ranks), 2) if operation == "send_recv" else [range(ranks)]:
             wrong, times = _times(_transfer(operation, members, rank, elements, device), device)
-            found.append({"size": 4 * elements, "ranks": list(members), "wrong": wrong, "times": times})
-    return judged(operation, found)
+            transfers.append({"size": 4 * elements, "ranks": list(members), "wrong": wrong, "times": times})
+    return judged(operation, transfers)
 
 
 def judged(operation: str, transfers: list[dict[str, Any]]) -> dict[str, Any]:
     """The verdict on measured transfers, with their bus bandwidths."""
-    said, bad = [], [one for one in transfers if one["wrong"]]
+    bandwidths, bad = [], [one for one in transfers if one["wrong"]]
     for size, same in groupby(transfers, lambda one: one["size"]):
         rates = [bus_gbs(operation, size, len(one["ranks"]), one["times"]) for one in same]
         ends = sorted({f"{rate:.3g}" for rate in (min(rates), max(rates))}, key=float)
-        said.append(f"{bytes_in_words(size)}: {' to '.join(ends)} GB/s")
+        bandwidths.append(f"{bytes_in_words(size)}: {' to '.join(ends)} GB/s")
     problems = [f"ranks {one['ranks']}, {one['size']:,} bytes: {one['wrong']:,} elements are wrong" for one in bad]
-    return {"transfers": transfers, "problem": "; ".join(problems), "said": "bus bandwidth " + ", ".join(said)}
+    return {"transfers": transfers, "problem": "; ".join(problems), "said": "bus bandwidth " + ", ".join(bandwidths)}
 
 
 def bus_gbs(operation: str, size: int, ranks: int, seconds: Sequence[float]) -> float:
@@ -70,8 +70,8 @@ def _times(transfer: _Transfer, device: torch.device) -> tuple[int, list[float]]
         started = time.perf_counter()
         transfer.call()
         accelerator.synchronize(device)
-        found = [time.perf_counter() - started, int((transfer.result != transfer.expected).sum())]
-        ranks = gather_values(torch.tensor(found, dtype=torch.float64), device)
+        own_numbers = [time.perf_counter() - started, int((transfer.result != transfer.expected).sum())]
+        ranks = gather_values(torch.tensor(own_numbers, dtype=torch.float64), device)
         wrong += ranks[:, 1].sum().item()
         if number:  # the first round connects the ranks and is not timed
             times.append(ranks[:, 0].max().item())
@@ -85,22 +85,22 @@ def _values(elements: int, rank: int, device: torch.device) -> Tensor:
 
 def _transfer(operation: str, members: Sequence[int], rank: int, elements: int, device: torch.device) -> _Transfer:
     """Args: members: the ranks that take part; of send_recv the sender and the receiver."""
-    mine, part = _values(elements, rank, device), elements // len(members)
+    sent, part = _values(elements, rank, device), elements // len(members)
     everyone = torch.stack([_values(elements, member, device) for member in members])
     total = everyone.sum(0)
     expected = {
         "all_reduce": total,
         "reduce_scatter": total[rank * part : (rank + 1) * part],
         "all_gather": everyone[:, :part].flatten(),
-        "send_recv": everyone[0] if rank == members[-1] else mine[:0],
+        "send_recv": everyone[0] if rank == members[-1] else sent[:0],
     }[operation]
-    before = mine if operation == "all_reduce" else torch.full_like(expected, -1)
-    result = before.clone()
+    before = sent if operation == "all_reduce" else torch.full_like(expected, -1)
+    buffer = before.clone()
     is_sender = operation == "send_recv" and rank == members[0]
     call = {
-        "all_reduce": partial(dist.all_reduce, result),
-        "reduce_scatter": partial(reduce_scatter_tensor, result, mine),
-        "all_gather": partial(all_gather_tensor, result, mine[:part].contiguous()),
-        "send_recv": partial(dist.send, mine, members[-1]) if is_sender else partial(dist.recv, result, members[0]),
+        "all_reduce": partial(dist.all_reduce, buffer),
+        "reduce_scatter": partial(reduce_scatter_tensor, buffer, sent),
+        "all_gather": partial(all_gather_tensor, buffer, sent[:part].contiguous()),
+        "send_recv": partial(dist.send, sent, members[-1]) if is_sender else partial(dist.recv, buffer, members[0]),
     }[operation]
-    return _Transfer(call if rank in members else lambda: None, result, before, expected)
+    return _Transfer(call if rank in members else lambda: None, buffer, before, expected)

@@ -11,7 +11,7 @@ def page(header: Header, parts: Sequence[Part]) -> str:
     lines = [f"# Certificate: {_cell(machine.device)}", "", f"**{_cell(summary(parts))}.** Made {header.made}.", ""]
     lines += _table(("what", "found"), [(key, str(value)) for key, value in vars(machine).items() if value])
     for kind in dict.fromkeys(part.kind for part in parts):
-        steps = [found["row"] for found in measured(parts, kind) if "row" in found]
+        steps = [measurement["row"] for measurement in measured(parts, kind) if "row" in measurement]
         rows = [
             (part.name.partition("/")[2], "**FAIL**" if part.verdict == FAIL else part.verdict, part.said)
             for part in parts

@@ -95,11 +95,11 @@ def efficiency(path: Path, gpu: Gpu) -> tuple[float, str]:
     path = path / CERTIFICATE if path.is_dir() else path
     header, parts = read(path)
     own = find_gpu(header.machine.arch, header.machine.compute_units, header.machine.memory)
-    steps = [found for found in measured(parts, "steps") if found["plan"]["seconds"]]
+    steps = [step for step in measured(parts, "steps") if step["plan"]["seconds"]]
     if own != gpu or not steps:
         problem = f"is of {header.machine.device}, not of {gpu.name}" if own != gpu else "has no planned steps"
         raise UserError(f"--measured {path}: {problem}; measure on that card: titan-mi100 certify")
-    shares = sorted(EFFICIENCY * found["plan"]["seconds"] / found["seconds"] for found in steps)
+    shares = sorted(EFFICIENCY * step["plan"]["seconds"] / step["seconds"] for step in steps)
     return shares[len(shares) // 2], f"median of {len(shares)} steps of {path}"
 
 
@@ -108,13 +108,13 @@ def rankings(parts: Sequence[Part]) -> dict[str, list[Mapping[str, Any]]]:
 
     A backend must be correct, repeatable, and must not compute the full (seq, seq) scores.
     """
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    backends: dict[str, list[Mapping[str, Any]]] = {}
     for part in parts:
         if part.kind == "attention" and part.verdict in (PASS, FAIL):
-            usable = found.setdefault(part.name.split("/", 2)[2], [])
+            usable = backends.setdefault(part.name.split("/", 2)[2], [])
             if part.verdict == PASS and part.found and part.found["repeatable"] and not part.found["explicit"]:
                 usable.append(part.found)
-    return {name: sorted(usable, key=lambda one: float(one["ms"])) for name, usable in found.items()}
+    return {name: sorted(usable, key=lambda one: float(one["ms"])) for name, usable in backends.items()}
 
 
 def best_dtype(parts: Sequence[Part]) -> tuple[str, dict[str, float]]:
@@ -128,40 +128,40 @@ def best_dtype(parts: Sequence[Part]) -> tuple[str, dict[str, float]]:
 def parity(runs: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     """Compare the losses and gradient norms of all runs with the first one's: (the problem or "", the numbers)."""
     first, problems, worst = runs[0], [], 0.0
-    for run, (what, limit) in product(runs, {"losses": _PARITY, "norms": 10 * _PARITY}.items()):
-        pairs = [*zip(run[what], first[what], strict=False)]
+    for run, (metric, limit) in product(runs, {"losses": _PARITY, "norms": 10 * _PARITY}.items()):
+        pairs = [*zip(run[metric], first[metric], strict=False)]
         apart = [abs(a - b) / max(abs(b), 1e-30) for a, b in pairs if a is not None and b is not None]
-        off = max(apart) if len(apart) == len(run[what]) == len(first[what]) else math.inf
+        off = max(apart) if len(apart) == len(run[metric]) == len(first[metric]) else math.inf
         worst = max(worst, off)
         if off > limit:
-            problems.append(f"{what} of {run['name']} and {first['name']} differ by {off:.1e} (at most {limit:.0e})")
+            problems.append(f"{metric} of {run['name']} and {first['name']} differ by {off:.1e} (at most {limit:.0e})")
     names = ", ".join(run["name"] for run in runs)
     return "; ".join(problems), f"{names}: {len(first['losses'])} steps, largest difference {worst:.1e}"
 
 
 def conclusions(parts: Sequence[Part], interrupted: bool = False) -> list[Part]:
     """What follows from several parts together. The last conclusion sums all up."""
-    found = []
+    concluded = []
     for name, ranked in rankings(parts).items():
         times = ", ".join(f"{one['backend']} {one['ms']:.3g} ms" for one in ranked)
         missing = sum(part.verdict == NOT_RUN and part.name.endswith(f"/{name}") for part in parts)
-        said = f"the fastest that is right: {times}" if ranked else "no backend is right"
-        said += f" ({missing} not run)" if missing else ""
-        found.append(Part(f"conclusion/attention/{name}", PASS if ranked else FAIL, said))
+        message = f"the fastest that is right: {times}" if ranked else "no backend is right"
+        message += f" ({missing} not run)" if missing else ""
+        concluded.append(Part(f"conclusion/attention/{name}", PASS if ranked else FAIL, message))
     dtype, rates = best_dtype(parts)
     if dtype:
         told = ", ".join(f"{name} {rate:.3g} TFLOP/s" for name, rate in rates.items())
-        said = f'training.mixed_precision_param = "{dtype}" is recommended; measured: {told}'
-        found.append(Part("conclusion/dtype", PASS, said))
+        message = f'training.mixed_precision_param = "{dtype}" is recommended; measured: {told}'
+        concluded.append(Part("conclusion/dtype", PASS, message))
     runs = [run for one in measured(parts, "parity") for run in one["runs"]]
     if len({run["ranks"] for run in runs}) > 1:
-        problem, said = parity(runs)
-        found.append(Part("conclusion/parity", FAIL if problem else PASS, problem or said))
+        problem, message = parity(runs)
+        concluded.append(Part("conclusion/parity", FAIL if problem else PASS, problem or message))
     problems = ["unfinished: it was interrupted"] * interrupted
     for verdict, words in ((FAIL, "failed"), (NOT_RUN, "not run")):
-        if names := [part.name for part in (*parts, *found) if part.verdict == verdict]:
+        if names := [part.name for part in (*parts, *concluded) if part.verdict == verdict]:
             problems.append(f"{len(names)} {words}: {some(names)}")
-    return [*found, Part(_END, FAIL if problems else PASS, "; ".join(problems) or "all passed")]
+    return [*concluded, Part(_END, FAIL if problems else PASS, "; ".join(problems) or "all passed")]
 
 
 def summary(parts: Sequence[Part]) -> str:

@@ -27,7 +27,7 @@ def gemm(model: str, tokens: int, dtype: str, most_frequent: bool = False) -> di
     Args:
         most_frequent: only those of the shape that most weights have.
     """
-    spec, device, found = PRESETS[model], init_distributed().device, []
+    spec, device, products = PRESETS[model], init_distributed().device, []
     gpu = data_sheet(device)
     weights = [p.shape for layer in spec.layers for p in layer.parameters.values() if p.role == "matrix"]
     shapes = Counter([*weights, (spec.vocab_size, spec.hidden_size)]).most_common(1 if most_frequent else None)
@@ -37,13 +37,13 @@ def gemm(model: str, tokens: int, dtype: str, most_frequent: bool = False) -> di
             torch.randn(shape, device=device, generator=generator).to(getattr(torch, dtype))
             for shape in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
         )
-        for what, a, b in (("forward", x, w.t()), ("input's gradient", grad, w), ("weight's gradient", grad.t(), x)):
+        for name, a, b in (("forward", x, w.t()), ("input's gradient", grad, w), ("weight's gradient", grad.t(), x)):
             sizes = {"m": a.shape[0], "k": a.shape[1], "n": b.shape[1], "count": count}
             times = _samples(partial(torch.mm, a, b), device)
-            found.append({"name": what, **sizes, "error": _error(a, b), "times": times})
+            products.append({"name": name, **sizes, "error": _error(a, b), "times": times})
     # a part of the products does not count as the model's rate
     names = {"model": "" if most_frequent else model, "dtype": dtype}
-    return names | judged(found, dtype, gpu.tflops.get(dtype) if gpu else None)
+    return names | judged(products, dtype, gpu.tflops.get(dtype) if gpu else None)
 
 
 def judged(products: list[dict[str, Any]], dtype: str, peak: float | None) -> dict[str, Any]:
@@ -61,8 +61,8 @@ def judged(products: list[dict[str, Any]], dtype: str, peak: float | None) -> di
             problems.append(f"{where}: {work / took:.0f} TFLOP/s, above the data sheet's {peak:g}: its time is wrong")
         flops, seconds = flops + work * one["count"], seconds + took * one["count"]
     share = f", {flops / seconds / peak:.0%} of the data sheet's {peak:g}" if peak else ""
-    said = f"{flops / seconds:.3g} TFLOP/s for all products of a step{share}"
-    return {"products": products, "tflops": flops / seconds, "problem": "; ".join(problems), "said": said}
+    summary = f"{flops / seconds:.3g} TFLOP/s for all products of a step{share}"
+    return {"products": products, "tflops": flops / seconds, "problem": "; ".join(problems), "said": summary}
 
 
 def _error(a: Tensor, b: Tensor) -> float | None:
@@ -80,14 +80,14 @@ def _largest(x: Tensor) -> float:
 def _samples(call: Callable[[], Any], device: torch.device) -> list[float]:
     """Seconds of single calls, after a warm-up call: at least three, at most 20, until they add up to 0.3."""
     call()
-    found: list[float] = []
-    while len(found) < 3 or (sum(found) < 0.3 and len(found) < 20):
+    seconds: list[float] = []
+    while len(seconds) < 3 or (sum(seconds) < 0.3 and len(seconds) < 20):
         accelerator.synchronize(device)
         started = time.perf_counter()
         call()
         accelerator.synchronize(device)
-        found.append(time.perf_counter() - started)
-    return found
+        seconds.append(time.perf_counter() - started)
+    return seconds
 
 
 def bandwidth() -> dict[str, Any]:

@@ -30,16 +30,16 @@ def steps(row: dict[str, str], changes: list[dict[str, Any]]) -> dict[str, Any]:
     world = init_distributed()
     run = _open(changes, world, steps=1)  # every step trains on the same rows
     results = [run.step() for _ in range(_WARM_UP + _STEPS)][_WARM_UP:]
-    median, plan = sorted(results, key=lambda result: result.seconds)[_STEPS // 2], run.forecast.plan
+    median, plan = sorted(results, key=lambda step: step.seconds)[_STEPS // 2], run.forecast.plan
     comm_ms = communication(run.trainer.step, world)["comm_ms"] if world.size > 1 else 0.0
     dist.barrier()  # no rank ends while another one still communicates
-    found = {
+    measured = {
         "row": row, "attention": run.about["chosen"]["attention"]["name"], "tokens": median.tokens,
-        "times": [result.seconds for result in results], "seconds": median.seconds, "mfu": run.forecast.mfu(median),
-        "losses": [if_finite(result.loss) for result in results], "peak_memory_gib": results[-1].peak_memory_gib,
+        "times": [step.seconds for step in results], "seconds": median.seconds, "mfu": run.forecast.mfu(median),
+        "losses": [if_finite(step.loss) for step in results], "peak_memory_gib": results[-1].peak_memory_gib,
         "comm_ms": comm_ms, "plan": {"least": plan.least, "most": plan.most, "seconds": plan.step},
     }  # fmt: skip
-    return judged(found, accelerator.is_gpu(world.device))
+    return judged(measured, accelerator.is_gpu(world.device))
 
 
 def judged(found: dict[str, Any], is_card: bool) -> dict[str, Any]:
@@ -61,9 +61,9 @@ def judged(found: dict[str, Any], is_card: bool) -> dict[str, Any]:
         "planned_ms": f"{1000 * plan['seconds']:,.0f}" if plan["seconds"] else "n/a",
         "planned_mem": f"{low:.2f} to {high:.2f}" if is_card else "n/a",
     }  # fmt: skip
-    said = ", ".join(f"{name} {value}" for name, value in columns.items())
+    summary = ", ".join(f"{name} {cell}" for name, cell in columns.items())
     row = {**found["row"], **columns}
-    return {**found, "tokens_per_second": rate, "row": row, "problem": "; ".join(problems), "said": said}
+    return {**found, "tokens_per_second": rate, "row": row, "problem": "; ".join(problems), "said": summary}
 
 
 def same_losses(rows: int, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -85,16 +85,16 @@ def same_losses(rows: int, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]
     for layout, settings in layouts.items():
         run = _open([tiny, {"parallelism": settings}], world, _STEPS)
         results = [run.step() for _ in range(_STEPS)]
-        losses, norms = ([if_finite(getattr(r, value)) for r in results] for value in ("loss", "grad_norm"))
+        losses, norms = ([if_finite(getattr(r, metric)) for r in results] for metric in ("loss", "grad_norm"))
         runs.append({"name": f"{layout} on {world.size}", "ranks": world.size, "losses": losses, "norms": norms})
     dist.barrier()  # no rank ends while another one still communicates
-    problem, said = parity(runs)
-    return {"runs": runs, "problem": problem, "said": said}
+    problem, numbers = parity(runs)
+    return {"runs": runs, "problem": problem, "said": numbers}
 
 
 def _open(changes: list[dict[str, Any]], world: World, steps: int) -> Run:
     """A run on random rows, so many that they are enough for some steps. A collective."""
     config = reduce(with_settings, changes, Config())
     spec, rows = config.spec(), steps * config.batch(world.size).global_batch_size
-    data = made_up(random_rows(rows, config.training.seq_len, spec.vocab_size, _SUPERVISED))
-    return open_run(config, world, data=data)
+    prepared = made_up(random_rows(rows, config.training.seq_len, spec.vocab_size, _SUPERVISED))
+    return open_run(config, world, data=prepared)

@@ -42,7 +42,7 @@ def charts(runs: Mapping[str, dict[str, Any]]) -> str:
     Args:
         runs: name -> a run as `collect` returns it.
     """
-    found, every = "", {name: run["metrics"].get("series", {}) for name, run in runs.items()}
+    figures, every = "", {name: run["metrics"].get("series", {}) for name, run in runs.items()}
     for kind, title in _KINDS.items():
         if any("margin" in series for series in every.values()):
             title = f"{title.partition(' (')[0]} (mean over pairs)" if kind.endswith("loss") else title
@@ -52,16 +52,16 @@ def charts(runs: Mapping[str, dict[str, Any]]) -> str:
             widths = max(series["bin_steps"] for series in chosen.values())
             lowest = {name: series["lowest"] for name, series in chosen.items()} if kind == "validation_loss" else {}
             curves = {name: series["means"] for name, series in chosen.items()}
-            found += figure(title, f"means of {widths:,} steps" if widths > 1 else "", curves, lowest)
-    return f'<div class="charts">{found}</div>' if found else ""
+            figures += figure(title, f"means of {widths:,} steps" if widths > 1 else "", curves, lowest)
+    return f'<div class="charts">{figures}</div>' if figures else ""
 
 
 def _of_runs(kind: str, every: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    found = {name: series[kind] for name, series in every.items() if kind in series}
+    curves = {name: series[kind] for name, series in every.items() if kind in series}
     beside = {
         f"{name} (rejected)": series[_BESIDE[kind]] for name, series in every.items() if _BESIDE.get(kind) in series
     }
-    return {**found, **beside}
+    return {**curves, **beside}
 
 
 def _of_run(kind: str, series: dict[str, Any]) -> dict[str, Any]:
@@ -158,5 +158,5 @@ def ticks(low: float, high: float, most: int = 5) -> list[tuple[float, str]]:
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
-    values = [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-    return [(value, f"{value:,.0f}" if 1e4 <= abs(value) < 1e7 else f"{value:.4g}") for value in values]
+    marks = [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    return [(mark, f"{mark:,.0f}" if 1e4 <= abs(mark) < 1e7 else f"{mark:.4g}") for mark in marks]

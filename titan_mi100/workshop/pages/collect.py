@@ -63,7 +63,7 @@ def collect(folder: Path) -> dict[str, Any]:
     nothing: dict[str, Any] = {}
     state = read(STATE, in_object, nothing)
     age = read(METRICS, lambda path: time.time() - plain_path(path).stat().st_mtime, None)
-    found = {
+    run = {
         "folder": str(folder),
         "name": Path(os.path.realpath(folder)).name,
         "collected": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -78,14 +78,14 @@ def collect(folder: Path) -> dict[str, Any]:
         "samples": read("samples.jsonl", read_samples, nothing),
         "checkpoints": read("checkpoint", _checkpoints, nothing),
     }
-    return {**found, "problems": problems}
+    return {**run, "problems": problems}
 
 
 def check_is_run(folder: Path) -> None:
     """Raise a UserError if the folder is not a run folder."""
     if not folder.is_dir():
-        what = "is a file; name the folder that it is in" if folder.is_file() else "no such folder"
-        raise UserError(f"{folder}: {what}; a run prints its folder when it ends")
+        problem = "is a file; name the folder that it is in" if folder.is_file() else "no such folder"
+        raise UserError(f"{folder}: {problem}; a run prints its folder when it ends")
     if not any(os.path.lexists(folder / name) for name in _OF_A_RUN):
         inside = sorted(
             path for path in folder.iterdir() if any(os.path.lexists(path / name) for name in _OF_A_RUN[:3])
@@ -123,32 +123,32 @@ def _state(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def _restarts(found: object) -> list[dict[str, Any]]:
     """The restarts that the launcher recorded."""
-    entries = [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+    entries = [restart for restart in found if isinstance(restart, dict)] if isinstance(found, list) else []
     return [
-        {**_state(entry), "time": words(entry.get("time"), 50), "attempt": whole(entry.get("attempt"))}
-        for entry in entries[-_MOST_RESTARTS:]
+        {**_state(restart), "time": words(restart.get("time"), 50), "attempt": whole(restart.get("attempt"))}
+        for restart in entries[-_MOST_RESTARTS:]
     ]
 
 
 def _config(path: Path) -> dict[str, str]:
     """The settings: `section.key` -> value as TOML-like text."""
     document = read_toml(plain_path(path))
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
 
     def flatten(prefix: str, value: object) -> None:
-        if len(found) == _MOST_KEYS:
+        if len(settings) == _MOST_KEYS:
             return
         if isinstance(value, dict):
-            for key, item in value.items():
-                flatten(f"{prefix}.{key}" if prefix else key, item)
-        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-            for number, item in enumerate(value):
-                flatten(f"{prefix}[{number}]", item)
+            for key, inner in value.items():
+                flatten(f"{prefix}.{key}" if prefix else key, inner)
+        elif isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
+            for number, inner in enumerate(value):
+                flatten(f"{prefix}[{number}]", inner)
         else:
-            found[shortened(prefix, 200)] = shortened(_value(value), 1000)
+            settings[shortened(prefix, 200)] = shortened(_value(value), 1000)
 
     flatten("", document)
-    return found
+    return settings
 
 
 def _checkpoints(folder: Path) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def _checkpoints(folder: Path) -> dict[str, Any]:
 
 def _checkpoint(path: Path) -> dict[str, Any]:
     with os.scandir(path) as entries:
-        size = sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
+        size = sum(file.stat(follow_symlinks=False).st_size for file in entries)
     try:
         sealed.read_manifest(path)
         problem = ""

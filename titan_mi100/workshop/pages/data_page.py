@@ -46,7 +46,7 @@ def page(title: str, report: dict[str, Any], as_table: bool) -> str:
         as_table: show a line per token instead of running text.
     """
     sets = report.get("sets", [report])
-    whole, real = sets[0], report["rows"] * report["seq_len"]
+    first_set, real = sets[0], report["rows"] * report["seq_len"]
     figures = {
         "Documents": (f"{report['documents']:,}", "conversations, texts, or pieces of them"),
         "Tokens": (f"{report['tokens']:,}", f"{report['tokens'] / report['documents']:,.0f} in a document"),
@@ -54,14 +54,14 @@ def page(title: str, report: dict[str, Any], as_table: bool) -> str:
         "Rows": (f"{report['rows']:,}", f"of {report['seq_len']:,} tokens each"),
         "Padding": (f"{1 - report['tokens'] / real:.1%}", "of the rows' tokens"),
     }
-    about = "".join(f"{text(name)}: <bdi>{text(value)}</bdi><br>" for name, value in whole["from"].items())
+    about = "".join(f"{text(name)}: <bdi>{text(origin)}</bdi><br>" for name, origin in first_set["from"].items())
     body = [f'<header><h1><bdi>{text(title)}</bdi></h1><p class="soft">{about}</p></header>', tiles(figures)]
-    body += [finding_list([Finding(WARN, warning) for warning in whole["warnings"]])]
-    body += [section("What is learned", _shares(report)), section("What was read", _read(whole))]
+    body += [finding_list([Finding(WARN, warning) for warning in first_set["warnings"]])]
+    body += [section("What is learned", _shares(report)), section("What was read", _read(first_set))]
     most = MOST_TOKENS // len(sets)
-    for place, each in enumerate(sets):
+    for index, each in enumerate(sets):
         inside = _set(each, most, as_table)
-        head = f"<details{'' if place else ' open'}><summary><b>Source <bdi>{text(each['source'])}</bdi></b></summary>"
+        head = f"<details{'' if index else ' open'}><summary><b>Source <bdi>{text(each['source'])}</bdi></b></summary>"
         body.append(f"{head}{inside}</details>" if len(sets) > 1 else inside)
     if left_out := report.get("sets_left_out"):
         body.append(f"<p>{plural(left_out, 'more source')}: name one with --source.</p>")
@@ -85,16 +85,16 @@ def _shares(report: dict[str, Any]) -> str:
 
 def _share(counts: dict[str, Any], of: int) -> str:
     learned, read = 100 * counts["supervised"] / of, 100 * (counts["tokens"] - counts["supervised"]) / of
-    said = f"{counts['supervised']:,} tokens are learned, {counts['tokens'] - counts['supervised']:,} are only read"
+    label = f"{counts['supervised']:,} tokens are learned, {counts['tokens'] - counts['supervised']:,} are only read"
     bar = f'<i style="width:{learned:.2f}%"></i><i style="width:{read:.2f}%"></i>'
-    return f'<div class="share" role="img" aria-label="{said}" title="{said}">{bar}</div>'
+    return f'<div class="share" role="img" aria-label="{label}" title="{label}">{bar}</div>'
 
 
 def _read(report: dict[str, Any]) -> str:
     lines = "".join(f"<li><bdi>{text(line)}</bdi></li>" for line in report["read"])
     rows = [
-        (status, f"{found['rows']:,}", "; ".join(f"{each['where']}: {each['reason']}" for each in found["first"]))
-        for status, found in report["ledger"]["statuses"].items()
+        (status, f"{summary['rows']:,}", "; ".join(f"{each['where']}: {each['reason']}" for each in summary["first"]))
+        for status, summary in report["ledger"]["statuses"].items()
     ]
     every = f"<p class=soft>Every row: <bdi>{text(report['ledger']['path'])}</bdi></p>"
     return f"<ul>{lines}</ul>{table(('Outcome', 'Rows of the files', 'The first of them'), rows, numeric=(1,))}{every}"
@@ -145,8 +145,8 @@ def _documents(report: dict[str, Any], most: int, as_table: bool) -> str:
         parts = _document(document, most, as_table)
         most -= min(most, document["tokens"])
         counts = f"{plural(document['tokens'], 'token')}, {document['supervised']:,} learned"
-        place = f"row {document['row']:,}, {'pair' if role else 'document'} {document['place'] // (2 if role else 1):,}"
-        head = f"<summary>{place}: <bdi>{text(document['where'])}</bdi>{'' if role else f': {counts}'}</summary>"
+        where = f"row {document['row']:,}, {'pair' if role else 'document'} {document['place'] // (2 if role else 1):,}"
+        head = f"<summary>{where}: <bdi>{text(document['where'])}</bdi>{'' if role else f': {counts}'}</summary>"
         head = f'<details name="document"{" open" if number == 1 else ""}>{head}'
         answer = f"<div><h3>{role}: {counts}</h3>{parts}</div>"
         blocks += {
@@ -154,11 +154,11 @@ def _documents(report: dict[str, Any], most: int, as_table: bool) -> str:
             "chosen": f'{head}<div class="pair">{answer}',
             "rejected": f"{answer}</div></details>",
         }[role]
-    said = f"Shown: {number:,} of {plural(report['documents'], 'document')}. For others use --row or --where."
-    if (more := report["wanted"] - number) > 0:
-        said += f" {plural(more, 'more document')} of these rows are left out: a page holds only so many."
+    caption = f"Shown: {number:,} of {plural(report['documents'], 'document')}. For others use --row or --where."
+    if (left_out := report["wanted"] - number) > 0:
+        caption += f" {plural(left_out, 'more document')} of these rows are left out: a page holds only so many."
     lines = "".join(f"<p><bdi>{text(line['says'])}</bdi></p>" for line in report.get("where", []))
-    return f'<p class="soft">{said} {_LEGEND}</p>{lines}{blocks}'
+    return f'<p class="soft">{caption} {_LEGEND}</p>{lines}{blocks}'
 
 
 def _document(document: dict[str, Any], most: int, as_table: bool) -> str:
@@ -167,14 +167,14 @@ def _document(document: dict[str, Any], most: int, as_table: bool) -> str:
     every = [(*token, kind) for token, kind in zip(document["each"], kinds, strict=True)][:most]
     shown, rows = "", list[tuple[str, ...]]()
     for (learned, kind), tokens in groupby(every, lambda token: token[3:]):
-        what, inside = _what(learned, kind), ""
+        meaning, inside = _what(learned, kind), ""
         for spelled, token_id, position, *_ in tokens:
             if as_table:
-                rows.append((f"{position:,}", f"{token_id}", what, spelled.replace(" ", "·")))
+                rows.append((f"{position:,}", f"{token_id}", meaning, spelled.replace(" ", "·")))
             lines = text(spelled).replace("↵", "↵\n")
             inside += f'<b title="id {token_id}, position {position}">{lines}</b>'
         mark, label = ("mark", " class=l") if learned else ("span", "")
-        shown += f'<small{label}>{text(what)}</small><div class="tokens"><{mark}>{inside}</{mark}></div>'
+        shown += f'<small{label}>{text(meaning)}</small><div class="tokens"><{mark}>{inside}</{mark}></div>'
     cut = f"<p>{document['tokens'] - most:,} more tokens are not shown.</p>" if document["tokens"] > most else ""
     if as_table:
         return table(("Position", "Id", "What it is", "Text"), rows, numeric=(0, 1)) + cut

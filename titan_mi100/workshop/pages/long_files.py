@@ -63,11 +63,11 @@ def _objects(path: Path, longest: int = _LONGEST_LINE) -> Iterator[dict[str, Any
     """The JSON object of each line; None for a line that is not an object with a step."""
     for line in lines(path, longest):
         try:
-            found = json.loads(line)
+            parsed = json.loads(line)
         except (ValueError, RecursionError):
             yield None
             continue
-        yield found if isinstance(found, dict) and whole(found.get("step")) is not None else None
+        yield parsed if isinstance(parsed, dict) and whole(parsed.get("step")) is not None else None
 
 
 def read_metrics(path: Path) -> dict[str, Any]:
@@ -80,33 +80,33 @@ def read_metrics(path: Path) -> dict[str, Any]:
     """
     series: dict[str, Bins] = {}
     total = dict.fromkeys(_SUMS, 0.0)
-    found: dict[str, Any] = {"steps": 0, "last_step": None, "epoch": None, "unreadable": 0, "validations_not_finite": 0}
+    facts: dict[str, Any] = {"steps": 0, "last_step": None, "epoch": None, "unreadable": 0, "validations_not_finite": 0}
     skipped, spikes, skipped_steps = 0, 0, list[int]()
-    for entry in _objects(path):
-        if entry is None:
-            found["unreadable"] += 1
+    for record in _objects(path):
+        if record is None:
+            facts["unreadable"] += 1
             continue
-        step = entry["step"]
-        for key, value in entry.items():
+        step = record["step"]
+        for key, value in record.items():
             is_source = key.startswith(SOURCE) and len(key) < _LONGEST_NAME
             if (key in SERIES or is_source) and usable(value):
                 if key not in series and len(series) == _MOST_SERIES:
                     continue
                 series.setdefault(key, Bins()).add(step, float(value))
             elif key == "epoch" and usable(value):
-                found["epoch"] = value
-        found["validations_not_finite"] += "validation_loss" in entry and not usable(entry["validation_loss"])
-        if "loss" in entry:
-            found["steps"] += 1
-            found["last_step"] = max(step, found["last_step"] or 0)
+                facts["epoch"] = value
+        facts["validations_not_finite"] += "validation_loss" in record and not usable(record["validation_loss"])
+        if "loss" in record:
+            facts["steps"] += 1
+            facts["last_step"] = max(step, facts["last_step"] or 0)
             for key in _SUMS:
-                total[key] += entry[key] if usable(entry.get(key)) else 0
-            if entry.get("skipped") is True:
-                skipped, spikes = skipped + 1, spikes + (entry.get("spike") is True)
+                total[key] += record[key] if usable(record.get(key)) else 0
+            if record.get("skipped") is True:
+                skipped, spikes = skipped + 1, spikes + (record.get("spike") is True)
                 skipped_steps += [step] if len(skipped_steps) < _MOST_STEPS else []
     summaries = {key: bins.summary() for key, bins in sorted(series.items())}
-    found |= {"skipped": skipped, "skipped_spikes": spikes, "skipped_steps": skipped_steps}
-    return {**found, "total": total, "series": summaries}
+    facts |= {"skipped": skipped, "skipped_spikes": spikes, "skipped_steps": skipped_steps}
+    return {**facts, "total": total, "series": summaries}
 
 
 def read_log(path: Path) -> dict[str, Any]:
@@ -118,16 +118,16 @@ def read_log(path: Path) -> dict[str, Any]:
     messages: dict[tuple[str, str], dict[str, Any]] = {}
     began, ended, warnings, errors = "", "", 0, 0
     for line in lines(path):
-        if not (found := _LOG_LINE.match(line.decode("utf-8", "replace").rstrip("\n"))):
+        if not (match := _LOG_LINE.match(line.decode("utf-8", "replace").rstrip("\n"))):
             continue
-        time, level, message = found.groups()
+        time, level, message = match.groups()
         began, ended = began or time, time
         if level == "INFO":
             continue
         warnings, errors = warnings + (level == "WARNING"), errors + (level == "ERROR")
         message = shortened(message, 1000)
-        entry = messages.pop((level, message), {"level": level, "message": message, "count": 0, "first": time})
-        messages[level, message] = {**entry, "count": entry["count"] + 1, "last": time}
+        record = messages.pop((level, message), {"level": level, "message": message, "count": 0, "first": time})
+        messages[level, message] = {**record, "count": record["count"] + 1, "last": time}
         if len(messages) > _MOST_MESSAGES:
             del messages[next(iter(messages))]
     return {"began": began, "ended": ended, "warnings": warnings, "errors": errors, "messages": [*messages.values()]}
@@ -143,13 +143,13 @@ def read_samples(path: Path) -> dict[str, Any]:
     prompts: dict[str, dict[str, Any]] = {}
     left_out: set[int] = set()
     unreadable = 0
-    for entry in _objects(path, _LONGEST_SAMPLE):
-        if entry is None or not isinstance(entry.get("prompt"), list) or not isinstance(entry.get("answer"), str):
+    for sample in _objects(path, _LONGEST_SAMPLE):
+        if sample is None or not isinstance(sample.get("prompt"), list) or not isinstance(sample.get("answer"), str):
             unreadable += 1
             continue
         about = {
-            "messages": [_message(message) for message in entry["prompt"][:_MOST_PROMPTS]],
-            "reference": words(entry.get("reference"), _LONGEST_TEXT),
+            "messages": [_message(message) for message in sample["prompt"][:_MOST_PROMPTS]],
+            "reference": words(sample.get("reference"), _LONGEST_TEXT),
         }
         key = json.dumps(about)
         if key not in prompts and len(prompts) == _MOST_PROMPTS:
@@ -157,7 +157,7 @@ def read_samples(path: Path) -> dict[str, Any]:
                 left_out.add(hash(key))
             continue
         prompt = prompts.setdefault(key, {**about, "answers": [], "answers_left_out": 0})
-        prompt["answers"].append({"step": entry["step"], "answer": words(entry["answer"], _LONGEST_TEXT)})
+        prompt["answers"].append({"step": sample["step"], "answer": words(sample["answer"], _LONGEST_TEXT)})
         if len(prompt["answers"]) > _MOST_ANSWERS:
             del prompt["answers"][1]  # keep the first answer: it shows the model before training
             prompt["answers_left_out"] += 1
@@ -165,7 +165,7 @@ def read_samples(path: Path) -> dict[str, Any]:
 
 
 def _message(message: object) -> dict[str, str]:
-    found = message if isinstance(message, dict) else {"content": message}
-    content = found.get("content")
+    fields = message if isinstance(message, dict) else {"content": message}
+    content = fields.get("content")
     shown = content if isinstance(content, str) else repr(content)  # e.g. a list of parts
-    return {"role": words(found.get("role"), 50), "content": words(shown, _LONGEST_TEXT)}
+    return {"role": words(fields.get("role"), 50), "content": words(shown, _LONGEST_TEXT)}

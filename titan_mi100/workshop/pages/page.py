@@ -55,8 +55,8 @@ def _comparison(runs: Sequence[dict[str, Any]]) -> str:
     }
     columns = [key for key in next(iter(cells.values())) if any(each[key] for each in cells.values())]
     rows = [(name, state_of(named[name]).text, *(each[key] for key in columns)) for name, each in cells.items()]
-    found = {name: findings(run) for name, run in named.items()}
-    looked = (f"<h3><bdi>{text(name)}</bdi></h3>{finding_list(each)}" for name, each in found.items() if each)
+    findings_by_run = {name: findings(run) for name, run in named.items()}
+    looked = (f"<h3><bdi>{text(name)}</bdi></h3>{finding_list(each)}" for name, each in findings_by_run.items() if each)
     different = different_settings([run["config"] for run in runs])
     about = f"Report of {shown_time(runs[0]['collected'])}. All about one of them: titan-mi100 report RUN"
     parts = (
@@ -79,19 +79,19 @@ def _about(run: dict[str, Any]) -> str:
 
 def _first_screen(run: dict[str, Any]) -> str:
     """The top of the page: state, findings and key figures."""
-    state, found = state_of(run), findings(run)
+    state, problems = state_of(run), findings(run)
     steps = run["metrics"].get("last_step")
     until = f" after step {steps:,}" if steps else ""
-    level = state.level if state.level != GOOD or not any(each.level == BAD for each in found) else BAD
-    looked = f", {len(found)} thing{'s' * (len(found) > 1)} to look at" if found else ", nothing to report"
+    level = state.level if state.level != GOOD or not any(each.level == BAD for each in problems) else BAD
+    looked = f", {len(problems)} thing{'s' * (len(problems) > 1)} to look at" if problems else ", nothing to report"
     head = f'<div class="state {level}"><b>{text(state.text)}</b>{until}{looked}</div>'
-    return f"{head}{_tiles(run)}{finding_list(found)}"
+    return f"{head}{_tiles(run)}{finding_list(problems)}"
 
 
 def _tiles(run: dict[str, Any]) -> str:
-    found = headline(run)
-    del found["Tokens"]  # the figure of tokens/s shows it too
-    return tiles(found)
+    figures = headline(run)
+    del figures["Tokens"]  # the figure of tokens/s shows it too
+    return tiles(figures)
 
 
 def headline(run: dict[str, Any]) -> dict[str, tuple[str, str] | None]:
@@ -101,7 +101,7 @@ def headline(run: dict[str, Any]) -> dict[str, tuple[str, str] | None]:
     tokens, seconds = total.get("tokens"), total.get("seconds")
     loss, validation, mfu, memory = (series.get(key) for key in ("loss", "validation_loss", "mfu", "peak_memory_gib"))
     restarts = len(run["restarts"])
-    found: dict[str, tuple[str, str] | None] = {
+    figures: dict[str, tuple[str, str] | None] = {
         "Loss": (f"{loss['recent'][0]:.4f}", f"mean of the last {loss['recent'][1]}") if loss else None,
         "Lowest validation": _lowest(validation) if validation else None,
         "Steps": (f"{last:,}", _of_all(run)) if last else None,
@@ -110,13 +110,13 @@ def headline(run: dict[str, Any]) -> dict[str, tuple[str, str] | None]:
     }
     if tokens and seconds:
         share = f"{tokens:,.0f} tokens, {total['supervised_tokens'] / tokens:.0%} supervised"
-        found["Tokens/s"] = (f"{tokens / seconds:,.0f}", share)
+        figures["Tokens/s"] = (f"{tokens / seconds:,.0f}", share)
     else:
-        found["Tokens/s"] = None
-    found["MFU"] = (f"{mfu['mean']:.1%}", "mean of all steps") if mfu else None
-    found["Peak memory"] = (f"{memory['max']:.2f} GiB", "of the fullest rank") if memory else None
-    found["Restarts"] = (f"{restarts:,}", "by the launcher")
-    return found
+        figures["Tokens/s"] = None
+    figures["MFU"] = (f"{mfu['mean']:.1%}", "mean of all steps") if mfu else None
+    figures["Peak memory"] = (f"{memory['max']:.2f} GiB", "of the fullest rank") if memory else None
+    figures["Restarts"] = (f"{restarts:,}", "by the launcher")
+    return figures
 
 
 def columns_of(run: dict[str, Any]) -> dict[str, str]:
@@ -147,8 +147,8 @@ def columns_of(run: dict[str, Any]) -> dict[str, str]:
 
 def _lowest(validation: dict[str, Any]) -> tuple[str, str]:
     (step, lowest), (last_step, last) = validation["lowest"], validation["last"]
-    more = f"the last finite one, step {step:,}" if step == last_step else f"step {step:,}; the last: {last:.4f}"
-    return f"{lowest:.4f}", more
+    remark = f"the last finite one, step {step:,}" if step == last_step else f"step {step:,}; the last: {last:.4f}"
+    return f"{lowest:.4f}", remark
 
 
 def _of_all(run: dict[str, Any]) -> str:
@@ -161,9 +161,9 @@ def _of_all(run: dict[str, Any]) -> str:
 def _numbers(run: dict[str, Any]) -> str:
     """A table with the first, last and extreme values of the metrics."""
     rows = []
-    for key, values in run["metrics"].get("series", {}).items():
-        numbers = (values["first"][1], values["last"][1], values["min"], values["mean"], values["max"])
-        rows.append([key, f"{values['count']:,}", *map(_number, numbers)])
+    for key, summary in run["metrics"].get("series", {}).items():
+        numbers = (summary["first"][1], summary["last"][1], summary["min"], summary["mean"], summary["max"])
+        rows.append([key, f"{summary['count']:,}", *map(_number, numbers)])
     heads = ("Key in metrics.jsonl", "Values", "First", "Last", "Min", "Mean", "Max")
     inside = table(heads, rows, numeric=range(1, 7))
     return f"<details><summary>The same in numbers</summary>{inside}</details>" if rows else ""

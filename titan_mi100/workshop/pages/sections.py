@@ -38,9 +38,9 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[Cell]], numeric: Iterabl
 def tiles(figures: Mapping[str, tuple[str, str] | None]) -> str:
     """Key figures as tiles. Args: figures: name -> (figure, remark); None: not known, and left out."""
     shown = (
-        f"<div><dt>{text(name)}</dt><dd>{text(found[0])}</dd><small>{text(found[1])}</small></div>"
-        for name, found in figures.items()
-        if found
+        f"<div><dt>{text(name)}</dt><dd>{text(tile[0])}</dd><small>{text(tile[1])}</small></div>"
+        for name, tile in figures.items()
+        if tile
     )
     return f'<dl class="tiles">{"".join(shown)}</dl>'
 
@@ -64,7 +64,7 @@ def details_of(run: dict[str, Any]) -> str:
             section("Sample answers", _samples(run["samples"])),
             section("Warnings and errors in train.log", _log(run["log"])),
             section(
-                "Versions and hardware", _pairs({name: value or "none" for name, value in run["environment"].items()})
+                "Versions and hardware", _pairs({name: fact or "none" for name, fact in run["environment"].items()})
             ),
             section("All settings", _folded_pairs(run["config"], "config.toml, resolved")),
         )
@@ -90,10 +90,10 @@ def _end(state: dict[str, Any]) -> str:
 def _restarts(restarts: Sequence[dict[str, Any]]) -> str:
     rows = [
         (
-            _or_none(entry["attempt"]), shown_time(entry["time"]), entry["state"], _or_none(entry["exit_code"]),
-            "before the first" if entry["step"] is None else f"{entry['step']:,}", _folded(entry["message"]),
+            _or_none(restart["attempt"]), shown_time(restart["time"]), restart["state"], _or_none(restart["exit_code"]),
+            "before the first" if restart["step"] is None else f"{restart['step']:,}", _folded(restart["message"]),
         )
-        for entry in restarts
+        for restart in restarts
     ]  # fmt: skip
     heads = ("Attempt", "Time", "How the start before ended", "Exit code", "After step", "Message")
     return table(heads, rows, numeric=(0, 3, 4)) if rows else ""
@@ -123,9 +123,9 @@ def _checkpoints(checkpoints: dict[str, Any]) -> str:
         rows.append((each["name"], bytes_in_words(each["bytes"]), shown_time(each["saved"]), "; ".join(marks)))
     if not rows:
         return ""
-    more = f"<p>{checkpoints['left_out']:,} older ones are not listed.</p>" if checkpoints["left_out"] else ""
+    left_out = f"<p>{checkpoints['left_out']:,} older ones are not listed.</p>" if checkpoints["left_out"] else ""
     note = _note("Manifests were checked; the content of the other files was not read.")
-    return table(("Folder", "Size", "Written", "Marks"), rows, numeric=(1,)) + more + note
+    return table(("Folder", "Size", "Written", "Marks"), rows, numeric=(1,)) + left_out + note
 
 
 def _samples(samples: dict[str, Any]) -> str:
@@ -137,8 +137,8 @@ def _samples(samples: dict[str, Any]) -> str:
         answer = _said(f"answer at step {newest['step']:,}", newest["answer"])
         older = "".join(_said(f"answer at step {each['step']:,}", each["answer"]) for each in earlier)
         left_out = prompt["answers_left_out"]
-        more = f"<p>{left_out:,} answers in between are left out.</p>" if left_out else ""
-        folded = f"<details><summary>earlier answers: {len(earlier)}</summary>{older}{more}</details>" if older else ""
+        note = f"<p>{left_out:,} answers in between are left out.</p>" if left_out else ""
+        folded = f"<details><summary>earlier answers: {len(earlier)}</summary>{older}{note}</details>" if older else ""
         first = "" if number > 1 else " open"
         name = text(last_question(prompt["messages"][-1]["content"], 80)) if prompt["messages"] else ""
         expected = prompt["reference"] and newest["answer"] == prompt["reference"]

@@ -41,25 +41,25 @@ def state_of(run: dict[str, Any]) -> Finding:
 
 def findings(run: dict[str, Any]) -> list[Finding]:
     """The problems and possible problems of a run, bad ones first."""
-    found = [*_of_state(run), *_of_metrics(run), *_of_files(run)]
-    return sorted(found, key=lambda finding: finding.level != BAD)
+    problems = [*_of_state(run), *_of_metrics(run), *_of_files(run)]
+    return sorted(problems, key=lambda finding: finding.level != BAD)
 
 
 def _of_state(run: dict[str, Any]) -> list[Finding]:
-    state, found = run["state"], []
+    state, problems = run["state"], []
     if state["state"] == "running":
         age = run["metrics_age"]
         when = "no step was written yet" if age is None else f"the last line of metrics.jsonl is {_age(age)} old"
-        found.append(Finding(WARN, f"The state is still `running`, and {when}. {state['message']}"))
+        problems.append(Finding(WARN, f"The state is still `running`, and {when}. {state['message']}"))
     elif state["exit_code"] or state["state"] not in ("", "done"):
         # Only the first line of the message; the section "How it ended" has all.
         first = (state["message"] or state_of(run).text).split("\n")[0]
         code = "" if state["exit_code"] is None else f" (exit code {state['exit_code']})"
         following = f"; next: {state['next']}" if state["next"] else ""
-        found.append(Finding(state_of(run).level, f"{first}{code}{following}"))
+        problems.append(Finding(state_of(run).level, f"{first}{code}{following}"))
     if restarts := len(run["restarts"]):
-        found.append(Finding(WARN, f"{restarts} restart{'s' * (restarts > 1)}; see below for why"))
-    return found
+        problems.append(Finding(WARN, f"{restarts} restart{'s' * (restarts > 1)}; see below for why"))
+    return problems
 
 
 def _age(seconds: float) -> str:
@@ -67,7 +67,7 @@ def _age(seconds: float) -> str:
 
 
 def _of_metrics(run: dict[str, Any]) -> list[Finding]:
-    metrics, found = run["metrics"], []
+    metrics, problems = run["metrics"], []
     if not metrics.get("steps"):
         return [Finding(WARN, "No step is in metrics.jsonl")]
     series = metrics["series"]
@@ -76,58 +76,62 @@ def _of_metrics(run: dict[str, Any]) -> list[Finding]:
         spikes, overflow = metrics["skipped_spikes"], ", or overflowed fp16" if "loss_scale" in series else ""
         why = [f"loss or gradients were not finite{overflow}"] if skipped > spikes else []
         why += [f"of loss spikes ({spikes:,})"] if spikes else []
-        found.append(Finding(WARN, f"{steps} because {', or because '.join(why)}: {some(metrics['skipped_steps'])}"))
+        problems.append(Finding(WARN, f"{steps} because {', or because '.join(why)}: {some(metrics['skipped_steps'])}"))
     if (loss := series.get("loss")) and loss["count"] > 20 and loss["recent"][0] >= loss["first"][1]:
-        found.append(
+        problems.append(
             Finding(BAD, f"The loss did not fall: {loss['first'][1]:.4g} at first, now {loss['recent'][0]:.4g}")
         )
-    found += _of_objective(series)
+    problems += _of_objective(series)
     if broken := metrics["validations_not_finite"]:
-        found.append(Finding(BAD, f"Validation losses that were not finite: {broken:,}"))
+        problems.append(Finding(BAD, f"Validation losses that were not finite: {broken:,}"))
     validation = series.get("validation_loss")
     if validation and validation["last"][1] > _RISE * validation["lowest"][1]:
         (step, lowest), (_, last) = validation["lowest"], validation["last"]
         rise = f"{last:.4f} at the end, {last / lowest - 1:+.1%}" if lowest > 0 else f"{last:.4f} at the end"
-        found.append(Finding(WARN, f"Validation loss was lowest at step {step:,} ({lowest:.4f}; {rise}): overfitting?"))
+        problems.append(
+            Finding(WARN, f"Validation loss was lowest at step {step:,} ({lowest:.4f}; {rise}): overfitting?")
+        )
     if (waited := series.get("data_wait")) and waited["mean"] > _WAIT:
-        found.append(Finding(WARN, f"{waited['mean']:.1%} of the time was spent waiting for data"))
+        problems.append(Finding(WARN, f"{waited['mean']:.1%} of the time was spent waiting for data"))
     card, memory = run["card"], series.get("peak_memory_gib")
     if card and memory and memory["max"] * 2**30 > _FULL * card:
-        found.append(Finding(WARN, f"Memory was nearly full: {memory['max']:.1f} of {card / 2**30:.1f} GiB"))
-    return found
+        problems.append(Finding(WARN, f"Memory was nearly full: {memory['max']:.1f} of {card / 2**30:.1f} GiB"))
+    return problems
 
 
 def _of_objective(series: dict[str, Any]) -> list[Finding]:
     """Of preferences and of distillation, whose loss says little."""
-    found = list[Finding]()
+    problems = list[Finding]()
     if accuracy := series.get("validation_accuracy") or series.get("accuracy"):
         share = accuracy["last"][1] if "validation_accuracy" in series else accuracy["recent"][0]
         of = "new answers" if "validation_accuracy" in series else f"answers of the last {accuracy['recent'][1]} steps"
         if share <= _CHANCE and series.get("accuracy", accuracy)["count"] > 20:
-            found.append(Finding(BAD, f"{share:.0%} of the {of} are on the right side; half is chance"))
+            problems.append(Finding(BAD, f"{share:.0%} of the {of} are on the right side; half is chance"))
     if (kl := series.get("kl")) and "agreement" in series and kl["count"] > 20 and kl["recent"][0] >= kl["first"][1]:
-        what = f"{kl['first'][1]:.4g} nats at first, now {kl['recent'][0]:.4g}"
-        found.append(Finding(BAD, f"The model did not come nearer to its teacher: {what}"))
+        change = f"{kl['first'][1]:.4g} nats at first, now {kl['recent'][0]:.4g}"
+        problems.append(Finding(BAD, f"The model did not come nearer to its teacher: {change}"))
     if (kept := series.get("kept_mass")) and kept["mean"] < _CHANCE:
-        found.append(Finding(WARN, f"The teacher's folder keeps {kept['mean']:.4f} of the teacher's probability only"))
-    return found
+        problems.append(
+            Finding(WARN, f"The teacher's folder keeps {kept['mean']:.4f} of the teacher's probability only")
+        )
+    return problems
 
 
 def _of_files(run: dict[str, Any]) -> list[Finding]:
-    found, checkpoints = [], run["checkpoints"]
+    problems, checkpoints = [], run["checkpoints"]
     listed = checkpoints.get("listed", [])
-    for what, names in (
+    for state, names in (
         ("suspect: a run resumes from them only if asked to", [each["name"] for each in listed if each["is_suspect"]]),
         ("not as written", [each["name"] for each in listed if each["problem"]]),
         ("set aside as damaged", checkpoints.get("damaged", [])),
     ):
         if names:
-            found.append(Finding(WARN, f"Checkpoints {what}: {some(names)}"))
+            problems.append(Finding(WARN, f"Checkpoints {state}: {some(names)}"))
     log = run["log"]
     counts = [f"{log[key]:,} {key if log[key] > 1 else key[:-1]}" for key in ("errors", "warnings") if log.get(key)]
     if counts:
-        found.append(Finding(WARN, f"{' and '.join(counts)} in train.log; listed below"))
+        problems.append(Finding(WARN, f"{' and '.join(counts)} in train.log; listed below"))
     for name in ("metrics.jsonl", "samples.jsonl"):
         if unreadable := run[name.split(".")[0]].get("unreadable"):
-            found.append(Finding(WARN, f"{name}: lines that could not be read and are left out: {unreadable:,}"))
-    return [*found, *(Finding(WARN, problem) for problem in run["problems"])]
+            problems.append(Finding(WARN, f"{name}: lines that could not be read and are left out: {unreadable:,}"))
+    return [*problems, *(Finding(WARN, problem) for problem in run["problems"])]

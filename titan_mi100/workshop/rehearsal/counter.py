@@ -121,20 +121,20 @@ class TensorLedger(TorchDispatchMode):
             return NotImplemented  # DTensor then runs the operation on local tensors, which come here again
         if function.namespace == "fsdp" and "chunk_cat" in function.name():
             self.label(tree_leaves(args), GRADIENTS)  # FSDP2 copies unsharded gradients into the buffer for reduction
-        result = function(*args, **(kwargs or {}))
-        for storage in _storages(result):
+        output = function(*args, **(kwargs or {}))
+        for storage in _storages(output):
             if storage._cdata not in self._blocks:
                 self._note(storage, storage.nbytes())
-        return result
+        return output
 
     def __enter__(self) -> "TensorLedger":
         resize, ledger = torch.UntypedStorage.resize_, self
 
         # FSDP2 allocates and frees gathered weights by resizing their storage, which no dispatch mode sees.
         def noted(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
+            resized = resize(storage, size)
             ledger._note(storage, size)
-            return result
+            return resized
 
         self._patch = patch.object(torch.UntypedStorage, "resize_", noted)
         self._patch.start()
@@ -197,11 +197,11 @@ class TensorLedger(TorchDispatchMode):
             live += change if block.category != HOST else 0
             if number >= start and live > most:
                 most, when = live, number
-        found = dict.fromkeys((*CATEGORIES, HOST), 0)
+        categories = dict.fromkeys((*CATEGORIES, HOST), 0)
         for block, change in self.events[: when + 1]:
-            found[block.category] += change
-        del found[HOST]
-        return most, found
+            categories[block.category] += change
+        del categories[HOST]
+        return most, categories
 
     def on_host(self) -> int:
         """The peak of host memory, in bytes."""
@@ -238,9 +238,9 @@ class FusedKernel(Backend):
 class _KernelMemory(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, sums = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-        ctx.save_for_backward(q, k, v, out, sums)
-        return out
+        output, sums = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, output, sums)
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
@@ -286,11 +286,15 @@ class FakeRank:
         is_on_host, rows = config.memory.offload == "weights", inputs(self.config, self.microbatches)
         kept, *edges = _step(model, config.optimizer, is_on_host, rows, ledger, is_gpu)
         # A pipeline's receive buffers grow with the microbatches; add those of the microbatches that were not run.
-        more = _receive_buffer_bytes(model, config.batch(self.ranks).gradient_accumulation_steps - self.microbatches)
-        phases = {name: ledger.peak(*part)[0] + more for name, part in zip(PHASES, pairwise(edges), strict=True)}
+        receive_bytes = _receive_buffer_bytes(
+            model, config.batch(self.ranks).gradient_accumulation_steps - self.microbatches
+        )
+        phases = {
+            name: ledger.peak(*part)[0] + receive_bytes for name, part in zip(PHASES, pairwise(edges), strict=True)
+        }
         peak, categories = ledger.peak(edges[0], edges[-1])
-        categories[COMMUNICATION] += more
-        return Count(self.rank, peak + more, categories, kept + more, phases, ledger.on_host())
+        categories[COMMUNICATION] += receive_bytes
+        return Count(self.rank, peak + receive_bytes, categories, kept + receive_bytes, phases, ledger.on_host())
 
 
 @contextmanager
@@ -348,7 +352,7 @@ def _step(
         Bytes kept after the step; and the ledger's event numbers at the start, before the update, and at the end.
     """
     optimizer = build_optimizer(model.trained_parameters(), config, 0, CPU, model.host_gradients)
-    ledger.label((value for _, value in optimizer.named_state()), HOST if is_on_host else OPTIMIZER)
+    ledger.label((tensor for _, tensor in optimizer.named_state()), HOST if is_on_host else OPTIMIZER)
     trained = [parameter for _, parameter in model.trained_parameters()]
     start = len(ledger.events)
     model.forward_backward(inputs, 1.0)
@@ -412,16 +416,16 @@ def enough_microbatches(layout: Layout, batch: Batch, schedule: str) -> int:
     Without a pipeline two: the second one adds to gradients that exist already. With a pipeline four per stage: it is
     full then. A schedule that keeps the activations of all microbatches runs all of them.
     """
-    wanted = batch.gradient_accumulation_steps
+    microbatches = batch.gradient_accumulation_steps
     if layout.is_pipeline and SCHEDULES[schedule].forwards_first:
-        return wanted
-    return min(wanted, 4 * layout.fewest_microbatches if layout.is_pipeline else 2)
+        return microbatches
+    return min(microbatches, 4 * layout.fewest_microbatches if layout.is_pipeline else 2)
 
 
 def inputs(config: Config, microbatches: int) -> list[Microbatch]:
     """The microbatches that need most memory: each row is one document, and all tokens but the last are supervised."""
     shape, k = (config.training.local_batch_size, config.training.seq_len), config.objective.ids_per_token
-    more = {REFERENCE: torch.zeros(shape, dtype=torch.float64), LABEL: torch.ones(shape, dtype=torch.int8)}
-    more |= {TEACHER_IDS: torch.zeros(*shape, k, dtype=torch.int32), TEACHER_LOG_P: torch.zeros(*shape, k)}
-    columns = {name: more[name] for name in choose(config.objective).columns if name in more}
+    extras = {REFERENCE: torch.zeros(shape, dtype=torch.float64), LABEL: torch.ones(shape, dtype=torch.int8)}
+    extras |= {TEACHER_IDS: torch.zeros(*shape, k, dtype=torch.int32), TEACHER_LOG_P: torch.zeros(*shape, k)}
+    columns = {name: extras[name] for name in choose(config.objective).columns if name in extras}
     return [{**one_document_per_row(*shape), **columns}] * microbatches

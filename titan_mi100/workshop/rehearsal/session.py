@@ -56,16 +56,16 @@ def rehearse(config: Config, ranks: int, rank: int, device_memory: int, spec: Mo
     Args: see memory.counter.as_rank.
     """
     layout, batch, schedule = config.layout(ranks), config.batch(ranks), config.parallelism.pipeline_parallel_schedule
-    wanted, more = batch.gradient_accumulation_steps, enough_microbatches(layout, batch, schedule)
+    microbatches, many = batch.gradient_accumulation_steps, enough_microbatches(layout, batch, schedule)
     few = layout.fewest_microbatches  # every schedule runs with as many microbatches as pipeline ranks
-    memory, found = _second_step(config, ranks, rank, more, device_memory, spec)
-    if more == 1 or (wanted == more and few >= more):
-        return Rehearsed(rank, memory, Work(found.flops, found.traffic, {}))
+    memory, work = _second_step(config, ranks, rank, many, device_memory, spec)
+    if many == 1 or (microbatches == many and few >= many):
+        return Rehearsed(rank, memory, Work(work.flops, work.traffic, {}))
     _, fewer = _second_step(config, ranks, rank, few, device_memory, spec)
-    traffic = extrapolated(fewer.traffic, found.traffic, (few, more), wanted)
-    one_more = extrapolated(fewer.traffic, found.traffic, (few, more), few + 1)
+    traffic = extrapolated(fewer.traffic, work.traffic, (few, many), microbatches)
+    one_more = extrapolated(fewer.traffic, work.traffic, (few, many), few + 1)
     added = {transfer: count - fewer.traffic[transfer] for transfer, count in one_more.items()}
-    flops = fewer.flops + (found.flops - fewer.flops) * (wanted - few) // (more - few)
+    flops = fewer.flops + (work.flops - fewer.flops) * (microbatches - few) // (many - few)
     return Rehearsed(rank, memory, Work(flops, traffic, added))
 
 
@@ -80,10 +80,10 @@ class _Attention(FusedKernel):
         batch, seq, heads, head_dim = q.shape
         flops = 4 * head_dim * heads * batch * (seq * (seq + 1) // 2)  # two products, causal
         self._add(flops)
-        out = super().__call__(q, k, v, prepared)
-        if out.requires_grad:
-            out.register_hook(functools.partial(self._add, 2 * flops))  # backward: four products
-        return out
+        output = super().__call__(q, k, v, prepared)
+        if output.requires_grad:
+            output.register_hook(functools.partial(self._add, 2 * flops))  # backward: four products
+        return output
 
     def _add(self, flops: int, gradient: Tensor | None = None) -> None:
         self.flops += flops
@@ -127,8 +127,8 @@ def _trainer_of(fake: FakeRank) -> trainer.Trainer:
 
         return called
 
-    values = fake.microbatches, 1 + len(model.objective.measures)
-    losses = functools.partial(torch.zeros, values, dtype=torch.float64)
+    shape = fake.microbatches, 1 + len(model.objective.measures)
+    losses = functools.partial(torch.zeros, shape, dtype=torch.float64)
     model.forward_backward = in_fake_mode(forward_backward, losses)  # type: ignore[method-assign]
     model.measure_gradients = in_fake_mode(measure, _no_gradient)  # type: ignore[method-assign]
     optimizer.update = in_fake_mode(update, lambda: None)  # type: ignore[method-assign]

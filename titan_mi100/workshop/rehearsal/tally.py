@@ -52,23 +52,23 @@ class Tally(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor then runs the operation on local tensors, which come here again
-        result = function(*args, **(kwargs or {}))
+        output = function(*args, **(kwargs or {}))
         name = function.overloadpacket._qualified_op_name
         if name in _COLLECTIVES:
             self._note(name, args)
         elif function.namespace in ("c10d", "_c10d_functional") and name not in _NO_TRAFFIC:
             raise NotImplementedError(f"{name}: a collective that the rehearsal does not know")
         elif (formula := _FLOPS.get(name.removesuffix("_"))) is not None:  # "_": the in-place variant
-            self.flops += formula(*args, **(kwargs or {}), out_val=result)
-        return result
+            self.flops += formula(*args, **(kwargs or {}), out_val=output)
+        return output
 
     def _note(self, name: str, args: Any) -> None:
-        operation, place = _COLLECTIVES[name]
-        payload = sum(tensor.nbytes for tensor in tree_leaves(args[place]) if isinstance(tensor, Tensor))
+        operation, index = _COLLECTIVES[name]
+        payload = sum(tensor.nbytes for tensor in tree_leaves(args[index]) if isinstance(tensor, Tensor))
         if isinstance(args[-1], str):
             group = _resolve_process_group(args[-1])  # type: ignore[arg-type]
         else:
-            boxed = next(value for value in args if isinstance(value, torch.ScriptObject) and _is_group(value))
+            boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject) and _is_group(arg))
             group = dist.ProcessGroup.unbox(boxed)
         members = dist.get_process_group_ranks(group)
         if len(members) == 1:
@@ -85,6 +85,6 @@ def _is_group(value: Any) -> bool:
 
 
 def _as_range(ranks: list[int]) -> range:
-    found = range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0])
-    assert list(found) == ranks, "a group that lies along no axis of the mesh"
-    return found
+    span = range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0])
+    assert list(span) == ranks, "a group that lies along no axis of the mesh"
+    return span

@@ -156,7 +156,7 @@ def asked_rows(options: argparse.Namespace, settings: Sequence[str]) -> dict[Row
         UserError: the config's own mistakes; two options that set the same thing; an objective other than sft.
     """
     preset, processes = PRESETS.get(options.preset), options.gpus or default_process_count()
-    axes: dict[str, list[Any]] = {axis: values for axis in AXES if (values := getattr(options, axis))}
+    axes: dict[str, list[Any]] = {axis: choices for axis in AXES if (choices := getattr(options, axis))}
     cells = list(preset.cells) if preset else [{}]
     if EITHER.keys() <= {*axes, *cells[0]}:
         raise UserError("--tokens and GA (of --ga or the preset) both set a step's forwards; leave one of them out")
@@ -175,8 +175,8 @@ def asked_rows(options: argparse.Namespace, settings: Sequence[str]) -> dict[Row
             raise UserError(f"--{name} is set by {who}, too; leave one of them out")
     config = load_config([*_start(options.preset, settings), *settings], None, with_files=False)
     if config.objective.name != "sft":
-        what = f'[objective] name = "{config.objective.name}" needs rows of its own; a sweep has random ones'
-        raise UserError(f"{what}: set --objective.name sft, or name a config that learns texts")
+        problem = f'[objective] name = "{config.objective.name}" needs rows of its own; a sweep has random ones'
+        raise UserError(f"{problem}: set --objective.name sft, or name a config that learns texts")
     return rows_of(config, processes, layouts, cells, axes, steps=options.steps, warmup=options.warmup)
 
 

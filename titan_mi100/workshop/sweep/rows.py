@@ -122,8 +122,8 @@ def rows_of(
         common: Row's steps and warmup.
     """
     spec, configs = base.spec(), {}
-    for layout, cell, values in product(layouts, cells, product(*axes.values())):
-        chosen = {**cell, **dict(zip(axes, values, strict=True))}
+    for layout, cell, combination in product(layouts, cells, product(*axes.values())):
+        chosen = {**cell, **dict(zip(axes, combination, strict=True))}
         row, config = _row(base, spec, processes, layout, chosen, common)
         configs[row] = config
     return configs
@@ -133,9 +133,9 @@ def _row(
     base: Config, spec: ModelSpec, processes: int, layout: str, axes: dict[str, Any], common: dict[str, Any]
 ) -> tuple[Row, Config]:
     config = base
-    for axis, value in {**axes, **{other: 0 for axis in axes if (other := EITHER.get(axis))}}.items():
+    for axis, choice in {**axes, **{other: 0 for axis in axes if (other := EITHER.get(axis))}}.items():
         section, key = AXES[axis].split(".")
-        config = with_settings(config, {section: {key: value}})
+        config = with_settings(config, {section: {key: choice}})
     if layout != OWN_LAYOUT:
         config = replace(config, parallelism=ParallelismConfig(**LAYOUTS[layout][1](processes)))
     tokens, training = 0, config.training
@@ -162,8 +162,8 @@ def _row(
 
 
 def _settings(config: Config) -> str:
-    values = [(name, attrgetter(name)(config), attrgetter(name)(Config())) for name in _SHOWN]
-    return ", ".join(f"{name} = {toml_value(value)}" for name, value, default in values if value != default)
+    settings = [(name, attrgetter(name)(config), attrgetter(name)(Config())) for name in _SHOWN]
+    return ", ".join(f"{name} = {toml_value(setting)}" for name, setting, default in settings if setting != default)
 
 
 def _digest(config: Config, spec: ModelSpec) -> str:

@@ -92,14 +92,14 @@ def _theirs(row: Record) -> list[str]:
 
 
 def _cells(step: PublishedStep) -> list[str]:
-    return [f"{value:,}" for value in step]
+    return [f"{number:,}" for number in step]
 
 
 def markdown_table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     """Columns are padded, so that a terminal shows a table, too."""
     lines = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in (header, *body)]
     # a long reason, in the first column of figures, may run over those that are empty beside it
-    widths = [max(3, *(len(line[place]) for line in lines if len(line[place]) < 24)) for place in range(len(header))]
+    widths = [max(3, *(len(line[column]) for line in lines if len(line[column]) < 24)) for column in range(len(header))]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
 

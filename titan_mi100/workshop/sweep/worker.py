@@ -28,12 +28,12 @@ def measure(config_file: str, steps: int, warmup: int) -> dict[str, Any]:
     world = init_distributed(has_own_collectives=own)
     spec, rows = config.spec(), config.batch(world.size).global_batch_size
     # one step's rows, which every step learns again
-    data = made_up(random_rows(rows, config.training.seq_len, spec.vocab_size, SUPERVISED))
-    run = open_run(with_settings(config, _NO_FILES), world, spec=spec, data=data)
+    prepared = made_up(random_rows(rows, config.training.seq_len, spec.vocab_size, SUPERVISED))
+    run = open_run(with_settings(config, _NO_FILES), world, spec=spec, data=prepared)
     results = [run.step() for _ in range(warmup + steps)][warmup:]
-    milliseconds = [1000 * result.seconds for result in results]
+    milliseconds = [1000 * step.seconds for step in results]
     low, q1, median, q3, high = np.percentile(milliseconds, (0, 25, 50, 75, 100)).tolist()
-    middle = min(results, key=lambda result: abs(1000 * result.seconds - median))
+    middle = min(results, key=lambda step: abs(1000 * step.seconds - median))
     shared = communication(run.trainer.step, world)
     dist.barrier()  # no rank ends while another one still communicates
     return {
