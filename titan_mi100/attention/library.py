@@ -78,13 +78,13 @@ def key_blocks(documents: Documents, size: int) -> tuple[np.ndarray, ...]:
     keys = np.arange(count)[None, None, :]
     needed = (keys >= starts[:, first, None] // size) & (keys <= np.arange(count)[:, None])
     # every pair: all keys are in the document of the last query, which begins latest; a block cut off is never whole
-    whole = needed & (keys < np.arange(count)[:, None]) & (keys * size >= starts[:, last, None])
-    whole &= (last - first == size - 1)[:, None]
-    found = []
-    for mask in (needed & ~whole, whole):
+    full = needed & (keys < np.arange(count)[:, None]) & (keys * size >= starts[:, last, None])
+    full &= (last - first == size - 1)[:, None]
+    arrays = []
+    for mask in (needed & ~full, full):
         numbers = np.argsort(~mask, axis=2, kind="stable")
-        found += [array.astype(np.int32)[:, None] for array in (mask.sum(2), numbers)]
-    return tuple(found)
+        arrays += [array.astype(np.int32)[:, None] for array in (mask.sum(2), numbers)]
+    return tuple(arrays)
 
 
 class Flex(Backend):
