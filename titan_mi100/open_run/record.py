@@ -137,10 +137,8 @@ def _flat(config: Config, world_size: int) -> dict[str, bool | int | float | str
     """Config and layout, by "section.key". Values that are no numbers become text."""
     groups = {name: asdict(getattr(config, name)) for name, _ in sections()}
     groups["layout"] = {**asdict(config.layout(world_size)), **asdict(config.batch(world_size))}
-    settings = {f"{group}.{key}": setting for group, own in groups.items() for key, setting in own.items()}
-    return {
-        name: setting if isinstance(setting, bool | int | float) else str(setting) for name, setting in settings.items()
-    }
+    fields = {f"{group}.{key}": field for group, own in groups.items() for key, field in own.items()}
+    return {name: field if isinstance(field, bool | int | float) else str(field) for name, field in fields.items()}
 
 
 def step_to_use(folder: Path, validation: ValidationConfig, progress: Progress) -> int:
