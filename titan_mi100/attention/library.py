@@ -36,8 +36,8 @@ class _Varlen(Backend):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Cumulative) -> Tensor:
         ends, longest = prepared
         with repeatable(differs(q.device)):
-            out: Tensor = self._call(*(x.flatten(0, 1) for x in (q, k, v)), ends, ends, longest, longest)
-        return with_repeatable_backward(out, differs(q.device)).view(q.shape)
+            output: Tensor = self._call(*(x.flatten(0, 1) for x in (q, k, v)), ends, ends, longest, longest)
+        return with_repeatable_backward(output, differs(q.device)).view(q.shape)
 
 
 class TorchVarlen(_Varlen):
@@ -110,8 +110,8 @@ class Flex(Backend):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out: Tensor = self._kernel(q, k, v, block_mask=prepared, enable_gqa=True)
-        return out.transpose(1, 2)
+        output: Tensor = self._kernel(q, k, v, block_mask=prepared, enable_gqa=True)
+        return output.transpose(1, 2)
 
 
 def _function(module: str, name: str, lacking: str) -> Any:
