@@ -37,27 +37,27 @@ def console() -> int:
 
 def main() -> int:
     """Run the command that sys.argv names and return its exit code. The command reads its own sys.argv[1:]."""
-    given = sys.argv[1:]
-    if given[:1] == ["train"]:
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["train"]:
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # before anything is imported: the launcher waits for them
         from titan_mi100.launch import launcher
 
         sys.argv[0] = "titan-mi100 train"
-        return launcher.main(given[1:])
+        return launcher.main(arguments[1:])
     from titan_mi100 import cli
 
-    if not given or given[0] in ("-h", "--help"):
+    if not arguments or arguments[0] in ("-h", "--help"):
         return cli.exit_code(lambda: print(_help()))
-    if given[0] == "--version":
+    if arguments[0] == "--version":
         return cli.exit_code(lambda: print(cli.versions()))
-    count = 2 if any(name.startswith(f"{given[0]} ") for name in COMMANDS) else 1
-    name = " ".join(given[:count])
-    if count == 2 and (len(given) == 1 or given[1] in ("-h", "--help")):
-        return cli.exit_code(lambda: print(_help(f"{given[0]} ")))
+    count = 2 if any(name.startswith(f"{arguments[0]} ") for name in COMMANDS) else 1
+    name = " ".join(arguments[:count])
+    if count == 2 and (len(arguments) == 1 or arguments[1] in ("-h", "--help")):
+        return cli.exit_code(lambda: print(_help(f"{arguments[0]} ")))
     if name not in COMMANDS:
-        cli.say(f"titan-mi100: {_unknown(given, count)}")
+        cli.say(f"titan-mi100: {_unknown(arguments, count)}")
         return 2
-    sys.argv = [f"titan-mi100 {name}", *given[count:]]
+    sys.argv = [f"titan-mi100 {name}", *arguments[count:]]
     command = list[Any]()
     # a limit of memory can be too low for torch's libraries, which the import loads
     code = cli.exit_code(lambda: command.append(door(name))) or command[0]()
@@ -66,10 +66,10 @@ def main() -> int:
 
 def _help(group: str = "") -> str:
     """The list of commands. Args: group: only those that begin with it, such as "convert "; empty: all."""
-    shown = {name: what for name, (_, what) in COMMANDS.items() if name.startswith(group)}
+    shown = {name: summary for name, (_, summary) in COMMANDS.items() if name.startswith(group)}
     width = max(map(len, shown))
     lines = [f"usage: titan-mi100 {group}COMMAND [arguments]; titan-mi100 {group}COMMAND --help explains them", ""]
-    return "\n".join([*lines, *(f"  {name:<{width}}  {what}" for name, what in shown.items())])
+    return "\n".join([*lines, *(f"  {name:<{width}}  {summary}" for name, summary in shown.items())])
 
 
 def _unknown(given: list[str], count: int) -> str:

@@ -97,17 +97,17 @@ class Parser(argparse.ArgumentParser):
 
 def reflowed(text: str, width: int = WIDTH) -> str:
     """Help text in lines of at most `width` columns. A paragraph with indented lines keeps its line breaks."""
-    found = []
+    wrapped = []
     for paragraph in text.split("\n\n"):
         lines = paragraph.split("\n")
         if not any(line.startswith(" ") for line in lines):
             lines = [" ".join(lines)]
         for line in lines:
             indent = line[: len(line) - len(line.lstrip())]
-            more = indent + " " * 2 * bool(indent)
-            found += textwrap.wrap(line, width, subsequent_indent=more, break_on_hyphens=False) or [""]
-        found.append("")
-    return "\n".join(found[:-1])
+            next_indent = indent + " " * 2 * bool(indent)
+            wrapped += textwrap.wrap(line, width, subsequent_indent=next_indent, break_on_hyphens=False) or [""]
+        wrapped.append("")
+    return "\n".join(wrapped[:-1])
 
 
 class _RawHelp(argparse.RawDescriptionHelpFormatter):
@@ -171,8 +171,8 @@ def run(main: Callable[[], object], afterwards: str = "nothing was left behind")
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         code, remedy = _asked_to_end(error), "; free some space" if full else ""
         if code in (0, 130):  # SIGTERM is not answered
-            said = message_of(error) if is_out_of_memory(error) else f"{error}{remedy}"
-            log.error("interrupted" if code else f"{said}; {afterwards}")
+            message = message_of(error) if is_out_of_memory(error) else f"{error}{remedy}"
+            log.error("interrupted" if code else f"{message}; {afterwards}")
         code = code or (6 if is_out_of_memory(error) else 2 if getattr(error, "errno", 0) == errno.ENAMETOOLONG else 1)
     except Exception as error:
         log.error(message_of(error))
@@ -198,12 +198,12 @@ def message_of(error: BaseException, file: Path | None = None) -> str:
     text = "".join(traceback.format_exception(error))
     try:
         number, name = (None, file) if file else tempfile.mkstemp(prefix="titan_mi100-", suffix=".log")
-        with open(number or name, "a", encoding="utf-8", errors="backslashreplace") as out:
-            out.write(text)
+        with open(number or name, "a", encoding="utf-8", errors="backslashreplace") as stream:
+            stream.write(text)
     except OSError:  # no file can be written: show the traceback itself
         return text
-    what = f"{type(error).__name__}: {shortened(' '.join(str(error).split()), 300)}"
-    return f"unexpected error, {what}; the traceback is in {name}"
+    summary = f"{type(error).__name__}: {shortened(' '.join(str(error).split()), 300)}"
+    return f"unexpected error, {summary}; the traceback is in {name}"
 
 
 def _code_of(program: Callable[[], object], say: Callable[[object], None]) -> int:

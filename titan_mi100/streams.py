@@ -30,12 +30,12 @@ def flush_output() -> str:
     Returns:
         The error message of standard output; "": no error, or the reader has closed the pipe, as `| head` does.
     """
-    said = ""
+    message = ""
     for stream in (sys.stderr, sys.stdout):
         try:
             stream.flush()
         except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python's own flush then succeeds
             if stream is sys.stdout and not isinstance(error, BrokenPipeError):
-                said = f"standard output: {error.strerror}"
-    return said
+                message = f"standard output: {error.strerror}"
+    return message

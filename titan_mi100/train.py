@@ -149,10 +149,10 @@ def _what_was_planned(error: BaseException, where: str, run: Run | None) -> str:
 def _way_back(folder: RunFolder | None, remedy: str) -> str:
     """What to do after a numerical abort. Args: remedy: for its cause; "": that is not known."""
     remedy = remedy or "lower optimizer.lr, or correct the rows and allow that with checkpoint.allow_changed = data; "
-    found = list_checkpoints(folder.path / "checkpoint") if folder else []
-    if not found:
+    checkpoints = list_checkpoints(folder.path / "checkpoint") if folder else []
+    if not checkpoints:
         return f"{remedy}no sound checkpoint was made before; "
-    return f"{remedy}the run resumes from {found[-1].name}, with --checkpoint.load_step N from an earlier one; "
+    return f"{remedy}the run resumes from {checkpoints[-1].name}, with --checkpoint.load_step N from an earlier one; "
 
 
 def train(run: Run, preemption: Preemption) -> tuple[str, str]:

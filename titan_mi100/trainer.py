@@ -148,8 +148,8 @@ class Trainer:
         on_device = torch.cat([torch.stack([gradients.squares, (~gradients.finite).double()]), losses.sum(0)])
         flags = self._hooks.flags()
         own = [waited, *self._hooks.own_values()]
-        mine = _Gathered(self._next_counts, [peak_memory_gib(model.device)], [*map(float, flags.values())], own)
-        summed, memory, raised, own_values = mine.gather(on_device, model.device)
+        to_gather = _Gathered(self._next_counts, [peak_memory_gib(model.device)], [*map(float, flags.values())], own)
+        summed, memory, raised, own_values = to_gather.gather(on_device, model.device)
         squares, not_finite, loss_sum, *rest = summed.sum(0).tolist()
         names = model.objective.measures
         measures, self._counts = dict(zip(names, rest, strict=False)), rest[len(names) :]
@@ -175,7 +175,7 @@ class Trainer:
             next_row=self._row,
             lr=self._optimizer.param_groups[0]["lr"],
             loss=loss,
-            measures={name: value * weight for name, value in measures.items()},
+            measures={name: total * weight for name, total in measures.items()},
             grad_norm=grad_norm,
             tokens=tokens,
             supervised=supervised,

@@ -55,8 +55,8 @@ def some(names: Iterable[object], most: int = 8) -> str:
 
 def first_of(problems: Sequence[str], where: str, most: int = 50) -> str:
     """One line per problem; after `most` lines, the number of the others."""
-    more = [f"{where}: {len(problems) - most:,} more problems"] if len(problems) > most else []
-    return "\n".join([*problems[:most], *more])
+    rest = [f"{where}: {len(problems) - most:,} more problems"] if len(problems) > most else []
+    return "\n".join([*problems[:most], *rest])
 
 
 def with_level(level: str, text: object) -> str:

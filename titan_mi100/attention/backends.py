@@ -20,8 +20,8 @@ def make_backend(name: str, why: str, arch: str, launch: str = "") -> Backend:
     """
     module, kind = KERNELS[name].source.split(":")
     try:
-        found = getattr(import_module(f"titan_mi100.attention.{module}"), kind)
+        backend_class = getattr(import_module(f"titan_mi100.attention.{module}"), kind)
     except ImportError as error:
         raise UserError(f"{kind} cannot be imported ({error})") from None
-    backend: Backend = found.make(why, arch, launch)
+    backend: Backend = backend_class.make(why, arch, launch)
     return backend

@@ -59,22 +59,22 @@ def choose(
     """
     arch = arch.split(":")[0]
     trial = _Trials(shape, device, arch, cache)
-    said: list[str] = []
+    lines: list[str] = []
     if before and before.arch == arch and wanted in (AUTO, before.name):
         problem = trial.refusal(before.name, before.launch)
         if not problem:
             return before, []
-        said.append(f"attention: {before.name}, which the run used until now, is refused here: {problem}")
+        lines.append(f"attention: {before.name}, which the run used until now, is refused here: {problem}")
     if wanted == AUTO and arch not in FASTEST:
-        choice, more = trial.fastest()
-        return choice, said + more
+        choice, trial_lines = trial.fastest()
+        return choice, lines + trial_lines
     name = FASTEST[arch] if wanted == AUTO else wanted
     if problem := trial.refusal(name):
         raise UserError(f"[model] attention_backend = {wanted}: {name} is refused on this machine: {problem}; use auto")
     why = f"measured fastest on {arch}" if wanted == AUTO else "chosen by name"
     why = "reference implementation" if name == REFERENCE else why
     launch = trial.of(name).launch if name == OWN else ""
-    return Choice(name, why, arch, launch), said
+    return Choice(name, why, arch, launch), lines
 
 
 def without_trial(shape: Shape, device: torch.device) -> Backend:
@@ -111,13 +111,13 @@ class _Trials:
         verdicts = {name: self.of(name, patience=until - time.monotonic()) for name in _CANDIDATES}
         refused = {name: _problem(verdict) for name, verdict in verdicts.items()}
         times = {name: verdict.ms for name, verdict in verdicts.items() if not refused[name]}
-        said = [f"attention: {name} is refused: {problem}" for name, problem in refused.items() if problem]
+        lines = [f"attention: {name} is refused: {problem}" for name, problem in refused.items() if problem]
         if not times:  # chunked needs no trial to be right; see `refused`
-            return Choice(EXPLICIT, "every trial was refused; it needs no kernel", self.arch), said
+            return Choice(EXPLICIT, "every trial was refused; it needs no kernel", self.arch), lines
         name = min(times, key=lambda name: times[name])
         timed = ", ".join(f"{other} {ms:.1f} ms" for other, ms in sorted(times.items(), key=lambda item: item[1]))
         why = f"fastest in a trial before this run, per layer: {timed}; there is no earlier measurement on {self.arch}"
-        return Choice(name, why, self.arch, verdicts[name].launch), said
+        return Choice(name, why, self.arch, verdicts[name].launch), lines
 
 
 def _problem(verdict: Trial) -> str:

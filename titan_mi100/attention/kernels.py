@@ -63,7 +63,7 @@ def forward_kernel(
 
     highest = tl.full((BLOCK_Q,), -1e30, tl.float32)  # finite: a tile without any pair then adds exactly 0
     total = tl.zeros((BLOCK_Q,), tl.float32)
-    result = tl.zeros((BLOCK_Q, HEAD_DIM), tl.float32)
+    outputs = tl.zeros((BLOCK_Q, HEAD_DIM), tl.float32)
     for block in range(tl.load(boundaries + first) // BLOCK_K * BLOCK_K, last + 1, BLOCK_K):
         columns = block + tl.arange(0, BLOCK_K)
         readable = tl.minimum(columns, tokens - 1)
@@ -76,11 +76,11 @@ def forward_kernel(
         weights = tl.exp2(scores - raised[:, None])
         total = total * shrunk + tl.sum(weights, 1)
         values = _rows(v, readable, v_stride, HEAD_DIM)
-        result = _dot(weights.to(values.dtype), values, result * shrunk[:, None])
+        outputs = _dot(weights.to(values.dtype), values, outputs * shrunk[:, None])
         highest = raised
 
     places = out + head * HEAD_DIM + rows[:, None] * out_stride + tl.arange(0, HEAD_DIM)[None, :]
-    tl.store(places, (result / total[:, None]).to(out.dtype.element_ty), mask=rows[:, None] < tokens)
+    tl.store(places, (outputs / total[:, None]).to(out.dtype.element_ty), mask=rows[:, None] < tokens)
     tl.store(lse + head * tokens + rows, highest + tl.log2(total), mask=rows < tokens)
 
 
@@ -102,7 +102,7 @@ def queries_gradient_kernel(
     queries = _rows(q + head * HEAD_DIM, there, q_stride, HEAD_DIM)
     sums = tl.load(lse + head * tokens + there)
 
-    result = tl.zeros((BLOCK_Q, HEAD_DIM), tl.float32)
+    gradient = tl.zeros((BLOCK_Q, HEAD_DIM), tl.float32)
     for block in range(tl.load(boundaries + first) // BLOCK_K * BLOCK_K, last + 1, BLOCK_K):
         columns = block + tl.arange(0, BLOCK_K)
         readable = tl.minimum(columns, tokens - 1)
@@ -112,10 +112,10 @@ def queries_gradient_kernel(
             visible = (columns[None, :] <= rows[:, None]) & (columns[None, :] >= starts[:, None])
             weights = tl.where(visible, weights, 0.0)
         slopes = weights * (_dot(grads, _columns(v, readable, v_stride, HEAD_DIM)) - deltas[:, None])
-        result = _dot(slopes.to(keys.dtype), tl.trans(keys), result)
+        gradient = _dot(slopes.to(keys.dtype), tl.trans(keys), gradient)
 
     places = grad_q + head * HEAD_DIM + rows[:, None] * out_stride + tl.arange(0, HEAD_DIM)[None, :]
-    tl.store(places, (result * scale).to(grad_q.dtype.element_ty), mask=rows[:, None] < tokens)
+    tl.store(places, (gradient * scale).to(grad_q.dtype.element_ty), mask=rows[:, None] < tokens)
 
 
 @triton.jit

@@ -126,8 +126,8 @@ def candidates(arch: str, head_dim: int, itemsize: int) -> Candidates:
     row = (family, 128 if head_dim <= 128 else 256, itemsize)
     if head_dim > 256 or row not in TABLES:
         reason = "" if head_dim > 256 else EMPTY.get(row, "")
-        what = f"the kernels have no launch for {arch}, head size {head_dim}, {8 * itemsize} bits"
-        raise UserError(what + (f": {reason}" if reason else ""))
+        problem = f"the kernels have no launch for {arch}, head size {head_dim}, {8 * itemsize} bits"
+        raise UserError(problem + (f": {reason}" if reason else ""))
     forward, queries, keys = (tuple(map(_tile, tiles.split())) for tiles in TABLES[row].split("|"))
     return Candidates(forward, queries, keys)
 

@@ -36,8 +36,8 @@ class _Varlen(Backend):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Cumulative) -> Tensor:
         ends, longest = prepared
         with repeatable(differs(q.device)):
-            out: Tensor = self._call(*(x.flatten(0, 1) for x in (q, k, v)), ends, ends, longest, longest)
-        return with_repeatable_backward(out, differs(q.device)).view(q.shape)
+            output: Tensor = self._call(*(x.flatten(0, 1) for x in (q, k, v)), ends, ends, longest, longest)
+        return with_repeatable_backward(output, differs(q.device)).view(q.shape)
 
 
 class TorchVarlen(_Varlen):
@@ -78,13 +78,13 @@ def key_blocks(documents: Documents, size: int) -> tuple[np.ndarray, ...]:
     keys = np.arange(count)[None, None, :]
     needed = (keys >= starts[:, first, None] // size) & (keys <= np.arange(count)[:, None])
     # every pair: all keys are in the document of the last query, which begins latest; a block cut off is never whole
-    whole = needed & (keys < np.arange(count)[:, None]) & (keys * size >= starts[:, last, None])
-    whole &= (last - first == size - 1)[:, None]
-    found = []
-    for mask in (needed & ~whole, whole):
+    full = needed & (keys < np.arange(count)[:, None]) & (keys * size >= starts[:, last, None])
+    full &= (last - first == size - 1)[:, None]
+    arrays = []
+    for mask in (needed & ~full, full):
         numbers = np.argsort(~mask, axis=2, kind="stable")
-        found += [array.astype(np.int32)[:, None] for array in (mask.sum(2), numbers)]
-    return tuple(found)
+        arrays += [array.astype(np.int32)[:, None] for array in (mask.sum(2), numbers)]
+    return tuple(arrays)
 
 
 class Flex(Backend):
@@ -110,8 +110,8 @@ class Flex(Backend):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out: Tensor = self._kernel(q, k, v, block_mask=prepared, enable_gqa=True)
-        return out.transpose(1, 2)
+        output: Tensor = self._kernel(q, k, v, block_mask=prepared, enable_gqa=True)
+        return output.transpose(1, 2)
 
 
 def _function(module: str, name: str, lacking: str) -> Any:

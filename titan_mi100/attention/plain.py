@@ -66,9 +66,9 @@ _TILE = 64
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention of one document: (1, length, heads, head_dim)."""
     length = q.shape[1]
-    more = -length % _TILE if q.device.type == "cpu" and q.dtype.itemsize == 2 else 0
-    if more:  # pad after the last token: attention is causal, so no real token attends to the padding
-        q, k, v = (F.pad(x, (0, 0, 0, 0, 0, more)) for x in (q, k, v))
+    padding = -length % _TILE if q.device.type == "cpu" and q.dtype.itemsize == 2 else 0
+    if padding:  # pad after the last token: attention is causal, so no real token attends to the padding
+        q, k, v = (F.pad(x, (0, 0, 0, 0, 0, padding)) for x in (q, k, v))
     return _sdpa(q, k, v, is_causal=True)[:, :length]
 
 
@@ -82,10 +82,10 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **mask: Any) -> Tensor:
     q = q[0].view(seq, kv_heads, -1, dim).permute(2, 1, 0, 3)  # (groups, kv_heads, seq, head_dim)
     k, v = (x.transpose(1, 2).expand(len(q), -1, -1, -1) for x in (k, v))
     with repeatable(differs(q.device)):
-        wanted = differs(q.device) and has_kernel(q, k, v, **mask)
-    with repeatable(wanted):
-        out = with_repeatable_backward(F.scaled_dot_product_attention(q, k, v, **mask), wanted)
-    return out.permute(2, 1, 0, 3).reshape(1, seq, -1, dim)
+        is_needed = differs(q.device) and has_kernel(q, k, v, **mask)
+    with repeatable(is_needed):
+        output = with_repeatable_backward(F.scaled_dot_product_attention(q, k, v, **mask), is_needed)
+    return output.permute(2, 1, 0, 3).reshape(1, seq, -1, dim)
 
 
 class Chunked(Backend):

@@ -109,19 +109,19 @@ def try_backend(
 
 def _machine(device: torch.device) -> dict[str, Any]:
     """Everything that a verdict depends on apart from the question: device, driver, versions, and our own code."""
-    found: dict[str, Any] = {"torch": torch.__version__, **accelerator.runtimes()}
+    facts: dict[str, Any] = {"torch": torch.__version__, **accelerator.runtimes()}
     for name in itertools.chain.from_iterable(kernel.packages for kernel in KERNELS.values()):
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
+            facts[name] = version(name)
     for driver in ("/sys/module/amdgpu/version", "/sys/module/nvidia/version"):
         with suppress(OSError):
-            found[driver] = Path(driver).read_text()
+            facts[driver] = Path(driver).read_text()
     if accelerator.is_gpu(device):
-        found["device"] = accelerator.properties(device).name
-    found["compiler"] = cannot_compile()
+        facts["device"] = accelerator.properties(device).name
+    facts["compiler"] = cannot_compile()
     sources = sorted(Path(__file__).parent.glob("*.py"))
-    found["sources"] = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
-    return found
+    facts["sources"] = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    return facts
 
 
 def _ask_child(question: dict[str, Any], patience: float) -> Trial:
@@ -179,16 +179,16 @@ class Reference:
 
     def judge(self, backend: Backend) -> Trial:
         """The verdict on a backend's values. Compilers and launchers of kernels raise errors of any type."""
-        found = forward_backward(backend, self.tensors, self.documents)
+        computed = forward_backward(backend, self.tensors, self.documents)
         again = forward_backward(backend, self.tensors, self.documents)
-        off = max(map(difference, found, self._exact))
+        off = max(map(difference, computed, self._exact))
         if not off <= self._bar:  # `not <=` instead of `>`: a NaN must be refused too
             return Trial(f"wrong: its results differ from explicit attention by {off:.1e} (at most {self._bar:.1e})")
-        repeatable = all(map(torch.equal, found, again))
+        repeatable = all(map(torch.equal, computed, again))
         changed = with_another_first_document(self.tensors, self.documents)
         others = forward_backward(backend, changed, self.documents)
         rest = slice(self.documents.lengths[0], None)
-        for ours, theirs in zip(found, others, strict=True):
+        for ours, theirs in zip(computed, others, strict=True):
             a, b = (x.flatten(0, 1)[rest] for x in (ours, theirs))
             if not (torch.equal(a, b) if repeatable else difference(a, b) <= self._bar):
                 return Trial("wrong: the content of another document changes its results")
@@ -238,8 +238,8 @@ def forward_backward(backend: Backend, tensors: Sequence[Tensor], documents: Doc
 
 def _one_layer(backend: Backend, tensors: Sequence[Tensor], prepared: Any) -> list[Tensor]:
     q, k, v, grad = tensors
-    out = backend(q, k, v, prepared)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
+    output = backend(q, k, v, prepared)
+    return [output.detach(), *torch.autograd.grad(output, (q, k, v), grad)]
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
@@ -255,15 +255,15 @@ def milliseconds(backend: Backend, tensors: Sequence[Tensor], documents: Documen
     Args:
         tensors: the result of `inputs`.
     """
-    device, found = tensors[0].device, []
+    device, times = tensors[0].device, []
     prepared = backend.prepare(documents, device)
     for _ in range(rounds + 1):
         accelerator.synchronize(device)
         started = time.perf_counter()
         _one_layer(backend, tensors, prepared)
         accelerator.synchronize(device)
-        found.append(1000 * (time.perf_counter() - started))
-    return found[1:]
+        times.append(1000 * (time.perf_counter() - started))
+    return times[1:]
 
 
 def _median_ms(backend: Backend, tensors: Sequence[Tensor], documents: Documents) -> float:
@@ -292,11 +292,11 @@ def fastest_launch(reference: Reference, arch: str) -> tuple[str, list[str]]:
             return _reason(error)
         return verdict.refused or ("" if verdict.repeatable else "the same call gives other bits each time")
 
-    found = candidates(arch, reference.tensors[0].shape[3], reference.tensors[0].itemsize)
-    first = found.first()
-    best = next((launch for launch in map(Launch._make, itertools.product(*found)) if not problem(launch)), first)
+    options = candidates(arch, reference.tensors[0].shape[3], reference.tensors[0].itemsize)
+    first = options.first()
+    best = next((launch for launch in map(Launch._make, itertools.product(*options)) if not problem(launch)), first)
     passed_over = []
-    for kernel, tiles in found._asdict().items() if not problem(best) else ():
+    for kernel, tiles in options._asdict().items() if not problem(best) else ():
         times = {}
         for tile in tiles:
             launch = best._replace(**{kernel: tile})

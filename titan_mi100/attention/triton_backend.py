@@ -90,15 +90,15 @@ def attention_backward(
     strides = [_token_stride(x) for x in (q, k, v)]
     arguments = (q, k, v, out, grad, grad_q, lse, delta, boundaries, dim**-0.5, tokens, *strides)
     programs = (triton.cdiv(tokens, tiles.queries.block_q), heads)
-    more = (_token_stride(out), _token_stride(grad))
-    _start(kernels.queries_gradient_kernel, tiles.queries, q, k, programs, *arguments, *more)
+    other_strides = (_token_stride(out), _token_stride(grad))
+    _start(kernels.queries_gradient_kernel, tiles.queries, q, k, programs, *arguments, *other_strides)
     arguments = (q, k, v, grad, grad_k, grad_v, lse, delta, boundaries, dim**-0.5, tokens, *strides)
     # One program per block of keys and per key head: it sums over its query heads, so no atomics are needed.
     programs = (triton.cdiv(tokens, tiles.keys.block_k), kv_heads)
-    more = (_token_stride(grad), _token_stride(grad_k))
+    other_strides = (_token_stride(grad), _token_stride(grad_k))
     for parts in ((True, True),) if tiles.keys.parts == 1 else ((True, False), (False, True)):
         which = dict(zip(("KEYS", "VALUES"), parts, strict=True))
-        _start(kernels.keys_gradient_kernel, tiles.keys, q, k, programs, *arguments, *more, **which)
+        _start(kernels.keys_gradient_kernel, tiles.keys, q, k, programs, *arguments, *other_strides, **which)
     return grad_q, grad_k, grad_v
 
 

@@ -319,17 +319,17 @@ class Checkpointer:
         with raise_together():
             _, manifest, trainer_state = open_checkpoint(path)
             saved = open_dcp(path, manifest["files"])
-        found = {name: kind for name, kind in saved.kinds.items() if rank_of(name) is None}
-        names = sorted(found)
+        saved_kinds = {name: kind for name, kind in saved.kinds.items() if rank_of(name) is None}
+        names = sorted(saved_kinds)
         same_on_all_ranks("\n".join(names), f"{path}: not the same on all ranks; {_SHARED}")
         held = torch.tensor([name in tensors for name in names], dtype=torch.uint8)
         # Names that no rank holds are unexpected. A bit per name is enough; no rank has to send its names.
         dist.all_reduce(held, dist.ReduceOp.MAX)
         with raise_together():
             unexpected = [name for name, is_held in zip(names, held.tolist(), strict=True) if not is_held]
-            wanted = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-            found |= self._wider(path, found, wanted)
-            _check_names(path, saved.others, found, wanted, unexpected)
+            own_kinds = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+            saved_kinds |= self._wider(path, saved_kinds, own_kinds)
+            _check_names(path, saved.others, saved_kinds, own_kinds, unexpected)
             extra = self._empty_extra_state(saved.kinds)
             fill_parameters((tensors | extra).items(), lambda name, _, offset, size: saved.read(name, offset, size))
         for name, tensor in everything:
@@ -349,8 +349,8 @@ class Checkpointer:
         fixed = (name for name, parameter in self._model.saved_parameters() if not parameter.requires_grad)
         narrow = [n for n in fixed if n in found and found[n][1] == torch.bfloat16 != wanted[n][1]]
         if narrow:
-            what = "tensors that are not trained are rounded to bfloat16, as older versions did; they stay as they are"
-            log.warning(f"{path}: {len(narrow)} {what}: {some(narrow)}")
+            note = "tensors that are not trained are rounded to bfloat16, as older versions did; they stay as they are"
+            log.warning(f"{path}: {len(narrow)} {note}: {some(narrow)}")
         return {name: (found[name][0], wanted[name][1]) for name in narrow}
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -431,7 +431,7 @@ def _not_finite(tensors: dict[str, Tensor], unused: Collection[str]) -> str:
     local = {name: tensor for name, tensor in local.items() if tensor.is_floating_point() and tensor.numel()}
     sums = [tensor.sum() for tensor in local.values()]  # a fast pass: infinity and NaN survive a sum
     device = sums[0].device  # with offloading, some tensors are on the CPU
-    if torch.stack([value.to(device, torch.float64) for value in sums]).isfinite().all():
+    if torch.stack([total.to(device, torch.float64) for total in sums]).isfinite().all():
         return ""
     # A sum of finite values can overflow, so look at the tensors themselves.
     return next((name for name, tensor in local.items() if not tensor.isfinite().all()), "")
@@ -456,7 +456,7 @@ def _check_names(path: Path, others: list[str], found: Kinds, wanted: Kinds, une
     if others:
         raise UserError(f"{path}: has {len(others)} entries that are not tensors, such as {others[0]}; {_OTHER}")
     problems = []
-    for what, names in (
+    for label, names in (
         ("missing", wanted.keys() - found.keys()),
         ("unexpected", set(unexpected)),
         ("mis-shaped", {name for name in found.keys() & wanted.keys() if found[name][0] != wanted[name][0]}),
@@ -466,6 +466,6 @@ def _check_names(path: Path, others: list[str], found: Kinds, wanted: Kinds, une
             here, there = (
                 f"{tuple(kinds[name][0])} {kinds[name][1]}" if name in kinds else "none" for kinds in (wanted, found)
             )
-            problems.append(f"{len(names)} {what}, the first {name} (checkpoint: {there}, model: {here})")
+            problems.append(f"{len(names)} {label}, the first {name} (checkpoint: {there}, model: {here})")
     if problems:
         raise UserError(f"{path}: not a checkpoint of this model: {'; '.join(problems)}; {_OTHER}")

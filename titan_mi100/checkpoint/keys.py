@@ -13,8 +13,8 @@ def rank_prefix(kind: str, rank: int) -> str:
 
 def rank_of(name: str) -> tuple[str, int] | None:
     """(kind, rank) of a tensor that is per-rank state; None: it belongs to the whole job."""
-    found = _OF_A_RANK.match(name)
-    return (found[1], int(found[2])) if found else None
+    match = _OF_A_RANK.match(name)
+    return (match[1], int(match[2])) if match else None
 
 
 def parameter_of(name: str) -> str:

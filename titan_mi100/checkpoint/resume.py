@@ -55,17 +55,17 @@ def find_checkpoint(folder: Path, world: World, step: int = NEWEST) -> Found | N
         log.info(f"checking {newest} for damage ...")
         with raise_together():  # an unreadable file on one rank ends all ranks with its message
             problem = _problem(newest, world.rank, world.size)
-        found = first_found(problem)
-        if not found:
+        first_problem = first_found(problem)
+        if not first_problem:
             with raise_together():
                 return open_checkpoint(newest)
         # If rank 0 can read the file, it is not damaged: the other rank's node sees another file system.
         problem = from_rank_zero(partial(_problem, newest, 0, 1))
         if not problem:
-            raise UserError(f"{found}, but rank 0 finds it intact; all nodes must see the same file system")
+            raise UserError(f"{first_problem}, but rank 0 finds it intact; all nodes must see the same file system")
         if len(paths) == 1:
-            more = "has no other checkpoint" if step == NEWEST else "name another step in checkpoint.load_step"
-            raise UserError(f"damaged checkpoint: {problem}\n{folder}: {more}; {_START_OVER}")
+            remedy = "has no other checkpoint" if step == NEWEST else "name another step in checkpoint.load_step"
+            raise UserError(f"damaged checkpoint: {problem}\n{folder}: {remedy}; {_START_OVER}")
         aside = from_rank_zero(partial(sealed.set_aside, newest, "damaged"))
         log.warning(f"DAMAGED CHECKPOINT: {problem}. It is now {aside}; the run resumes from the one before it")
 
@@ -73,8 +73,8 @@ def find_checkpoint(folder: Path, world: World, step: int = NEWEST) -> Found | N
 def _candidates(folder: Path, step: int) -> list[Path]:
     """The checkpoints to try, the best choice last; empty if the run has none yet."""
     if odd := sealed.blocking_entries(folder):
-        what = "has the name of a checkpoint, but is a link or not a folder"
-        raise UserError(f"{odd[0]}: {what}; put the folder itself there, or move it away")
+        problem = "has the name of a checkpoint, but is a link or not a folder"
+        raise UserError(f"{odd[0]}: {problem}; put the folder itself there, or move it away")
     if step != NEWEST:
         every = sealed.all_checkpoints(folder)
         if chosen := [path for path in every if sealed.step_of(path) == step]:
@@ -139,14 +139,14 @@ _START_OVER = "restore a copy, or start over beside it with --checkpoint.fresh"
 
 def check_is_run_checkpoint(found: Found) -> None:
     """Refuse to resume from a converter's output: it has weights, but no state of a run. Raises UserError."""
-    said, file = found.manifest, found.path / sealed.MANIFEST
-    if lacking := [key for key in _OF_A_RUN if key not in said]:
+    manifest, file = found.manifest, found.path / sealed.MANIFEST
+    if lacking := [key for key in _OF_A_RUN if key not in manifest]:
         raise UserError(f"{file}: lacks {', '.join(lacking)}, so it is not a run's checkpoint; {REMEDY}")
-    counts = {**said, **said["layout"], **said["fingerprints"]}
+    counts = {**manifest, **manifest["layout"], **manifest["fingerprints"]}
     if wrong := [key for key in _COUNTS if not counts.get(key)]:
         raise UserError(f"{file}: {', '.join(wrong)} must exist and be above 0; {REMEDY}")
-    if said["step"] != found.trainer_state.get("step"):
-        raise UserError(f"{file}: step = {said['step']} differs from the step in {TRAINER}; {REMEDY}")
+    if manifest["step"] != found.trainer_state.get("step"):
+        raise UserError(f"{file}: step = {manifest['step']} differs from the step in {TRAINER}; {REMEDY}")
 
 
 def check_same_run(found: Found, about: dict[str, Any], allowed: Collection[str]) -> None:
@@ -164,9 +164,9 @@ def check_same_run(found: Found, about: dict[str, Any], allowed: Collection[str]
     changed: list[str] = []
     for name, words in differing(found.manifest["fingerprints"], about["fingerprints"]).items():
         # "data" is one hash; the manifest's `data` tells which files or settings have changed
-        more = list(differing(found.manifest["data"], about["data"]).values()) if name == "data" else []
+        details = list(differing(found.manifest["data"], about["data"]).values()) if name == "data" else []
         is_allowed = bool({name, name.split(".")[0]} & set(allowed))
-        (permitted if is_allowed else refused).extend(more or [words])
+        (permitted if is_allowed else refused).extend(details or [words])
         changed += [] if is_allowed else [name]
     if permitted:
         log.warning(f"checkpoint.allow_changed: the run resumes with changes: {some(permitted, 30)}")
@@ -181,8 +181,8 @@ def check_same_run(found: Found, about: dict[str, Any], allowed: Collection[str]
         remedy = (
             f"allow it: --checkpoint.allow_changed {' '.join(changed)}; or start over beside it: --checkpoint.fresh"
         )
-        what = f"the run now differs from it: {some(refused, 30)}; resume with the same settings and data"
-        raise UserError(f"{found.path}: {what}; or {remedy}")
+        message = f"the run now differs from it: {some(refused, 30)}; resume with the same settings and data"
+        raise UserError(f"{found.path}: {message}; or {remedy}")
 
 
 def differing(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
@@ -194,17 +194,15 @@ def differing(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     before, after = _flat(saved), _flat(now)
     # In the order of `now`, then names that only `saved` has.
     names = [name for name in {**after, **before} if before.get(name) != after.get(name)]
-    values = {name: (_short(before.get(name)), _short(after.get(name))) for name in names}
-    return {
-        name: f"{name} ({f'{was}, now {now}' if was and now else 'changed'})" for name, (was, now) in values.items()
-    }
+    pairs = {name: (_short(before.get(name)), _short(after.get(name))) for name in names}
+    return {name: f"{name} ({f'{was}, now {now}' if was and now else 'changed'})" for name, (was, now) in pairs.items()}
 
 
 def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in fields.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) and not prefix else {prefix + name: value}
-    return found
+    flat: dict[str, Any] = {}
+    for name, field in fields.items():
+        flat |= _flat(field, f"{prefix}{name}.") if isinstance(field, dict) and not prefix else {prefix + name: field}
+    return flat
 
 
 def _short(value: Any) -> str:

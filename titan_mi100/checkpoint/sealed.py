@@ -243,9 +243,9 @@ def check_file(path: Path, name: str, entry: dict[str, Any]) -> None:
     file = _regular_file(path / name)
     if (size := file.stat().st_size) != entry["bytes"]:
         raise DamagedError(f"{file}: has {size:,} bytes, {entry['bytes']:,} were written")
-    found = sha256_of(file)
-    if found != entry["sha256"]:
-        raise DamagedError(f"{file}: has changed: SHA-256 is {found[:12]}..., was {entry['sha256'][:12]}...")
+    digest = sha256_of(file)
+    if digest != entry["sha256"]:
+        raise DamagedError(f"{file}: has changed: SHA-256 is {digest[:12]}..., was {entry['sha256'][:12]}...")
 
 
 def verify(path: Path, share: int = 0, shares: int = 1) -> dict[str, Any]:
@@ -348,8 +348,8 @@ class Retention:
 
 def _stamps(path: Path) -> list[tuple[str, int, int]]:
     # ctime, not mtime: cp -p and touch can set the latter
-    found = [(file.name, file.stat()) for file in sorted(path.iterdir())]
-    return [(name, status.st_size, status.st_ctime_ns) for name, status in found]
+    files = [(file.name, file.stat()) for file in sorted(path.iterdir())]
+    return [(name, status.st_size, status.st_ctime_ns) for name, status in files]
 
 
 def remove(path: Path) -> None:

@@ -45,8 +45,8 @@ def select(index: int) -> torch.device:
 
 def group_backend() -> str:
     """For init_process_group: collectives on the device's tensors by its own library, on the CPU's by gloo."""
-    mine = torch.distributed.Backend.default_device_backend_map.get(kind(), "")
-    return "gloo" if kind() == "cpu" else f"cpu:gloo,{kind()}:{mine}"
+    library = torch.distributed.Backend.default_device_backend_map.get(kind(), "")
+    return "gloo" if kind() == "cpu" else f"cpu:gloo,{kind()}:{library}"
 
 
 def is_gpu(device: torch.device) -> bool:

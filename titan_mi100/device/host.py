@@ -22,15 +22,15 @@ def page_locked_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.
     """
     if device.type == "cpu":
         return torch.zeros(shape, dtype=dtype)
-    found = whole_pages(shape, dtype)
-    error = accelerator.lock_pages(found) if found.nbytes else 0
+    zeros = whole_pages(shape, dtype)
+    error = accelerator.lock_pages(zeros) if zeros.nbytes else 0
     if error:
         raise MemoryError(
-            f"cannot lock {found.nbytes:,} more bytes of host memory for the GPU (error {error}); "
+            f"cannot lock {zeros.nbytes:,} more bytes of host memory for the GPU (error {error}); "
             "raise the limit for locked memory (ulimit -l)"
         )
-    _RESERVED.append(found)
-    return found
+    _RESERVED.append(zeros)
+    return zeros
 
 
 def whole_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

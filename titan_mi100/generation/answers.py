@@ -60,7 +60,7 @@ def command_parser(name: str, description: str, epilog: str = "") -> ArgumentPar
 
 def template_variables(options: Namespace) -> dict[str, Any]:
     """The variables of the chat template that the options set."""
-    return {name: value for name in VARIABLES if (value := getattr(options, name)) is not None}
+    return {name: setting for name in VARIABLES if (setting := getattr(options, name)) is not None}
 
 
 def open_model(options: Namespace) -> Model:
@@ -90,8 +90,8 @@ def read_rows(path: str, read: Callable[[Row], T]) -> list[tuple[str, T]]:
             rows.append((where, read(parse_record(record))))
         except BadRecord as bad:
             raise UserError(f"{where}: {bad}") from None
-    for what, (number, line) in reader.oddities.items():
-        print(f"WARNING {plural(number, what)} accepted, the first at {path}:{line}", file=sys.stderr)
+    for oddity, (number, line) in reader.oddities.items():
+        print(f"WARNING {plural(number, oddity)} accepted, the first at {path}:{line}", file=sys.stderr)
     return rows
 
 
@@ -124,8 +124,8 @@ def answer_all(
     rows: list[Row] = []
     if options.output:
         paths = {"model": options.model} | ({"adapter": options.adapter} if options.adapter else {})
-        found = {name: os.path.abspath(path) for name, path in paths.items()} | {"weights": model.fingerprint()[:16]}
-        settings = {**found, "dtype": dtype_name(model.dtype), "max_new_tokens": options.max_new_tokens, **settings}
+        identity = {name: os.path.abspath(path) for name, path in paths.items()} | {"weights": model.fingerprint()[:16]}
+        settings = {**identity, "dtype": dtype_name(model.dtype), "max_new_tokens": options.max_new_tokens, **settings}
         if os.path.lexists(options.output) and not is_stream(Path(options.output)):
             rows = _finished_rows(options.output, requests, settings, judge)
         _append(options.output, [])  # report a path that cannot be written before any work is done

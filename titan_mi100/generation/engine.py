@@ -83,8 +83,8 @@ class Model:
                 f"{tokenizer_path}: its tokenizer has ids up to {self.tokenizer.n_vocab - 1}, the model only "
                 f"{self.spec.vocab_size}; name the model's own in --tokenizer_path"
             )
-        given = parse_object(source.assets.get(GENERATION, b"{}"), GENERATION, "correct it, or remove it")
-        if unknown := [key for key in given if key not in _KNOWN and given[key] not in (None, False, 0, 1, [], {})]:
+        fields = parse_object(source.assets.get(GENERATION, b"{}"), GENERATION, "correct it, or remove it")
+        if unknown := [key for key in fields if key not in _KNOWN and fields[key] not in (None, False, 0, 1, [], {})]:
             text = f"{source.assets_folder / GENERATION}: not applied here: {some(sorted(unknown))}"
             print(with_level("WARNING", text), file=sys.stderr)
         self.prompts = prompt_settings(source.assets, source.assets_folder)

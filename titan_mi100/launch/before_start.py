@@ -57,8 +57,8 @@ def unfinished_run(folder: Path) -> str:
         with suppress(OSError):  # another user's, or removed meanwhile
             outcome, saved = read_outcome(path / STATE), list_checkpoints(path / "checkpoint")
             if outcome and saved and outcome.state != "done" and not is_locked(path):
-                what = f"{path} has an unfinished run of {named[1]}.toml, saved up to {saved[-1].name}"
-                return f"{what}; to resume it, end this one and add --job.run_folder {shlex.quote(str(path))}"
+                message = f"{path} has an unfinished run of {named[1]}.toml, saved up to {saved[-1].name}"
+                return f"{message}; to resume it, end this one and add --job.run_folder {shlex.quote(str(path))}"
     return ""
 
 

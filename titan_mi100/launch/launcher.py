@@ -206,11 +206,11 @@ class Launcher:
             folder: the run folder; "": create it now.
         """
         os.environ.pop(RUN_FOLDER, None)
-        place = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "", "MASTER_PORT": "0", ASKS_LIMIT: "1"}
-        place |= {RUN_FOLDER: folder} if folder else {}
-        what, pipe = "the check of the config", subprocess.PIPE
-        found = self.run_first(what, *_CONFIG, *self.trainer, stdout=pipe, environment=place)
-        limit, _, os.environ[RUN_FOLDER] = os.fsdecode(found).removesuffix("\n").partition(" ")
+        settings = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "", "MASTER_PORT": "0", ASKS_LIMIT: "1"}
+        settings |= {RUN_FOLDER: folder} if folder else {}
+        label, pipe = "the check of the config", subprocess.PIPE
+        output = self.run_first(label, *_CONFIG, *self.trainer, stdout=pipe, environment=settings)
+        limit, _, os.environ[RUN_FOLDER] = os.fsdecode(output).removesuffix("\n").partition(" ")
         self._limit = float(limit)
         return os.environ[RUN_FOLDER]
 
@@ -271,7 +271,7 @@ class Launcher:
             environment = {
                 "TITAN_OUTCOME": str(self._outcome), "TITAN_LAUNCHER_PID": str(os.getpid()), WATCHED: str(records)
             }  # fmt: skip
-            what = "torchrun" if torchrun else "the trainer"
+            program = "torchrun" if torchrun else "the trainer"
             is_ended = False  # because of a hang, or of another node
 
             def is_to_end() -> bool:
@@ -280,7 +280,7 @@ class Launcher:
                 return is_ended
 
             command = (*command, *self.trainer)
-            status, _ = self._run(what, command, self._tell_workers, environment, is_to_end)
+            status, _ = self._run(program, command, self._tell_workers, environment, is_to_end)
             vanished = watch.vanished()  # before the next lines kill what is left
             # Kill workers that a killed torchrun has left. Repeat it: a process that is just being started does not
             # show its environment yet, so it is not found.
@@ -390,8 +390,8 @@ class Launcher:
         """Wait for the next signal. None: none came within LOOK seconds, and `is_over` must be asked."""
         if not hasattr(signal, "sigtimedwait"):  # macOS has none: there `is_over` is never asked
             return signal.sigwait(self._signals)
-        found = signal.sigtimedwait(self._signals, LOOK)
-        return None if found is None else found.si_signo
+        signal_info = signal.sigtimedwait(self._signals, LOOK)
+        return None if signal_info is None else signal_info.si_signo
 
     def _tell_workers(self, process: Process) -> bool:
         """Tell the workers to save and stop, by SIGUSR1. torchrun would forward SIGTERM, but kill them 30 s later.

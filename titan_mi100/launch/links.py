@@ -88,9 +88,9 @@ class Link:
         self._socket, self._received = connection, b""
         connection.settimeout(_SLOW)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE:
+        for name, setting in _KEEPALIVE:
             if hasattr(socket, name):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), setting)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -186,12 +186,12 @@ class Host:
 
     def _refusal(self, hello: Message) -> str:
         """Why a launcher is refused; "": it is accepted."""
-        node, place = hello.get("node"), self._place
-        if not isinstance(node, int) or not 0 < node < place.most or hello.get("nodes") != [place.least, place.most]:
+        node, limits = hello.get("node"), self._place
+        if not isinstance(node, int) or not 0 < node < limits.most or hello.get("nodes") != [limits.least, limits.most]:
             return f"a launcher connected as node {node} of {hello.get('nodes')}; --nnodes must be equal on all nodes"
         if hello.get("processes") != self._processes:
-            wanted = f"{self._processes} processes, node {node} {hello.get('processes')}"
-            return f"node 0 has {wanted}; --nproc_per_node must be equal on all nodes"
+            counts = f"{self._processes} processes, node {node} {hello.get('processes')}"
+            return f"node 0 has {counts}; --nproc_per_node must be equal on all nodes"
         if node in self.links:
             return f"two launchers connected as node {node}; each node needs its own --node_rank"
         return ""
@@ -204,16 +204,16 @@ class Host:
 
     def hear(self) -> list[tuple[int, Message | None]]:
         """The new messages, as (node, message); message None: the connection is lost, and the node is dropped."""
-        found: list[tuple[int, Message | None]] = []
+        messages: list[tuple[int, Message | None]] = []
         for node, link in list(self.links.items()):
             try:
                 while (message := link.receive(0)) is not None:
-                    found.append((node, message))
+                    messages.append((node, message))
             except OSError:
                 link.close()
                 del self.links[node]
-                found.append((node, None))
-        return found
+                messages.append((node, None))
+        return messages
 
 
 def join(place: Place, processes: int) -> Link | None:

@@ -117,23 +117,23 @@ def architecture(facts: Facts) -> Result | None:
         lists = {"torch": torch.archs or (), "rocBLAS in torch": torch.blas_archs or ()}
         missing = {arch for arch in archs for listed in lists.values() if listed and arch not in listed}
         remedy = rocm_remedy(missing)
-    known = {what: listed for what, listed in lists.items() if listed}
+    known = {library: listed for library, listed in lists.items() if listed}
     if not archs or not known:
         return None
     if not missing:
         return Result(name, PASS, f"{some(sorted(archs))}: {' and '.join(known)} have code for it")
-    what = next(what for what, listed in known.items() if not missing <= set(listed))
-    fact = f"{some(sorted(missing))}: {what} has code for {some(known[what], 20)} only"
+    library = next(library for library, listed in known.items() if not missing <= set(listed))
+    fact = f"{some(sorted(missing))}: {library} has code for {some(known[library], 20)} only"
     return Result(name, FAIL, fact, remedy, stops=missing == archs)
 
 
 def gfx_override(facts: Facts) -> Result | None:
     """HSA_OVERRIDE_GFX_VERSION makes ROCm treat every card as another architecture."""
-    value = facts.environ.get("HSA_OVERRIDE_GFX_VERSION")
-    if not value or facts.vendor() != "amd" or not facts.visible():
+    version = facts.environ.get("HSA_OVERRIDE_GFX_VERSION")
+    if not version or facts.vendor() != "amd" or not facts.visible():
         return None
     name, forced = "gfx override", _override(facts)
-    fact = f"HSA_OVERRIDE_GFX_VERSION={value}"
+    fact = f"HSA_OVERRIDE_GFX_VERSION={version}"
     archs = sorted({card.arch for card in facts.visible() if card.arch})
     remedy = "unset HSA_OVERRIDE_GFX_VERSION"
     if forced is None:
@@ -186,21 +186,21 @@ def visibility(facts: Facts) -> Result | None:
     cards, name = facts.present(), "visible cards"
     if not cards:
         return None
-    given = {variable: facts.environ[variable] for variable in HIDING if variable in facts.environ}
-    words = " ".join(f"{variable}={value}" for variable, value in given.items()) or "no variable hides a card"
+    variables = {variable: facts.environ[variable] for variable in HIDING if variable in facts.environ}
+    words = " ".join(f"{variable}={setting}" for variable, setting in variables.items()) or "no variable hides a card"
     fact = f"{len(facts.visible())} of {len(cards)}; {words}"
     steps = facts.hiding()
     for (_, before), (variable, after) in itertools.pairwise(steps):
-        entries = [*(entry.strip() for entry in facts.environ[variable].split(",")), ""]
+        entries = [*(word.strip() for word in facts.environ[variable].split(",")), ""]
         wrong = entries[len(after)]
         if wrong not in ("", "-1"):
             fact += f"; {variable}: entry {shown(wrong)} names none of {len(before)} cards, numbered from 0"
             remedy = f"this entry and the ones after it are ignored silently; correct {variable}"
             return Result(name, FAIL, fact, remedy)
-    if facts.vendor() == "nvidia" or len(given) < 2:
+    if facts.vendor() == "nvidia" or len(variables) < 2:
         return Result(name, PASS, fact)
-    hip, cuda = given.get("HIP_VISIBLE_DEVICES"), given.get("CUDA_VISIBLE_DEVICES")
-    if set(given) == {"HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"} and hip == cuda:
+    hip, cuda = variables.get("HIP_VISIBLE_DEVICES"), variables.get("CUDA_VISIBLE_DEVICES")
+    if set(variables) == {"HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"} and hip == cuda:
         return Result(name, PASS, fact)
     remedy = "keep one of them: ROCR_ renumbers the cards for the others, and HIP_ replaces CUDA_VISIBLE_DEVICES"
     return Result(name, WARN, f"{fact}: set twice", remedy)
@@ -232,27 +232,27 @@ def device_files(facts: Facts) -> Result | None:
 
 def nccl_algo(facts: Facts) -> Result | None:
     """Does NCCL_ALGO leave an algorithm for all-gather and reduce-scatter, which FSDP uses? "tree" serves neither."""
-    value = facts.environ.get("NCCL_ALGO")
-    if not value or not facts.visible():
+    algorithms = facts.environ.get("NCCL_ALGO")
+    if not algorithms or not facts.visible():
         return None
     remedy = "unset NCCL_ALGO: NCCL and RCCL then choose by message size and topology"
-    if {*value} & {*":;^"}:
-        fact = f"NCCL_ALGO={value}: a function that it excludes or does not name may be left without an algorithm"
+    if {*algorithms} & {*":;^"}:
+        fact = f"NCCL_ALGO={algorithms}: a function that it excludes or does not name may be left without an algorithm"
         return Result("NCCL_ALGO", WARN, fact, remedy)
-    if not _SERVE_ALL_GATHER & {word.strip() for word in value.lower().split(",")}:
-        fact = f"NCCL_ALGO={value} leaves no algorithm for all-gather and reduce-scatter, which FSDP uses"
+    if not _SERVE_ALL_GATHER & {word.strip() for word in algorithms.lower().split(",")}:
+        fact = f"NCCL_ALGO={algorithms} leaves no algorithm for all-gather and reduce-scatter, which FSDP uses"
         return Result("NCCL_ALGO", FAIL, fact, remedy)
-    return Result("NCCL_ALGO", PASS, f"NCCL_ALGO={value}")
+    return Result("NCCL_ALGO", PASS, f"NCCL_ALGO={algorithms}")
 
 
 def expandable_segments(facts: Facts) -> Result | None:
     """On ROCm, most builds of torch ignore expandable_segments with a warning, and some hang."""
-    given = {name: facts.environ[name] for name in ALLOCATOR if name in facts.environ}
-    wanted = [name for name, value in given.items() if re.search(r"expandable_segments\s*:\s*true", value, re.I)]
-    if facts.vendor() != "amd" or not facts.visible() or not wanted:
+    settings = {name: facts.environ[name] for name in ALLOCATOR if name in facts.environ}
+    names = [name for name, setting in settings.items() if re.search(r"expandable_segments\s*:\s*true", setting, re.I)]
+    if facts.vendor() != "amd" or not facts.visible() or not names:
         return None
-    fact = f"{wanted[0]}={given[wanted[0]]}: ignored by torch for ROCm 6, reported to hang for ROCm 7"
-    return Result("expandable_segments", WARN, fact, f"remove expandable_segments:True from {wanted[0]}")
+    fact = f"{names[0]}={settings[names[0]]}: ignored by torch for ROCm 6, reported to hang for ROCm 7"
+    return Result("expandable_segments", WARN, fact, f"remove expandable_segments:True from {names[0]}")
 
 
 def iommu(facts: Facts) -> Result | None:
@@ -321,14 +321,14 @@ def _less(part: float | None, whole: float | None) -> bool:
 
 def _release(version: str | None) -> tuple[int, int] | None:
     """Major and minor number of a version; None: it has none."""
-    found = re.match(r"(\d{1,3})\.(\d{1,3})", version or "")
-    return (int(found[1]), int(found[2])) if found else None
+    match = re.match(r"(\d{1,3})\.(\d{1,3})", version or "")
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def _override(facts: Facts) -> str | None:
     """The architecture that HSA_OVERRIDE_GFX_VERSION names: gfx90a for 9.0.10. None: the value is no version."""
-    found = re.fullmatch(r"(\d{1,2})\.(\d{1,2})\.(\d{1,2})", facts.environ.get("HSA_OVERRIDE_GFX_VERSION", ""))
-    return f"gfx{found[1]}{int(found[2]):x}{int(found[3]):x}" if found else None
+    match = re.fullmatch(r"(\d{1,2})\.(\d{1,2})\.(\d{1,2})", facts.environ.get("HSA_OVERRIDE_GFX_VERSION", ""))
+    return f"gfx{match[1]}{int(match[2]):x}{int(match[3]):x}" if match else None
 
 
 def _runs(arch: str, listed: Iterable[str]) -> bool:
@@ -337,8 +337,8 @@ def _runs(arch: str, listed: Iterable[str]) -> bool:
     It runs code (sm_*) of its own major version up to its minor version, and PTX (compute_*) up to its version.
     """
     own = int(arch.removeprefix("sm_"))  # major x 10 + minor
-    for entry in listed:
-        kind, _, number = entry.partition("_")
+    for target in listed:
+        kind, _, number = target.partition("_")
         version = int(re.match(r"\d*", number)[0] or 0)  # type: ignore[index]  # sm_90a
         if version <= own and (kind == "compute" or (kind == "sm" and version // 10 == own // 10)):
             return True

@@ -37,8 +37,8 @@ def group_of(path: Path) -> str:
 
 def free_bytes(path: Path) -> int:
     """Free bytes of the file system that has this path."""
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,16 @@ class System:
 
     def number(self, path: str | Path) -> int | None:
         """A file's content as a non-negative integer; None: it is something else."""
-        found = self.text(path)
-        return int(found) if found and re.fullmatch(r"\d{1,18}", found, re.ASCII) else None
+        content = self.text(path)
+        return int(content) if content and re.fullmatch(r"\d{1,18}", content, re.ASCII) else None
 
     def names(self, path: str | Path) -> list[str]:
         """The names in a folder, in natural order (card2 before card10); [] if the folder does not exist."""
         try:
-            found = os.listdir(self.root / path)
+            listed = os.listdir(self.root / path)
         except OSError:
             return []
-        return sorted(found, key=lambda name: [int(part) if part.isdecimal() else 0 for part in _NUMBER.split(name)])
+        return sorted(listed, key=lambda name: [int(part) if part.isdecimal() else 0 for part in _NUMBER.split(name)])
 
 
 _LEAST_DEFAULT = 0.8  # of the most that a card may take
@@ -123,8 +123,8 @@ class Facts:
     def vendor(self) -> str:
         """The vendor of the cards that torch is built for: "amd", "nvidia", "": no card. A laptop may have both."""
         present = {card.vendor for card in self.cards}
-        wanted = "nvidia" if self.torch.cuda else "amd" if self.torch.hip else ""
-        return wanted if wanted in present else max(present, default="")
+        built_for = "nvidia" if self.torch.cuda else "amd" if self.torch.hip else ""
+        return built_for if built_for in present else max(present, default="")
 
     def visible(self) -> tuple[Card, ...]:
         """The visible cards that a run computes on, as planning/hardware.py counts them."""
@@ -166,16 +166,16 @@ class Facts:
 
 def chosen(value: str, cards: tuple[Card, ...]) -> tuple[Card, ...]:
     """The cards that a variable's value selects: "0,2" or "GPU-<uuid>". The list ends at its first invalid entry."""
-    found: list[Card] = []
-    for number, entry in enumerate(value.split(",")):
-        entry = entry.strip()
-        if entry.isdecimal() and entry.isascii() and int(entry[:9]) < len(cards):
-            found.append(cards[int(entry)])
-        elif re.match("GPU-|MIG-", entry) and cards:  # only the driver knows which card it is: count it as the next
-            found.append(cards[min(number, len(cards) - 1)])
+    selected: list[Card] = []
+    for number, word in enumerate(value.split(",")):
+        word = word.strip()
+        if word.isdecimal() and word.isascii() and int(word[:9]) < len(cards):
+            selected.append(cards[int(word)])
+        elif re.match("GPU-|MIG-", word) and cards:  # only the driver knows which card it is: count it as the next
+            selected.append(cards[min(number, len(cards) - 1)])
         else:
             break
-    return tuple(found)
+    return tuple(selected)
 
 
 def read(system: System | None = None, processes: int | None = None) -> Facts:
@@ -210,17 +210,17 @@ def _amd_cards(system: System) -> Iterable[Card]:
     """AMD cards: the nodes of KFD's topology that have SIMDs. CPUs are nodes too, but have none."""
     folder = "sys/class/kfd/kfd/topology/nodes"
     for node in system.names(folder):
-        found = _properties(system, f"{folder}/{node}/properties")
-        simds, version = found.get("simd_count", 0), found.get("gfx_target_version", 0)
+        properties = _properties(system, f"{folder}/{node}/properties")
+        simds, version = properties.get("simd_count", 0), properties.get("gfx_target_version", 0)
         if not simds:
             continue
         # The driver packs the version in decimal: 90008 is 9.0.8. The compiler writes the parts in hexadecimal: gfx908.
         arch = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}" if version else None
-        place = found.get("location_id", 0)  # bits 8-15: bus, 3-7: device, 0-2: function
-        address = f"{found.get('domain', 0):04x}:{place >> 8:02x}:{place >> 3 & 31:02x}.{place & 7}"
-        gpu = find_gpu(arch or "", simds // max(found.get("simd_per_cu", 0), 1))
+        location = properties.get("location_id", 0)  # bits 8-15: bus, 3-7: device, 0-2: function
+        address = f"{properties.get('domain', 0):04x}:{location >> 8:02x}:{location >> 3 & 31:02x}.{location & 7}"
+        gpu = find_gpu(arch or "", simds // max(properties.get("simd_per_cu", 0), 1))
         name = gpu.name if gpu else arch or "unknown AMD GPU"
-        file = f"/dev/dri/renderD{found.get('drm_render_minor', 0)}"
+        file = f"/dev/dri/renderD{properties.get('drm_render_minor', 0)}"
         card = _card(system, "amd", name, arch, address, file)
         yield replace(card, use="never" if version in NEVER_USED else "alone" if version in USED_ALONE else "always")
 
@@ -233,7 +233,7 @@ def _nvidia_cards(system: System) -> Iterable[Card]:
     for name in system.names("dev"):
         if re.fullmatch(r"nvidia\d{1,4}", name, re.ASCII):
             minor = name.removeprefix("nvidia")
-            own = next((entry for entry in told if entry.get("Device Minor") == minor), {})
+            own = next((card for card in told if card.get("Device Minor") == minor), {})
             address = own.get("address", "").lower()
             yield _card(system, "nvidia", own.get("Model", "NVIDIA GPU"), None, address, f"/dev/{name}")
     if "nvidia0" not in system.names("dev") and "libcuda.so.1" in system.names("usr/lib/wsl/lib"):
@@ -272,13 +272,13 @@ def _driverless(system: System, known: set[str]) -> tuple[str, ...]:
     # the bus it is cannot be told then.
     if any("properties" in system.names(node) and system.text(f"{node}/properties") is None for node in nodes):
         return ()
-    found = []
+    cards = []
     for address in system.names("sys/bus/pci/devices"):
         folder = f"sys/bus/pci/devices/{address}"
         name = INSTINCT.get(system.text(f"{folder}/device") or "")
         if name and system.text(f"{folder}/vendor") == "0x1002" and address not in known:
-            found.append(f"{name} at {address}")
-    return tuple(found)
+            cards.append(f"{name} at {address}")
+    return tuple(cards)
 
 
 def _device_file(system: System, path: str) -> DeviceFile:
@@ -314,9 +314,9 @@ def _shm_free(system: System) -> int | None:
 
 def _properties(system: System, path: str) -> dict[str, int]:
     return {
-        name: int(value)
-        for name, value in _name_value_lines(system.text(path)).items()
-        if re.fullmatch(r"\d{1,18}", value)
+        name: int(digits)
+        for name, digits in _name_value_lines(system.text(path)).items()
+        if re.fullmatch(r"\d{1,18}", digits)
     }
 
 

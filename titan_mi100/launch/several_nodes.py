@@ -38,7 +38,7 @@ def parse(arguments: Sequence[str], ngpu: str = "") -> tuple[int, list[str], Pla
     Raises:
         UserError: there is no such number, or no such place.
     """
-    rest, trainer, given = list(arguments), list[str](), dict[str, str]()
+    rest, trainer, options = list(arguments), list[str](), dict[str, str]()
     while rest:
         name, has_value, value = rest[0].partition("=")
         argument, option = rest.pop(0), name.removeprefix("--").replace("-", "_")
@@ -48,16 +48,16 @@ def parse(arguments: Sequence[str], ngpu: str = "") -> tuple[int, list[str], Pla
         if not has_value and not rest:
             raise UserError(f"{name} needs a value, e.g. {name} 2")
         value = value if has_value else rest.pop(0)
-        if option in given:
-            raise UserError(f"--{option} is given twice, as {given[option]!r} and {value!r}; keep one of them")
-        given[option] = value
-    count, restarts = given.pop("nproc_per_node", ngpu or None), given.pop("max_restarts", "0")
+        if option in options:
+            raise UserError(f"--{option} is given twice, as {options[option]!r} and {value!r}; keep one of them")
+        options[option] = value
+    count, restarts = options.pop("nproc_per_node", ngpu or None), options.pop("max_restarts", "0")
     if not re.fullmatch("[0-9]{1,4}", restarts, re.ASCII):
         raise UserError(f"--max_restarts must be a whole number from 0 to 9999, not {restarts!r}")
     if count is not None and not re.fullmatch("[1-9][0-9]?", count, re.ASCII):
         raise UserError(f"the number of processes must be 1 to 99, not {count!r} (--nproc_per_node, NGPU)")
     is_rocm = bool(installed(wants_blas=False, environ=os.environ).hip) if count is None else None
-    return int(count or default_process_count(is_rocm)), trainer, parse_place(given), int(restarts)
+    return int(count or default_process_count(is_rocm)), trainer, parse_place(options), int(restarts)
 
 
 class NodeLauncher(Protocol):
@@ -117,23 +117,23 @@ class Leader:
         Raises:
             UserError: fewer than the minimum number of nodes connected in time.
         """
-        place, began, is_said = self._place, time.monotonic(), False
-        until = began + place.patience
-        while (count := 1 + len(self._host.links)) < place.most and time.monotonic() < until:
-            if count >= place.least:
+        limits, began, is_said = self._place, time.monotonic(), False
+        until = began + limits.patience
+        while (count := 1 + len(self._host.links)) < limits.most and time.monotonic() < until:
+            if count >= limits.least:
                 until = min(until, began + _LAST_CALL)
             if not is_said and time.monotonic() > began + _SOON:
                 is_said = True
-                awaited = ", ".join(str(node) for node in range(1, place.most) if node not in self._host.links)
-                self._launcher.say(f"waiting up to {place.patience} s (--rdzv_timeout) for node {awaited}")
+                awaited = ", ".join(str(node) for node in range(1, limits.most) if node not in self._host.links)
+                self._launcher.say(f"waiting up to {limits.patience} s (--rdzv_timeout) for node {awaited}")
             if refusal := self._host.admit(_LOOK):
                 self._launcher.say(refusal)
             self._host.hear()  # drops nodes whose connection is lost
             self._launcher.rest(0)
-        missing = [str(node) for node in range(1, place.most) if node not in self._host.links]
-        if count < place.least:
+        missing = [str(node) for node in range(1, limits.most) if node not in self._host.links]
+        if count < limits.least:
             raise UserError(
-                f"node {', '.join(missing)} did not connect within {place.patience} s; read the messages of "
+                f"node {', '.join(missing)} did not connect within {limits.patience} s; read the messages of "
                 "run_train.sh on that node, or allow fewer nodes: --nnodes LEAST:MOST"
             )
         if missing:
@@ -286,7 +286,7 @@ def agent(place: Place, numbers: list[int], port: int, processes: int) -> tuple[
 def _outcome_of(message: Message) -> Outcome | None:
     try:
         step = message["step"]
-        found = int(message["code"]), str(message["message"]), step if step is None else int(step)
-        return Outcome(*found, str(message["state"]))
+        fields = int(message["code"]), str(message["message"]), step if step is None else int(step)
+        return Outcome(*fields, str(message["state"]))
     except (KeyError, TypeError, ValueError):
         return None

@@ -64,15 +64,15 @@ def from_files(folder: Path, blas: Path | None) -> Torch:
         text = (folder / "version.py").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return Torch(problem=f"{folder / 'version.py'} cannot be read")
-    values = dict(re.findall(r"^(__version__|cuda|hip)\b[^=\n]*= *['\"]([^'\"]*)['\"]", text, re.MULTILINE))
+    versions = dict(re.findall(r"^(__version__|cuda|hip)\b[^=\n]*= *['\"]([^'\"]*)['\"]", text, re.MULTILINE))
     archs: set[str] = set()
     if blas is not None:
         with suppress(OSError):  # AMD's own wheels have this folder elsewhere
-            archs = {found for name in os.listdir(blas) for found in re.findall(r"gfx[0-9a-f]{3,4}", name)}
+            archs = {arch for name in os.listdir(blas) for arch in re.findall(r"gfx[0-9a-f]{3,4}", name)}
     return Torch(
-        version=values.get("__version__", "unknown"),
-        hip=values.get("hip") or None,
-        cuda=values.get("cuda") or None,
+        version=versions.get("__version__", "unknown"),
+        hip=versions.get("hip") or None,
+        cuda=versions.get("cuda") or None,
         blas_archs=tuple(sorted(archs)) if archs else None,
     )
 
@@ -98,10 +98,10 @@ def ask(known: Torch, environ: Mapping[str, str], patience: float = PATIENCE) ->
     lines = done.stdout.decode(errors="replace").splitlines()
     answer = next((line.removeprefix(_MARK) for line in reversed(lines) if line.startswith(_MARK)), "")
     try:
-        found: Torch = validated(json.loads(answer), Torch)
+        build: Torch = validated(json.loads(answer), Torch)
     except ValueError:
         return replace(known, problem=_last_words(done))
-    return replace(found, blas_archs=known.blas_archs)
+    return replace(build, blas_archs=known.blas_archs)
 
 
 def _last_words(done: "subprocess.CompletedProcess[bytes]") -> str:

@@ -187,9 +187,9 @@ def choose(logits: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:
         return logits.argmax(-1)
     cumulative = probabilities(logits, sampling).double().cumsum(-1)
     total = cumulative[:, -1:].contiguous()
-    found = torch.searchsorted(cumulative, draws[:, None] * total, right=True)
+    chosen = torch.searchsorted(cumulative, draws[:, None] * total, right=True)
     # Rounding can make draw * total equal to total. Then take the last token whose probability is above 0.
-    return torch.minimum(found, torch.searchsorted(cumulative, total))[:, 0]
+    return torch.minimum(chosen, torch.searchsorted(cumulative, total))[:, 0]
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -135,15 +135,15 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.spec, self.backend, self.stage = spec, backend, stage
-        mine = {number: spec.layers[number] for number in stage.layers}
-        self.kinds = {shape.kind: kinds[shape.kind] for shape in mine.values()}
+        shapes = {number: spec.layers[number] for number in stage.layers}
+        self.kinds = {shape.kind: kinds[shape.kind] for shape in shapes.values()}
         self.dtype: torch.dtype | None = None  # dtype of the activations; None: the dtype of the embedding
         # With tied embeddings the last stage holds a copy of the embedding too: it is the head's weight.
         embeds = stage.first or (stage.last and spec.tie_word_embeddings)
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size, spec.pad_token_id) if embeds else None
         # A dict with the model's layer numbers as keys: a pipeline stage's parameters keep their HF names.
         self.layers = nn.ModuleDict(
-            {str(number): self.kinds[shape.kind](spec, shape, backend) for number, shape in mine.items()}
+            {str(number): self.kinds[shape.kind](spec, shape, backend) for number, shape in shapes.items()}
         )
         self.norm = norm(spec.hidden_size, spec.rms_norm_eps) if stage.last else None
 

@@ -74,11 +74,11 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, ids)
         wide, (own, *taps) = at_least_fp32(x), _taps(weight)
-        out = wide * own
+        convolved = wide * own
         for distance, tap in enumerate(taps, 1):
             past = wide[:, :-distance]
-            out[:, distance:].addcmul_(past * _same(ids, distance, past), tap)
-        return out.to(x.dtype)
+            convolved[:, distance:].addcmul_(past * _same(ids, distance, past), tap)
+        return convolved.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
@@ -158,8 +158,8 @@ def delta_rule(
     tokens = DeltaRuleCost(batch, seq, k.shape[2], heads, k.shape[3], size, chunk).at_once
     outs, before = [], ids[:, :1]
     for own, *inputs in zip(*(x.split(tokens, 1) for x in (ids, q, k, v, g, beta)), strict=True):
-        out, state = _DeltaRule.apply(chunk, keeps, before, own, state, *inputs)
-        outs.append(out)
+        output, state = _DeltaRule.apply(chunk, keeps, before, own, state, *inputs)
+        outs.append(output)
         before = own[:, -1:]
     return torch.cat(outs, 1), state
 
@@ -183,11 +183,11 @@ class _DeltaRule(torch.autograd.Function):
         state = state.unflatten(1, x.v.shape[2:4])
         states, changes = forward_states(state, [x.k, x.beta, x.entry, x.last, x.inverse, x.v])
         states, state = states[:-1], states[-1].clone()
-        out = changes @ (x.decay * x.qk).mT
-        out.addcmul_(x.entry, _read(states, x.q))
+        output = changes @ (x.decay * x.qk).mT
+        output.addcmul_(x.entry, _read(states, x.q))
         ctx.save_for_backward(before, ids, *inputs, states, *(x if keeps else ()))
         ctx.chunk = chunk
-        return _tokens(out, inputs[2]), state.flatten(1, 2)
+        return _tokens(output, inputs[2]), state.flatten(1, 2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

@@ -180,7 +180,7 @@ def _trial(rows: int, columns: int, is_transposed: bool, dtype: torch.dtype, dev
     ends = torch.tensor(counts, device=device).cumsum(0, dtype=torch.int32)
     sizes = [(64, rows if is_transposed else columns), (3 * rows, columns), (64, columns if is_transposed else rows)]
     x, weight, grad = (torch.randn(size, generator=by).to(device, dtype) for size in sizes)
-    found = []
+    computed = []
     for product in (
         lambda a, b: _Loop.apply(a, counts, is_transposed, b),
         lambda a, b: _by_kernel(a, b, ends, is_transposed),
@@ -188,11 +188,11 @@ def _trial(rows: int, columns: int, is_transposed: bool, dtype: torch.dtype, dev
         inputs = [tensor.clone().requires_grad_() for tensor in (x, weight)]
         try:
             y = product(*inputs)
-            found.append([y.detach(), *torch.autograd.grad(y, inputs, grad)])
+            computed.append([y.detach(), *torch.autograd.grad(y, inputs, grad)])
         except (RuntimeError, NotImplementedError, AttributeError) as error:
             return f"torch's grouped product fails: {shortened(str(error).splitlines()[0])}"
     bar = max(8 * torch.finfo(dtype).eps, 1e-5)
-    errors = [((a - b).abs().max() / a.abs().max()).item() for a, b in zip(*found, strict=True)]
+    errors = [((a - b).abs().max() / a.abs().max()).item() for a, b in zip(*computed, strict=True)]
     worst = [error for error in errors if not error < bar]  # not a number, too
     return f"torch's grouped product differs by {worst[0]:.0e}" if worst else ""
 

@@ -62,7 +62,7 @@ def draw(
     Returns:
         A tensor of shape `size`, fp32, on CPU.
     """
-    values = torch.empty(size)
+    drawn = torch.empty(size)
     row, stop = offset[0], offset[0] + size[0]
     while row < stop:
         block = row // _INIT_ROWS
@@ -73,6 +73,6 @@ def draw(
         fill(rows, generator)
         end = min(stop, (block + 1) * _INIT_ROWS)
         columns = slice(offset[1], offset[1] + size[1])
-        values[row - offset[0] : end - offset[0]] = rows[row - block * _INIT_ROWS : end - block * _INIT_ROWS, columns]
+        drawn[row - offset[0] : end - offset[0]] = rows[row - block * _INIT_ROWS : end - block * _INIT_ROWS, columns]
         row = end
-    return values
+    return drawn

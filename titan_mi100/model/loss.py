@@ -270,7 +270,7 @@ def likeliest(
     """
     chosen = hidden.flatten(0, 1)[tokens]
     blocks = _Blocks(chosen, weight, memory)
-    values = torch.empty(len(chosen), 0, dtype=blocks.wide, device=chosen.device)
+    best = torch.empty(len(chosen), 0, dtype=blocks.wide, device=chosen.device)
     ids = torch.empty(len(chosen), 0, dtype=torch.long, device=chosen.device)
     highest = torch.full_like(predicted.best, -torch.inf)
     first = 0 if group is None else dist.get_rank(group) * len(weight)
@@ -278,16 +278,16 @@ def likeliest(
         logits = blocks.widened(blocks.compute(blocks.weight(start, stop), start))
         highest = torch.maximum(highest, logits.amax(1))
         logits[:, max(0, vocabulary - first - start) :] = -torch.inf
-        found = logits.topk(min(k, stop - start))
-        values, ids = _best_of(torch.cat((values, found.values), 1), torch.cat((ids, found.indices + start), 1), k)
+        top = logits.topk(min(k, stop - start))
+        best, ids = _best_of(torch.cat((best, top.values), 1), torch.cat((ids, top.indices + start), 1), k)
     if group is not None:  # of each shard its best, as many on every rank
         ids = ids + first
         dist.all_reduce(highest, dist.ReduceOp.MAX, group)
-        both = [[torch.empty_like(x) for _ in range(dist.get_world_size(group))] for x in (values, ids)]
-        for every, mine in zip(both, (values, ids), strict=True):
-            dist.all_gather(every, mine.contiguous(), group)
-        values, ids = _best_of(torch.cat(both[0], 1), torch.cat(both[1], 1), k)
-    return ids, values - (highest - predicted.best)[:, None]
+        both = [[torch.empty_like(x) for _ in range(dist.get_world_size(group))] for x in (best, ids)]
+        for every, own in zip(both, (best, ids), strict=True):
+            dist.all_gather(every, own.contiguous(), group)
+        best, ids = _best_of(torch.cat(both[0], 1), torch.cat(both[1], 1), k)
+    return ids, best - (highest - predicted.best)[:, None]
 
 
 def _best_of(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:

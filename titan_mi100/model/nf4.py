@@ -46,17 +46,17 @@ def quantize(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     largest = blocks.abs().amax(-1).to(dtype)
     # A block of zeros has scale 0; clamp_min avoids 0 / 0.
     scaled = blocks / largest.float().clamp_min(torch.finfo(torch.float32).tiny)[..., None]
-    values = torch.tensor(_VALUES)
+    levels = torch.tensor(_VALUES)
     # The boundaries are the midpoints between neighbouring values, so bucketize finds the nearest value.
-    codes = torch.bucketize(scaled, (values[1:] + values[:-1]) / 2).to(torch.uint8).flatten(1)
+    codes = torch.bucketize(scaled, (levels[1:] + levels[:-1]) / 2).to(torch.uint8).flatten(1)
     # Two codes per byte, the even column in the upper 4 bits.
     return (codes[:, ::2] << 4 | codes[:, 1::2]).contiguous().view(dtype), largest
 
 
 def value_pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
     """The two values of each byte of codes, (256, 2). On a GPU the host waits for the copy, so call it once."""
-    values = torch.tensor(_VALUES, dtype=dtype, device=device)
-    return torch.cartesian_prod(values, values)
+    levels = torch.tensor(_VALUES, dtype=dtype, device=device)
+    return torch.cartesian_prod(levels, levels)
 
 
 def dequantize(codes: Tensor, largest: Tensor, pairs: Tensor | None = None) -> Tensor:
@@ -70,8 +70,8 @@ def dequantize(codes: Tensor, largest: Tensor, pairs: Tensor | None = None) -> T
     """
     pairs = value_pairs(largest.dtype, largest.device) if pairs is None else pairs
     # One table look-up per byte instead of two shifts and two look-ups.
-    found = F.embedding(codes.view(torch.uint8).int(), pairs)  # (outputs, inputs / 2, 2)
-    return found.view(*largest.shape, BLOCK).mul_(largest[..., None]).flatten(1)
+    unscaled = F.embedding(codes.view(torch.uint8).int(), pairs)  # (outputs, inputs / 2, 2)
+    return unscaled.view(*largest.shape, BLOCK).mul_(largest[..., None]).flatten(1)
 
 
 class _Product(torch.autograd.Function):

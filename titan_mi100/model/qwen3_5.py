@@ -121,13 +121,13 @@ class DeltaNet(nn.Module):
         self, parts: tuple[Tensor, ...], ids: Tensor | None, last: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Queries, keys and values, (batch, seq, heads, size), and the inputs that the next token's need."""
-        found, after = [], []
+        outputs, after = [], []
         for number, (x, conv, size) in enumerate(zip(parts[:3], self.conv1d, self.dims, strict=True)):
             weight = local_weight(conv.weight, x.dtype)  # type: ignore[arg-type]
             y, newest = causal_convolution(x, weight, ids, None if last is None else last[number])
-            found.append(F.silu(y).unflatten(-1, (-1, size)))
+            outputs.append(F.silu(y).unflatten(-1, (-1, size)))
             after.append(newest)
-        return found, after
+        return outputs, after
 
 
 class GatedBlock(Layer):
@@ -170,8 +170,8 @@ class AttentionBlock(GatedBlock, AttentionLayer):
         return super().mix_next(parts[:3], prepared, state, used, visible), parts[3]
 
     def after(self, x: Tensor, mixed: Any) -> Tensor:
-        found, gate = mixed
-        return self.add(x, self.self_attn.o_proj((found * gate.sigmoid()).flatten(2)))
+        outputs, gate = mixed
+        return self.add(x, self.self_attn.o_proj((outputs * gate.sigmoid()).flatten(2)))
 
     def merge(self) -> None:
         attention = self.self_attn
@@ -222,9 +222,9 @@ class DeltaBlock(GatedBlock):
         return mixed, z
 
     def after(self, x: Tensor, mixed: Any) -> Tensor:
-        found, z = mixed
+        outputs, z = mixed
         net = self.linear_attn
-        return self.add(x, net.out_proj(net.norm(found, z.view_as(found)).flatten(2)))
+        return self.add(x, net.out_proj(net.norm(outputs, z.view_as(outputs)).flatten(2)))
 
     def merge(self) -> None:
         net = self.linear_attn

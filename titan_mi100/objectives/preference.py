@@ -57,9 +57,9 @@ class Preference(Objective):
         if self._loss.is_paired:
             chosen, rejected = (Answers(*(x[:, i::2] for x in answers)) for i in (0, 1))
             return self._summed(chosen, is_answer[:, ::2], self._loss.of(self._factors, chosen, rejected), rejected)
-        wanted = columns[LABEL][:, :width].to(sums.dtype)
-        each = self._loss.of(self._factors, answers, wanted)
-        return self._summed_single(answers, is_answer, each, wanted)
+        labels = columns[LABEL][:, :width].to(sums.dtype)
+        each = self._loss.of(self._factors, answers, labels)
+        return self._summed_single(answers, is_answer, each, labels)
 
     def _summed(self, chosen: Answers, exists: Tensor, each: Tensor, rejected: Answers) -> Tensor:
         each = each - self._sft_weight * chosen.mean if self._sft_weight else each

@@ -42,6 +42,6 @@ class Record(Objective):
         if not self._k:
             return sums_of_documents(-predicted.losses[:, 0], tokens, columns[DOCUMENT]).double().flatten()
         ids, log_p = likeliest(hidden, weight, tokens, predicted, self._k, self._vocabulary, **options)
-        values = torch.cat((ids.double(), log_p.double()), 1)
-        dense = values.new_zeros(labels.numel(), values.shape[1])
-        return dense.index_put((tokens,), values).flatten()
+        recorded = torch.cat((ids.double(), log_p.double()), 1)
+        dense = recorded.new_zeros(labels.numel(), recorded.shape[1])
+        return dense.index_put((tokens,), recorded).flatten()

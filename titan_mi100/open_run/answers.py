@@ -142,8 +142,8 @@ class Pass:
                 _make_room(store, self._size(about) * len(missing) // max(1, about.parts))
                 store.begin()
                 store.verify(self.wanted, cache)
-        what = f"{about.kind}: log probabilities of {len(self._rows):,} rows"
-        log.info(f"{what}, {len(missing)} of {about.parts} parts are to be made, in {store.folder}")
+        amount = f"{about.kind}: log probabilities of {len(self._rows):,} rows"
+        log.info(f"{amount}, {len(missing)} of {about.parts} parts are to be made, in {store.folder}")
         with ByteProgress(about.kind, len(missing) * about.part_rows) as progress:
             for number in missing:
                 first = number * about.part_rows
@@ -151,8 +151,8 @@ class Pass:
                 try:
                     arrays = self.read(model, part, about.k, beat, stop)
                 except Preempted:
-                    what = f"{len(store.parts)} of {about.parts} parts, which are kept"
-                    raise Preempted(f"stopped: the {about.kind} is complete in {what}") from None
+                    amount = f"{len(store.parts)} of {about.parts} parts, which are kept"
+                    raise Preempted(f"stopped: the {about.kind} is complete in {amount}") from None
                 with raise_together():
                     if self._world.rank == 0:
                         store.write(number, arrays, self.wanted)
@@ -176,28 +176,28 @@ class Pass:
         Raises:
             Preempted: a process was told to stop.
         """
-        rows, width, found, done = _AllRows(self._rows.sets, part), max(1, 2 * k), list[Arrays](), 0
+        rows, width, arrays, done = _AllRows(self._rows.sets, part), max(1, 2 * k), list[Arrays](), 0
         local, ranks = self._batch.local_batch_size, self._batch.dp_degree
         batches = validation_batches(rows, self._batch, self._dp_rank)  # type: ignore[arg-type]
         own = self._dp_rank if model.counts_loss else -1  # of each data-parallel rank one rank's values count
         with model.learning(Record(k, self._vocabulary)), model.evaluating():
             while some := list(islice(batches, 2 * self._layout.pp)):  # as many as keep a pipeline busy
-                values = [torch.tensor([own, stop()], dtype=torch.float64)]
+                tensors = [torch.tensor([own, stop()], dtype=torch.float64)]
                 for microbatch in some:
                     beat()
-                    given = model.forward(microbatch)
+                    output = model.forward(microbatch)
                     size = microbatch["labels"].numel() * width
-                    values.append(torch.zeros(size, dtype=torch.float64) if given is None else given.cpu())
-                gathered = gather_values(torch.cat(values), self._world.device)
+                    tensors.append(torch.zeros(size, dtype=torch.float64) if output is None else output.cpu())
+                gathered = gather_values(torch.cat(tensors), self._world.device)
                 if gathered[:, 1].any():
                     raise Preempted("while log probabilities were read")
                 if self._world.rank == 0:
                     # a microbatch of data-parallel rank r begins at row r x local of its round
                     of_rank = {int(each[0]): each[2:].view(len(some), local, -1, width) for each in gathered}
                     dense = torch.stack([of_rank[rank] for rank in range(ranks)], dim=1).flatten(0, 2)
-                    found.append(self._arrays(rows, range(done, min(done + len(dense), len(rows))), dense.numpy(), k))
+                    arrays.append(self._arrays(rows, range(done, min(done + len(dense), len(rows))), dense.numpy(), k))
                 done += len(some) * local * ranks
-        return {name: np.concatenate([each[name] for each in found]) for name in found[0]} if found else {}
+        return {name: np.concatenate([each[name] for each in arrays]) for name in arrays[0]} if arrays else {}
 
     def _arrays(self, rows: _AllRows, indices: range, dense: np.ndarray, k: int) -> Arrays:
         """Args: dense: (rows, seq, width), as Record returns it, of these rows, then of padding."""
@@ -205,14 +205,14 @@ class Pass:
         for place_of_row, index in enumerate(indices):
             row = rows.row(index)
             learned = row.supervised()[1:]  # of the position before: it predicts the token
-            for place, document in enumerate(rows.documents_of(index).tolist()):
-                mask = learned & (row.document_ids[:-1] == place)
+            for position, document in enumerate(rows.documents_of(index).tolist()):
+                mask = learned & (row.document_ids[:-1] == position)
                 numbers.append(document)
                 tokens.append(int(mask.sum()))
                 if k:
                     chosen.append(dense[place_of_row, :-1][mask])
                 else:
-                    sums.append(float(dense[place_of_row, place, 0]))
+                    sums.append(float(dense[place_of_row, position, 0]))
         arrays: dict[str, np.ndarray] = {"documents": np.array(numbers, np.int64), "tokens": np.array(tokens, np.int64)}
         if not k:
             return {**arrays, "sums": np.array(sums)}
@@ -225,8 +225,8 @@ def _make_room(store: AnswerStore, size: int) -> None:
     while not os.path.isdir(there):
         there = there.parent
     if (free := shutil.disk_usage(there).free) < size:
-        what = f"{bytes_in_words(free)} are free, the {store.about.kind} takes {bytes_in_words(size)}"
-        raise UserError(f"{store.folder}: {what}; free some")
+        reason = f"{bytes_in_words(free)} are free, the {store.about.kind} takes {bytes_in_words(size)}"
+        raise UserError(f"{store.folder}: {reason}; free some")
     log.info(f"{store.about.kind}: takes {bytes_in_words(size)}")
 
 
@@ -239,8 +239,8 @@ def teach(run: Run) -> tuple[str, str]:
     """
     config, folder = run.config, Path(run.config.objective.teacher)
     if config.objective.top_k > run.data.facts.n_vocab:
-        what = f"= {config.objective.top_k}: the tokenizer has {run.data.facts.n_vocab:,} ids"
-        raise UserError(f"objective.top_k {what}; the usual is 32")
+        problem = f"= {config.objective.top_k}: the tokenizer has {run.data.facts.n_vocab:,} ids"
+        raise UserError(f"objective.top_k {problem}; the usual is 32")
     layout, batch = config.layout(run.world.size), run.stream.batch
     reading = Pass(config, run.world, config.spec(), run.data, layout, batch, run.stream.dp_rank)
     about = reading.about("teacher", config.objective.top_k, run.about["chosen"]["attention"]["name"])
@@ -303,12 +303,12 @@ class Reference:
         arrays = self._pass.read(model, first, 0, beat)
         if arrays:
             apart = float(np.abs(arrays["sums"] - sums[arrays["documents"]]).max(initial=0.0))
-            what = f"the reference was made in another layout ({before.layout}, {before.attention}): "
-            what += f"log p of the first answers differs by at most {apart:.2g} there"
+            message = f"the reference was made in another layout ({before.layout}, {before.attention}): "
+            message += f"log p of the first answers differs by at most {apart:.2g} there"
             if apart > _APART:
-                log.warning(f"{what}; delete {FOLDER}/ in the run folder to make it again here")
+                log.warning(f"{message}; delete {FOLDER}/ in the run folder to make it again here")
             else:
-                log.info(what)
+                log.info(message)
 
 
 def columns_of(config: Config, world: World, data: Prepared, spec: ModelSpec) -> dict[str, Column]:
@@ -328,8 +328,8 @@ def columns_of(config: Config, world: World, data: Prepared, spec: ModelSpec) ->
             store = open_teacher(Path(config.objective.teacher), data, digest)
             sets = [_packed(source) for source in (*data.sources, *data.validation)]
             if world.rank == 0:
-                wanted = Wanted(sets, data.facts.n_vocab or spec.vocab_size)
-                store.verify(wanted, cache_folder(config.data) if data.facts.files else None)
+                expected = Wanted(sets, data.facts.n_vocab or spec.vocab_size)
+                store.verify(expected, cache_folder(config.data) if data.facts.files else None)
                 store.warn_of_mass()
             columns |= teacher_columns(store, sets)
         log.info(f"teacher: {store.about.k} ids per token, in {store.folder}, of {store.about.weights}")
@@ -345,7 +345,7 @@ def open_teacher(folder: Path, data: Prepared, digest: str) -> AnswerStore:
     if not store.is_begun:
         raise UserError(f"objective.teacher = {str(folder)!r} holds no teacher's answers; {remedy}")
     if not store.is_complete:
-        what = f"{folder}: {len(store.parts)} of {store.about.parts} parts are there"
+        problem = f"{folder}: {len(store.parts)} of {store.about.parts} parts are there"
         remedy = IMPORT if store.about.dtype == VLLM else "run titan-mi100 teach again: it goes on"
-        raise UserError(f"{what}; {remedy}")
+        raise UserError(f"{problem}; {remedy}")
     return store

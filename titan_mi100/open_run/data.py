@@ -45,18 +45,18 @@ def load_data(config: Config, world: World, folder: Path | None, heartbeat: Hear
     first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
     with raise_together():
         try:
-            data = prepare_run(config, folder if world.rank == 0 else None, patience=0 if first_of_node else 1)
+            prepared = prepare_run(config, folder if world.rank == 0 else None, patience=0 if first_of_node else 1)
         finally:
             distributed.wait_for_all()
-    same_on_all_ranks(data.facts.plan, "the data files are not the same on all nodes; copy them again")
-    for line in data.facts.summary:
+    same_on_all_ranks(prepared.facts.plan, "the data files are not the same on all nodes; copy them again")
+    for line in prepared.facts.summary:
         log.info(line)
-    for line in data.facts.warnings:
+    for line in prepared.facts.warnings:
         log.warning(line)
-    how = f"{'already ' * data.cached}prepared in {data.folder}" if data.facts.files else "corpora, opened"
+    how = f"{'already ' * prepared.cached}prepared in {prepared.folder}" if prepared.facts.files else "corpora, opened"
     log.info(f"data: {how} ({time.perf_counter() - started:.2f} s)")
     heartbeat.begin(START, "opening model and checkpoint")
-    return data
+    return prepared
 
 
 def accept_ledger(data: Prepared, folder: Path, world: World) -> None:
@@ -124,8 +124,8 @@ def warn_of_higher_rate(
     if step < steps and 0 < last.get("step", 0) <= steps:
         would, now = (optimizer.lr * lr_factor(schedule, n, steps) for n in (last["step"], step + 1))
         if min(would, now) > 1.01 * last["lr"]:
-            what = (
+            message = (
                 f"the learning rate rises from {last['lr']:.3g} to {now:.3g}, as the schedule's length or keys changed"
             )
             flat = " --lr_scheduler.min_lr_factor 1" if schedule.decay_type != "constant" else ""
-            log.warning(f"{what}; to keep it: --optimizer.lr {last['lr']:.3g}{flat}")
+            log.warning(f"{message}; to keep it: --optimizer.lr {last['lr']:.3g}{flat}")

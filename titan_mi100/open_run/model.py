@@ -35,9 +35,9 @@ def choose_backend(
     shape = Shape(*rows, *layout.local(spec.attention), dtype)
     chosen = found.manifest.get("chosen", {}) if found else {}
     before = Choice(**chosen["attention"]) if "attention" in chosen else None
-    wanted, cache = config.model.attention_backend, cache_folder(config.data)
-    choice, said = from_rank_zero(partial(choose, wanted, shape, world.device, arch, cache, before))
-    for line in said:
+    configured, cache = config.model.attention_backend, cache_folder(config.data)
+    choice, warnings = from_rank_zero(partial(choose, configured, shape, world.device, arch, cache, before))
+    for line in warnings:
         log.warning(line)
     if before and (choice.name, choice.launch) != (before.name, before.launch):
         log.warning(f"attention was {before.name} until now: sums are added in another order from here on")

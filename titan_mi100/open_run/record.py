@@ -137,8 +137,8 @@ def _flat(config: Config, world_size: int) -> dict[str, bool | int | float | str
     """Config and layout, by "section.key". Values that are no numbers become text."""
     groups = {name: asdict(getattr(config, name)) for name, _ in sections()}
     groups["layout"] = {**asdict(config.layout(world_size)), **asdict(config.batch(world_size))}
-    values = {f"{group}.{key}": value for group, own in groups.items() for key, value in own.items()}
-    return {name: value if isinstance(value, bool | int | float) else str(value) for name, value in values.items()}
+    fields = {f"{group}.{key}": field for group, own in groups.items() for key, field in own.items()}
+    return {name: field if isinstance(field, bool | int | float) else str(field) for name, field in fields.items()}
 
 
 def step_to_use(folder: Path, validation: ValidationConfig, progress: Progress) -> int:
@@ -183,31 +183,31 @@ def _how_good(progress: Progress, measured: Mapping[str, float]) -> tuple[str, s
     """What the objective measures on the validation rows, and what it says to try next."""
     if progress.best_step is None:
         return "not measured on new rows", "--data.validation_fraction 0.05 --validation.freq 50, which measure it"
-    found = f"loss {progress.best_loss:.4f} on new rows at best, after step {progress.best_step}"
+    quality = f"loss {progress.best_loss:.4f} on new rows at best, after step {progress.best_step}"
     next_try = "fewer steps, or more data" if progress.validations_since_best else "more steps or epochs"
     if "accuracy" in measured:  # of preferences, whose loss says little
-        found = f"{measured['accuracy']:.0%} of the new answers on the right side (half is chance); {found}"
+        quality = f"{measured['accuracy']:.0%} of the new answers on the right side (half is chance); {quality}"
         if measured["accuracy"] <= _CHANCE:
             next_try = "a lower optimizer.lr; look at pairs and labels with titan-mi100 inspect: nothing was learned"
         elif measured.get("below_reference", 0.0) > _FAR:
             next_try = "objective.sft_weight = 0.2 or a lower optimizer.lr: its answers have become unlikely as a whole"
     elif "agreement" in measured:
-        found = f"{measured['agreement']:.0%} of the teacher's likeliest ids, KL {measured['kl']:.4f} nats; {found}"
-    return found, next_try
+        quality = f"{measured['agreement']:.0%} of the teacher's likeliest ids, KL {measured['kl']:.4f} nats; {quality}"
+    return quality, next_try
 
 
 def code_and_machine(world: World) -> dict[str, Any]:
     """What environment.json holds about the code and this node."""
     cards = accelerator.count()
-    found = describe(world.device, cards)
+    machine = describe(world.device, cards)
     return {
         "version": import_module("titan_mi100").__version__,
-        "commit": found.commit,
+        "commit": machine.commit,
         "host": socket.gethostname(),
         "os": platform.platform(),
         "gpus": [accelerator.properties(torch.device(world.device.type, card)).name for card in range(cards)],
-        "driver": found.driver,
-        "triton": found.triton,
+        "driver": machine.driver,
+        "triton": machine.triton,
     }
 
 

@@ -28,11 +28,11 @@ def open_rows(
     [source] = data.sources
     rows = ShuffledEpochs(source.rows, seed, size, source.fingerprint, epochs)
     if (padding := 1 - len(source.rows) / rows.rows_per_epoch) > _MUCH_PADDING:
-        what = f"the data fill {plural(len(source.rows), 'row')}, a step has {size:,}"
+        message = f"the data fill {plural(len(source.rows), 'row')}, a step has {size:,}"
         keys = "training.target_tokens_per_step" if training.target_tokens_per_step else "the rows of a step"
         factors = "local_batch_size x gradient_accumulation_steps x data-parallel ranks"
-        more = ", which a pipeline computes like rows" * is_pipeline
-        log.warning(f"{what} ({factors}): {padding:.0%} of an epoch is padding{more}; lower {keys}")
+        remark = ", which a pipeline computes like rows" * is_pipeline
+        log.warning(f"{message} ({factors}): {padding:.0%} of an epoch is padding{remark}; lower {keys}")
     return rows
 
 
@@ -77,15 +77,15 @@ def last_step(
     if not steps or (isinstance(rows, Mixture) and on_exhausted != "repeat"):
         last = progress.step + max(0, -(-(rows.end - progress.rows_consumed) // batch.global_batch_size))
         if steps > last:
-            what = f"[training] steps = {steps}, but the data end with step {last}: so does the run"
-            log.warning(f'{what} ([data] on_exhausted = "{on_exhausted}")')
+            message = f"[training] steps = {steps}, but the data end with step {last}: so does the run"
+            log.warning(f'{message} ([data] on_exhausted = "{on_exhausted}")')
         steps = min(steps or last, last)
     if warmup > steps:
         raise UserError(f"[lr_scheduler] warmup_steps = {warmup} is more than the run's {steps} steps; use -1 for 3%")
     if isinstance(rows, Mixture):
         stop = progress.rows_consumed + max(0, steps - progress.step) * batch.global_batch_size
-        said, warnings = rows.describe(stop)
-        for line in said:
+        lines, warnings = rows.describe(stop)
+        for line in lines:
             log.info(line)
         for line in warnings:
             log.warning(line)

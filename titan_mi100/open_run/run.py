@@ -149,8 +149,8 @@ class Run:
         if not self.data.validation:
             return False
         if self.is_early:
-            what = f"those that count for the best checkpoint come every {self.config.validation.freq} steps"
-            log.info(f"step {self.progress.step}  a first validation, early; {what}")
+            note = f"those that count for the best checkpoint come every {self.config.validation.freq} steps"
+            log.info(f"step {self.progress.step}  a first validation, early; {note}")
         losses = self.validation_losses()
         answered: list[dict[str, Any]] | None = []
         if losses and self.sampler is not None:

@@ -206,21 +206,21 @@ def read_inputs(
     data = data or load_data(config, world, folder, heartbeat)
     columns = columns_of(config, world, data, spec)
     data = with_columns(data, columns) if config.objective.name in ("preference", "distill") else data
-    found = find_start(checkpoint, folder, world, config.checkpoint.load_step)
+    start = find_start(checkpoint, folder, world, config.checkpoint.load_step)
     progress = Progress()
     with raise_together():  # an export will have the form of the folder that was read
-        saved = found.manifest.get("fingerprints", {}).get("model", {}) if found else {}
+        saved = start.manifest.get("fingerprints", {}).get("model", {}) if start else {}
         named = config.checkpoint.initial_load_path
-        spec = spec.as_stored(open_weights(named).kinds if named and spec.of_files and not found else (), saved)
-    if found is not None:
-        check_is_run_checkpoint(found)
-        config = keep_global_batch(config, world, found.manifest)
-        progress = Progress.of_trainer_state(found.trainer_state, found.path / TRAINER)
-        config = keep_stages(config, world, spec, data, found.manifest)
+        spec = spec.as_stored(open_weights(named).kinds if named and spec.of_files and not start else (), saved)
+    if start is not None:
+        check_is_run_checkpoint(start)
+        config = keep_global_batch(config, world, start.manifest)
+        progress = Progress.of_trainer_state(start.trainer_state, start.path / TRAINER)
+        config = keep_stages(config, world, spec, data, start.manifest)
     layout, batch = config.layout(world.size), config.batch(world.size)
     log_layout(layout, batch, config.training, config.memory.offload)
     return RunInputs(
-        config=config, world=world, folder=folder, spec=spec, data=data, columns=columns, found=found,
+        config=config, world=world, folder=folder, spec=spec, data=data, columns=columns, found=start,
         progress=progress, layout=layout, batch=batch,
     )  # fmt: skip
 

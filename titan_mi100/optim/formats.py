@@ -48,9 +48,9 @@ class StateFormat:
         codes = torch.arange(256)
         magnitude = codes & (127 if self.signed else 255)
         exponent = (magnitude >> self.mantissa) - _RANGE
-        found = (1 + (magnitude % (1 << self.mantissa)) / (1 << self.mantissa)) * 2.0**exponent
-        found[magnitude == 0] = 0.0
-        return torch.where(codes > magnitude, -found, found).float()
+        decoded = (1 + (magnitude % (1 << self.mantissa)) / (1 << self.mantissa)) * 2.0**exponent
+        decoded[magnitude == 0] = 0.0
+        return torch.where(codes > magnitude, -decoded, decoded).float()
 
 
 SIGNED, UNSIGNED = StateFormat(True, 3), StateFormat(False, 4)

@@ -74,29 +74,29 @@ def update_kernel(
     row = block // per_row
     column = (block % per_row)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = (row < rows)[:, None] & (column < columns)
-    place = row[:, None] * columns + column
+    offset = row[:, None] * columns + column
     noise = _random((number + row[:, None] * whole + column).to(tl.int32), key)
 
-    grad = _float(tl.load(gradient + place, mask, 0)) * factor
+    grad = _float(tl.load(gradient + offset, mask, 0)) * factor
     if CODED:
         old = _decode(
-            tl.load(second + place, mask, 0), tl.load(second_exponent + block, row < rows, 0), SIGNED=False, SHIFT=19
+            tl.load(second + offset, mask, 0), tl.load(second_exponent + block, row < rows, 0), SIGNED=False, SHIFT=19
         )
         old = old * old
         moment = _decode(
-            tl.load(first + place, mask, 0), tl.load(first_exponent + block, row < rows, 0), SIGNED=True, SHIFT=20
+            tl.load(first + offset, mask, 0), tl.load(first_exponent + block, row < rows, 0), SIGNED=True, SHIFT=20
         )
     else:
-        old = _float(tl.load(second + place, mask, 0))
-        moment = _float(tl.load(first + place, mask, 0))
+        old = _float(tl.load(second + offset, mask, 0))
+        moment = _float(tl.load(first + offset, mask, 0))
     square = old * beta2 + grad * grad * new2
     root = tl.sqrt_rn(square)
     moment = moment * beta1 + grad * new1
     change = tl.div_rn(moment, root * correction + eps) * rate
 
-    stored = tl.load(weight + place, mask, 0)
+    stored = tl.load(weight + offset, mask, 0)
     if MASTER == "24bit":
-        low = tl.load(residual + place, mask, 0).to(tl.int32)
+        low = tl.load(residual + offset, mask, 0).to(tl.int32)
         wide = (((stored.to(tl.int32) << 8) + low) << 8).to(tl.float32, bitcast=True)
         change = change + wide * decay
         power = (wide.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -108,27 +108,27 @@ def update_kernel(
 
     bits = wide.to(tl.int32, bitcast=True)
     if MASTER == "bf16_sr":
-        tl.store(weight + place, ((bits + (noise & 0xFFFF)) >> 16).to(tl.int16), mask)
+        tl.store(weight + offset, ((bits + (noise & 0xFFFF)) >> 16).to(tl.int16), mask)
     elif MASTER == "24bit":
         bits = (bits + (noise & 0xFF)) >> 8
         upper = (bits + 0x80) >> 8
-        tl.store(weight + place, upper.to(tl.int16), mask)
-        tl.store(residual + place, (bits - (upper << 8)).to(tl.int8), mask)
+        tl.store(weight + offset, upper.to(tl.int16), mask)
+        tl.store(residual + offset, (bits - (upper << 8)).to(tl.int8), mask)
     else:
-        tl.store(weight + place, wide, mask)
+        tl.store(weight + offset, wide, mask)
 
     if CODED:
         code, exponent = _encode(moment, _part_of_noise(noise, FIRST=16, BITS=20), SIGNED=True, SHIFT=20)
-        tl.store(first + place, code, mask)
+        tl.store(first + offset, code, mask)
         tl.store(first_exponent + block, exponent, row < rows)
         code, exponent = _encode(root, _part_of_noise(noise, FIRST=24, BITS=19), SIGNED=False, SHIFT=19)
-        tl.store(second + place, code, mask)
+        tl.store(second + offset, code, mask)
         tl.store(second_exponent + block, exponent, row < rows)
     elif first.dtype.element_ty == tl.int16:
         bits = moment.to(tl.int32, bitcast=True) + _part_of_noise(noise, FIRST=16, BITS=16)
-        tl.store(first + place, (bits >> 16).to(tl.int16), mask)
+        tl.store(first + offset, (bits >> 16).to(tl.int16), mask)
         bits = square.to(tl.int32, bitcast=True) + _part_of_noise(noise, FIRST=24, BITS=16)
-        tl.store(second + place, (bits >> 16).to(tl.int16), mask)
+        tl.store(second + offset, (bits >> 16).to(tl.int16), mask)
     else:
-        tl.store(first + place, moment, mask)
-        tl.store(second + place, square, mask)
+        tl.store(first + offset, moment, mask)
+        tl.store(second + offset, square, mask)

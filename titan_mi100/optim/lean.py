@@ -102,10 +102,10 @@ class LeanAdamW(NamedState):
         kept = {name.rpartition(".")[0]: x for name, x in self.named_state() if name.endswith(".residual")}
 
         def upper(name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-            values = read(name, shape, offset, size)
+            part = read(name, shape, offset, size)
             if name not in kept:
-                return values
-            weight, residual = split_24_bits(values.float())
+                return part
+            weight, residual = split_24_bits(part.float())
             _local(kept[name]).copy_(residual)
             return weight
 
@@ -131,9 +131,9 @@ class LeanAdamW(NamedState):
             self._device.synchronize()  # the host may read its memory next, for a checkpoint
 
     def _update(self, parameter: nn.Parameter, numbers: Numbers) -> None:
-        local, (row, column), whole = self._rows_of(parameter), _offset(parameter), parameter.shape[-1]
+        local, (row, column), columns = self._rows_of(parameter), _offset(parameter), parameter.shape[-1]
         if local["weight"].numel():
-            self._update_local(local, row * whole + column, whole, numbers, parameter in self._on_host)
+            self._update_local(local, row * columns + column, columns, numbers, parameter in self._on_host)
 
     def _rows_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """This rank's shards of a parameter, its gradient and its state, each as a matrix (rows, columns)."""
@@ -223,7 +223,7 @@ def choose_kernel(config: OptimizerConfig, device: torch.device) -> tuple[Kernel
                 reason = ": ".join(filter(None, (reason, *cannot_compile())))
                 log.warning(f"the optimizer's Triton kernel cannot be used, slower operations replace it: {reason}")
                 return None, "plain torch operations"
-        results.append([*(p.detach() for p in parameters), *(value for _, value in optimizer.named_state())])
+        results.append([*(p.detach() for p in parameters), *(tensor for _, tensor in optimizer.named_state())])
     if all(torch.equal(one, other) for one, other in zip(*results, strict=True)):
         return fused.update, "one Triton kernel"
     log.warning("the optimizer's Triton kernel gives other bits than plain torch operations; it is not used")
@@ -276,8 +276,8 @@ def _like(parameter: nn.Parameter, dtype: torch.dtype, stays: bool, block: int =
     *rows, columns = local.shape
     assert columns % block == 0, "a block of the optimizer's state is cut: tensor parallel of more than 8 ranks?"
     size = (*rows, columns // block)
-    place = local.device
-    zeros = torch.zeros(size, dtype=dtype, device=place) if stays else host.page_locked_zeros(size, dtype, place)
+    device = local.device
+    zeros = torch.zeros(size, dtype=dtype, device=device) if stays else host.page_locked_zeros(size, dtype, device)
     if not isinstance(parameter, DTensor):
         return zeros
     *rows, columns = parameter.shape

@@ -39,5 +39,5 @@ class NamedState(torch.optim.Optimizer):
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
                 if not self.state[parameter]:
                     self._start(parameter)
-                for key, value in self.state[parameter].items():
-                    yield f"{name}.{key}", value
+                for key, tensor in self.state[parameter].items():
+                    yield f"{name}.{key}", tensor

@@ -162,10 +162,10 @@ class ParallelModel(ABC):
     def measure_gradients(self) -> Gradients:
         """Norm and finiteness of this rank's gradients, as tensors on `device`. Not a collective."""
         on_host: Collection[nn.Parameter] = self.host_gradients or ()
-        found = measure_gradients((p for _, p in self.trained_parameters() if p not in on_host), self.copies())
+        gradients = measure_gradients((p for _, p in self.trained_parameters() if p not in on_host), self.copies())
         if self.host_gradients is not None:
-            found = self.host_gradients.measure(found, self.copies())
-        return Gradients(to_device(found.squares, self.device), to_device(found.finite, self.device))
+            gradients = self.host_gradients.measure(gradients, self.copies())
+        return Gradients(to_device(gradients.squares, self.device), to_device(gradients.finite, self.device))
 
     def clear_gradients(self) -> None:
         """Drop the gradients before the next step."""
@@ -250,8 +250,8 @@ def supervised_index(columns: Tensor) -> Tensor:
     IGNORE, so it adds nothing to the loss.
     """
     assert columns.device.type == "cpu", "the supervised columns are read on the host"
-    found = columns.numpy().astype(np.int64)
-    flat = (found + found.shape[1] * np.arange(len(found))[:, None])[found >= 0]
+    positions = columns.numpy().astype(np.int64)
+    flat = (positions + positions.shape[1] * np.arange(len(positions))[:, None])[positions >= 0]
     return torch.from_numpy(flat if len(flat) else np.zeros(1, dtype=np.int64))
 
 

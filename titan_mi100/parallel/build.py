@@ -80,8 +80,8 @@ def build_model(
     def part(stage: Stage | None = None) -> CausalLM:
         if make:
             return make(lambda: build(stage))
-        place = torch.device("cpu") if config.memory.offload == "weights" else device
-        model = build(stage).to_empty(device=place)
+        weight_device = torch.device("cpu") if config.memory.offload == "weights" else device
+        model = build(stage).to_empty(device=weight_device)
         choose_products(model, compute_dtype(config.training), device)
         return model
 
@@ -114,9 +114,9 @@ def check_names(model: CausalLM, spec: ModelSpec, lora: LoRAConfig) -> None:
     """Assert that a model or stage holds what its shape says: what a wrapper dropped would not be trained or saved."""
     stage, every = model.model.stage, held_names(spec, lora.shapes(spec) if lora.rank else (), lora.rank)
     kept = {"model.embed_tokens.weight": stage.first or (stage.last and spec.tie_word_embeddings)}
-    wanted = {name for name in every if kept.get(name, stage.last) and not name.startswith("model.layers.")}
-    wanted |= {name for name in every if name.startswith(tuple(f"model.layers.{number}." for number in stage.layers))}
-    differing = wanted ^ {name for name, _ in model.named_parameters() if not name.endswith(".largest")}  # of NF4
+    expected = {name for name in every if kept.get(name, stage.last) and not name.startswith("model.layers.")}
+    expected |= {name for name in every if name.startswith(tuple(f"model.layers.{number}." for number in stage.layers))}
+    differing = expected ^ {name for name, _ in model.named_parameters() if not name.endswith(".largest")}  # of NF4
     assert not differing, f"the model that was built and its shape differ in {some(sorted(differing))}"
 
 
@@ -167,10 +167,10 @@ def apply_compile(model: CausalLM, config: CompileConfig, is_whole: bool) -> Non
         is_whole: compile the full block as one graph if the attention backend can be traced. False for selective
             checkpointing, which needs the parts separately.
     """
-    whole = is_whole and model.model.backend.is_traceable
+    one_graph = is_whole and model.model.backend.is_traceable
     if config.enable:
         for layer in model.model.blocks():
-            is_one = whole and "forward" in layer.compiled
+            is_one = one_graph and "forward" in layer.compiled
             for name in ("forward",) if is_one else {"before", "after"}.intersection(layer.compiled):
                 part, dynamic = getattr(layer, name), layer.is_dynamic
                 setattr(layer, name, torch.compile(part, backend=config.backend, fullgraph=True, dynamic=dynamic))

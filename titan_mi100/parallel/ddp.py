@@ -167,7 +167,7 @@ class PowerSGD:
         # The generator draws Q: in the first step, or in each step without warm start. Q must be the same on all ranks
         # and after a resume.
         self._state.rng.seed(step)
-        sent = whole = 0
+        sent = uncompressed = 0
         for name, parameters in self._buckets.items():
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             flat = gradients[0].view(-1)  # a single parameter, such as a large embedding, needs no copy
@@ -179,12 +179,12 @@ class PowerSGD:
             # Wait for each bucket: torch's callbacks block gloo's few threads, and two of them at once deadlock.
             powerSGD_hook(self._state, _bucket(name, flat, views)).wait()
             sent += (self._state.compression_stats()[2] - before) * flat.element_size()
-            whole += flat.nbytes
+            uncompressed += flat.nbytes
             torch._foreach_copy_(gradients, views)
         if not self._announced:
             log.info(
                 f"PowerSGD rank {self._config.powersgd_rank} from step {step} on: {bytes_in_words(sent)} per step and "
-                f"rank instead of {bytes_in_words(whole)}, {whole / sent:,.0f}x less"
+                f"rank instead of {bytes_in_words(uncompressed)}, {uncompressed / sent:,.0f}x less"
             )
             self._announced = True
         return sent
@@ -192,18 +192,18 @@ class PowerSGD:
     def memory(self) -> dict[str, Tensor]:
         """The state that the next step needs: errors (different on each rank), P and Q. Empty before the first step."""
         kinds = self._memory_by_kind()
-        return {f"{kind}.{name}": tensor for kind, found in kinds.items() for name, tensor in found.items()}
+        return {f"{kind}.{name}": tensor for kind, tensors in kinds.items() for name, tensor in tensors.items()}
 
     def restore(self, saved: dict[str, Tensor]) -> None:
         """Restore what `memory` returned. If it does not fit these buckets and settings, warn and start without it."""
-        wanted = self._memory_sizes()
-        if {key: saved[key].numel() for key in wanted if key in saved} != wanted:
+        sizes = self._memory_sizes()
+        if {key: saved[key].numel() for key in sizes if key in saved} != sizes:
             log.warning(
                 "PowerSGD: the checkpoint has no PowerSGD state for this layout, number of processes and powersgd "
                 "settings; the error feedback is lost, and Q starts with random values"
             )
             return
-        for key in wanted:
+        for key in sizes:
             kind, name = key.split(".", 1)
             self._memory_by_kind()[kind][name] = saved[key]
 

@@ -97,8 +97,8 @@ def init_distributed(has_own_collectives: bool = False) -> World:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     # srun can give each task one visible GPU. If several tasks got the same one, they would run out of memory later.
     if usable == 1 < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-        found = accelerator.properties(device)
-        _refuse_shared(f"{socket.gethostname()}/{getattr(found, 'uuid', found.name)}", rank)
+        card = accelerator.properties(device)
+        _refuse_shared(f"{socket.gethostname()}/{getattr(card, 'uuid', card.name)}", rank)
     return World(rank, size, device)
 
 
@@ -173,10 +173,10 @@ def device_name(device: torch.device) -> tuple[str, str, int]:
     """A description of the device, its architecture and its number of compute units; see hardware.find_gpu."""
     if not accelerator.is_gpu(device):
         return f"CPU, {os.cpu_count()} cores, {torch.get_num_threads()} of them per process", "cpu", 0
-    found = accelerator.properties(device)
-    arch = found.gcnArchName if accelerator.is_rocm() else ""  # in a CUDA build of torch it is the card's name
-    arch = arch or f"sm{found.major}{found.minor}"
-    return f"{found.name or arch} ({arch}, {found.total_memory / 2**30:.0f} GiB)", arch, found.multi_processor_count
+    card = accelerator.properties(device)
+    arch = card.gcnArchName if accelerator.is_rocm() else ""  # in a CUDA build of torch it is the card's name
+    arch = arch or f"sm{card.major}{card.minor}"
+    return f"{card.name or arch} ({arch}, {card.total_memory / 2**30:.0f} GiB)", arch, card.multi_processor_count
 
 
 def data_sheet(device: torch.device) -> Gpu | None:
@@ -229,9 +229,9 @@ def gather_values(mine: Tensor, device: torch.device) -> Tensor:
     ranks = dist.get_world_size()
     if ranks == 1:
         return mine.to("cpu", torch.float64)[None]
-    found = torch.empty(ranks * len(mine), dtype=torch.float64, device=device)
-    all_gather_tensor(found, mine.to(device, torch.float64))
-    return found.cpu().view(ranks, -1)
+    gathered = torch.empty(ranks * len(mine), dtype=torch.float64, device=device)
+    all_gather_tensor(gathered, mine.to(device, torch.float64))
+    return gathered.cpu().view(ranks, -1)
 
 
 def any_rank(mine: object, device: torch.device) -> bool:
@@ -299,15 +299,15 @@ def raise_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     Args:
         group: the ranks that take part; None: the default group.
     """
-    mine: Exception | None = None
+    failure: Exception | None = None
     try:
         yield
     except Exception as error:
-        mine = error
-    expected = next((number for number, kind in enumerate(_EXPECTED) if isinstance(mine, kind)), None)
-    first = first_found(None if mine is None else (dist.get_rank(), expected, str(mine) or repr(mine)), group)
-    if mine is not None and expected is None:
-        raise mine
+        failure = error
+    expected = next((number for number, kind in enumerate(_EXPECTED) if isinstance(failure, kind)), None)
+    first = first_found(None if failure is None else (dist.get_rank(), expected, str(failure) or repr(failure)), group)
+    if failure is not None and expected is None:
+        raise failure
     if first is not None:
         rank, number, message = first
         raise RuntimeError(f"rank {rank} failed: {message}") if number is None else _EXPECTED[number](message)
@@ -400,7 +400,7 @@ def local_part(tensor: Tensor) -> tuple[Tensor, bool]:
         return tensor, True
     where = tensor.device_mesh.get_coordinate()
     assert where is not None
-    first = all(place == 0 or not p.is_replicate() for place, p in zip(where, tensor.placements, strict=True))
+    first = all(coordinate == 0 or not p.is_replicate() for coordinate, p in zip(where, tensor.placements, strict=True))
     return tensor.to_local(), first
 
 

@@ -66,20 +66,20 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
 
     def clear(self) -> None:
         """Start a new step: the next gradient overwrites the sum."""
-        for entry in self._sums.values():
-            entry.has_value = False
+        for host_sum in self._sums.values():
+            host_sum.has_value = False
 
     @torch.no_grad()
     def _take(self, parameter: nn.Parameter) -> None:
         """Autograd's hook: move a gradient to the host's sum without waiting for the copy."""
         assert parameter.grad is not None
-        entry = self._sums[parameter]
-        gradient, entry.is_first = local_part(parameter.grad)
+        host_sum = self._sums[parameter]
+        gradient, host_sum.is_first = local_part(parameter.grad)
         parameter.grad = None
         self._wait(max(0, _ON_THE_WAY - gradient.nbytes))
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream):
-            self._add(gradient, entry)
+            self._add(gradient, host_sum)
             event = self._module.Event()
             event.record()
         # Keep a reference until the event: otherwise torch would reuse the memory while the second stream reads it.
@@ -87,9 +87,9 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
 
     def add_rows(self, parameter: nn.Parameter, rows: Tensor) -> None:
         """Add a sparse gradient to a sum that has a value. Only on a CPU, see alone.TiedRows."""
-        entry = self._sums[parameter]
-        entry.values += rows
-        entry.squares = sum_of_squares(entry.values)
+        host_sum = self._sums[parameter]
+        host_sum.values += rows
+        host_sum.squares = sum_of_squares(host_sum.values)
 
     def _wait(self, left: int) -> None:
         """Block until at most `left` bytes of gradients wait for their copy. The device still has queued work."""
@@ -120,11 +120,11 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
         counted_elsewhere = {id(parameter) for parameter in copies}
         every: list[Tensor] = []
         counted = [others.squares]
-        for parameter, entry in self._sums.items():
-            assert entry.has_value and entry.squares is not None, "a parameter has no gradient"
-            every.append(entry.squares)
-            if entry.is_first and id(parameter) not in counted_elsewhere:
-                counted.append(entry.squares)
+        for parameter, host_sum in self._sums.items():
+            assert host_sum.has_value and host_sum.squares is not None, "a parameter has no gradient"
+            every.append(host_sum.squares)
+            if host_sum.is_first and id(parameter) not in counted_elsewhere:
+                counted.append(host_sum.squares)
         finite = others.finite & torch.stack(every).sum().isfinite()  # a sum of squares is finite iff all values are
         return Gradients(torch.stack(counted).sum(), finite)
 

@@ -113,14 +113,14 @@ class PipelinedModel(ParallelModel):
         ends = (self._rank_of(0), self._rank_of(self._stages - 1))
         if ends[0] == ends[1]:
             return None
-        mine = None
+        own_group = None
         columns = mesh.size() // self._pp.size()  # the pipeline is the mesh's outermost axis
         for column in range(columns):  # new_group is a collective: every rank must create every group
             pair = [end * columns + column for end in ends]
             group = dist.new_group(pair)
             if dist.get_rank() in pair:
-                mine = group
-        return mine
+                own_group = group
+        return own_group
 
     def _weighted_loss(self, loss: Tensor, target: Tensor) -> Tensor:
         """The schedule's loss function. It returns the weighted loss for backward, and keeps the unweighted loss."""
@@ -130,11 +130,11 @@ class PipelinedModel(ParallelModel):
     def forward_backward(self, microbatches: Sequence[Microbatch], weight: float) -> Tensor:
         self._weight, self._losses = weight, []
         # The schedule splits the tensors along dim 0 into microbatches again, also those that stay on the CPU.
-        whole = self._on_device({name: torch.cat([m[name] for m in microbatches]) for name in microbatches[0]})
-        ids = whole.pop(TOKENS)
+        batch = self._on_device({name: torch.cat([m[name] for m in microbatches]) for name in microbatches[0]})
+        ids = batch.pop(TOKENS)
         inputs = (ids,) if 0 in self._mine else ()
         # _weighted_loss ignores the target, but torch demands one on the last stage.
-        self._schedule.step(*inputs, target=ids if self._stages - 1 in self._mine else None, **whole)
+        self._schedule.step(*inputs, target=ids if self._stages - 1 in self._mine else None, **batch)
         self._sum_tied_gradients()
         sum_replicated_gradients(self.parts, self._tp)
         if not self.counts_loss:
@@ -164,7 +164,7 @@ class PipelinedModel(ParallelModel):
         """
         group, here = self._pp.get_group(), self._pp.get_local_rank()
         ranks = dist.get_process_group_ranks(group)
-        rest = {name: value for name, value in inputs.items() if name != TOKENS}
+        rest = {name: tensor for name, tensor in inputs.items() if name != TOKENS}
         ids = inputs[TOKENS]
         boundary = (len(ids), ids.shape[1] // self._tp.size(), self._hidden.shape[2])
         x: Tensor | None = ids

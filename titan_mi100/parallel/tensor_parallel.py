@@ -42,7 +42,7 @@ def apply_tensor_parallel(model: CausalLM, mesh: DeviceMesh) -> None:
         return scatter_sequence(output, group.group_name)
 
     for layer in model.model.blocks():
-        held = [(name, p) for whole, p in layer.shape.parameters.items() for name in p.held(whole)]
+        held = [(name, p) for stored_name, p in layer.shape.parameters.items() for name in p.held(stored_name)]
         for name, parameter in held:
             module, dim = layer.get_submodule(name.rpartition(".")[0]), parameter.split.dim
             split: Shard | Replicate = Replicate() if dim is None else Shard(dim)
@@ -108,9 +108,9 @@ def gather_vocabulary(logits: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Shard | Replicate) -> None:
     """Replace a layer's own parameters by DTensors: its weight, and for NF4 the scales of its blocks."""
-    for name, whole in list(module.named_parameters(recurse=False)):
-        assert isinstance(placement, Replicate) or whole.shape[placement.dim] % mesh.size() == 0, "uneven parts"
-        parameter = nn.Parameter(distribute_tensor(whole.detach(), mesh, [placement]), whole.requires_grad)
+    for name, tensor in list(module.named_parameters(recurse=False)):
+        assert isinstance(placement, Replicate) or tensor.shape[placement.dim] % mesh.size() == 0, "uneven parts"
+        parameter = nn.Parameter(distribute_tensor(tensor.detach(), mesh, [placement]), tensor.requires_grad)
         setattr(module, name, parameter)
 
 

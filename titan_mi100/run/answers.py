@@ -20,25 +20,25 @@ class AnswerWatch:
         self._said = set[str]()
 
     def after_step(self, step: int, result: StepResult) -> None:
-        found = result.measures
-        if "accuracy" not in found or result.skipped:
+        measures = result.measures
+        if "accuracy" not in measures or result.skipped:
             return
-        self._recent.append((found["accuracy"], found.get("reward_chosen", 0.0), found["margin"]))
+        self._recent.append((measures["accuracy"], measures.get("reward_chosen", 0.0), measures["margin"]))
         accuracies = [accuracy for accuracy, *_ in self._recent]
         if step == 1 + _TRIVIAL and accuracies[-_TRIVIAL:] == [1.0] * _TRIVIAL:
-            what = "every pair was right within three steps: length or form may tell the answers apart"
-            self._warn("trivial", f"{what}; look at some with titan-mi100 inspect")
+            reason = "every pair was right within three steps: length or form may tell the answers apart"
+            self._warn("trivial", f"{reason}; look at some with titan-mi100 inspect")
         if len(self._recent) == _STEPS:
-            accuracy, chosen, margin = (sum(values) / _STEPS for values in zip(*self._recent, strict=True))
+            accuracy, chosen, margin = (sum(column) / _STEPS for column in zip(*self._recent, strict=True))
             if accuracy < _WRONG:
-                what = f"{accuracy:.0%} of the answers are on the right side (mean of {_STEPS} steps; half is chance)"
-                self._warn("wrong", f"{what}; lower optimizer.lr, and look at pairs and labels: titan-mi100 inspect")
-            if chosen < _FALLEN and "below_reference" in found:  # without a reference the reward is not a change
-                what = f"the chosen answers have become less likely (reward {chosen:.2f}, mean of {_STEPS} steps)"
-                self._warn("fallen", f"{what}; add objective.sft_weight = 0.2, or lower optimizer.lr")
+                reason = f"{accuracy:.0%} of the answers are on the right side (mean of {_STEPS} steps; half is chance)"
+                self._warn("wrong", f"{reason}; lower optimizer.lr, and look at pairs and labels: titan-mi100 inspect")
+            if chosen < _FALLEN and "below_reference" in measures:  # without a reference the reward is not a change
+                reason = f"the chosen answers have become less likely (reward {chosen:.2f}, mean of {_STEPS} steps)"
+                self._warn("fallen", f"{reason}; add objective.sft_weight = 0.2, or lower optimizer.lr")
             if margin > _LARGE:
-                what = f"the margin is {margin:.0f}: nearly all pairs are learned, and the model drifts on"
-                self._warn("large", f"{what}; stop here, or lower optimizer.lr")
+                reason = f"the margin is {margin:.0f}: nearly all pairs are learned, and the model drifts on"
+                self._warn("large", f"{reason}; stop here, or lower optimizer.lr")
 
     def _warn(self, kind: str, text: str) -> None:
         if kind not in self._said:

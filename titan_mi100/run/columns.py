@@ -20,8 +20,8 @@ def figures(measured: Mapping[str, float | None]) -> dict[str, str]:
     """The cells of a row, by column. Args: measured: by the keys of FIGURES; None: n/a, a key that is absent: ""."""
     cells = {}
     for column, (key, factor, digits) in FIGURES.items():
-        value = measured.get(key)
-        digits = 1 if column.endswith("_ms") and value is not None and value < 100 else digits
-        number = "n/a" if value is None else f"{value * factor:,.{digits}f}" + "%" * (column == "MFU")
+        figure = measured.get(key)
+        digits = 1 if column.endswith("_ms") and figure is not None and figure < 100 else digits
+        number = "n/a" if figure is None else f"{figure * factor:,.{digits}f}" + "%" * (column == "MFU")
         cells[column] = number if key in measured else ""
     return cells

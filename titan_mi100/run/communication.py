@@ -32,9 +32,9 @@ def communication(step: Callable[[], StepResult], world: World) -> dict[str, Any
             results = [step() for _ in range(PROFILED_STEPS)]
     with TemporaryDirectory() as folder:
         profiler.export_chrome_trace(f"{folder}/trace.json")
-        found = summarise(read_trace(Path(folder, "trace.json")))
+        summary = summarise(read_trace(Path(folder, "trace.json")))
     by_rank: list[tuple[float, float]] = [(0.0, 0.0)] * world.size
-    dist.all_gather_object(by_rank, tuple(1000 * s / PROFILED_STEPS for s in (found.communication, found.exposed)))
+    dist.all_gather_object(by_rank, tuple(1000 * s / PROFILED_STEPS for s in (summary.communication, summary.exposed)))
     total, exposed = ([rank[kind] for rank in by_rank] for kind in (0, 1))
     return {
         "comm_ms": max(total),

@@ -47,13 +47,13 @@ def validation_losses(
 
     for rows in sets:
         count = 0
-        values = model.evaluate(counted(rows)).tolist()
+        measured = model.evaluate(counted(rows)).tolist()
         if stopped:
             return None
-        sums += [*values, count if model.counts_rows else 0]
-    found = sum_over_ranks(sums, model.device)
-    each = [found[i : i + len(names) + 1] for i in range(0, len(found), len(names) + 1)]
-    every = [[sum(values) for values in zip(*each, strict=True)], *each]
+        sums += [*measured, count if model.counts_rows else 0]
+    totals = sum_over_ranks(sums, model.device)
+    each = [totals[i : i + len(names) + 1] for i in range(0, len(totals), len(names) + 1)]
+    every = [[sum(measured) for measured in zip(*each, strict=True)], *each]
     return [{name: v / own[-1] if own[-1] else math.nan for name, v in zip(names, own, strict=False)} for own in every]
 
 

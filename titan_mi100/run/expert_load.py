@@ -55,5 +55,5 @@ class ExpertLoad:
         is_new = (step - self._last >= _LONG) & (self._seen - self._last < _LONG)
         self._seen = step
         if names := [f"{self._layers[n]}.{expert}" for n, expert in is_new.nonzero().tolist()]:
-            what = f"experts that no token has chosen for {_LONG} steps (layer.expert): {some(names)}"
-            log.warning(f"{what}; they learn nothing, and weight decay shrinks them if they are trained")
+            message = f"experts that no token has chosen for {_LONG} steps (layer.expert): {some(names)}"
+            log.warning(f"{message}; they learn nothing, and weight decay shrinks them if they are trained")

@@ -69,8 +69,8 @@ class FaultWatch:
         self._rows += places
         if self._world.rank == 0:
             self._note(FILE, step, places)
-            what = f"loss {result.loss}, gradient norm {result.grad_norm}: not finite. The step was skipped on all"
-            log.warning(f"step {step}: {what} ranks; rows: {some(places, _SHOWN)}")
+            message = f"loss {result.loss}, gradient norm {result.grad_norm}: not finite. The step was skipped on all"
+            log.warning(f"step {step}: {message} ranks; rows: {some(places, _SHOWN)}")
         if result.loss_scale is not None and not math.isfinite(result.loss) and not self._cause:
             self._note_overflow(step, result)
         if (in_a_row := self._progress.skipped_in_a_row) >= self._most_in_a_row:
@@ -85,29 +85,29 @@ class FaultWatch:
         """Find the first layer that leaves the range of fp16, by a forward pass of rows that failed. A collective: each
         rank computes the microbatch of the same number, whichever rank's has failed.
         """
-        found: list[tuple[int, bool]] = []  # layers whose output is not finite; whether their input and weights are
+        overflows: list[tuple[int, bool]] = []  # layers whose output is not finite; whether their input and weights are
 
         def look(number: int, layer: nn.Module, given: tuple[Any, ...], output: Tensor) -> None:
             if not output.isfinite().all():
                 before = (given[0], *(local_part(weight)[0] for weight in layer.parameters()))  # no collective here
-                found.append((number, all(bool(x.isfinite().all()) for x in before)))
+                overflows.append((number, all(bool(x.isfinite().all()) for x in before)))
 
         layers = [(int(n), layer) for part in self._model.parts for n, layer in part.model.layers.items()]
-        failed = sorted({place for places in gather([*result.nonfinite_microbatches]) for place in places})
+        failed = sorted({index for places in gather([*result.nonfinite_microbatches]) for index in places})
         with self._model.evaluating(), ExitStack() as hooks:  # which would cost each later step a look at every layer
             for number, layer in layers:
                 hooks.callback(layer.register_forward_hook(partial(look, number)).remove)
-            for place in failed[:1]:
-                microbatch = self._stream.numbers(result.first_row)[place]
+            for index in failed[:1]:
+                microbatch = self._stream.numbers(result.first_row)[index]
                 self._model.forward(self._stream.microbatch(result.first_row, microbatch))
-        first = min((of_rank[0] for of_rank in gather(found) if of_rank), default=None)
+        first = min((of_rank[0] for of_rank in gather(overflows) if of_rank), default=None)
         if first is not None and first[1]:
             device = self._world.device
             lacks = "has no bfloat16" in dtype_advice("bfloat16", data_sheet(device), device.type == "cpu")
             dtype = "float32" if lacks else "bfloat16"
             self._remedy = f"train with --training.mixed_precision_param {dtype}; "
-            what = "computes values beyond 65,504, the largest of float16, so the rows are not the cause"
-            self._cause = f"layer {first[0]} {what}. "
+            reason = "computes values beyond 65,504, the largest of float16, so the rows are not the cause"
+            self._cause = f"layer {first[0]} {reason}. "
             log.warning(f"step {step}: {self._cause}To train or resume: --training.mixed_precision_param {dtype}")
 
     def _after_spike(self, step: int, result: StepResult, limit: float) -> None:
@@ -117,20 +117,20 @@ class FaultWatch:
         if self._world.rank == 0:
             self._note(SPIKES, step, places)
             done = "the step was skipped on all ranks" if result.skipped else "the weights were updated all the same"
-            what = f"loss {result.loss:.4g}, far above the steps before ({limit:.4g} is the limit); {done}"
-            log.warning(f"step {step}: {what}; rows of the highest loss: {some(places, _SHOWN)}")
+            message = f"loss {result.loss:.4g}, far above the steps before ({limit:.4g} is the limit); {done}"
+            log.warning(f"step {step}: {message}; rows of the highest loss: {some(places, _SHOWN)}")
 
     def _places(self, first_row: int, microbatches: Iterable[int]) -> list[str]:
         """The input rows (file:line) in these microbatches of a step, of all ranks. A collective."""
         held = self._stream.numbers(first_row)
-        found = gather(self._stream.row_numbers(first_row, [held[place] for place in microbatches]))
-        numbers = sorted({number for ranks in found for number in ranks})  # ranks of a pipeline read the same rows
-        return list(dict.fromkeys(place for number in numbers for place in self._stream.source.where(number)))
+        gathered = gather(self._stream.row_numbers(first_row, [held[position] for position in microbatches]))
+        numbers = sorted({number for ranks in gathered for number in ranks})  # ranks of a pipeline read the same rows
+        return list(dict.fromkeys(position for number in numbers for position in self._stream.source.where(number)))
 
     def _note(self, name: str, step: int, places: Iterable[str]) -> None:
         try:
             with (self._folder / name).open("a", newline="", encoding="utf-8") as file:
-                csv.writer(file).writerows((step, *place.rsplit(":", 1)) for place in places)
+                csv.writer(file).writerows((step, *position.rsplit(":", 1)) for position in places)
         except OSError as error:
             log.warning(f"{self._folder / name}: cannot be written to: {error.strerror}")
 

@@ -51,9 +51,9 @@ class RunFolder:
 
     def own_log(self) -> Path | None:
         """The path of this rank's log; its folder is created. None: the run folder is gone."""
-        if (place := self.place()) is None:
+        if (folder := self.place()) is None:
             return None
-        path = place / (_LOG.format(self._rank) if self._rank else "train.log")
+        path = folder / (_LOG.format(self._rank) if self._rank else "train.log")
         with suppress(OSError):
             path.parent.mkdir(exist_ok=True)
         return path
@@ -94,13 +94,13 @@ class RunFolder:
 
     def moved(self) -> str:
         """Why nothing may be written under the folder's path any more; "": it still leads to the locked folder."""
-        if (place := self.place()) == self.path:
+        if (path := self.place()) == self.path:
             return ""
-        what = f"{self.path}: is no longer the folder that this run has locked, so nothing more is written there"
-        if place is None:
-            return f"{what}; it was moved or deleted. Put it back to resume from its newest checkpoint"
+        reason = f"{self.path}: is no longer the folder that this run has locked, so nothing more is written there"
+        if path is None:
+            return f"{reason}; it was moved or deleted. Put it back to resume from its newest checkpoint"
         return (
-            f"{what}; it is now {place}. Rename it back, or start again with --job.run_folder {shlex.quote(str(place))}"
+            f"{reason}; it is now {path}. Rename it back, or start again with --job.run_folder {shlex.quote(str(path))}"
         )
 
     @contextmanager

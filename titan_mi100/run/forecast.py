@@ -60,8 +60,8 @@ class Forecast:
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         needed, has = processes * self.plan.host, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if needed > has:
-            what = f"memory.offload takes {needed / GIB:.1f} GiB of the host's memory for all of its processes"
-            raise UserError(f"{what}, which has {has / GIB:.1f}; titan-mi100 plan --search looks for what takes less")
+            reason = f"memory.offload takes {needed / GIB:.1f} GiB of the host's memory for all of its processes"
+            raise UserError(f"{reason}, which has {has / GIB:.1f}; titan-mi100 plan --search looks for what takes less")
 
     def _check(self, memory: MemoryConfig) -> None:
         plan, card = self.plan, self._card
@@ -86,18 +86,18 @@ class Forecast:
             self._write({})
         if self._steps != _COMPARED:
             return
-        found, worst = result.peak_memory_gib - self._before, self.plan.worst
+        peak, worst = result.peak_memory_gib - self._before, self.plan.worst
         planned = (worst.peak + (worst.host if self._before else 0)) / GIB
-        measured: dict[str, Any] = {"step": step, "peak_memory_gib": found, "step_seconds": result.seconds}
-        what = ", of the process" if self._before else ""
-        said = [f"memory {planned:.2f} GiB planned, {found:.2f} measured ({found / planned - 1:+.0%}{what})"]
+        measured: dict[str, Any] = {"step": step, "peak_memory_gib": peak, "step_seconds": result.seconds}
+        scope = ", of the process" if self._before else ""
+        comparisons = [f"memory {planned:.2f} GiB planned, {peak:.2f} measured ({peak / planned - 1:+.0%}{scope})"]
         if self.plan.step:
             off = result.seconds / self.plan.step - 1
-            said.append(f"{self.plan.step:.2f} s per step planned, {result.seconds:.2f} measured ({off:+.0%})")
+            comparisons.append(f"{self.plan.step:.2f} s per step planned, {result.seconds:.2f} measured ({off:+.0%})")
             measured["mfu"] = self.mfu(result)
-            said.append(f"mfu {self._planned_mfu():.1%} planned, {measured['mfu']:.1%} measured")
+            comparisons.append(f"mfu {self._planned_mfu():.1%} planned, {measured['mfu']:.1%} measured")
         if self._folder is not None and self._card:  # without a card, or a limit, there is nothing that it must fit
-            log.info(f"plan: {'; '.join(said)}")
+            log.info(f"plan: {'; '.join(comparisons)}")
         self._write(measured)
 
     def mfu(self, result: StepResult) -> float | None:
@@ -118,12 +118,12 @@ class Forecast:
         if self._folder is None:
             return
         plan = self.plan
-        found = {
+        record = {
             "memory": [asdict(memory) for memory in plan.memory], "least": plan.least, "most": plan.most,
             "card": self._card, "flops": plan.flops, "sent": plan.sent, "bubble": plan.bubble,
             "step_seconds": plan.step, "mfu": self._planned_mfu(), "measured": measured,
         }  # fmt: skip
         try:
-            replace(self._folder / FILE, json.dumps(found, indent=1) + "\n")
+            replace(self._folder / FILE, json.dumps(record, indent=1) + "\n")
         except OSError as error:
             log.warning(f"{self._folder / FILE}: cannot be written to: {error.strerror}")

@@ -69,7 +69,7 @@ def describe(device: "torch.device", cards: int) -> Machine:
         cards=cards if is_gpu else _CPU_PROCESSES,
         driver=_driver() if is_gpu else "",
         torch=torch.__version__,
-        runtime=next((f"{name} {found}" for name, found in accelerator.runtimes().items() if found), ""),
+        runtime=next((f"{name} {version}" for name, version in accelerator.runtimes().items() if version), ""),
         triton=next(filter(None, map(version_of, KERNELS[OWN].packages)), ""),
         python=platform.python_version(),
         version=version_of("titan_mi100"),

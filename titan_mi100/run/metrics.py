@@ -97,7 +97,7 @@ class Reporter:
             "time": utc_now(),
             "epoch": result.next_row / self._rows_per_epoch if self._rows_per_epoch else None,
             "loss": if_finite(result.loss),
-            **{name: if_finite(value) for name, value in result.measures.items()},
+            **{name: if_finite(measure) for name, measure in result.measures.items()},
             "grad_norm": if_finite(result.grad_norm),
             "lr": result.lr,
             "seconds": seconds,
@@ -134,45 +134,45 @@ class Reporter:
         """Args: values: the loss and the objective's measures; bits_per_byte: None: unknown, or the tokens spell
         nothing; sources: the loss of each of several.
         """
-        loss, measures = values["loss"], {name: value for name, value in values.items() if name != "loss"}
-        found = {"step": step, "time": utc_now(), "validation_loss": if_finite(loss)}
+        loss, measures = values["loss"], {name: measure for name, measure in values.items() if name != "loss"}
+        record = {"step": step, "time": utc_now(), "validation_loss": if_finite(loss)}
         words = f"validation loss {loss:.4f}"
         if measures:
-            found |= {f"validation_{name}": if_finite(value) for name, value in measures.items()}
+            record |= {f"validation_{name}": if_finite(measure) for name, measure in measures.items()}
             words += "".join(f"  {in_words(name)} {measures[name]:.4f}" for name in self._printed)
         else:  # the loss of a token's label
             perplexity = math.exp(min(loss, _LARGEST_EXPONENT))
-            found |= {"perplexity": if_finite(perplexity), "bits_per_byte": if_finite(bits_per_byte)}
+            record |= {"perplexity": if_finite(perplexity), "bits_per_byte": if_finite(bits_per_byte)}
             bits = "n/a" if bits_per_byte is None else f"{bits_per_byte:.4f}"
             words += f"  perplexity {perplexity:.3f}  bits/byte {bits}"
-        found |= {f"validation_loss/{name}": if_finite(own) for name, own in sources.items()}
-        self._write(step, found, prefix="validation/")
+        record |= {f"validation_loss/{name}": if_finite(own) for name, own in sources.items()}
+        self._write(step, record, prefix="validation/")
         log.info(f"step {step}  {words}" + "".join(f"  {name} {own:.4f}" for name, own in sources.items()))
 
     def experts(self, step: int, busiest: float, idle: int) -> None:
         """How evenly the experts were used until this step."""
-        found = {"step": step, "time": utc_now(), "busiest_expert": busiest, "idle_experts": idle}
-        self._write(step, found, prefix="train/")
+        record = {"step": step, "time": utc_now(), "busiest_expert": busiest, "idle_experts": idle}
+        self._write(step, record, prefix="train/")
 
     def communication(self, step: int, milliseconds: float, exposed: float) -> None:
         """A profiled step's collectives on this rank. Args: exposed: ms of them in which nothing is computed."""
-        found = {"step": step, "time": utc_now(), "comm_ms": milliseconds, "comm_exposed_ms": exposed}
-        self._write(step, found, prefix="train/")
+        record = {"step": step, "time": utc_now(), "comm_ms": milliseconds, "comm_exposed_ms": exposed}
+        self._write(step, record, prefix="train/")
 
     def samples(self, step: int, answered: Sequence[dict[str, Any]]) -> None:
         """Args: answered: entries of samples.jsonl without their step."""
-        lines = [json.dumps({"step": step, **entry}, ensure_ascii=False) + "\n" for entry in answered]
+        lines = [json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in answered]
         with self.warn_once_on_disk_error(self._samples), self._samples.open("a", encoding="utf-8") as file:
             file.write("".join(lines))
-        for number, entry in enumerate(answered, 1):
-            log.info(f"step {step}  {sample_line(number, entry)}")
-            prompt = entry["prompt"][-1]["content"]
-            parts = {"prompt": prompt, "reference": entry["reference"], "answer": entry["answer"]}
+        for number, sample in enumerate(answered, 1):
+            log.info(f"step {step}  {sample_line(number, sample)}")
+            prompt = sample["prompt"][-1]["content"]
+            parts = {"prompt": prompt, "reference": sample["reference"], "answer": sample["answer"]}
             with self.warn_once_on_disk_error("tensorboard"):  # an indented block is shown as it is
                 text = "\n\n".join(f"{name}\n\n{indent(part, '    ')}" for name, part in parts.items())
                 for sink in self._sinks:
                     sink.text(f"samples/{number}", text, step)
-        equal = sum(entry["answer"] == entry["reference"] for entry in answered)
+        equal = sum(sample["answer"] == sample["reference"] for sample in answered)
         log.info(f"step {step}  {equal} of {len(answered)} held-out prompts are answered exactly as expected")
 
     def _write(self, step: int, values: dict[str, Any], prefix: str) -> None:
@@ -227,19 +227,19 @@ def _drop_after(path: Path, last_step: int, validation_due: bool, longest: int =
             except (ValueError, RecursionError):  # a kill can cut off the last one
                 log.warning(f"{path}: line {number} cannot be read; it is left out")
                 continue
-            entry = _entry(content, f"{path}: line {number}")
-            is_validations = "validation_loss" in entry or "answer" in entry
-            again = validation_due and is_validations and entry["step"] == last_step
-            if entry["step"] <= last_step and not again:
+            record = _entry(content, f"{path}: line {number}")
+            is_validations = "validation_loss" in record or "answer" in record
+            again = validation_due and is_validations and record["step"] == last_step
+            if record["step"] <= last_step and not again:
                 kept.append(line.rstrip(b"\n") + b"\n")
-                last = entry if isinstance(entry.get("lr"), float) else last
+                last = record if isinstance(record.get("lr"), float) else last
     replace(path, b"".join(kept))
     return last
 
 
 def _entry(content: Any, where: str) -> dict[str, Any]:
     try:
-        entry: dict[str, Any] = validated(content, dict[str, Any])
-        return {**entry, "step": validated(entry.get("step"), int, "step")}
+        record: dict[str, Any] = validated(content, dict[str, Any])
+        return {**record, "step": validated(record.get("step"), int, "step")}
     except ValueError as error:
         raise UserError(f"{where}: {error}; remove it") from None

@@ -33,25 +33,25 @@ def after_run(folder: Path, config: Config, step: int) -> list[tuple[str, str]]:
     checkpoint, export = folder / "checkpoint" / f"step-{step}", folder / f"hf-step-{step}"
     base = config.checkpoint.initial_load_path
     model = _model_options(config.lora, base, checkpoint, export)
-    found = []
+    commands = []
     if model:
-        found.append(("chat", command("generate", *model)))
+        commands.append(("chat", command("generate", *model)))
     if model and (rows := _rows_with_gold(config.data.validation_path)):
-        found.append(("evaluate", command("evaluate exact-match", *model, "--data", shown_path(rows))))
+        commands.append(("evaluate", command("evaluate exact-match", *model, "--data", shown_path(rows))))
     if export.exists():
-        found.append(("serve", _serve(config.lora, base, shown_path(export))))
+        commands.append(("serve", _serve(config.lora, base, shown_path(export))))
     else:
-        found.append(("export", to_export(folder, step)))
-    found.append(("report", command("report", shown_path(folder))))
+        commands.append(("export", to_export(folder, step)))
+    commands.append(("report", command("report", shown_path(folder))))
     sources = [source.name for source in config.data.sources if not any(map(is_corpus, source.path))]
     if sources:
         which = ["--source", sources[0]] if len(config.data.sources) > 1 else []
         page = ("--html", shown_path(folder / "data.html"))
-        found.append(("data page", command("inspect", *_config_of(folder), *which, *page)))
+        commands.append(("data page", command("inspect", *_config_of(folder), *which, *page)))
     if config.metrics.enable_tensorboard:
         program = _program("tensorboard", "tensorboard.main")
-        found.append(("curves", shlex.join([*program, "--logdir", shown_path(folder / "tensorboard")])))
-    return found
+        commands.append(("curves", shlex.join([*program, "--logdir", shown_path(folder / "tensorboard")])))
+    return commands
 
 
 def to_export(folder: Path, step: int, dtype: str = "auto") -> str:

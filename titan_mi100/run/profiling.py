@@ -27,8 +27,8 @@ def open_profiler(
     if not config.enable_profiling and not config.enable_memory_snapshot:
         return None
     if config.enable_memory_snapshot and not accelerator.is_cuda(world.device):
-        what = "needs a GPU: torch keeps no history of a CPU's memory; set it to false"
-        raise UserError(f"[profiling] enable_memory_snapshot = true {what}")
+        reason = "needs a GPU: torch keeps no history of a CPU's memory; set it to false"
+        raise UserError(f"[profiling] enable_memory_snapshot = true {reason}")
     return Profiler(folder, config, world, last, reporter)
 
 

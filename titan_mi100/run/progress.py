@@ -97,11 +97,11 @@ class Progress:
 
     def describe_early_stop(self, steps: int) -> str:
         """Args: steps: number of steps of the whole run."""
-        found = "no validation loss was finite"
+        best = "no validation loss was finite"
         if self.best_step is not None:
-            found = f"step {self.best_step} has the lowest validation loss, {self.best_loss:.4f}"
-        what = f"stopped early after step {self.step:,} of {steps:,}: {found}"
-        return f"{what}; {self.validations_since_best} validations in a row were not lower"
+            best = f"step {self.best_step} has the lowest validation loss, {self.best_loss:.4f}"
+        message = f"stopped early after step {self.step:,} of {steps:,}: {best}"
+        return f"{message}; {self.validations_since_best} validations in a row were not lower"
 
     def trainer_state(self) -> dict[str, Any]:
         """What trainer.json holds."""
@@ -112,10 +112,10 @@ class Progress:
     def of_trainer_state(cls, state: dict[str, Any], file: Path) -> "Progress":
         """Args: file: for messages. Raises UserError: it holds something else."""
         try:
-            found = validated(state, _TrainerState)
-            progress = {**found["progress"], "rows_consumed": found["loader"]["rows_consumed"]}
-            if (read := validated(progress, cls, "progress")).step != found["step"]:
-                raise ValueError(f"progress.step = {read.step} is not step = {found['step']}")
+            fields = validated(state, _TrainerState)
+            progress = {**fields["progress"], "rows_consumed": fields["loader"]["rows_consumed"]}
+            if (read := validated(progress, cls, "progress")).step != fields["step"]:
+                raise ValueError(f"progress.step = {read.step} is not step = {fields['step']}")
             return read
         except ValueError as error:
             raise UserError(f"{file}: {error}; {REMEDY}") from None

@@ -82,16 +82,14 @@ def open_sampler(
     Raises:
         UserError: on all ranks: there is no usable prompt, or the tokenizer cannot be read.
     """
-    wanted, tokenizer = config.prompts, None
-    if not wanted:
+    count, tokenizer = config.prompts, None
+    if not count:
         return None
-    prompts = held_out_prompts([source.rows for source in data.validation], wanted)
+    prompts = held_out_prompts([source.rows for source in data.validation], count)
     if not prompts:
-        raise UserError(f"[validation] prompts = {wanted}: no validation document has two tokens; set it to 0")
-    if len(prompts) < wanted:
-        log.warning(
-            f"[validation] prompts = {wanted}: the validation set has only {len(prompts)} documents to ask from"
-        )
+        raise UserError(f"[validation] prompts = {count}: no validation document has two tokens; set it to 0")
+    if len(prompts) < count:
+        log.warning(f"[validation] prompts = {count}: the validation set has only {len(prompts)} documents to ask from")
 
     def read_stops() -> tuple[list[int], int]:
         nonlocal tokenizer
@@ -105,7 +103,7 @@ def open_sampler(
 
 def until_stop(ids: list[int], stop_ids: Collection[int]) -> list[int]:
     """The ids before the first stop token."""
-    return ids[: next((place for place, token in enumerate(ids) if token in stop_ids), len(ids))]
+    return ids[: next((index for index, token in enumerate(ids) if token in stop_ids), len(ids))]
 
 
 def answer_greedily(
@@ -139,15 +137,15 @@ def answer_greedily(
         for first in range(0, len(prompts), together):
             open_ = {number: limits[number] for number in range(first, min(first + together, len(prompts)))}
             while open_:
-                mine = [number for number in open_ if number % batch.dp_degree == dp_rank]
-                rows = [prompts[number] + answers[number] for number in mine]
+                own_numbers = [number for number in open_ if number % batch.dp_degree == dp_rank]
+                rows = [prompts[number] + answers[number] for number in own_numbers]
                 # without rows: to join the collectives
                 logits = model.logits(of_prompts(rows or [[0]], _ROUNDED_TO * model.tp_degree))
                 # The rank that chose a token sends its id + 1, all others send 0: the sum tells every rank. The last
                 # element counts the ranks that were told to stop.
                 chosen = torch.zeros(len(prompts) + 1, dtype=torch.long, device=model.device)
-                if logits is not None and model.counts_loss and mine:
-                    chosen[torch.tensor(mine, device=model.device)] = logits[:, :vocabulary].argmax(-1) + 1
+                if logits is not None and model.counts_loss and own_numbers:
+                    chosen[torch.tensor(own_numbers, device=model.device)] = logits[:, :vocabulary].argmax(-1) + 1
                 chosen[-1] = stop()
                 sum_in_place(chosen)
                 *tokens, stopping = chosen.tolist()

@@ -69,8 +69,8 @@ class TensorBoard:
                 self.text(f"about/{name}", f"```\n{text}\n```", last_step)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        for tag, value in values.items():
-            self._writer.add_scalar(tag, value, step)
+        for tag, scalar in values.items():
+            self._writer.add_scalar(tag, scalar, step)
 
     def text(self, tag: str, markdown: str, step: int) -> None:
         self._writer.add_text(tag, markdown, step)

@@ -63,13 +63,13 @@ class Summary:
             share = seconds / self.seconds if self.seconds else 0.0
             return f"  {name:<14} {seconds * 1e3:>10.2f} ms {share:>6.1%}  {what}".rstrip()
 
-        found = [f"{self.seconds * 1e3:,.2f} ms, on the {'GPU' if self.on_gpu else 'CPU'}:"]
-        found += [line("compute", self.compute), line("communication", self.communication)]
-        found += [line("- exposed", self.exposed, "not behind compute")]
+        lines = [f"{self.seconds * 1e3:,.2f} ms, on the {'GPU' if self.on_gpu else 'CPU'}:"]
+        lines += [line("compute", self.compute), line("communication", self.communication)]
+        lines += [line("- exposed", self.exposed, "not behind compute")]
         if not self.on_gpu:
-            return [*found, line("idle", self.idle, "neither: Python, data, waiting")]
+            return [*lines, line("idle", self.idle, "neither: Python, data, waiting")]
         return [
-            *found,
+            *lines,
             line("copies", self.copies),
             line("idle", self.idle, "none of these: the GPU waits for the host"),
         ]
@@ -78,20 +78,20 @@ class Summary:
 def read_trace(path: Path) -> list[Any]:
     """The events of a trace file, .json or .json.gz. Raises UserError: it is no such file, or cannot be read."""
     try:
-        data = read_plain(path.resolve(), _LARGEST)
-        if data[:2] == b"\x1f\x8b":
-            data = gzip.GzipFile(fileobj=io.BytesIO(data)).read(_LARGEST + 1)
-            if len(data) > _LARGEST:
+        raw = read_plain(path.resolve(), _LARGEST)
+        if raw[:2] == b"\x1f\x8b":
+            raw = gzip.GzipFile(fileobj=io.BytesIO(raw)).read(_LARGEST + 1)
+            if len(raw) > _LARGEST:
                 raise ValueError(f"it has more than {_LARGEST:,} bytes")
-        content = json.loads(data)
+        content = json.loads(raw)
         events = content["traceEvents"] if isinstance(content, dict) else content
         if not isinstance(events, list):
             raise ValueError("traceEvents is no list")
     except UserError:
         raise
     except (ValueError, KeyError, EOFError, RecursionError, zlib.error, gzip.BadGzipFile) as error:
-        what = f"is no Chrome trace ({shortened(str(error), 100)}); name a .json or .json.gz of torch.profiler"
-        raise UserError(f"{path}: {what}") from None
+        problem = f"is no Chrome trace ({shortened(str(error), 100)}); name a .json or .json.gz of torch.profiler"
+        raise UserError(f"{path}: {problem}") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}; name a trace of torch.profiler") from None
     return events

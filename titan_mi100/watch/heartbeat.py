@@ -104,14 +104,14 @@ class Heartbeat:
         try:
             return cls._watched(config, rank) if config.seconds or os.environ.get(WATCHED) else cls(config)
         except OSError as error:
-            what = f"{error.filename or 'the folder for temporary files'}: {error.strerror}"
-            print(with_level("WARNING", f"rank {rank} is not watched for hangs: {what}"), file=sys.stderr, flush=True)
+            reason = f"{error.filename or 'the folder for temporary files'}: {error.strerror}"
+            print(with_level("WARNING", f"rank {rank} is not watched for hangs: {reason}"), file=sys.stderr, flush=True)
             return cls(config)
 
     @classmethod
     def _watched(cls, config: WatchdogConfig, rank: int) -> "Heartbeat":
-        if place := os.environ.get(WATCHED, ""):
-            return cls(config, Path(place), rank)
+        if path := os.environ.get(WATCHED, ""):
+            return cls(config, Path(path), rank)
         processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
         folder = _shared_folder(processes)
         heartbeat = cls(config, folder, rank)
@@ -188,7 +188,7 @@ class OpenFiles:
 
 def read_beats(folder: Path, files: OpenFiles | None = None) -> list[Beat]:
     """All records in the folder, sorted by rank. Args: files: from earlier calls; with them, removed records count."""
-    found, files = [], files or OpenFiles()
+    beats, files = [], files or OpenFiles()
     for path in files.matching(folder, "*.beat"):
         with suppress(OSError, struct.error):  # the file is being created
             content = b""
@@ -196,8 +196,8 @@ def read_beats(folder: Path, files: OpenFiles | None = None) -> list[Beat]:
                 pass
             *numbers, phase, doing = _RECORD.unpack(content)
             if numbers[0]:
-                found.append(Beat(*numbers, *(_text(words) for words in (phase, doing))))
-    return found
+                beats.append(Beat(*numbers, *(_text(words) for words in (phase, doing))))
+    return beats
 
 
 def stacks_file(folder: Path, rank: int) -> Path:
@@ -222,8 +222,8 @@ def _shared_folder(processes: str) -> Path:
     job = "-".join(os.environ.get(name, "") for name in names).replace("/", "_")
     folder = Path(tempfile.gettempdir(), f"titan-watch-{os.getuid()}-{job}")
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()  # others can guess the name, and may have made a folder or a link before
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    status = folder.lstat()  # others can guess the name, and may have made a folder or a link before
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise PermissionError(0, "is a link, or others can write to it", str(folder))
     return folder
 

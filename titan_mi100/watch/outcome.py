@@ -55,13 +55,13 @@ def read_outcome(path: Path, start: str = "") -> Outcome | None:
         start: value of TITAN_START; "": any start.
     """
     try:
-        found = json.loads(read_plain(path, LARGEST_CONFIG))
-        if start and found.get("start") != start:
+        content = json.loads(read_plain(path, LARGEST_CONFIG))
+        if start and content.get("start") != start:
             return None
-        state, step = str(found["state"]), found.get("step")
+        state, step = str(content["state"]), content.get("step")
         # A run that still says "running" although it has ended could not write its last state.
-        message = "killed, or ended without a message" if state == RUNNING else found.get("message", "")
-        return Outcome(int(found["exit_code"]), str(message), step if step is None else int(step), state)
+        message = "killed, or ended without a message" if state == RUNNING else content.get("message", "")
+        return Outcome(int(content["exit_code"]), str(message), step if step is None else int(step), state)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
@@ -138,8 +138,8 @@ def _as_json(state: RunState, restarts: list[Any]) -> str:
 def restarts_of(path: Path) -> list[Any]:
     """The list of restarts in a run_state.json; [] if there is none."""
     try:
-        found = json.loads(read_plain(path, LARGEST_CONFIG))["restarts"]
-        return found if isinstance(found, list) else []
+        restarts = json.loads(read_plain(path, LARGEST_CONFIG))["restarts"]
+        return restarts if isinstance(restarts, list) else []
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
 
@@ -184,11 +184,11 @@ def note_restart(folder: Path, outcome: Outcome) -> None:
     path = folder / STATE
     restarts = restarts_of(path)
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    found = {"state": outcome.state, "exit_code": outcome.code, "step": outcome.step}
-    entry = {"time": now, "attempt": len(restarts) + 1, **found, "message": printable(outcome.message)}
+    fields = {"state": outcome.state, "exit_code": outcome.code, "step": outcome.step}
+    restart = {"time": now, "attempt": len(restarts) + 1, **fields, "message": printable(outcome.message)}
     try:
         state = json.loads(read_plain(path, LARGEST_CONFIG))
-        replace(path, json.dumps(state | {"restarts": [*restarts, entry]}, indent=1) + "\n")
+        replace(path, json.dumps(state | {"restarts": [*restarts, restart]}, indent=1) + "\n")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         log.warning(f"{path}: the restart could not be recorded: {error}")
 

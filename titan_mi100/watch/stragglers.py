@@ -60,17 +60,17 @@ class Stragglers:
         self._steps += 1
         if step % self._log_freq or self._steps < _LEAST_STEPS:
             return
-        for probes, value in zip(self._probes, result.ranks[:, 3].tolist(), strict=True):
-            if value and (not probes or probes[-1] != value):
-                probes.append(value)
+        for probes, probe in zip(self._probes, result.ranks[:, 3].tolist(), strict=True):
+            if probe and (not probes or probes[-1] != probe):
+                probes.append(probe)
         means = self._sums / self._steps
-        found = slow_ranks(means[:, :2].tolist(), means[:, 2].mean().item(), self._probes)
+        slow = slow_ranks(means[:, :2].tolist(), means[:, 2].mean().item(), self._probes)
         self._sums.zero_()
         self._steps = 0
         before, at = self._named
-        if found and (sorted(found) != before or step >= at + _AGAIN):
-            self._named = sorted(found), step
-            self._name(step, found)
+        if slow and (sorted(slow) != before or step >= at + _AGAIN):
+            self._named = sorted(slow), step
+            self._name(step, slow)
         if time.monotonic() - self._probed_at > _RARE * max(self._probe, _PROBE):
             self._probe, self._probed_at = self._time(self._products), time.monotonic()
 
@@ -106,15 +106,15 @@ def slow_ranks(means: list[list[float]], seconds: float, probes: list[deque[floa
         seconds: seconds per step.
         probes: for each rank, its last probes.
     """
-    found = dict[int, str]()
-    for column, what in enumerate(("waits for rows", "works on the host after a step")):
+    reasons = dict[int, str]()
+    for column, activity in enumerate(("waits for rows", "works on the host after a step")):
         usual = statistics.median_low(mean[column] for mean in means)
         for rank, mean in enumerate(means):
             if mean[column] > max(_SLOW * usual, usual + _SHARE * seconds):
-                found[rank] = f"{what} for {mean[column]:.3f} s per step, the median is {usual:.3f} s"
-    best = {rank: min(values) for rank, values in enumerate(probes) if len(values) == _REMEMBERED}
+                reasons[rank] = f"{activity} for {mean[column]:.3f} s per step, the median is {usual:.3f} s"
+    best = {rank: min(recent) for rank, recent in enumerate(probes) if len(recent) == _REMEMBERED}
     usual = statistics.median_low(best.values()) if best else 0.0
-    for rank, value in best.items():
-        if value > _SLOW * usual:
-            found[rank] = f"a matrix product takes {value / usual:.2f} times the median"
-    return found
+    for rank, probe in best.items():
+        if probe > _SLOW * usual:
+            reasons[rank] = f"a matrix product takes {probe / usual:.2f} times the median"
+    return reasons

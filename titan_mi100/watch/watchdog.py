@@ -66,9 +66,9 @@ class Seen(NamedTuple):
     def main_stack(self) -> list[str]:
         """The main thread's calls, the innermost first."""
         blocks = re.split(r"^(?=(?:Current t|T)hread 0x)", self.stacks, flags=re.MULTILINE)
-        mine = f"hread 0x{self.beat.thread:016x}"
-        found = next((block for block in blocks if mine in block.partition("\n")[0]), "")
-        return [line.strip() for line in found.splitlines()[1:] if line.strip().startswith("File")]
+        thread = f"hread 0x{self.beat.thread:016x}"
+        main_block = next((block for block in blocks if thread in block.partition("\n")[0]), "")
+        return [line.strip() for line in main_block.splitlines()[1:] if line.strip().startswith("File")]
 
     def waits_for_others(self) -> bool:
         """Whether one of its threads is in a collective."""
@@ -92,7 +92,7 @@ class Seen(NamedTuple):
             waits = f", waits in {self.waits_in}" if self.waits_in else ""
             return f"{words}: cannot write its stacks (state {self.state}{waits})"
         stack = self.main_stack()
-        ours = next((found for line in stack if (found := _OURS.search(line))), None)
+        ours = next((match for line in stack if (match := _OURS.search(line))), None)
         inner = re.sub(r'^File "(?:.*/)?([^/"]+)", line (\d+) in (\S+)', r"\3 (\1:\2)", stack[0]) if stack else "?"
         return f"{words}: in {inner}" + (f", called from {ours[1]}:{ours[2]} in {ours[3]}" if ours else "")
 
@@ -163,11 +163,11 @@ class Watch:
             return False
         if late:
             waited, beat = max(late)
-            what = f"no progress for {waited:.0f} s, {beat.limit:.0f} are allowed in this phase ({beat.phase})"
+            reason = f"no progress for {waited:.0f} s, {beat.limit:.0f} are allowed in this phase ({beat.phase})"
         else:
             missing = self._processes - len(beats)
-            what = f"{missing} of {self._processes} processes did not begin in {self._missing:.0f} s"
-        self.outcome = self._describe(what, beats)
+            reason = f"{missing} of {self._processes} processes did not begin in {self._missing:.0f} s"
+        self.outcome = self._describe(reason, beats)
         return True
 
     def _look_for_vanished(self, beats: Sequence[Beat]) -> None:
@@ -201,8 +201,8 @@ class Watch:
         lines = [f"rank {seen.beat.rank} on {host} is behind: {seen.where()}" for seen in late]
         if not late and processes:
             lines = [f"all ranks on {host} wait for others, the first {processes[0].where()}"]
-        said, folder = "\n".join([*lines, what]), self.run_folder()
-        report = f"{time.strftime('%Y-%m-%d %H:%M:%S')} hang on {host}: {said}\n"
+        message, folder = "\n".join([*lines, what]), self.run_folder()
+        report = f"{time.strftime('%Y-%m-%d %H:%M:%S')} hang on {host}: {message}\n"
         for seen in processes:
             is_late = " (behind)" if seen in late else ""
             report += f"\nrank {seen.beat.rank}, process {seen.beat.pid}{is_late}: {seen.where()}\n{seen.stacks}"
@@ -212,10 +212,10 @@ class Watch:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("a", encoding="utf-8", errors="replace") as file:
                     file.write(report + "\n")
-                said += f"\nstacks of all: {path}"
+                message += f"\nstacks of all: {path}"
             except OSError as error:
-                said += f"\n{path} cannot be written to: {error.strerror}"
-        return Outcome(5, said, self.last_step(), HUNG if late or not processes else HUNG_ELSEWHERE)
+                message += f"\n{path} cannot be written to: {error.strerror}"
+        return Outcome(5, message, self.last_step(), HUNG if late or not processes else HUNG_ELSEWHERE)
 
 
 def _examine(folder: Path, beats: Sequence[Beat], files: OpenFiles) -> list[Seen]:
@@ -237,12 +237,12 @@ def _examine(folder: Path, beats: Sequence[Beat], files: OpenFiles) -> list[Seen
         if now == before and all(now[rank] > sizes[rank] for rank in sizes):
             break
         before = now
-    found, seconds = list[Seen](), time.monotonic() - began
+    processes, seconds = list[Seen](), time.monotonic() - began
     for beat, at_first in zip(beats, switches, strict=True):
         wants_gil = (_switches(beat.pid) - at_first) / seconds > _OF_GIL
         content = stacks(beat.rank).read()[sizes[beat.rank] :] if beat.rank in sizes else b""
-        found.append(Seen(beat, *_state(beat.pid), content.decode(errors="replace"), wants_gil))
-    return found
+        processes.append(Seen(beat, *_state(beat.pid), content.decode(errors="replace"), wants_gil))
+    return processes
 
 
 def _state(pid: int) -> tuple[str, str]:
@@ -364,8 +364,8 @@ def _end_all(watch: Watch) -> None:
     assert outcome is not None
     with suppress(OSError):
         os.write(2, f"ERROR the run hangs: {outcome.message}\n".encode(errors="backslashreplace"))
-    said = read_outcome(folder / STATE) if folder is not None else None
-    if outcome.state == HUNG or said is None or said.state != HUNG:  # else another node has named the rank at fault
+    stored = read_outcome(folder / STATE) if folder is not None else None
+    if outcome.state == HUNG or stored is None or stored.state != HUNG:  # else another node has named the rank at fault
         write_run_state(folder, RunState(HUNG, 5, outcome.message, how_to_start_again(folder), outcome.step))
     for number in (signal.SIGCONT, signal.SIGTRAP, signal.SIGKILL):
         for beat in watch.beats():

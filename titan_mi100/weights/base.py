@@ -62,8 +62,8 @@ class Weights(ABC):
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Read a whole tensor. Args: dtype: to cast to; None: as returned by `read`."""
         shape = self.kinds[name].shape
-        whole = self.read(name, torch.Size(shape), (0,) * len(shape), shape)
-        return whole if dtype is None else whole.to(dtype)
+        loaded = self.read(name, torch.Size(shape), (0,) * len(shape), shape)
+        return loaded if dtype is None else loaded.to(dtype)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], with_values: bool = True) -> None:
         """Compare names, shapes and dtypes with those of a model.

@@ -301,9 +301,9 @@ def _tensors_to_write(source: ModelSource, kinds: Kinds, digests: Digests) -> It
     tensors = _tensors(source.weights, kinds, digests, "writing")
     with ThreadPoolExecutor(1) as pool:  # one thread: at most two tensors are in memory
         coming = pool.submit(next, tensors, None)
-        while (item := coming.result()) is not None:
+        while (pair := coming.result()) is not None:
             coming = pool.submit(next, tensors, None)
-            yield item
+            yield pair
     if odd := [name for name, digest in digests.items() if not digest.finite]:
         log.warning(f"{source.weights.source}: {len(odd)} tensors have NaN or infinite values: {some(odd)}")
 
@@ -343,9 +343,9 @@ def _compare(written: Weights, digests: Digests, checks: Checks) -> None:
     """Read the written tensors again and compare their digests, unless --verify is off. Raises SaveError."""
     if checks.mode == "off":
         return
-    found = Digests()
-    deque(_tensors(written, written.kinds, found, "verifying"), maxlen=0)  # runs the iterator, keeps no tensor
-    if wrong := [name for name in {**digests, **found} if digests.get(name) != found.get(name)]:
+    read_digests = Digests()
+    deque(_tensors(written, written.kinds, read_digests, "verifying"), maxlen=0)  # runs the iterator, keeps no tensor
+    if wrong := [name for name in {**digests, **read_digests} if digests.get(name) != read_digests.get(name)]:
         raise SaveError(f"{len(wrong)} written tensors differ from the source: {some(wrong)}")
 
 

@@ -34,10 +34,10 @@ def _without_wrapper(stored: Collection[str]) -> dict[str, str]:
     removed without looking.
     """
     embeddings = [name for name in stored if name.endswith("embed_tokens.weight")]
-    found = (
+    prefixes = (
         p for p in _WRAPPERS for name in embeddings if name.startswith(p) and own_name(name[len(p) :]) == EMBEDDING
     )
-    prefix = next(found, "")
+    prefix = next(prefixes, "")
     return {name.removeprefix(prefix): name for name in stored if name.startswith(prefix)}
 
 
@@ -106,8 +106,8 @@ def write_dcp(files: HashedFiles, folder: Path, tensors: Iterable[tuple[str, Ten
             start, begin = torch.Size([0] * tensor.ndim), stream.tell()  # offset in the tensor; byte in the file
             # torch.save stores a tensor's whole storage, so a view is copied first.
             torch.save(tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone(), stream)
-            place = _StorageInfo(file, begin, stream.tell() - begin)
-            metadata.storage_data[MetadataIndex(name, start, 0)] = place
+            storage = _StorageInfo(file, begin, stream.tell() - begin)
+            metadata.storage_data[MetadataIndex(name, start, 0)] = storage
             properties, chunks = TensorProperties(dtype=tensor.dtype), [ChunkStorageMetadata(start, tensor.shape)]
             metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, tensor.shape, chunks)
             metadata.planner_data[name] = (name,)

@@ -23,14 +23,14 @@ class StackedWeights(Weights):
         self.source, self._stored, self.named = stored.source, stored, stored.named
         there = {name: kind for name, kind in stored.kinds.items() if INSIDE in name and not spec.carries(name)}
         assert isinstance(spec, MixtureSpec)
-        wanted = spec.in_files({name: parameter.shape for name, parameter in stacks(spec)}, fused)
+        expected = spec.in_files({name: parameter.shape for name, parameter in stacks(spec)}, fused)
         held = {name: (shape, dtype_name(dtype)) for name, (shape, dtype) in there.items()}
-        problems = tensor_problems(held, wanted, self.named)
+        problems = tensor_problems(held, expected, self.named)
         self.kinds = {name: kind for name, kind in stored.kinds.items() if name not in there}
         self._places = {}
         for name, parameter in stacks(spec) if not problems else ():
             self._places[name] = list(places(name, parameter, fused)), parameter.is_transposed
-            dtypes = {there[place.name].dtype for place in self._places[name][0]}
+            dtypes = {there[position.name].dtype for position in self._places[name][0]}
             self.kinds[name] = Kind(parameter.shape, min(dtypes, key=dtype_name))
             if len(dtypes) > 1:
                 problems.append(f"experts of {name} have dtypes {', '.join(sorted(map(dtype_name, dtypes)))}; use one")
@@ -40,20 +40,20 @@ class StackedWeights(Weights):
     def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         if name not in self._places:
             return self._stored.read(name, shape, offset, size)
-        (found, is_transposed), (first, column), (rows, columns) = self._places[name], offset, size
-        each, part = shape[0] // len(found), torch.empty(size, dtype=self.kinds[name].dtype)
+        (positions, is_transposed), (first, column), (rows, columns) = self._places[name], offset, size
+        each, part = shape[0] // len(positions), torch.empty(size, dtype=self.kinds[name].dtype)
         for expert in range(first // each, -(-(first + rows) // each)):
             start, end = max(first - expert * each, 0), min(first + rows - expert * each, each)
-            place, rows_of, columns_of = found[expert], (start, end - start), (column, columns)
+            position, rows_of, columns_of = positions[expert], (start, end - start), (column, columns)
             if is_transposed:
                 rows_of, columns_of = columns_of, rows_of
             where = [
-                (0 if place.expert is None else place.expert, 1),
-                (rows_of[0] + place.start, rows_of[1]),
+                (0 if position.expert is None else position.expert, 1),
+                (rows_of[0] + position.start, rows_of[1]),
                 columns_of,
             ]
-            at, lengths = zip(*where[-len(place.shape) :], strict=True)
-            matrix = self._stored.read(place.name, torch.Size(place.shape), at, lengths).view(lengths[-2:])
+            at, lengths = zip(*where[-len(position.shape) :], strict=True)
+            matrix = self._stored.read(position.name, torch.Size(position.shape), at, lengths).view(lengths[-2:])
             begin = expert * each + start - first
             part[begin : begin + end - start] = matrix.t() if is_transposed else matrix
         return part
@@ -69,15 +69,15 @@ def in_files(spec: ModelSpec | None, tensors: Iterable[tuple[str, Tensor]]) -> I
             continue
         parts = tensor.unflatten(0, (parameter.experts, -1))
         parts = parts.mT if parameter.is_transposed else parts
-        found = list(places(name, parameter, spec.experts_fused))
-        if found[0].expert is None:
-            yield from ((place.name, part.contiguous()) for place, part in zip(found, parts, strict=True))
-        elif found[0].start:
-            yield found[0].name, torch.cat((before, parts), dim=1)
+        positions = list(places(name, parameter, spec.experts_fused))
+        if positions[0].expert is None:
+            yield from ((position.name, part.contiguous()) for position, part in zip(positions, parts, strict=True))
+        elif positions[0].start:
+            yield positions[0].name, torch.cat((before, parts), dim=1)
         elif parameter.is_transposed:
             before = parts
         else:
-            yield found[0].name, parts.contiguous()
+            yield positions[0].name, parts.contiguous()
 
 
 def as_peft_has_experts(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
@@ -86,18 +86,18 @@ def as_peft_has_experts(tensors: Mapping[str, Tensor], rank: int) -> dict[str, T
     Ours have the matrices of all experts below each other. Of peft's that is so for A alone; the columns of B are
     ordered by rank, then by expert: (experts x rank, outputs) -> (outputs, rank x experts).
     """
-    found = dict[str, Tensor]()
+    adapters = dict[str, Tensor]()
     for name, tensor in tensors.items():
         module, _, matrix = name.rpartition(".lora_")
         experts, _, kind = module.rpartition(".")
         if not module.endswith((".experts.gate_proj", ".experts.up_proj", ".experts.down_proj")):
-            found[name] = tensor
+            adapters[name] = tensor
             continue
         theirs = f"{experts}.lora_{matrix}" if kind == "down_proj" else f"{experts}.base_layer.lora_{matrix}"
         if matrix.startswith("B"):
             tensor = tensor.unflatten(0, (-1, rank)).permute(2, 1, 0).flatten(1)
-        found[theirs] = torch.cat((found[theirs], tensor)) if kind == "up_proj" else tensor
-    return found
+        adapters[theirs] = torch.cat((adapters[theirs], tensor)) if kind == "up_proj" else tensor
+    return adapters
 
 
 class AdapterOfExperts(Weights):
@@ -110,8 +110,8 @@ class AdapterOfExperts(Weights):
             is_inner, is_b = ".experts.base_layer." in name, name.endswith("B.weight") and ".experts." in name
             parts = ("gate_proj", "up_proj") if is_inner and is_b else ("gate_proj",) if is_inner else ("down_proj",)
             if len(kind.shape) != 2 or kind.shape[0] % len(parts):
-                what = "of gate and up below each other" if len(parts) == 2 else "a matrix"
-                raise UserError(f"{stored.source}: {name} has shape {kind.shape}, and is not {what}; save it again")
+                expected = "of gate and up below each other" if len(parts) == 2 else "a matrix"
+                raise UserError(f"{stored.source}: {name} has shape {kind.shape}, and is not {expected}; save it again")
             rows, columns = kind.shape[0] // len(parts), kind.shape[1]
             for number, part in enumerate(parts):
                 own = name.replace(".base_layer", "").replace(".experts.", f".experts.{part}.")
@@ -120,7 +120,7 @@ class AdapterOfExperts(Weights):
 
     def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         stored, rows, is_b = self._places[name]
-        whole = self._stored.tensor(stored)[rows]
+        matrix = self._stored.tensor(stored)[rows]
         if is_b:
-            whole = whole.unflatten(1, (self._rank, -1)).permute(2, 1, 0).flatten(0, 1)
-        return whole[box(offset, size)]
+            matrix = matrix.unflatten(1, (self._rank, -1)).permute(2, 1, 0).flatten(0, 1)
+        return matrix[box(offset, size)]

@@ -70,8 +70,8 @@ def load_weights(
                         with suppress(UserError):  # a corpus is trained without its tokenizer
                             decode = load_tokenizer(config.tokenizer_path()).decode
                             spelt = ", ".join(repr(decode([token])) for token in odd[:8])
-                        what = f"rows of {plural(len(odd), 'token')} in the data look untrained, such as {spelt}"
-                        log.warning(f"{source}: {what}; LoRA does not train them: {_INSTEAD}")
+                        message = f"rows of {plural(len(odd), 'token')} in the data look untrained, such as {spelt}"
+                        log.warning(f"{source}: {message}; LoRA does not train them: {_INSTEAD}")
                 is_narrow = config.lora.rank or config.optimizer.master == "bf16_sr"
                 read, origin = base.read if is_narrow else base.read_exactly, f"weights from {source}"
                 # each rank hashes a share of a sealed checkpoint's files
@@ -92,18 +92,18 @@ def untrained_rows(base: Weights, tokens: Collection[int]) -> list[int]:
     """Those of some tokens whose rows of the embedding or the head look as if no training had changed them: near zero,
     or near the mean of all rows, where transformers puts the rows of tokens that were added.
     """
-    found = set[int]()
+    untrained = set[int]()
     for name in {EMBEDDING, HEAD} & base.kinds.keys():
-        rows, columns = whole = torch.Size(base.kinds[name].shape)
+        rows, columns = shape = torch.Size(base.kinds[name].shape)
         size = min(_SAMPLE, rows // _PARTS), columns
-        read = [base.read(name, whole, (rows // _PARTS * part, 0), size) for part in range(_PARTS)]
+        read = [base.read(name, shape, (rows // _PARTS * part, 0), size) for part in range(_PARTS)]
         sample = torch.cat(read).float()
         mean, zero = sample.mean(0), torch.zeros(columns)
         middles = [(middle, _NEAR * (sample - middle).norm(dim=1).median()) for middle in (zero, mean)]
         for token in sorted(tokens)[-_HIGHEST:]:
-            row = base.read(name, whole, (token, 0), (1, columns)).float()
-            found |= {token for middle, least in middles if (row - middle).norm() < least}
-    return sorted(found)
+            row = base.read(name, shape, (token, 0), (1, columns)).float()
+            untrained |= {token for middle, least in middles if (row - middle).norm() < least}
+    return sorted(untrained)
 
 
 def fill_base(model: ParallelModel, read: Read) -> None:
@@ -115,8 +115,8 @@ def fill_base(model: ParallelModel, read: Read) -> None:
     layers = [(f"{name}.", m) for part in model.parts for name, m in part.named_modules() if isinstance(m, NF4Linear)]
     small = {name + parameter for name, _ in layers for parameter in ("weight", "largest")}
     # A generator: one parameter at a time, so that no rank holds more than its shards and one part that is read.
-    whole = ((n, p) for n, p in model.named_parameters() if not is_adapter(n) and n not in small)
-    distributed.fill_parameters(whole, read)
+    parameters = ((n, p) for n, p in model.named_parameters() if not is_adapter(n) and n not in small)
+    distributed.fill_parameters(parameters, read)
     for name, layer in layers:
         _fill_in_4_bits(f"{name}weight", layer, read)
 
@@ -132,13 +132,13 @@ def _fill_in_4_bits(name: str, layer: NF4Linear, read: Read) -> None:
     if isinstance(codes, DTensor):
         size, offset = compute_local_shape_and_global_offset(codes.shape, codes.device_mesh, codes.placements)
     per_value = codes_per_value(dtype)
-    whole, (column, columns) = torch.Size((layer.out_features, layer.in_features)), (offset[1], size[1])
+    shape, (column, columns) = torch.Size((layer.out_features, layer.in_features)), (offset[1], size[1])
     for first in range(0, size[0], _QUANTIZED_ROWS):
         rows = min(_QUANTIZED_ROWS, size[0] - first)
-        part = read(name, whole, (offset[0] + first, column * per_value), (rows, columns * per_value))
+        part = read(name, shape, (offset[0] + first, column * per_value), (rows, columns * per_value))
         with torch.no_grad():
-            for tensor, value in zip(local, quantize(part, dtype), strict=True):
-                tensor[first : first + rows].copy_(value)
+            for tensor, quantized in zip(local, quantize(part, dtype), strict=True):
+                tensor[first : first + rows].copy_(quantized)
 
 
 def _load_adapter(

@@ -103,27 +103,27 @@ def read_adapter(folder: str | Path) -> tuple[LoRAConfig, Weights]:
     stored = open_safetensors(path)
     if not stored.kinds:
         raise UserError(f"{path}: has no tensors; copy it again")
-    found = {name: _NAME.fullmatch(name) for name in stored.kinds}
-    if odd := sorted(name for name, match in found.items() if match is None):
+    matches = {name: _NAME.fullmatch(name) for name in stored.kinds}
+    if odd := sorted(name for name, match in matches.items() if match is None):
         if single := [name for name in odd if _OF_ONE_EXPERT.search(name)]:
-            what = f"has {some(single, 1)}: adapters of single experts are not supported, only of all in one tensor"
-            raise UserError(f"{path}: {what}; merge it with peft: PeftModel.merge_and_unload()")
+            problem = f"has {some(single, 1)}: adapters of single experts are not supported, only of all in one tensor"
+            raise UserError(f"{path}: {problem}; merge it with peft: PeftModel.merge_and_unload()")
         raise UserError(
             f"{path}: has {some(odd, 1)}, which is not a LoRA matrix of a linear layer as peft names it, "
             f"{_PREFIX}model.layers.0.self_attn.q_proj.lora_A.weight; rename it, or train the adapter on "
             f"{', '.join(LINEARS)} only, without modules_to_save"
         )
-    named = {match[1] for match in found.values() if match}
+    named = {match[1] for match in matches.values() if match}
     targets = raw.get("target_modules")
     # The file's tensors tell the targets. But peft drops matrices that target_modules lacks, so that would be another
     # adapter there than here. A text is a regular expression, which is not evaluated; peft never saves null.
     if isinstance(targets, list):
         of_experts = [f".{EXPERTS}", f".{EXPERTS}.base_layer"] if raw.get("target_parameters") else []
         ends = (*(f".{target}" for target in targets), *of_experts)
-        modules = {name.rsplit(".", 2)[0] for name in found}
+        modules = {name.rsplit(".", 2)[0] for name in matches}
         if left_out := sorted(module for module in modules if not module.endswith(ends)):
-            what = f"target_modules lacks {some(left_out)}, so peft would ignore their matrices in {WEIGHTS}"
-            raise UserError(f"{path.with_name(CONFIG)}: {what}; name them there, or save the adapter without them")
+            problem = f"target_modules lacks {some(left_out)}, so peft would ignore their matrices in {WEIGHTS}"
+            raise UserError(f"{path.with_name(CONFIG)}: {problem}; name them there, or save the adapter without them")
     lora = LoRAConfig(
         rank=raw["r"],
         alpha=float(raw["lora_alpha"]),
@@ -147,9 +147,9 @@ def open_adapter(lora: LoRAConfig, shapes: Mapping[str, tuple[int, ...]]) -> Wei
         UserError: from read_adapter; or the settings differ, or the adapter belongs to another model.
     """
     folder = lora.initial_load_path
-    found, weights = read_adapter(folder)
+    stored, weights = read_adapter(folder)
     modules = modules_of(shapes)
-    ours, theirs = lora_identity(lora, modules), lora_identity(found, {*ADAPTED})
+    ours, theirs = lora_identity(lora, modules), lora_identity(stored, {*ADAPTED})
     for one, other in ((ours, theirs), (theirs, ours)):  # ranks of experts are there if they differ
         one |= {key: one[key.removeprefix("expert_")] for key in other if key not in one}
     if differing := [
@@ -184,9 +184,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     limits = {"rank_pattern": ((int,), 1 << 20), "alpha_pattern": ((int, float), 1e9)}
     for key, (types, most) in limits.items():  # ours have one value for all experts
         if is_known and isinstance(raw.get(key), dict) and _names_experts([*raw[key]]):
-            value, other = raw[key].values()
-            if type(value) in types and 0 < value <= most and value == other:
-                raw[key] = value
+            number, other = raw[key].values()
+            if type(number) in types and 0 < number <= most and number == other:
+                raw[key] = number
                 harmless.add(key)
     for key in sorted(raw.keys() - harmless):
         if raw[key] and raw[key] != "none":

@@ -27,14 +27,14 @@ def read_pieces(spec: ModelSpec, read: Read, rank: int = 0) -> Read:
     def read_held(name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         if (piece := pieces.get(name)) is None:
             return read(name, shape, offset, size)
-        whole = torch.Size(piece.whole_shape)
-        if len(whole) == 1:
-            return read(piece.whole, whole, offset, size)
-        inner, first, (rows, columns) = whole[1:-1], piece.start + offset[0], size
+        whole_shape = torch.Size(piece.whole_shape)
+        if len(whole_shape) == 1:
+            return read(piece.whole, whole_shape, offset, size)
+        inner, first, (rows, columns) = whole_shape[1:-1], piece.start + offset[0], size
         each = math.prod(inner)  # rows of the matrix for each index of the first dimension
         begin, end = first // each, -(-(first + rows) // each)
         start, lengths = (begin, *(0 for _ in inner), offset[1]), (end - begin, *inner, columns)
-        return read(piece.whole, whole, start, lengths).reshape(-1, columns)[first - begin * each :][:rows]
+        return read(piece.whole, whole_shape, start, lengths).reshape(-1, columns)[first - begin * each :][:rows]
 
     return read_held
 
@@ -48,8 +48,8 @@ def joined(stored: Weights, spec: ModelSpec) -> Weights:
     names = {spec.own_name(name): name for name in stored.kinds}
     if len(names) < len(stored.kinds):
         twice = sorted(stored.kinds.keys() - {*names.values()})
-        what = f"{some(twice)} and {names[spec.own_name(twice[0])]} are the same tensor of the model"
-        raise UserError(f"{stored.source}: {what}; remove one of each")
+        problem = f"{some(twice)} and {names[spec.own_name(twice[0])]} are the same tensor of the model"
+        raise UserError(f"{stored.source}: {problem}; remove one of each")
     if any(own != name for own, name in names.items()):
         stored = RenamedWeights(stored, names)
     if (fused := is_fused(spec, stored.kinds)) is not None and next(stacks(spec), None):
@@ -99,8 +99,8 @@ class JoinedWeights(Weights):
             return self._stored.tensor(name, dtype)
         shape = self.kinds[name].shape
         read = self.read_exactly if dtype in (torch.float32, torch.float64) else self.read
-        whole = read(name, torch.Size(shape), (0,) * len(shape), shape)
-        return whole if dtype is None else whole.to(dtype)
+        loaded = read(name, torch.Size(shape), (0,) * len(shape), shape)
+        return loaded if dtype is None else loaded.to(dtype)
 
     def _joined(
         self, read: Read, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]
@@ -111,11 +111,11 @@ class JoinedWeights(Weights):
         if len(shape) == 1:
             return read(next(iter(pieces)), shape, offset, size)
         each, column, columns = math.prod(shape[1:-1]), offset[-1], size[-1]
-        begin, end, found = offset[0] * each, (offset[0] + size[0]) * each, []
+        begin, end, parts = offset[0] * each, (offset[0] + size[0]) * each, []
         for held, piece in pieces.items():
             first, last = max(begin, piece.start), min(end, piece.start + piece.shape[0])
             if first < last:
                 where = (first - piece.start, column), (last - first, columns)
-                found.append(read(held, torch.Size(piece.shape), *where))
+                parts.append(read(held, torch.Size(piece.shape), *where))
         inner = (slice(None), *box(offset[1:-1], size[1:-1]))
-        return torch.cat(found).reshape(size[0], *shape[1:-1], columns)[inner]
+        return torch.cat(parts).reshape(size[0], *shape[1:-1], columns)[inner]

@@ -80,8 +80,8 @@ def warn_of_missing_draft(where: Path, assets: Assets, names: Iterable[str]) -> 
     config = parse_object(assets.get(asset_files.CONFIG, b"{}"), asset_files.CONFIG, "")
     count = asset_files.text_part(config).get("mtp_num_hidden_layers")
     if count and not any(name.startswith("mtp.") for name in names):
-        what = f"config.json has mtp_num_hidden_layers = {count}, but the weights have no draft head (mtp.*)"
-        log.warning(f"{where}: {what}; a server must be started without it, or set the key to 0")
+        message = f"config.json has mtp_num_hidden_layers = {count}, but the weights have no draft head (mtp.*)"
+        log.warning(f"{where}: {message}; a server must be started without it, or set the key to 0")
 
 
 @dataclass(frozen=True)
@@ -153,5 +153,5 @@ def open_source(path: str | Path, assets_folder: str | Path = "") -> ModelSource
         weights.kinds = {name: weights.kinds[name] for name in shapes}  # drops a tied head and old buffers
     # Files beside a single file of torch.save belong to the model only if one of them is a config.json.
     of_model = path.is_dir() or bool(assets_folder) or has_config
-    found = asset_files.read_assets(folder) if of_model else {}
-    return ModelSource(path, weights, folder, found, spec, manifest, lora)
+    assets = asset_files.read_assets(folder) if of_model else {}
+    return ModelSource(path, weights, folder, assets, spec, manifest, lora)

@@ -87,11 +87,11 @@ def compare(
     ours.to_empty(device="cpu")
     fill_parameters(ours.named_parameters(), read_pieces(spec, weights.read))
     for ids, logits in zip(prompts, expected, strict=True):
-        found, finite = ours(ids), logits.isfinite()
-        if not torch.equal(found.isfinite(), finite):
+        our_logits, finite = ours(ids), logits.isfinite()
+        if not torch.equal(our_logits.isfinite(), finite):
             problems.append("their logits are finite at other places than ours")
         elif finite.any():  # weights with NaN give no finite logits; they were compared byte by byte already
-            difference = max(difference, (found - logits)[finite].abs().max().item())
+            difference = max(difference, (our_logits - logits)[finite].abs().max().item())
             largest = max(largest, logits[finite].abs().max().item())
     del ours
     if difference > spec.logits_error * largest:
