@@ -45,8 +45,8 @@ def read_pair(row: dict[str, Any], prompt_of: ReadMessages, message: ReadMessage
         BadRecord: what is wrong with the row.
     """
     if any(value is not None for value in (row.get("chat_template_kwargs") or {}).values()):
-        detail = "chat_template_kwargs of a row are not followed; name the key in data.ignored_keys, and set"
-        raise BadRecord("unknown key", f"{detail} data.enable_thinking for all rows")
+        text = "chat_template_kwargs of a row are not followed; name the key in data.ignored_keys, and set"
+        raise BadRecord("unknown key", f"{text} data.enable_thinking for all rows")
     chosen, rejected = (_answer(row, name, message) for name in ("chosen", "rejected"))
     keys = [name for name in PROMPTS if row.get(name) not in (None, "", [])]
     if chosen[0]["role"] != "assistant" or rejected[0]["role"] != "assistant":
@@ -60,8 +60,8 @@ def read_pair(row: dict[str, Any], prompt_of: ReadMessages, message: ReadMessage
         _check_no_more(row, "the conversation", "history", "input")
         prompt = prompt_of({"system": row.get("system")}) + prompt
     elif len(keys) != 1:
-        detail = f"it is given in {listed(keys)}; keep one" if keys else f"expected one of {listed(PROMPTS)}"
-        raise BadRecord("no prompt" if not keys else "two prompts", detail)
+        text = f"it is given in {listed(keys)}; keep one" if keys else f"expected one of {listed(PROMPTS)}"
+        raise BadRecord("no prompt" if not keys else "two prompts", text)
     else:
         prompt, chosen_answer, rejected_answer = _prompt(row, keys[0], prompt_of, message), chosen, rejected
     if sum(turn["role"] == "system" for turn in prompt) > 1:
@@ -77,10 +77,8 @@ def read_pair(row: dict[str, Any], prompt_of: ReadMessages, message: ReadMessage
     better, worse = row.get("score_chosen"), row.get("score_rejected")
     if isinstance(better, int | float) and isinstance(worse, int | float):
         if better < worse:
-            detail = f"score_chosen = {better} is below score_rejected = {worse}"
-            raise BadRecord(
-                "contradiction", f"{detail}; swap answers and scores, or name both keys in data.ignored_keys"
-            )
+            text = f"score_chosen = {better} is below score_rejected = {worse}"
+            raise BadRecord("contradiction", f"{text}; swap answers and scores, or name both keys in data.ignored_keys")
         why = why or TIE * (better == worse)
     prompt = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in prompt]
     return prompt + chosen_answer, prompt + rejected_answer, tool_list(row.get("tools")), why

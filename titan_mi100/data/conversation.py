@@ -136,10 +136,8 @@ def check_order(messages: list[Message]) -> list[Message]:
         raise BadRecord("wrong order", "it begins with a tool message; such a message answers an assistant's call")
     for message, later in pairwise(messages):
         if message["role"] == later["role"] == "assistant" and "tool_calls" in later and not later["content"].strip():
-            detail = (
-                "an assistant's message and its calls are two messages that cannot be joined; write them as one, or"
-            )
-            raise BadRecord("wrong order", f"{detail} give both the same weight and name")
+            text = "an assistant's message and its calls are two messages that cannot be joined; write them as one, or"
+            raise BadRecord("wrong order", f"{text} give both the same weight and name")
     return messages
 
 

@@ -237,11 +237,9 @@ class Ledger:
     def _noted(self, with_remedy: bool) -> list[str]:
         lines = []
         for note, (rows, record) in sorted(self._findings.notes.items()):
-            problem, semicolon, remedy = INSTEAD["note"][note].partition(";")
+            text, semicolon, remedy = INSTEAD["note"][note].partition(";")
             if bool(remedy) == with_remedy:
-                lines.append(
-                    f"{plural(rows, 'row')} with {problem}, the first at {self.where(record)}{semicolon}{remedy}"
-                )
+                lines.append(f"{plural(rows, 'row')} with {text}, the first at {self.where(record)}{semicolon}{remedy}")
         return lines
 
     def write(self, path: Path) -> None:

@@ -318,10 +318,8 @@ class FolderLock:
             self._file.write(json.dumps(record))
             self._file.flush()
         except OSError as error:
-            message = (
-                f"{folder / LOCK}: cannot be written to ({error.strerror}); fix that, or name another job.run_folder"
-            )
-            raise UserError(message) from None
+            text = f"{folder / LOCK}: cannot be written to ({error.strerror}); fix that, or name another job.run_folder"
+            raise UserError(text) from None
 
     def _take(self, folder: Path, patience: float) -> None:
         until, is_logged = time.monotonic() + patience, False

@@ -117,10 +117,8 @@ class MixtureSpec(ModelSpec):
         form = is_fused(self, names)
         expected = sum(parameter.experts for _, parameter in stacks(self))
         if form is False and expected > 2 * (there := sum(INSIDE in name for name in names)):  # before names are made
-            problem = (
-                f"num_experts = {self.num_experts} in {self.num_hidden_layers:,} layers makes {expected:,} tensors"
-            )
-            raise UserError(f"config.json: {problem}, but the weights have {there:,} of experts; correct it")
+            text = f"num_experts = {self.num_experts} in {self.num_hidden_layers:,} layers makes {expected:,} tensors"
+            raise UserError(f"config.json: {text}, but the weights have {there:,} of experts; correct it")
         known = saved.get("experts_fused", self.experts_fused) if form is None else form
         return replace(self, experts_fused=known)  # type: ignore[type-var]  # of a dataclass
 
@@ -131,10 +129,8 @@ class MixtureSpec(ModelSpec):
             if parameter is None or not parameter.experts:
                 stored[name] = kind
                 continue
-            for position in islice(places(name, parameter, form), 1 if form else None):
-                stored[position.name] = (
-                    kind._replace(shape=position.shape) if hasattr(kind, "_replace") else position.shape
-                )
+            for slot in islice(places(name, parameter, form), 1 if form else None):
+                stored[slot.name] = kind._replace(shape=slot.shape) if hasattr(kind, "_replace") else slot.shape
         return stored
 
     def tensor_parallel_sizes(self) -> dict[str, int]:

@@ -233,11 +233,9 @@ def prompt_settings(assets: Assets, folder: Path) -> PromptSettings:
     settings = parse_object(assets[PROMPTS], folder / PROMPTS, _REMEDY)
     kinds = {**VARIABLES, "system_prompt": str}
     if not settings or any(type(value) is not kinds.get(key) for key, value in settings.items()):
-        problem = (
-            "must hold enable_thinking or preserve_thinking (true or false), system_prompt or reasoning_effort (a "
-        )
-        problem += "text), and nothing else"
-        raise UserError(f"{folder / PROMPTS}: {problem}; {_REMEDY}")
+        text = "must hold enable_thinking or preserve_thinking (true or false), system_prompt or reasoning_effort (a "
+        text += "text), and nothing else"
+        raise UserError(f"{folder / PROMPTS}: {text}; {_REMEDY}")
     return PromptSettings(**settings)
 
 

@@ -266,24 +266,22 @@ class TurnFinder:
         shown = [self.text[begin:end] for begin, end, field in spans if field in ("content", REASONING)]
         # A template takes the think blocks of an answer apart, and writes their tags itself.
         with_tags = message.get("role") != "assistant" or isinstance(message.get(REASONING), str)
-        expected, pieces, position = _bare("".join(texts), with_tags), [_bare(text, with_tags) for text in shown], 0
+        expected, pieces, cursor = _bare("".join(texts), with_tags), [_bare(text, with_tags) for text in shown], 0
         if "".join(pieces) == expected:
             return ""
         remedy = "change the message, or name a template that shows it once and whole in model.chat_template"
         if expected and "".join(pieces).count(expected) > 1:
             return f"the template shows its text more than once; {remedy}"
         for piece in pieces:
-            begin = expected.find(piece, position)
+            begin = expected.find(piece, cursor)
             if begin < 0:
                 return "" if message.get("role") != "assistant" else f"the template rewrites its text; {remedy}"
-            if begin > position:
+            if begin > cursor:
                 break
-            position = begin + len(piece)
+            cursor = begin + len(piece)
         else:
             begin = len(expected)
-        return (
-            f"the template leaves out {shortened(repr(expected[position:begin]))}; {remedy}" if begin > position else ""
-        )
+        return f"the template leaves out {shortened(repr(expected[cursor:begin]))}; {remedy}" if begin > cursor else ""
 
     def _header_end(self, spans: list[tuple[int, int, str]], role: str, header: str) -> int:
         """The end of the turn's header, which the template wrote around this message's role.
