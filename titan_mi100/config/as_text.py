@@ -39,9 +39,9 @@ def to_toml(config: Config) -> str:
                 value = getattr(getattr(config, name), key.name)
                 lines.append(f"{key.name} = {toml_value(value)}  # {key.metadata['doc']}")
         for key in filter(table_of, keys_of(section)):  # TOML: tables follow the section's own keys
-            for item in getattr(getattr(config, name), key.name):
+            for table in getattr(getattr(config, name), key.name):
                 lines += ["", f"[[{name}.{key.name}]]"]
-                lines += [f"{own.name} = {toml_value(getattr(item, own.name))}" for own in keys_of(type(item))]
+                lines += [f"{own.name} = {toml_value(getattr(table, own.name))}" for own in keys_of(type(table))]
     return "\n".join(lines[1:]) + "\n"
 
 

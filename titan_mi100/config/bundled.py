@@ -27,11 +27,11 @@ def or_bundled(path: str, folder: str = "") -> str:
     A name without a folder may be the name of a bundled config, with or without `.toml`. An existing file has
     precedence; an existing folder has not: a folder called `debug` is most likely a run's.
     """
-    wanted = os.path.join(folder, path)
-    if os.path.dirname(path) or (os.path.lexists(wanted) and not os.path.isdir(wanted)):
-        return wanted
+    full_path = os.path.join(folder, path)
+    if os.path.dirname(path) or (os.path.lexists(full_path) and not os.path.isdir(full_path)):
+        return full_path
     name = path.removesuffix(".toml")
-    return str(FOLDER / f"{name}.toml") if name in names() else wanted
+    return str(FOLDER / f"{name}.toml") if name in names() else full_path
 
 
 def no_such_file(path: str) -> str:

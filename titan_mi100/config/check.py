@@ -60,14 +60,14 @@ SLOWEST = {"bf16": 0.9999, "8bit": 0.999}
 
 def check(config: Config, world_size: int | None, with_files: bool = True) -> list[Problem]:
     """All problems. Args: world_size: processes; None: not known, so layouts are not checked."""
-    found = dict.fromkeys(_problems(config, world_size, with_files))
+    problems = dict.fromkeys(_problems(config, world_size, with_files))
     try:
-        found |= dict.fromkeys(_check_model(config, config.spec()))
+        problems |= dict.fromkeys(_check_model(config, config.spec()))
     except ConfigError as error:
-        found |= dict.fromkeys(error.problems)
+        problems |= dict.fromkeys(error.problems)
     except UserError as error:  # of a file, which it names
-        found |= {Problem("", line): None for line in str(error).splitlines()}
-    return list(found)
+        problems |= {Problem("", line): None for line in str(error).splitlines()}
+    return list(problems)
 
 
 def _problems(config: Config, world_size: int | None, with_files: bool) -> Iterator[Problem]:
@@ -79,14 +79,14 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
         if all(getattr(getattr(config, section), key) for key in (one, other)):
             yield Problem(f"{section}.{one}", f"and {other} are both set; keep one of them", (f"{section}.{other}",))
     if training.steps and schedule.warmup_steps > training.steps:
-        what = f"= {schedule.warmup_steps} is more than [training] steps = {training.steps}; lower it, or use -1 for 3%"
-        yield Problem("lr_scheduler.warmup_steps", what, ("training.steps",))
+        text = f"= {schedule.warmup_steps} is more than [training] steps = {training.steps}; lower it, or use -1 for 3%"
+        yield Problem("lr_scheduler.warmup_steps", text, ("training.steps",))
     if config.optimizer.eps == 0:
         yield Problem("optimizer.eps", "= 0 divides by zero where a gradient was always 0; the usual is 1e-8")
     for key in ("beta1", "beta2"):
         if 1 > (value := getattr(config.optimizer, key)) > (most := SLOWEST.get(state := config.optimizer.state, 1.0)):
-            what = f'= {value}: moments with state = "{state}" would freeze; use at most {most}, or state = "fp32"'
-            yield Problem(f"optimizer.{key}", what, ("optimizer.state",))
+            text = f'= {value}: moments with state = "{state}" would freeze; use at most {most}, or state = "fp32"'
+            yield Problem(f"optimizer.{key}", text, ("optimizer.state",))
     below_one = {"optimizer": ("beta1", "beta2"), "data": ("validation_fraction",), "lora": ("dropout",)}
     at_most_one = {"lr_scheduler": ("decay_ratio", "min_lr_factor"), "data": ("max_lost_share", "max_cut_share")}
     for limits, limit in ((below_one, "less than"), (at_most_one, "at most")):
@@ -110,8 +110,8 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
         if value and not (data.validation_path or data.validation_fraction):
             yield Problem(key, f"= {value!r} needs [data] validation_path or validation_fraction", held_out)
     if validation.patience and not validation.freq:
-        what = f"= {validation.patience} needs freq, the steps between validations"
-        yield Problem("validation.patience", what, ("validation.freq",))
+        text = f"= {validation.patience} needs freq, the steps between validations"
+        yield Problem("validation.patience", text, ("validation.freq",))
     known = [*FINGERPRINTS, *(f"model.{name}" for name in known_fields())]
     known += [f"lora.{name}" for name in settings.lora_identity(config.lora, (EXPERTS,))]
     known += [f"objective.{name}" for name in config.objective.identity]
@@ -120,11 +120,11 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
             listed = f"{', '.join(FINGERPRINTS)}{did_you_mean(name, known)}"
             yield Problem("checkpoint.allow_changed", f"names {name!r}, which is none of {listed}")
     if config.checkpoint.fresh and not config.job.run_folder:
-        what = "needs job.run_folder: a run without a name always starts over"
-        yield Problem("checkpoint.fresh", what, ("job.run_folder",))
+        text = "needs job.run_folder: a run without a name always starts over"
+        yield Problem("checkpoint.fresh", text, ("job.run_folder",))
     if config.checkpoint.load_step != -1 and not config.job.run_folder:
-        what = "needs job.run_folder, the run that is to be resumed from that step"
-        yield Problem("checkpoint.load_step", what, ("job.run_folder",))
+        text = "needs job.run_folder, the run that is to be resumed from that step"
+        yield Problem("checkpoint.load_step", text, ("job.run_folder",))
     elif config.checkpoint.load_step != -1 and config.checkpoint.fresh:
         yield Problem("checkpoint.load_step", "and fresh exclude each other; keep one of them", ("checkpoint.fresh",))
     if (stage := config.parallelism.zero_stage) > 3:
@@ -161,8 +161,8 @@ def check_start(config: Config) -> None:
     while not os.path.exists(folder):
         folder = os.path.dirname(folder)
     if (free := shutil.disk_usage(folder).free) < saved + exported:
-        what = f"a checkpoint takes {bytes_in_words(round(saved))}, the export {bytes_in_words(exported)}"
-        raise UserError(f"{folder}: {bytes_in_words(free)} are free, but {what}; free some, or set job.run_folder")
+        needs = f"a checkpoint takes {bytes_in_words(round(saved))}, the export {bytes_in_words(exported)}"
+        raise UserError(f"{folder}: {bytes_in_words(free)} are free, but {needs}; free some, or set job.run_folder")
 
 
 def check_packages(also: Mapping[str, str]) -> None:
@@ -198,18 +198,18 @@ def check_layout(config: Config, world_size: int) -> Iterator[Problem]:
         yield from error.problems
     degrees = tuple(f"parallelism.{field.name}" for field in fields(p) if "powersgd" not in field.name)
     if config.memory.offload != "nothing" and is_ddp:
-        what = f'= "{config.memory.offload}" is not for DDP; set [parallelism] zero_stage = 3'
-        yield Problem("memory.offload", what, degrees)
+        text = f'= "{config.memory.offload}" is not for DDP; set [parallelism] zero_stage = 3'
+        yield Problem("memory.offload", text, degrees)
     reduce, master, dtype = training.mixed_precision_reduce, config.optimizer.master, training.mixed_precision_param
-    for is_wrong, what, key, value in (
+    for is_wrong, text, key, value in (
         (not is_ddp, "needs DDP", "parallelism.zero_stage", 0),
         (reduce != "float32", "compresses float32", "training.mixed_precision_reduce", "float32"),
         (master != "fp32", "compresses float32, not bfloat16 gradients", "optimizer.master", "fp32"),
         (dtype == "float16", "keeps errors that ignore float16's scale", "training.mixed_precision_param", "bfloat16"),
     ):
         if p.powersgd_rank and is_wrong:
-            what = f"= {p.powersgd_rank} {what}; set [{key.replace('.', '] ')} = {toml_value(value)}"
-            yield Problem("parallelism.powersgd_rank", what, (key, *degrees))
+            text = f"= {p.powersgd_rank} {text}; set [{key.replace('.', '] ')} = {toml_value(value)}"
+            yield Problem("parallelism.powersgd_rank", text, (key, *degrees))
     if pp > 1 and accumulation and (refused := check_schedule(p.pipeline_parallel_schedule, pp, accumulation)):
         yield refused
 
@@ -225,32 +225,32 @@ def _check_model(config: Config, spec: ModelSpec) -> Iterator[Problem]:
     p, lora, seq_len = config.parallelism, config.lora, config.training.seq_len
     tp, pp = p.tensor_parallel_degree, p.pipeline_parallel_degree
     if lora.base == "nf4" and (size := _not_in_blocks(spec, tp)):
-        what = f'= "nf4" needs blocks of {NF4_BLOCK} values, which {size} does not have; use "whole"'
-        yield Problem("lora.base", what, (*_MODEL, "parallelism.tensor_parallel_degree"))
+        text = f'= "nf4" needs blocks of {NF4_BLOCK} values, which {size} does not have; use "whole"'
+        yield Problem("lora.base", text, (*_MODEL, "parallelism.tensor_parallel_degree"))
     for key, rank in (("rank", lora.rank), ("expert_rank", lora.expert_rank)):
         if rank > spec.hidden_size:
             yield Problem(f"lora.{key}", f"= {rank} is more than hidden_size = {spec.hidden_size}; lower it", _MODEL)
     if seq_len > (most := spec.max_position_embeddings):
-        what = f"= {seq_len} is more than the model's max_position_embeddings = {most}; use at most {most}"
-        yield Problem("training.seq_len", what, _MODEL)
+        text = f"= {seq_len} is more than the model's max_position_embeddings = {most}; use at most {most}"
+        yield Problem("training.seq_len", text, _MODEL)
     targets = lora.target_modules
     if lora.rank and targets != LINEARS and (absent := [name for name in targets if name not in spec.adapted]):
-        what = f"names {some(absent)}, which this model does not have; it has {', '.join(spec.adapted)}"
-        yield Problem("lora.target_modules", what, _MODEL)
+        text = f"names {some(absent)}, which this model does not have; it has {', '.join(spec.adapted)}"
+        yield Problem("lora.target_modules", text, _MODEL)
     without = {layer.kind for layer in spec.layers if not {*layer.adapted} & {*targets}}
     if lora.rank and pp > 1 and without:
-        what = f"leaves layers of kind {some(sorted(without))} without an adapter, so a pipeline's stage might have "
-        what += "none; name a linear layer of each kind"
-        yield Problem("lora.target_modules", what, (*_MODEL, "parallelism.pipeline_parallel_degree"))
+        text = f"leaves layers of kind {some(sorted(without))} without an adapter, so a pipeline's stage might have "
+        text += "none; name a linear layer of each kind"
+        yield Problem("lora.target_modules", text, (*_MODEL, "parallelism.pipeline_parallel_degree"))
     if config.training.train_router and (lora.rank or EXPERTS not in spec.adapted):
-        what = "adapters leave it as it is" if lora.rank else "this model has none"
-        yield Problem("training.train_router", f"= true has no effect: {what}; set it to false", (*_MODEL, "lora.rank"))
+        text = "adapters leave it as it is" if lora.rank else "this model has none"
+        yield Problem("training.train_router", f"= true has no effect: {text}; set it to false", (*_MODEL, "lora.rank"))
     named = spec.tensor_parallel_sizes()
     if wrong := [f"{name} = {n}" for name, n in {**named, "seq_len": seq_len}.items() if n % tp]:
         divisors = range(1, min(tp, *named.values()) + 1)
         fit = [str(n) for n in divisors if not any(value % n for value in named.values())]
-        what = f"= {tp} does not divide {', '.join(wrong)}; this model can be split over {', '.join(fit)}, and seq_len "
-        yield Problem("parallelism.tensor_parallel_degree", f"{what}must be a multiple", _MODEL_AND_ROW)
+        text = f"= {tp} does not divide {', '.join(wrong)}; this model can be split over {', '.join(fit)}, and seq_len "
+        yield Problem("parallelism.tensor_parallel_degree", f"{text}must be a multiple", _MODEL_AND_ROW)
     if pp == 1:
         return
     schedule, counts = SCHEDULES[p.pipeline_parallel_schedule], p.pipeline_parallel_layers_per_stage
@@ -259,26 +259,26 @@ def _check_model(config: Config, spec: ModelSpec) -> Iterator[Problem]:
     if counts:
         fits = len(counts) == stages or (schedule.looped and len(counts) > stages and len(counts) % pp == 0)
         if not fits or sum(counts) != layers or 0 in counts:
-            what = f"= {list(counts)} must be {stages} numbers "
-            what += f"{f'or more, a multiple of {pp}, ' if schedule.looped else ''}above 0 that sum to the model's "
+            text = f"= {list(counts)} must be {stages} numbers "
+            text += f"{f'or more, a multiple of {pp}, ' if schedule.looped else ''}above 0 that sum to the model's "
             key = "parallelism.pipeline_parallel_layers_per_stage"
-            yield Problem(key, f"{what}{layers} layers", (*read, "parallelism.pipeline_parallel_degree"))
+            yield Problem(key, f"{text}{layers} layers", (*read, "parallelism.pipeline_parallel_degree"))
     elif stages > layers:
-        what = f"= {pp} makes {stages} stages of {layers} layers; lower it"
-        yield Problem("parallelism.pipeline_parallel_degree", what, read)
+        text = f"= {pp} makes {stages} stages of {layers} layers; lower it"
+        yield Problem("parallelism.pipeline_parallel_degree", text, read)
 
 
 def _check_paths(config: Config) -> Iterator[Problem]:
     folder = os.path.dirname(config.job.config_file)
     if not (config.data.path or config.data.source):
-        what = "is not set; name a file or a glob, or several, or [[data.source]]"
-        yield Problem("data.path", what, ("data.source",))
+        text = "is not set; name a file or a glob, or several, or [[data.source]]"
+        yield Problem("data.path", text, ("data.source",))
     named = [("path", config.data.path), ("validation_path", config.data.validation_path)]
     for key, patterns in named + [("source", source.path) for source in config.data.source]:
         for pattern in patterns:
             if os.path.exists(os.path.join(pattern, assets.PLAN)) and not assets.is_corpus(pattern):
-                what = "is a corpus that is not complete; finish titan-mi100 prepare"
-                yield Problem(f"data.{key}", f": {pattern}: {what}")
+                text = "is a corpus that is not complete; finish titan-mi100 prepare"
+                yield Problem(f"data.{key}", f": {pattern}: {text}")
             elif key == "validation_path" or not assets.is_corpus(pattern):
                 hint = hub_hint(pattern, folder, is_data=True)
                 yield from (Problem(f"data.{key}", f": {wrong}{hint}") for wrong in matching_files(pattern)[1])
@@ -291,37 +291,37 @@ def _check_paths(config: Config) -> Iterator[Problem]:
     if load and not os.path.exists(load) and not config.model.tokenizer_path:
         pass  # that folder's tokenizer: its absence is reported above
     elif not path:
-        what = "is not set, nor is checkpoint.initial_load_path; name an HF folder, or take the tiny model: "
-        what += "--job.config_file train_configs/debug.toml"
-        yield Problem("model.tokenizer_path", what, ("checkpoint.initial_load_path",))
+        text = "is not set, nor is checkpoint.initial_load_path; name an HF folder, or take the tiny model: "
+        text += "--job.config_file train_configs/debug.toml"
+        yield Problem("model.tokenizer_path", text, ("checkpoint.initial_load_path",))
     elif not os.path.exists(path):
         yield Problem(key, f"= {path!r}: no such folder or file{hub_hint(path, folder) or nearby(path)}")
     elif not os.path.isfile(path) and not assets.has_tokenizer(path):
-        what = f"= {path!r} has neither tokenizer.json nor vocab.json with merges.txt, nor a sentencepiece .model; "
-        yield Problem(key, f"{what}set model.tokenizer_path to a folder that does, or to such a file")
+        text = f"= {path!r} has neither tokenizer.json nor vocab.json with merges.txt, nor a sentencepiece .model; "
+        yield Problem(key, f"{text}set model.tokenizer_path to a folder that does, or to such a file")
 
 
 def _check_data(data: DataConfig, objective: str) -> Iterator[Problem]:
     if bool(data.prompt_column) != bool(data.response_column) and objective != "preference":
-        what = "and response_column go together; set both or neither"
-        yield Problem("data.prompt_column", what, ("data.response_column",))
+        text = "and response_column go together; set both or neither"
+        yield Problem("data.prompt_column", text, ("data.response_column",))
     if data.prompt_column and data.format not in ("auto", "columns"):
-        what = f'is set, but format = "{data.format}"; remove one of them'
-        yield Problem("data.prompt_column", what, ("data.format",))
+        text = f'is set, but format = "{data.format}"; remove one of them'
+        yield Problem("data.prompt_column", text, ("data.format",))
     if data.system_column and not data.prompt_column:
-        what = "needs prompt_column and response_column"
-        yield Problem("data.system_column", what, ("data.prompt_column", "data.response_column"))
+        text = "needs prompt_column and response_column"
+        yield Problem("data.system_column", text, ("data.prompt_column", "data.response_column"))
     if data.prompt_column and data.prompt_column in (data.response_column, data.system_column):
-        what = f"= {data.prompt_column!r} is another text's column, too; name one for each"
-        yield Problem("data.prompt_column", what, ("data.response_column", "data.system_column"))
+        text = f"= {data.prompt_column!r} is another text's column, too; name one for each"
+        yield Problem("data.prompt_column", text, ("data.response_column", "data.system_column"))
     yield from _check_sources(data)
     for key in ("weights", "repeats"):
-        values = getattr(data, key)
-        if values and len(values) != len(data.path):
-            what = f"has {len(values)} values for {len(data.path)} paths; give one for each path"
-            yield Problem(f"data.{key}", what, ("data.path",))
-        if any(value <= 0 for value in values):
-            yield Problem(f"data.{key}", f"= {list(values)} must all be above 0; leave a path out instead")
+        numbers = getattr(data, key)
+        if numbers and len(numbers) != len(data.path):
+            text = f"has {len(numbers)} values for {len(data.path)} paths; give one for each path"
+            yield Problem(f"data.{key}", text, ("data.path",))
+        if any(number <= 0 for number in numbers):
+            yield Problem(f"data.{key}", f"= {list(numbers)} must all be above 0; leave a path out instead")
 
 
 def _check_sources(data: DataConfig) -> Iterator[Problem]:
@@ -341,9 +341,9 @@ def _check_sources(data: DataConfig) -> Iterator[Problem]:
         yield from (Problem("data.source", f", table {number}: {problem}") for problem in problems)
     for source in data.sources if all(source.path for source in data.source) else ():
         if any(map(assets.is_corpus, source.path)) and (len(source.path) > 1 or source.format != "auto"):
-            what = f"{source.path[0]}: a folder of titan-mi100 prepare is a source of its own, with format = 'auto'; "
-            what += "give each path a [[data.source]], or set data.weights"
-            yield Problem("data.source" if data.source else "data.path", f": {what}", ("data.weights",))
+            text = f"{source.path[0]}: a folder of titan-mi100 prepare is a source of its own, with format = 'auto'; "
+            text += "give each path a [[data.source]], or set data.weights"
+            yield Problem("data.source" if data.source else "data.path", f": {text}", ("data.weights",))
 
 
 def _check_effects(config: Config) -> Iterator[Problem]:
@@ -392,8 +392,8 @@ def _check_effects(config: Config) -> Iterator[Problem]:
         for key in keys:
             value, default = (getattr(getattr(settings, section), key) for settings in (config, defaults))
             if value != default:
-                what = f"= {toml_value(value)} has no effect with {why}; delete it"
-                yield Problem(f"{section}.{key}", what, (reason, *(of_data if section == "data" else ())))
+                text = f"= {toml_value(value)} has no effect with {why}; delete it"
+                yield Problem(f"{section}.{key}", text, (reason, *(of_data if section == "data" else ())))
 
 
 def _idle_of_objective(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
@@ -422,59 +422,59 @@ def _idle_of_objective(config: Config) -> Iterator[tuple[str, str, tuple[str, ..
 def _check_objective(config: Config) -> Iterator[Problem]:
     o, data = config.objective, config.data
     if o.name in ("distill", "teach") and not o.teacher:
-        what = "is not set; name the folder that titan-mi100 teach has written, or writes"
-        yield Problem("objective.teacher", what, ("objective.name",))
+        text = "is not set; name the folder that titan-mi100 teach has written, or writes"
+        yield Problem("objective.teacher", text, ("objective.name",))
     for key, limit in (("label_smoothing", 0.5), ("teacher_weight", 1.0)):
         if (value := getattr(o, key)) > limit or (key == "label_smoothing" and value == limit):
             yield Problem(f"objective.{key}", f"= {value} must be {'less than' if limit < 1 else 'at most'} {limit}")
     if o.name != "sft" and any(assets.is_corpus(path) for source in data.sources for path in source.path):
-        what = f'= "{o.name}" learns from rows, and a source is a corpus of titan-mi100 prepare; name its files instead'
-        yield Problem("objective.name", what, ("data.path", "data.source"))
+        text = f'= "{o.name}" learns from rows, and a source is a corpus of titan-mi100 prepare; name its files instead'
+        yield Problem("objective.name", text, ("data.path", "data.source"))
     if o.answers == "pairs" and any(source.format != "auto" for source in data.source):
         yield Problem("data.source", ": format has no effect: pairs of answers are read by their keys; delete it")
     if o.answers and config.lora.dropout:
-        what = "disturbs the sums that preferences compare; set it to 0"
-        yield Problem("lora.dropout", f"= {config.lora.dropout} {what}", ("objective.name",))
+        text = "disturbs the sums that preferences compare; set it to 0"
+        yield Problem("lora.dropout", f"= {config.lora.dropout} {text}", ("objective.name",))
     if o.answers and data.overlong in ("truncate", "split"):
-        what = f'= "{data.overlong}" would cut answers, which preferences compare as wholes; use drop or error'
-        yield Problem("data.overlong", what, ("objective.name",))
+        text = f'= "{data.overlong}" would cut answers, which preferences compare as wholes; use drop or error'
+        yield Problem("data.overlong", text, ("objective.name",))
     if o.answers and data.earlier_thinking == "unroll":
-        what = '= "unroll" makes several documents of an answer; use template, mask or context'
-        yield Problem("data.earlier_thinking", what, ("objective.name",))
+        text = '= "unroll" makes several documents of an answer; use template, mask or context'
+        yield Problem("data.earlier_thinking", text, ("objective.name",))
 
 
 def _check_offload(config: Config) -> Iterator[Problem]:
-    offload, p, found = config.memory.offload, config.parallelism, list[tuple[str, str]]()
+    offload, p, conflicts = config.memory.offload, config.parallelism, list[tuple[str, str]]()
     if offload != "nothing" and p.pipeline_parallel_degree > 1:
-        what = "is not for a pipeline; set pipeline_parallel_degree = 1"
-        found.append((what, "parallelism.pipeline_parallel_degree"))
+        text = "is not for a pipeline; set pipeline_parallel_degree = 1"
+        conflicts.append((text, "parallelism.pipeline_parallel_degree"))
     if offload == "weights" and p.tensor_parallel_degree > 1:
-        what = "is not for tensor parallel; set tensor_parallel_degree = 1"
-        found.append((what, "parallelism.tensor_parallel_degree"))
+        text = "is not for tensor parallel; set tensor_parallel_degree = 1"
+        conflicts.append((text, "parallelism.tensor_parallel_degree"))
     if offload == "weights" and config.lora.base == "nf4":
-        found.append(('is not for [lora] base = "nf4", which takes little; use "nothing"', "lora.base"))
+        conflicts.append(('is not for [lora] base = "nf4", which takes little; use "nothing"', "lora.base"))
     if offload == "optimizer" and config.lora.rank:
-        what = 'moves next to nothing, as adapters alone are trained; use "weights", or [lora] base = "nf4"'
-        found.append((what, "lora.rank"))
-    yield from (Problem("memory.offload", f'= "{offload}" {what}', (key,)) for what, key in found)
+        text = 'moves next to nothing, as adapters alone are trained; use "weights", or [lora] base = "nf4"'
+        conflicts.append((text, "lora.rank"))
+    yield from (Problem("memory.offload", f'= "{offload}" {text}', (key,)) for text, key in conflicts)
     if config.memory.offload_activations and config.activation_checkpoint.mode != "full":
-        what = 'keeps blocks\' inputs; set [activation_checkpoint] mode = "full"'
-        yield Problem("memory.offload_activations", what, ("activation_checkpoint.mode",))
+        text = 'keeps blocks\' inputs; set [activation_checkpoint] mode = "full"'
+        yield Problem("memory.offload_activations", text, ("activation_checkpoint.mode",))
 
 
 def _check_profiling(profiling: ProfilingConfig, world_size: int | None) -> Iterator[Problem]:
     for key in ("save_traces_folder", "save_memory_snapshot_folder"):
         name = getattr(profiling, key)
         if name != os.path.basename(name) or name in ("", ".", "..", *_TAKEN) or has_control_characters(name):
-            what = f"must be a name for a folder in the run folder, other than {', '.join(_TAKEN)}"
-            yield Problem(f"profiling.{key}", f"= {name!r} {what}")
+            text = f"must be a name for a folder in the run folder, other than {', '.join(_TAKEN)}"
+            yield Problem(f"profiling.{key}", f"= {name!r} {text}")
     is_on, ranks = profiling.enable_profiling or profiling.enable_memory_snapshot, "profiling.profile_ranks"
     switches = ("profiling.enable_profiling", "profiling.enable_memory_snapshot")
     if is_on and not profiling.profile_ranks:
         yield Problem(ranks, "is empty; name at least one rank, or set enable_profiling to false", switches)
     if not is_on and profiling.profile_ranks != (0,):
-        what = "has no effect with enable_profiling and enable_memory_snapshot = false; delete it"
-        yield Problem(ranks, f"= {list(profiling.profile_ranks)} {what}", switches)
+        text = "has no effect with enable_profiling and enable_memory_snapshot = false; delete it"
+        yield Problem(ranks, f"= {list(profiling.profile_ranks)} {text}", switches)
     if world_size is not None and (beyond := [rank for rank in profiling.profile_ranks if rank >= world_size]):
         yield Problem(ranks, f"names {beyond[0]}, but the ranks are 0 to {world_size - 1}")
 
@@ -485,24 +485,24 @@ def _check_lora(lora: LoRAConfig) -> Iterator[Problem]:
         yield Problem("lora.target_modules", f'names "{ALL_LINEAR}" beside others; it stands alone, for all of them')
     elif wrong := [name for name in lora.target_modules if name not in ADAPTED]:
         for name in wrong:
-            what = f"names {name!r}, which is none of {', '.join(known)}{did_you_mean(name, known)}"
+            text = f"names {name!r}, which is none of {', '.join(known)}{did_you_mean(name, known)}"
             reasons = (family.not_adapted[name] for family in FAMILIES.values() if name in family.not_adapted)
-            what = next((f"names {name!r}: {why}; leave it out" for why in reasons), what)
-            yield Problem("lora.target_modules", what)
+            text = next((f"names {name!r}: {why}; leave it out" for why in reasons), text)
+            yield Problem("lora.target_modules", text)
     if lora.rank and not lora.target_modules:
-        what = f"is empty, but rank = {lora.rank}; name some, or set rank to 0"
-        yield Problem("lora.target_modules", what, ("lora.rank",))
+        text = f"is empty, but rank = {lora.rank}; name some, or set rank to 0"
+        yield Problem("lora.target_modules", text, ("lora.rank",))
     for key in ("expert_rank", "expert_alpha") if EXPERTS not in lora.target_modules else ():
         if value := getattr(lora, key):
-            what = f'= {value} has no effect: target_modules does not name "{EXPERTS}"; add it, or leave {key} out'
-            yield Problem(f"lora.{key}", what, ("lora.target_modules",))
+            text = f'= {value} has no effect: target_modules does not name "{EXPERTS}"; add it, or leave {key} out'
+            yield Problem(f"lora.{key}", text, ("lora.target_modules",))
     if lora.rank and not lora.alpha:
-        what = "= 0 switches the adapters off: nothing would be learned; the usual is 2 x rank"
-        yield Problem("lora.alpha", what, ("lora.rank",))
+        text = "= 0 switches the adapters off: nothing would be learned; the usual is 2 x rank"
+        yield Problem("lora.alpha", text, ("lora.rank",))
     if lora.initial_load_path and not lora.rank:
         yield Problem("lora.initial_load_path", "needs rank; set it to the adapter's", ("lora.rank",))
     if (load := lora.initial_load_path) and not os.path.isdir(load):
         yield Problem("lora.initial_load_path", f"= {load!r} is not a folder{hub_hint(load)}")
     if (name := lora.base_model_name_or_path) and not (os.path.isabs(name) or is_hub_name(name)):
-        what = f"= {name!r} is neither OWNER/NAME on the hub nor an absolute path"
-        yield Problem("lora.base_model_name_or_path", what)
+        text = f"= {name!r} is neither OWNER/NAME on the hub nor an absolute path"
+        yield Problem("lora.base_model_name_or_path", text)

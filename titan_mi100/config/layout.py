@@ -154,25 +154,25 @@ def resolve_layout(
     if zero_stage == 0:
         dp_shard, dp_replicate = _replicas_only(world_size, dp_shard, dp_replicate, tp, pp)
     degrees = {"pp": pp, "dp_replicate": dp_replicate, "tp": tp}
-    given = [(AXES[name].key, degree) for name, degree in degrees.items() if degree > 1]
-    others = "".join(f" x {name} = {degree}" for name, degree in given)
+    used_degrees = [(AXES[name].key, degree) for name, degree in degrees.items() if degree > 1]
+    others = "".join(f" x {name} = {degree}" for name, degree in used_degrees)
     product = pp * dp_replicate * tp
     processes = f"{world_size} started process{'es' if world_size > 1 else ''}"
     if dp_shard == -1:
         if world_size % product:
-            what = f"{others.removeprefix(f' x {given[0][0]} ')} does not divide the {processes}; start with "
-            what += f"./run_train.sh --nproc_per_node {product} or a multiple of it, or lower a degree"
-            raise _refused(given[0][0], what)
+            text = f"{others.removeprefix(f' x {used_degrees[0][0]} ')} does not divide the {processes}; start with "
+            text += f"./run_train.sh --nproc_per_node {product} or a multiple of it, or lower a degree"
+            raise _refused(used_degrees[0][0], text)
         dp_shard = world_size // product
     if product * dp_shard != world_size:
-        what = f"= {dp_shard}{others} does not fill the {processes}; use -1 (all that the others leave) or start with "
-        raise _refused("data_parallel_shard_degree", f"{what}./run_train.sh --nproc_per_node {product * dp_shard}")
+        text = f"= {dp_shard}{others} does not fill the {processes}; use -1 (all that the others leave) or start with "
+        raise _refused("data_parallel_shard_degree", f"{text}./run_train.sh --nproc_per_node {product * dp_shard}")
     if zero_stage == -1:
         only_replicas = dp_shard == 1 and dp_replicate > 1 and tp == 1
         zero_stage = 1 if pp > 1 else 0 if only_replicas else 3
     elif pp > 1 and zero_stage != 1:
-        what = f"= {zero_stage} does not go with a pipeline, which keeps weights and gradients whole "
-        raise _refused("zero_stage", f"{what}until the end of the step; use 1, or leave it out")
+        text = f"= {zero_stage} does not go with a pipeline, which keeps weights and gradients whole "
+        raise _refused("zero_stage", f"{text}until the end of the step; use 1, or leave it out")
     return Layout(dp_shard, dp_replicate, tp, pp, zero_stage)
 
 
@@ -182,15 +182,15 @@ def _refused(key: str, text: str) -> ConfigError:
 
 def _replicas_only(world_size: int, dp_shard: int, dp_replicate: int, tp: int, pp: int) -> tuple[int, int]:
     if tp > 1 or pp > 1:
-        what = "(DDP) goes with neither tensor_parallel_degree nor pipeline_parallel_degree above 1; leave it out"
-        raise _refused("zero_stage", f"= 0 {what}")
+        text = "(DDP) goes with neither tensor_parallel_degree nor pipeline_parallel_degree above 1; leave it out"
+        raise _refused("zero_stage", f"= 0 {text}")
     if dp_shard > 1:
-        what = f"(DDP) shards nothing, but data_parallel_shard_degree = {dp_shard}; leave one of them out"
-        raise _refused("zero_stage", f"= 0 {what}")
+        text = f"(DDP) shards nothing, but data_parallel_shard_degree = {dp_shard}; leave one of them out"
+        raise _refused("zero_stage", f"= 0 {text}")
     if dp_replicate not in (1, world_size):
-        what = f"= 0 (DDP) with data_parallel_replicate_degree = {dp_replicate} does not fill the {world_size} "
-        what += f"started processes; leave it out, or start with ./run_train.sh --nproc_per_node {dp_replicate}"
-        raise _refused("zero_stage", what)
+        text = f"= 0 (DDP) with data_parallel_replicate_degree = {dp_replicate} does not fill the {world_size} "
+        text += f"started processes; leave it out, or start with ./run_train.sh --nproc_per_node {dp_replicate}"
+        raise _refused("zero_stage", text)
     return 1, world_size
 
 
@@ -217,21 +217,21 @@ def accumulation_for(global_batch_size: int, batch: Batch, saved: Batch) -> int:
     """
     rows = batch.local_batch_size * batch.dp_degree
     if rows == saved.local_batch_size * saved.dp_degree and batch.global_batch_size != global_batch_size:
-        what = f"= {batch.gradient_accumulation_steps} makes steps of "
-        what += f"{batch.global_batch_size} rows, but this run's have {global_batch_size}; use "
-        what += f"{saved.gradient_accumulation_steps}, or let it change with "
-        what += 'checkpoint.allow_changed = ["global_batch_size"]'
-        raise ConfigError([Problem("training.gradient_accumulation_steps", what)])
+        text = f"= {batch.gradient_accumulation_steps} makes steps of "
+        text += f"{batch.global_batch_size} rows, but this run's have {global_batch_size}; use "
+        text += f"{saved.gradient_accumulation_steps}, or let it change with "
+        text += 'checkpoint.allow_changed = ["global_batch_size"]'
+        raise ConfigError([Problem("training.gradient_accumulation_steps", text)])
     if global_batch_size % rows:
         few = range(1, min(global_batch_size, 8192) + 1)  # a manifest can hold any number
         ranks = [n for n in few if not global_batch_size % (n * batch.local_batch_size)]
         sizes = [n for n in few if not global_batch_size % (n * batch.dp_degree)]
         fit = [f"{', '.join(map(str, ranks))} data-parallel ranks with this local_batch_size"] if ranks else []
         fit += [f"local_batch_size {', '.join(map(str, sizes))} on these ranks"] if sizes else []
-        what = f"= {batch.local_batch_size} on {batch.dp_degree} data-parallel ranks does not divide this run's steps "
-        what += f"of {global_batch_size} rows; what does: {'; or '.join(fit) or 'nothing near'}. Or let them change "
-        what += 'with checkpoint.allow_changed = ["global_batch_size"]'
-        raise ConfigError([Problem("training.local_batch_size", what)])
+        text = f"= {batch.local_batch_size} on {batch.dp_degree} data-parallel ranks does not divide this run's steps "
+        text += f"of {global_batch_size} rows; what does: {'; or '.join(fit) or 'nothing near'}. Or let them change "
+        text += 'with checkpoint.allow_changed = ["global_batch_size"]'
+        raise ConfigError([Problem("training.local_batch_size", text)])
     return global_batch_size // rows
 
 

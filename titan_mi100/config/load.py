@@ -108,10 +108,10 @@ def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: boo
         built["job"] = replace(built["job"], run_folder=made)
     config = Config(**built, notes=tuple(notes))
     origins = {f"{section}.{key}": setting.where for (section, key), setting in settings.items()}
-    for found in check(config, world_size, with_files) if is_read else ():  # else what is missing may be in the file
-        where = origins.get(found.key)
-        if not _may_follow(found, refused, unknown, is_given=where is not None):
-            errors.append(found.at(where) if where else f"{config_file.value}: {found}" if found.key else found.text)
+    for issue in check(config, world_size, with_files) if is_read else ():  # else what is missing may be in the file
+        where = origins.get(issue.key)
+        if not _may_follow(issue, refused, unknown, is_given=where is not None):
+            errors.append(issue.at(where) if where else f"{config_file.value}: {issue}" if issue.key else issue.text)
     errors = [*messages(unknown), *errors]
     if errors:
         raise UserError(first_of(errors, "config"))
@@ -124,8 +124,8 @@ def _moved_run(config_file: str, given: _Setting | None, run_folder: str) -> lis
     is_own = given is not None and not given.is_text and os.path.lexists(os.path.join(here, "run_state.json"))
     if not is_own or os.path.realpath(here) == os.path.realpath(run_folder):
         return []
-    what = f"[job] run_folder is {shown(run_folder)}, but the file is in another run's folder; to resume the run"
-    return [f"{config_file}: {what} that is here: --job.run_folder {shlex.quote(here)}"]
+    problem = f"[job] run_folder is {shown(run_folder)}, but the file is in another run's folder; to resume the run"
+    return [f"{config_file}: {problem} that is here: --job.run_folder {shlex.quote(here)}"]
 
 
 def _may_follow(problem: Problem, refused: set[str], unknown: Sequence[Unknown], is_given: bool) -> bool:
@@ -147,16 +147,16 @@ def _replace_alternatives(values: dict[_Name, Any], settings: dict[_Name, _Setti
     """
     notes = []
     for pair in ALTERNATIVES:
-        for mine, other in (pair, pair[::-1]):
-            depths = [settings[name].depth if name in settings else _DEFAULT for name in (mine, other)]
-            if depths[0] < depths[1] and values[mine] and values[other]:
-                notes.append(f"{settings[mine].where} replaces [{other[0]}] {other[1]} = {shown(values[other])}")
+        for kept, other in (pair, pair[::-1]):
+            depths = [settings[name].depth if name in settings else _DEFAULT for name in (kept, other)]
+            if depths[0] < depths[1] and values[kept] and values[other]:
+                notes.append(f"{settings[kept].where} replaces [{other[0]}] {other[1]} = {shown(values[other])}")
                 values[other] = type(values[other])()
     return notes
 
 
 def _parse_arguments(argv: Sequence[str], errors: list[str], unknown: list[Unknown]) -> dict[_Name, _Setting]:
-    found, known = dict[_Name, _Setting](), our_keys()
+    settings, known = dict[_Name, _Setting](), our_keys()
     tables = {name for name, key in known.items() if table_of(key)}
     rest = list(argv)
     while rest:
@@ -173,20 +173,20 @@ def _parse_arguments(argv: Sequence[str], errors: list[str], unknown: list[Unkno
             unknown.append(unknown_option(argument, words))
             continue
         section, key = name.split(".")
-        before = found.get((section, key))
+        before = settings.get((section, key))
         if not words and known[name].type is bool:
             words = ["true"]
         if not words:
             errors.append(f"command line: --{name} needs a value")
         elif is_list:
             items = [item for word in words for item in _items(word, known[name].metadata["path"])]
-            found[section, key] = _Setting([*(before.value if before else ()), *items], f"--{name}", Path.cwd())
+            settings[section, key] = _Setting([*(before.value if before else ()), *items], f"--{name}", Path.cwd())
         elif before:
             twice = f"{shown(before.value)} and {shown(words[0])}"
             errors.append(f"command line: --{name} is given twice, as {twice}; keep one of them")
         else:
-            found[section, key] = _Setting(words[0], f"--{name}", Path.cwd())
-    return found
+            settings[section, key] = _Setting(words[0], f"--{name}", Path.cwd())
+    return settings
 
 
 def _read_toml(
@@ -245,11 +245,11 @@ def _convert(key: Any, setting: _Setting) -> tuple[Any, str]:
         value = str(value).lower()
     is_list = get_origin(key.type) is tuple
     kind = get_args(key.type)[0] if is_list else key.type
-    given = value if is_list and isinstance(value, list | tuple) else [value]
-    if is_list and len(given) > 1 and "" in given:
+    inputs = value if is_list and isinstance(value, list | tuple) else [value]
+    if is_list and len(inputs) > 1 and "" in inputs:
         return key.default, "has an empty item; leave it out"
     may_be_empty = is_list and (setting.is_text or kind is str)
-    values = [_as_kind(item, kind, setting.is_text) for item in given if not may_be_empty or item != ""]
+    values = [_as_kind(item, kind, setting.is_text) for item in inputs if not may_be_empty or item != ""]
     if any(type(item) is not kind for item in values):
         is_quoted = not is_list and isinstance(value, str) and not setting.is_text
         hint = "; write it without quotes" if is_quoted and type(_as_kind(value, kind, True)) is kind else ""
@@ -269,30 +269,30 @@ def _convert_tables(table: type, setting: _Setting) -> tuple[tuple[Any, ...], li
     """The tables as dataclasses, and what is wrong with them."""
     if not isinstance(setting.value, list | tuple) or any(not isinstance(item, dict) for item in setting.value):
         return (), [f"{setting.where} must be a list of tables, each under [[section.key]]"]
-    found, errors, keys = [], list[str](), {key.name: key for key in keys_of(table)}
-    for number, given in enumerate(setting.value, 1):
+    instances, errors, keys = [], list[str](), {key.name: key for key in keys_of(table)}
+    for number, content in enumerate(setting.value, 1):
         where, values = f"{setting.where}, table {number}", {}
-        for name, value in given.items():
+        for name, value in content.items():
             if name not in keys:
                 errors.append(f"{where}: {as_key(name)} is not a key{did_you_mean(name, keys)}")
                 continue
             values[name], problem = _convert(keys[name], _Setting(value, where, setting.folder, setting.depth))
             errors += [f"{where}: {name} = {shown(value)} {problem}"] if problem else []
-        found.append(table(**values))
-    return tuple(found), errors
+        instances.append(table(**values))
+    return tuple(instances), errors
 
 
 def _absolute(path: str, folder: Path, is_glob: bool) -> str:
     """The absolute path. `..` is resolved by the system: after a symbolic link it is not the parent in the text."""
     path = os.path.expanduser(path)
-    found = os.path.join(folder, path)
-    if is_glob and not os.path.isabs(path) and glob.has_magic(path) and not os.path.lexists(found):
+    full_path = os.path.join(folder, path)
+    if is_glob and not os.path.isabs(path) and glob.has_magic(path) and not os.path.lexists(full_path):
         while path.startswith("../"):
             folder, path = Path(os.path.realpath(folder / "..")), path[3:]
-        found = os.path.join(glob.escape(os.path.abspath(folder)), path)
+        full_path = os.path.join(glob.escape(os.path.abspath(folder)), path)
     elif ".." in Path(path).parts:
-        found = os.path.join(os.path.realpath(os.path.dirname(found)), os.path.basename(found))
-    return os.path.abspath(found)
+        full_path = os.path.join(os.path.realpath(os.path.dirname(full_path)), os.path.basename(full_path))
+    return os.path.abspath(full_path)
 
 
 def _refused(value: Any, rules: Any) -> str:
@@ -373,8 +373,8 @@ def _check_ours(folder: Path) -> None:
     """Refuse a link, a folder or a pipe that has the name of one of the run's files. Raises UserError."""
     for path in (folder / name for name in _OURS):
         if path.is_symlink() or (path.exists() and not path.is_file()):
-            what = "is a link, a folder or a pipe, where the run writes a file of its own"
-            raise UserError(f"{path}: {what}; move it away, or name another job.run_folder")
+            problem = "is a link, a folder or a pipe, where the run writes a file of its own"
+            raise UserError(f"{path}: {problem}; move it away, or name another job.run_folder")
 
 
 def config_from_command_line(for_this_job: bool = True) -> Config:
@@ -386,32 +386,32 @@ def config_from_command_line(for_this_job: bool = True) -> Config:
     Args:
         for_this_job: whether the layout must fit the processes that were started now; False: it is for a later job.
     """
-    found = list[Config]()
+    configs = list[Config]()
     answers = {"-h": help_text, "--help": help_text, "--version": lambda *_: cli.versions()}
-    place = next((place for place, argument in enumerate(sys.argv) if argument in answers), 0)
+    index = next((index for index, argument in enumerate(sys.argv) if argument in answers), 0)
 
     def is_first() -> bool:
-        place = next((os.environ[name] for name in _PLACES if for_this_job and name in os.environ), "0")
-        return not re.fullmatch("0*[1-9][0-9]*", place, re.ASCII)
+        index = next((os.environ[name] for name in _PLACES if for_this_job and name in os.environ), "0")
+        return not re.fullmatch("0*[1-9][0-9]*", index, re.ASCII)
 
     def answer() -> None:
         if for_this_job:
             os.environ.update(srun_ranks(os.environ))
             check_place(os.environ)
-        if not place:
+        if not index:
             config = load_config(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1")) if for_this_job else None)
             if for_this_job:
                 check_start(config)
-            found.append(config)
+            configs.append(config)
         elif is_first():
-            print(answers[sys.argv[place]](*(word for word in sys.argv[place + 1 : place + 2] if word[:1] != "-")))
+            print(answers[sys.argv[index]](*(word for word in sys.argv[index + 1 : index + 2] if word[:1] != "-")))
 
     def say(message: object) -> None:
         if is_first():
             cli.say(message)
 
     code = cli.exit_code(answer, say)
-    return found[0] if found else sys.exit(code)
+    return configs[0] if configs else sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def keys_called(key: str) -> list[str]:
 
 @cache
 def entries() -> tuple[Entry, ...]:
-    found, trainer = [], ""
+    all_entries, trainer = [], ""
     for line in _FILE.read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
             trainer = line[1:-1]
@@ -92,17 +92,17 @@ def entries() -> tuple[Entry, ...]:
             names, here, note = (part.strip() for part in f"{line} ".split(" | "))
             key, settings, parts = "", dict[str, str](), here.split("; ")
             for part in parts:
-                values, is_conversion, setting = part.partition(": ")
+                words, is_conversion, setting = part.partition(": ")
                 if is_conversion:
-                    settings |= dict.fromkeys(values.split(), "" if setting == "-" else setting)
+                    settings |= dict.fromkeys(words.split(), "" if setting == "-" else setting)
                 elif part not in "-*":
                     key = part
-            found.append(
+            all_entries.append(
                 Entry(
                     trainer, tuple(names.split()), key, settings, "*" in parts or any((key, *settings.values())), note
                 )
             )
-    return tuple(found)
+    return tuple(all_entries)
 
 
 @cache
@@ -124,8 +124,8 @@ def meaning(name: str, value: object) -> str:
 
 def setting_of(entry: Entry, value: Any) -> str | None:
     """The setting that stands for the option's value; "": nothing needs to be set; None: there is none."""
-    given = "true" if value is None else str(value).strip().lower()
-    words = [given, *given.split()[:1]]  # "full_shard auto_wrap"
+    text = "true" if value is None else str(value).strip().lower()
+    words = [text, *text.split()[:1]]  # "full_shard auto_wrap"
     return next((entry.settings[word] for word in words if word in entry.settings), None)
 
 
@@ -156,8 +156,8 @@ def advise(name: str, value: Any, document: Document | None, entry: Entry | None
     if setting == "":
         return Advice(f"{start}; leave it out here{f': {note}' if note else ''}", entry.targets)
     if not entry.exists:
-        what = note if note == "leave it out" else f"{note}; leave it out"
-        return Advice(f"{start} and does not exist here: {what}", entry.targets)
+        remedy = note if note == "leave it out" else f"{note}; leave it out"
+        return Advice(f"{start} and does not exist here: {remedy}", entry.targets)
     if entry.key == "job.config_file" and document is not None:
         return Advice(f"{start}; here, at the top of the file: base = {toml_value(str(value))}", {entry.key})
     if value is None and entry.key and our_keys()[entry.key].type is bool:
@@ -179,13 +179,13 @@ def advise(name: str, value: Any, document: Document | None, entry: Entry | None
 def find(name: str) -> Entry | None:
     """By its full name; else by its section; else by its last part, unless a key of ours has that name."""
     # if two entries have a name, the first counts
-    known = {given: entry for entry in reversed(entries()) for given in entry.names}
+    known = {option: entry for entry in reversed(entries()) for option in entry.names}
     key = name.rpartition(".")[2]
     if entry := known.get(name) or known.get(f"{name.partition('.')[0]}.*"):
         return entry
     if keys_called(key):
         return None
-    same = [entry for entry in entries() if any(given.endswith(f".{key}") for given in entry.names)]
+    same = [entry for entry in entries() if any(option.endswith(f".{key}") for option in entry.names)]
     return known.get(key) or (same[0] if len(same) == 1 else None)
 
 

@@ -151,18 +151,18 @@ class DataConfig:
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
         """All sources, with names; `path` is short for one, or with weights or repeats for one per path."""
-        given = self.source
-        if not given and not self.is_mixture:
+        configs = self.source
+        if not configs and not self.is_mixture:
             return (SourceConfig(self.path, "train", format=self.format),)
-        if not given:
+        if not configs:
             weights, repeats = self.weights or [0.0] * len(self.path), self.repeats or [1.0] * len(self.path)
             pairs = zip(self.path, weights, repeats, strict=False)  # config.check refuses other numbers of them
-            given = tuple(SourceConfig((path,), "", weight, epochs, self.format) for path, weight, epochs in pairs)
-        taken, named = {source.name for source in given}, []
-        for source in given:
+            configs = tuple(SourceConfig((path,), "", weight, epochs, self.format) for path, weight, epochs in pairs)
+        taken, named = {source.name for source in configs}, []
+        for source in configs:
             name = source.name
             if not name:
-                names = (source.stem if i == 1 else f"{source.stem}-{i}" for i in range(1, len(given) + 2))
+                names = (source.stem if i == 1 else f"{source.stem}-{i}" for i in range(1, len(configs) + 2))
                 taken.add(name := next(name for name in names if name not in taken))
             named.append(replace(source, name=name))
         return tuple(named)
@@ -504,20 +504,20 @@ class Config:
         flavor, load = self.model.flavor, self.checkpoint.initial_load_path
         preset, folder = families.PRESETS.get(flavor), assets.folder_of(load)
         if flavor and not preset:
-            what = f"= {flavor!r} is not known{did_you_mean(flavor, families.PRESETS)}"
-            raise ConfigError([Problem("model.flavor", what)])
+            text = f"= {flavor!r} is not known{did_you_mean(flavor, families.PRESETS)}"
+            raise ConfigError([Problem("model.flavor", text)])
         if not flavor and not load:
-            what = "is not set; name an HF folder in checkpoint.initial_load_path, or a preset"
-            raise ConfigError([Problem("model.flavor", what, ("checkpoint.initial_load_path",))])
+            text = "is not set; name an HF folder in checkpoint.initial_load_path, or a preset"
+            raise ConfigError([Problem("model.flavor", text, ("checkpoint.initial_load_path",))])
         if preset and not (load and os.path.exists(folder / assets.CONFIG)):
             return preset
         if not os.path.exists(load):
             raise ConfigError([no_such_model(load, self.job.config_file)])
         spec = families.read_hf_config(folder)
         if preset and (differing := differences(preset, spec)):
-            what = f"= {flavor!r} is not the model in {folder} (preset, folder: {'; '.join(differing)}); "
-            what += "leave flavor out to take the folder's"
-            raise ConfigError([Problem("model.flavor", what, ("checkpoint.initial_load_path",))])
+            text = f"= {flavor!r} is not the model in {folder} (preset, folder: {'; '.join(differing)}); "
+            text += "leave flavor out to take the folder's"
+            raise ConfigError([Problem("model.flavor", text, ("checkpoint.initial_load_path",))])
         return spec
 
     def tokenizer_path(self) -> str:

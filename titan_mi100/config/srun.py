@@ -48,7 +48,7 @@ def srun_ranks(environ: Mapping[str, str]) -> dict[str, str]:
     # below the ephemeral ports; different for each job and step, because they may share a node
     step = _number({"SLURM_STEP_ID": "0", **environ}, "SLURM_STEP_ID")
     port = 10_000 + (_number(environ, "SLURM_JOB_ID") + 997 * step) % 20_000
-    found = {
+    variables = {
         "RANK": _number(environ, "SLURM_PROCID"),
         "WORLD_SIZE": tasks,
         "LOCAL_RANK": _number(environ, "SLURM_LOCALID"),
@@ -56,17 +56,17 @@ def srun_ranks(environ: Mapping[str, str]) -> dict[str, str]:
         "MASTER_ADDR": environ.get("MASTER_ADDR") or _first_host(environ),
         "MASTER_PORT": environ.get("MASTER_PORT") or port,
     }
-    return {name: str(value) for name, value in found.items()}
+    return {name: str(value) for name, value in variables.items()}
 
 
 def check_place(environ: Mapping[str, str]) -> None:
     """Check a launcher's variables. Raises UserError: some are missing, or they contradict each other."""
-    given = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1", **environ}
-    given.setdefault("LOCAL_WORLD_SIZE", given["WORLD_SIZE"])
-    _number(given, "MASTER_PORT")
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1", **environ}
+    variables.setdefault("LOCAL_WORLD_SIZE", variables["WORLD_SIZE"])
+    _number(variables, "MASTER_PORT")
     for name, limit in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        if _number(given, name) >= _number(given, limit):
-            raise UserError(f"{name} = {given[name]} needs a {limit} above it; {_REMEDY}")
+        if _number(variables, name) >= _number(variables, limit):
+            raise UserError(f"{name} = {variables[name]} needs a {limit} above it; {_REMEDY}")
     if "RANK" in environ and (missing := {"WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - environ.keys()):
         raise UserError(f"RANK is set, but not {', '.join(sorted(missing))}; {_REMEDY}")
 
@@ -115,7 +115,7 @@ def _tasks_of_node(environ: Mapping[str, str]) -> int:
 def _first_host(environ: Mapping[str, str]) -> str:
     """The first host of a node list, e.g. of `gpu[003-006,009],login1`: gpu003."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-    found = re.match(r"((?:[\w.-]|\[\w[^\[\]]*\])+)(?:,|$)", nodes)
-    if found is None:
+    match = re.match(r"((?:[\w.-]|\[\w[^\[\]]*\])+)(?:,|$)", nodes)
+    if match is None:
         raise UserError(f"SLURM_STEP_NODELIST = {nodes!r} does not begin with the name of a host; {_REMEDY}")
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", found[1])
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[1])

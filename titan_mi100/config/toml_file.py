@@ -47,12 +47,12 @@ def parse(path: str) -> dict[str, Any]:
         number = content[: error.start].count(b"\n") + 1
         raise UserError(f"{path}: cannot be read as TOML: line {number} is not UTF-8; save the file as UTF-8") from None
     except (OSError, ValueError, RecursionError) as error:
-        said = str(error)
-        problem = f"{path}: cannot be read as TOML: {shortened(said, 300)}"
-        if place := re.search(r"\(at (?:line (\d+), column \d+|end of document)\)$", said):
+        message = str(error)
+        problem = f"{path}: cannot be read as TOML: {shortened(message, 300)}"
+        if match := re.search(r"\(at (?:line (\d+), column \d+|end of document)\)$", message):
             # not splitlines(): only "\n" ends a line of TOML
-            line = text.split("\n")[int(place[1]) - 1] if place[1] else text.rstrip().rpartition("\n")[2]
-            problem += f": {printable(shortened(line.strip(), 100))}; {_remedy(said, line)}"
+            line = text.split("\n")[int(match[1]) - 1] if match[1] else text.rstrip().rpartition("\n")[2]
+            problem += f": {printable(shortened(line.strip(), 100))}; {_remedy(message, line)}"
         raise UserError(problem) from None
 
 

@@ -59,10 +59,10 @@ def unknown_option(argument: str, words: Sequence[str]) -> Unknown:
     if advice := advise(name, value, None):
         return Unknown(f"command line: --{name} {advice.text}", *advice[1:])
     if same:
-        given = "" if any(map(has_control_characters, words)) else "".join(f" {shlex.quote(word)}" for word in words)
+        quoted = "" if any(map(has_control_characters, words)) else "".join(f" {shlex.quote(word)}" for word in words)
         typed = shown(argument) if name in our_keys() else f"--{name}"
-        what = f"is not an option; write {' or '.join(f'--{key}{given}' for key in same)}"
-        return Unknown(f"command line: {typed} {what}", set(same))
+        problem = f"is not an option; write {' or '.join(f'--{key}{quoted}' for key in same)}"
+        return Unknown(f"command line: {typed} {problem}", set(same))
     hint, meant = _guess(name, in_toml=False)
     return Unknown(f"command line: {shown(argument)} is not an option{hint}", meant)
 
@@ -103,9 +103,9 @@ def _unknown_section(where: str, name: str, document: Document, known_sections: 
     """The message about the section, after one line for each of its keys that other trainers have."""
     theirs = {name for entry in entries() for name in entry.names}
     of_keys = {key: advise(f"{name}.{key}", document[name][key], document) for key in document[name]}
-    found = {key: advice for key, advice in of_keys.items() if advice and f"{name}.{key}" in theirs}
-    meant = {target for advice in found.values() for target in advice.targets}
-    lines = [f"{where} {key} {advice.text}" for key, advice in found.items()]
+    advice_by_key = {key: advice for key, advice in of_keys.items() if advice and f"{name}.{key}" in theirs}
+    meant = {target for advice in advice_by_key.values() for target in advice.targets}
+    lines = [f"{where} {key} {advice.text}" for key, advice in advice_by_key.items()]
     if of_section := advise(f"{name}.", None, document) or advise(name, None, document):
         return Unknown("\n".join([*lines, f"{where} {of_section.text}"]), of_section.targets | meant)
     meant |= {our for key in document[name] for our in keys_called(key)}
@@ -127,11 +127,11 @@ def _guess(name: str, in_toml: bool) -> tuple[str, set[str] | None]:
     own = {word: ours for word, ours in known.items() if ours.startswith(f"{section}.")}
     for word, names in ((key, own), (name, known), (key, known)):
         if close := difflib.get_close_matches(word, names, n=1, cutoff=0.8):
-            found = names[close[0]]
-            said = f"--{found}"
-            if in_toml and "." in found:
-                said = found.removeprefix(f"{section}.") if names is own else "[{}] {}".format(*found.split("."))
-            return f"; did you mean {said}?", {found}
+            meant = names[close[0]]
+            spelling = f"--{meant}"
+            if in_toml and "." in meant:
+                spelling = meant.removeprefix(f"{section}.") if names is own else "[{}] {}".format(*meant.split("."))
+            return f"; did you mean {spelling}?", {meant}
     return "; --help lists them", None
 
 

@@ -127,11 +127,11 @@ class Wanted:
 
     def judge(self, about: About, number: int, arrays: Arrays) -> str:
         """What is wrong with the arrays of a part; "": nothing."""
-        found = {name: f"{array.dtype}, {array.ndim}" for name, array in arrays.items()}
-        if found != (
-            wanted := {"documents": "int64, 1", "tokens": "int64, 1"} | (_OF_TEACHER if about.k else _OF_SUMS)
+        actual = {name: f"{array.dtype}, {array.ndim}" for name, array in arrays.items()}
+        if actual != (
+            expected := {"documents": "int64, 1", "tokens": "int64, 1"} | (_OF_TEACHER if about.k else _OF_SUMS)
         ):
-            return f"does not hold {', '.join(wanted)} in their dtypes"
+            return f"does not hold {', '.join(expected)} in their dtypes"
         documents, tokens = arrays["documents"], arrays["tokens"]
         if documents.size and not (documents.min() >= 0 and documents.max() < self.count):
             return f"names documents that are none of the {self.count:,}"
@@ -191,8 +191,8 @@ class AnswerStore:
             if wrong := [name for name in _WORDS if name in only and getattr(self.about, name) != getattr(about, name)]:
                 raise UserError(f"{folder}: was made of {_WORDS[wrong[0]]}; {remedy}")
         for path in (folder / name for name in names if name.endswith(".safetensors")):
-            found = _PART.fullmatch(path.name)
-            number, problem = int(found[1]) if found else -1, ""
+            match = _PART.fullmatch(path.name)
+            number, problem = int(match[1]) if match else -1, ""
             if not self.is_begun:
                 problem = f"is without its {STORE}, which says what it was made of"
             elif not 0 <= number < self.about.parts:
@@ -243,8 +243,8 @@ class AnswerStore:
         from safetensors.numpy import save  # not save_file, whose error is no OSError
 
         if problem := wanted.judge(self.about, number, arrays):
-            what = "ask again, or compute with --training.mixed_precision_param float32"
-            raise UserError(f"{self.folder}: part {number} is not written, as it {problem}; {what}")
+            remedy = "ask again, or compute with --training.mixed_precision_param float32"
+            raise UserError(f"{self.folder}: part {number} is not written, as it {problem}; {remedy}")
         metadata = {_OF: self._mark(number)}  # a single one: safetensors writes several in any order
         content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, metadata)
         path = self.folder / f"part-{number:05}-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
@@ -311,15 +311,15 @@ class AnswerStore:
         kept = [_mass(self.load(number)["log_p"]) for number in itertools.islice(self.parts, _LOOKED_AT)]
         mass = np.concatenate(kept).mean() if sum(map(len, kept)) else 1.0
         if mass < _LOW_MASS:
-            what = f"the {self.about.k} ids kept per token have {mass:.4f} of the teacher's probability"
-            log.warning(f"teacher: {what}: is it a model for these texts and ids? else raise --top_k")
+            problem = f"the {self.about.k} ids kept per token have {mass:.4f} of the teacher's probability"
+            log.warning(f"teacher: {problem}: is it a model for these texts and ids? else raise --top_k")
 
     def sums(self) -> np.ndarray:
         """(documents,) fp64; NaN of a document that is in no row."""
-        found = np.full(self.about.documents, np.nan)
+        by_document = np.full(self.about.documents, np.nan)
         for arrays in map(self.load, self.parts):
-            found[arrays["documents"]] = arrays["sums"]
-        return found
+            by_document[arrays["documents"]] = arrays["sums"]
+        return by_document
 
 
 class Teacher:
@@ -363,9 +363,9 @@ def by_document(values: np.ndarray) -> Column:
     """Values of the row's documents, (seq_len,): of document d of the row at d."""
 
     def column(documents: np.ndarray, row: Row) -> np.ndarray:
-        found: np.ndarray = np.zeros(len(row.labels), dtype=values.dtype)
-        found[: len(documents)] = values[documents]
-        return found
+        padded: np.ndarray = np.zeros(len(row.labels), dtype=values.dtype)
+        padded[: len(documents)] = values[documents]
+        return padded
 
     return column
 
@@ -374,11 +374,11 @@ def by_token(teacher: Teacher, name: str, k: int, dtype: type) -> Column:
     """A teacher's arrays at the tokens that predict the learned ones, (seq_len, k)."""
 
     def column(documents: np.ndarray, row: Row) -> np.ndarray:
-        found: np.ndarray = np.zeros((len(row.labels), k), dtype=dtype)
+        padded: np.ndarray = np.zeros((len(row.labels), k), dtype=dtype)
         learned = np.flatnonzero(row.labels != IGNORE)
         if len(learned):
-            found[learned] = np.concatenate([teacher.read(name, number) for number in documents.tolist()])
-        return found
+            padded[learned] = np.concatenate([teacher.read(name, number) for number in documents.tolist()])
+        return padded
 
     return column
 
@@ -387,8 +387,8 @@ def teacher_columns(store: AnswerStore, sets: Iterable[PackedDataset]) -> dict[s
     """Raises UserError: a document of a row is not in the store."""
     teacher, k = Teacher(store), store.about.k
     if lacking := sum(teacher.lacks(rows.packing.documents) for rows in sets):
-        what = f"has nothing about {lacking:,} documents of the rows, which other settings of [data] left out"
-        raise UserError(f"{store.folder}: {what}; {store.remedy}")
+        problem = f"has nothing about {lacking:,} documents of the rows, which other settings of [data] left out"
+        raise UserError(f"{store.folder}: {problem}; {store.remedy}")
     return {
         TEACHER_IDS: by_token(teacher, "ids", k, np.int32),
         TEACHER_LOG_P: by_token(teacher, "log_p", k, np.float32),

@@ -45,10 +45,10 @@ def read_pair(row: dict[str, Any], prompt_of: ReadMessages, message: ReadMessage
         BadRecord: what is wrong with the row.
     """
     if any(value is not None for value in (row.get("chat_template_kwargs") or {}).values()):
-        what = "chat_template_kwargs of a row are not followed; name the key in data.ignored_keys, and set"
-        raise BadRecord("unknown key", f"{what} data.enable_thinking for all rows")
+        text = "chat_template_kwargs of a row are not followed; name the key in data.ignored_keys, and set"
+        raise BadRecord("unknown key", f"{text} data.enable_thinking for all rows")
     chosen, rejected = (_answer(row, name, message) for name in ("chosen", "rejected"))
-    given = [name for name in PROMPTS if row.get(name) not in (None, "", [])]
+    keys = [name for name in PROMPTS if row.get(name) not in (None, "", [])]
     if chosen[0]["role"] != "assistant" or rejected[0]["role"] != "assistant":
         shared = _shared(chosen, rejected)
         prompt, chosen_answer, rejected_answer = chosen[:shared], chosen[shared:], rejected[shared:]
@@ -56,14 +56,14 @@ def read_pair(row: dict[str, Any], prompt_of: ReadMessages, message: ReadMessage
             raise BadRecord("no answer", "chosen or rejected holds the prompt alone; add its answer")
         if not prompt:
             raise BadRecord("other prompts", "chosen and rejected begin differently; begin both with the prompt")
-        _check_prompt_again(row, given, prompt, chosen, message)
+        _check_prompt_again(row, keys, prompt, chosen, message)
         _check_no_more(row, "the conversation", "history", "input")
         prompt = prompt_of({"system": row.get("system")}) + prompt
-    elif len(given) != 1:
-        what = f"it is given in {listed(given)}; keep one" if given else f"expected one of {listed(PROMPTS)}"
-        raise BadRecord("no prompt" if not given else "two prompts", what)
+    elif len(keys) != 1:
+        text = f"it is given in {listed(keys)}; keep one" if keys else f"expected one of {listed(PROMPTS)}"
+        raise BadRecord("no prompt" if not keys else "two prompts", text)
     else:
-        prompt, chosen_answer, rejected_answer = _prompt(row, given[0], prompt_of, message), chosen, rejected
+        prompt, chosen_answer, rejected_answer = _prompt(row, keys[0], prompt_of, message), chosen, rejected
     if sum(turn["role"] == "system" for turn in prompt) > 1:
         raise BadRecord("two system messages", "one is system, another is in the messages; delete one")
     for name, answer in (("chosen", chosen_answer), ("rejected", rejected_answer)):
@@ -77,8 +77,8 @@ def read_pair(row: dict[str, Any], prompt_of: ReadMessages, message: ReadMessage
     better, worse = row.get("score_chosen"), row.get("score_rejected")
     if isinstance(better, int | float) and isinstance(worse, int | float):
         if better < worse:
-            what = f"score_chosen = {better} is below score_rejected = {worse}"
-            raise BadRecord("contradiction", f"{what}; swap answers and scores, or name both keys in data.ignored_keys")
+            text = f"score_chosen = {better} is below score_rejected = {worse}"
+            raise BadRecord("contradiction", f"{text}; swap answers and scores, or name both keys in data.ignored_keys")
         why = why or TIE * (better == worse)
     prompt = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in prompt]
     return prompt + chosen_answer, prompt + rejected_answer, tool_list(row.get("tools")), why
@@ -112,22 +112,22 @@ def label_of(row: dict[str, Any], names: Sequence[str] = LABEL_KEYS) -> tuple[in
 
 
 def _answer(row: dict[str, Any], name: str, message: ReadMessage) -> list[Message]:
-    value = row.get(name)
-    if value is None and name in row:
+    answer = row.get(name)
+    if answer is None and name in row:
         raise BadRecord("nothing to learn", f"{name} is null; delete the row")
-    if value is None:
+    if answer is None:
         remedy = f"name its column in data.{name}_column"
         raise BadRecord("missing key", f"the row has no {name}, only {listed(row)}; {remedy}")
-    if isinstance(value, str):
-        if not value.strip():
+    if isinstance(answer, str):
+        if not answer.strip():
             raise BadRecord("nothing to learn", f"{name} is blank; delete the row")
-        return [{"role": "assistant", "content": value}]
-    if isinstance(value, dict):
-        value = [value]
-    if not isinstance(value, list):
-        raise BadRecord("wrong type", f"{name} must be a text, a message or a list of messages, is {kind_of(value)}")
+        return [{"role": "assistant", "content": answer}]
+    if isinstance(answer, dict):
+        answer = [answer]
+    if not isinstance(answer, list):
+        raise BadRecord("wrong type", f"{name} must be a text, a message or a list of messages, is {kind_of(answer)}")
     try:
-        return message_list(value, name, message)
+        return message_list(answer, name, message)
     except BadRecord as bad:
         raise BadRecord(bad.kind, f"{name}: {bad.detail}") from None
 
@@ -142,8 +142,8 @@ def _prompt(row: dict[str, Any], name: str, prompt_of: ReadMessages, message: Re
 
 
 def _check_no_more(row: dict[str, Any], where: str, *names: str) -> None:
-    if more := [name for name in names if row.get(name) not in (None, "", [])]:
-        raise BadRecord("part not read", f"{listed(more)} beside {where}, which is a list of messages; put it there")
+    if extra := [name for name in names if row.get(name) not in (None, "", [])]:
+        raise BadRecord("part not read", f"{listed(extra)} beside {where}, which is a list of messages; put it there")
 
 
 def _context(message: ReadMessage, given: Any) -> Message:

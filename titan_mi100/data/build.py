@@ -237,15 +237,15 @@ def _tokenise_all(
     lengths, supervised_bytes = [np.zeros(1, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
     labels = [np.zeros(0, dtype=np.int8)]
     size = sum(source.bytes for source in sources)
-    with path.open("wb") as out, ByteProgress("preparing data", size) as progress:
+    with path.open("wb") as file, ByteProgress("preparing data", size) as progress:
         for chunk in tokenise(sources, encoder, config.workers, progress.advance):
             ledger.add(chunk)
             lengths.append(chunk.lengths)
             supervised_bytes.append(_supervised_bytes(chunk, token_sizes))
             labels.append(chunk.labels)
-            values = chunk.values.tobytes()
-            out.write(values)
-            digests[all_patterns[sources[chunk.records["file"][0]].pattern].source].update(values)
+            content = chunk.values.tobytes()
+            file.write(content)
+            digests[all_patterns[sources[chunk.records["file"][0]].pattern].source].update(content)
     ledger.close()
     records = np.repeat(np.arange(len(ledger.records)), ledger.records["documents"])
     starts, of_documents = np.cumsum(np.concatenate(lengths)), np.concatenate(supervised_bytes)

@@ -68,8 +68,8 @@ def content_hash(path: Path, cache: Path) -> Stamp:
 
 
 def _stamp(path: Path) -> list[int]:
-    found = path.stat()
-    return [found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+    status = path.stat()
+    return [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def cached_text(folder: Path, depends: list[Any], make: Callable[[], str]) -> str:
@@ -85,11 +85,11 @@ def cached_text(folder: Path, depends: list[Any], make: Callable[[], str]) -> st
         stored = parse_object(read_plain(note, _LARGEST_NOTE), note, "")
         if stored["sha256"] == hashlib.sha256(stored["text"].encode()).hexdigest():
             return stored["text"]
-    found = make()
+    text = make()
     with suppress(OSError):  # a read-only cache
         folder.mkdir(parents=True, exist_ok=True)
-        replace(note, json.dumps({"sha256": hashlib.sha256(found.encode()).hexdigest(), "text": found}))
-    return found
+        replace(note, json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "text": text}))
+    return text
 
 
 def open_or_build_folder(

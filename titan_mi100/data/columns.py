@@ -55,9 +55,9 @@ class Findings:
 
     def note(self, found: Iterable[str]) -> None:
         """Count what was found in the record, each once."""
-        for what in {*found}:
-            rows, first = self.notes.get(what, (0, self.record))
-            self.notes[what] = rows + 1, first
+        for name in {*found}:
+            rows, first = self.notes.get(name, (0, self.record))
+            self.notes[name] = rows + 1, first
 
     def note_unused(self, key: str, found: Unused) -> None:
         if before := self.unused.get(key):
@@ -69,11 +69,11 @@ class Findings:
         self.ignored.update(later.ignored)
         self.followed.update(later.followed)
         self.nulls.update(later.nulls)
-        for what, (rows, record) in later.notes.items():
-            before, earliest = self.notes.get(what, (0, first + record))
-            self.notes[what] = before + rows, earliest
-        for key, found in later.unused.items():
-            self.note_unused(key, found._replace(record=first + found.record))
+        for name, (rows, record) in later.notes.items():
+            before, earliest = self.notes.get(name, (0, first + record))
+            self.notes[name] = before + rows, earliest
+        for key, unused in later.unused.items():
+            self.note_unused(key, unused._replace(record=first + unused.record))
 
 
 def check_keys(form: str, row: Row, unread: Set[str]) -> None:
@@ -192,8 +192,8 @@ def check_unused(form: str, row: Row, read: Set[str], unread: Set[str], findings
                 where = "put it into reasoning_content of its message"
             elif _names(key, last=True) & REASONING:
                 where = "write the row as messages, with reasoning_content"
-            what = f"{key} in a row of format {form} holds a part of the prompt or answer, but is not read"
-            raise BadRecord("part not read", f"{what}; {where}; {IF_IDLE}")
+            detail = f"{key} in a row of format {form} holds a part of the prompt or answer, but is not read"
+            raise BadRecord("part not read", f"{detail}; {where}; {IF_IDLE}")
         if texts:
             findings.note_unused(key, Unused(1, words, findings.record, shortened(repr(" ".join(texts)[:100]))))
 
@@ -201,8 +201,8 @@ def check_unused(form: str, row: Row, read: Set[str], unread: Set[str], findings
 def _is_part(key: str, form: str) -> bool:
     if form in LISTS:
         return bool(_names(key, last=True) & REASONING) or key.lower() == "reasoning_content"
-    whole = re.sub(r"_?\d+$", "", key.lower()).removesuffix("s")  # question_2 is a further question
-    return bool(_names(key, last=True) & (PARTS | REASONING)) or whole in WHOLE_PARTS
+    stem = re.sub(r"_?\d+$", "", key.lower()).removesuffix("s")  # question_2 is a further question
+    return bool(_names(key, last=True) & (PARTS | REASONING)) or stem in WHOLE_PARTS
 
 
 def _texts(value: Any, with_numbers: bool) -> list[str]:

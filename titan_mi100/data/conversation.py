@@ -72,8 +72,8 @@ def message_list(given: Any, name: str, read: Callable[[Any], Message] | None = 
     read, number = read or read_message, 0
     messages, numbers = list[Message](), list[int]()
     try:
-        for number, item in enumerate(given, 1):
-            message = read(item)
+        for number, raw in enumerate(given, 1):
+            message = read(raw)
             if messages and _continues(messages[-1], message):
                 messages[-1] = _joined(messages[-1], message)
             else:
@@ -102,12 +102,12 @@ def _apart(message: Message) -> tuple[str, str]:
 
 
 def _joined(message: Message, later: Message) -> Message:
-    (thought, content), (more, _) = _apart(message), _apart(later)
+    (thought, content), (later_thought, _) = _apart(message), _apart(later)
     calls = [*message.get("tool_calls", ()), *later["tool_calls"]]
-    if not more:
+    if not later_thought:
         return {**message, "tool_calls": calls}
     rest = {key: value for key, value in message.items() if key not in _REASONING_ALIASES}
-    thoughts = "\n\n".join(filter(None, (thought, more)))
+    thoughts = "\n\n".join(filter(None, (thought, later_thought)))
     return {**rest, "content": content, "reasoning_content": thoughts, "tool_calls": calls}
 
 
@@ -136,8 +136,8 @@ def check_order(messages: list[Message]) -> list[Message]:
         raise BadRecord("wrong order", "it begins with a tool message; such a message answers an assistant's call")
     for message, later in pairwise(messages):
         if message["role"] == later["role"] == "assistant" and "tool_calls" in later and not later["content"].strip():
-            what = "an assistant's message and its calls are two messages that cannot be joined; write them as one, or"
-            raise BadRecord("wrong order", f"{what} give both the same weight and name")
+            text = "an assistant's message and its calls are two messages that cannot be joined; write them as one, or"
+            raise BadRecord("wrong order", f"{text} give both the same weight and name")
     return messages
 
 
@@ -192,8 +192,8 @@ def _check_optional(message: Message) -> None:
     """Check and normalise all keys but role and content, in place."""
     for alias in _REASONING_ALIASES:
         if alias in message:
-            value = message[alias]
-            if message.setdefault("reasoning_content", value) != value:
+            reasoning = message[alias]
+            if message.setdefault("reasoning_content", reasoning) != reasoning:
                 raise BadRecord("contradiction", f"{alias} and another key hold different reasoning; keep one")
     if unknown := message.keys() - _KEYS - {*_REASONING_ALIASES}:
         instead = next(
@@ -234,16 +234,16 @@ def check_answer(message: Message, content_name: str) -> None:
     if _OPENED.search(last) and "reasoning_content" not in message and message.get("weight") != 0:
         remedy = 'close it before the answer, or, if the tag is text, add "reasoning_content": ""'
         raise BadRecord("odd thinking", f"{content_name} opens <think>, and no </think> follows; {remedy}")
-    said = last.strip() or "tool_calls" in message
+    answer = last.strip() or "tool_calls" in message
     if (
-        not said
+        not answer
         and before.strip(" \n<think>") + message.get("reasoning_content", "").strip()
         and message.get("weight") != 0
     ):
         raise BadRecord(
             "nothing to learn", "the assistant only thinks; add its answer, delete the message, or give it weight 0"
         )
-    if not said and message.get("weight") != 0:
+    if not answer and message.get("weight") != 0:
         raise BadRecord(
             "nothing to learn", f"the assistant's {content_name} is blank; delete the message, or give it weight 0"
         )
@@ -295,8 +295,8 @@ def _tool_call(given: Any) -> Message:
         function = _without_nulls(expect(call["function"], dict, "function must be an object", "bad tool call"))
         unknown = (call.keys() - _CALL_KEYS - {"function"}) | (function.keys() - _FUNCTION_KEYS)
     if unknown:
-        wanted = "expected function with name and arguments"
-        raise BadRecord("bad tool call", f"{listed(unknown)} is not known; {wanted}; {IF_IDLE}")
+        expected = "expected function with name and arguments"
+        raise BadRecord("bad tool call", f"{listed(unknown)} is not known; {expected}; {IF_IDLE}")
     if call.get("type", "function") != "function":
         raise BadRecord("bad tool call", f"type is {shown(call['type'])}; only function is known")
     if not isinstance(function.get("name"), str) or not function["name"].strip():
@@ -319,15 +319,15 @@ def settle_nulls(messages: list[Message], how: str, counts: Counter[str]) -> Non
     """
     for call in (call for message in messages for call in message.get("tool_calls", ())):
         function = call.get("function") or call
-        given = arguments = function["arguments"]
-        if isinstance(given, str):
-            arguments = parse_text(given, "bad tool call", "arguments must hold JSON") if "null" in given else {}
+        original = arguments = function["arguments"]
+        if isinstance(original, str):
+            arguments = parse_text(original, "bad tool call", "arguments must hold JSON") if "null" in original else {}
         if (without := without_nulls(arguments)) == arguments:
             continue
-        drop = how == "drop" or (how == "left out" and given is arguments)
+        drop = how == "drop" or (how == "left out" and original is arguments)
         counts["left out" if drop else "kept"] += 1
         if drop:
-            function["arguments"] = without if given is arguments else json.dumps(without, ensure_ascii=False)
+            function["arguments"] = without if original is arguments else json.dumps(without, ensure_ascii=False)
 
 
 def tool_list(given: Any) -> list[Any] | None:

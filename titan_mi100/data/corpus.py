@@ -93,9 +93,9 @@ def read_corpus(folder: Path) -> tuple[Corpus, str]:
     path = folder / CORPUS
     try:
         content = read_plain(path, LARGEST_MANIFEST)
-        found = parse_object(content, path, remedy)
-        found.pop("files", None)  # older versions repeated the names that plan.json has
-        corpus: Corpus = validated(found, Corpus)
+        manifest = parse_object(content, path, remedy)
+        manifest.pop("files", None)  # older versions repeated the names that plan.json has
+        corpus: Corpus = validated(manifest, Corpus)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}; {remedy}") from None
     except ValueError as error:
@@ -176,10 +176,10 @@ class CorpusRows:
             return 0
         # All tokens of the first to the last shard, less those outside the range at both ends.
         first, last = (int(np.searchsorted(self._starts, n, "right")) - 1 for n in (self._rows[0], self._rows[-1]))
-        whole = sum(self.corpus.tokens[first : last + 1])
+        total = sum(self.corpus.tokens[first : last + 1])
         before = (self._rows.start - int(self._starts[first])) * self.seq_len
         behind = self.corpus.tokens[last] - (self._rows.stop - int(self._starts[last])) * self.seq_len
-        return whole - before - max(0, behind)
+        return total - before - max(0, behind)
 
     def shuffled(self, seed: tuple[int, ...], epoch: int, place: int) -> int:
         """The row at a place of an epoch: shards in random order, then rows shuffled within windows of that sequence.

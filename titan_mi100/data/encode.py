@@ -93,11 +93,11 @@ def encode_records(encoder: "Encoder", form: Format, file: int, records: list[Re
 
     A record that is refused becomes REJECTED with its reason; nothing is raised, so that all are reported at once.
     """
-    found, documents, labels = [], list[np.ndarray](), list[int]()
+    rows, documents, labels = [], list[np.ndarray](), list[int]()
     reasons, findings = dict[int, tuple[str, str]](), Findings()
-    for place, record in enumerate(records):
+    for index, record in enumerate(records):
         digest, made = bytes(16), Encoded(REJECTED, [], 0)
-        findings.record = place
+        findings.record = index
         try:
             nulls = encoder.null_arguments or record.nulls
             example = form.read_row(parse_record(record), encoder.ignored_keys, findings, nulls)
@@ -107,17 +107,17 @@ def encode_records(encoder: "Encoder", form: Format, file: int, records: list[Re
         except BadRecord as bad:
             made = made._replace(kind=bad.kind, detail=str(bad))
         if made.kind:
-            reasons[place] = (made.kind, made.detail)
+            reasons[index] = (made.kind, made.detail)
         supervised = sum(map(supervised_tokens, made.documents))
         # In the order of RECORD's fields. "set" and "kind" are 0 here; the ledger fills them in.
         line = (record.number, record.element, made.status, 0, made.tokens, made.lost, supervised)
-        more = (len(made.documents), made.shared, made.thinking, 0)
-        found.append((file, *line, *more, (int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big"))))
+        rest = (len(made.documents), made.shared, made.thinking, 0)
+        rows.append((file, *line, *rest, (int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big"))))
         documents += made.documents
         labels += made.labels or (0,) * len(made.documents)
     lengths = np.array(list(map(len, documents)), dtype=np.int64)
     values = np.concatenate([np.zeros(0, np.uint32), *documents])
-    return Chunk(np.array(found, RECORD), reasons, lengths, np.array(labels, np.int8), values, findings)
+    return Chunk(np.array(rows, RECORD), reasons, lengths, np.array(labels, np.int8), values, findings)
 
 
 class Encoded(NamedTuple):
@@ -172,15 +172,15 @@ class Encoder:
 
     def _answers(self, example: Example) -> Encoded:
         """A pair of answers or an answer with a label: a document each, never cut."""
-        given = [messages for messages in (example.messages, example.rejected) if messages]
-        if len(given) != 1 + (example.rejected is not None):
+        conversations = [messages for messages in (example.messages, example.rejected) if messages]
+        if len(conversations) != 1 + (example.rejected is not None):
             raise BadRecord("not a conversation", "preferences are of answers to prompts, not of texts or tokens")
-        found = [self._conversation(messages, example.tools) for messages in given]
-        thinking = [each.thinking for each in found]
+        encoded = [self._conversation(messages, example.tools) for messages in conversations]
+        thinking = [each.thinking for each in encoded]
         if {*thinking} == {1, -1}:  # one thinks: that the other does not is a part of its answer, too
-            found = [self._conversation(messages, example.tools, empty_think=True) for messages in given]
-        documents = [document for each in found for document in each.documents]
-        if len(documents) != len(given) or not all(map(supervised_tokens, documents)):
+            encoded = [self._conversation(messages, example.tools, empty_think=True) for messages in conversations]
+        documents = [document for each in encoded for document in each.documents]
+        if len(documents) != len(conversations) or not all(map(supervised_tokens, documents)):
             raise BadRecord("nothing is supervised", "an answer has no text that the template shows")
         lengths, shared = list(map(len, documents)), 0
         if example.rejected:
@@ -189,7 +189,7 @@ class Encoder:
             shared = least if same.all() else int(same.argmin())
             if not example.idle and shared == max(lengths):
                 example = example._replace(idle=SAME)
-        notes = tuple(note for each in found for note in each.notes)
+        notes = tuple(note for each in encoded for note in each.notes)
         made = Encoded(DROPPED, [], sum(lengths), example.idle, thinking=thinking[0], notes=notes)
         if example.idle:
             return made
@@ -198,7 +198,7 @@ class Encoder:
             if self._config.overlong == "error":
                 raise BadRecord(OVERLONG, f"{detail}; raise it, or set data.overlong to drop")
             return made._replace(kind=OVERLONG, detail=detail, lost=sum(lengths))
-        kind = next((each.kind for each in found if each.kind not in ("", JOINED)), found[0].kind)
+        kind = next((each.kind for each in encoded if each.kind not in ("", JOINED)), encoded[0].kind)
         if pair := (example.messages or [], example.rejected) if example.rejected else None:
             kind = PROMPT_AGAIN if repeats_prompt(*pair) else EARLIER if differs_early(*pair) else kind
         labels = (1, -1) if example.rejected else (example.label,)
@@ -221,8 +221,8 @@ class Encoder:
             raise BadRecord("the chat template refuses it", str(error)) from error
         quoted = [f'": {json.dumps(text, ensure_ascii=False)}' for text in texts]
         if any(text in rendered.text for rendered, _ in supervised for text in quoted):
-            what = "it writes the arguments of a tool call, which are JSON text, in quotes; make them an object"
-            raise BadRecord("the chat template changes it", what)
+            problem = "it writes the arguments of a tool call, which are JSON text, in quotes; make them an object"
+            raise BadRecord("the chat template changes it", problem)
         for turn in (turn for rendered, _ in supervised for turn in rendered.turns):
             if turn.problem:
                 raise BadRecord("the chat template changes it", f"message {turn.message + 1}: {turn.problem}")
@@ -300,10 +300,10 @@ class Encoder:
         """A document of a record that is tokenised already. Raises BadRecord: the tokenizer lacks one of the ids."""
         known = self.tokenizer.n_vocab
         if ids.max() >= known:
-            place = int(np.argmax(ids >= known))
+            index = int(np.argmax(ids >= known))
             raise BadRecord(
                 "unknown token id",
-                f"input_ids[{place}] = {ids[place]}, the tokenizer has {known:,} tokens; was the file made with "
+                f"input_ids[{index}] = {ids[index]}, the tokenizer has {known:,} tokens; was the file made with "
                 "another tokenizer?",
             )
         return document_values(ids, learned)
@@ -312,10 +312,10 @@ class Encoder:
         """Fit a record's documents into rows of seq_len tokens; data.overlong says what happens to longer ones."""
         tokens, seq_len, how = sum(map(len, documents)), self._seq_len, self._config.overlong
         overlong = [document for document in documents if len(document) > seq_len]
-        whole = SPLIT if len(documents) > 1 else KEPT
+        status = SPLIT if len(documents) > 1 else KEPT
         if not overlong:
-            reason = ("unrolled", f"{len(documents)} rounds, one document each") if whole == SPLIT else ("", "")
-            return Encoded(whole, list(filter(supervised_tokens, documents)), tokens, *reason)
+            reason = ("unrolled", f"{len(documents)} rounds, one document each") if status == SPLIT else ("", "")
+            return Encoded(status, list(filter(supervised_tokens, documents)), tokens, *reason)
         detail = f"{len(overlong[0]):,} tokens, seq_len is {seq_len:,}"
         if how == "error":
             raise BadRecord(OVERLONG, f"{detail}; raise it, or set data.overlong to drop, truncate or split")
@@ -331,7 +331,7 @@ class Encoder:
             detail += f"; {lost} of {len(pieces)} pieces have no supervised token and are left out"
         if how == "truncate" and not left:
             detail += "; its beginning has no supervised token"
-        cut = {"truncate": TRUNCATED, "split": SPLIT}.get(how, whole)
+        cut = {"truncate": TRUNCATED, "split": SPLIT}.get(how, status)
         # Tokens of a split record's unsupervised pieces do not count as lost: seq_len did not cut them off.
         lost = tokens - sum(map(len, pieces)) if left else tokens
         return Encoded(cut if left else DROPPED, left, tokens, OVERLONG, detail, lost)
@@ -371,11 +371,11 @@ def _end_run(tokenizer: Tokenizer, text: str, end_of_turn: str, remedy: str = ""
     known = (*ends, *_OTHER_ENDS) if remedy else ends
     one = "|".join(map(re.escape, known))
     run = re.search(rf"(?:{one})(?:\s*(?:{one}))*\s*\Z", text)
-    found = re.findall(one, run[0]) if run else []
-    if other := [end for end in found if end not in ends]:
-        what = f"the text ends with {other[0]}, but the end token is {tokenizer.eos_token}"
-        raise BadRecord("other end token", f"{what}; {remedy}")
-    return (run.start(), ends[found[0]]) if run else (len(text), None)
+    run_ends = re.findall(one, run[0]) if run else []
+    if other := [end for end in run_ends if end not in ends]:
+        detail = f"the text ends with {other[0]}, but the end token is {tokenizer.eos_token}"
+        raise BadRecord("other end token", f"{detail}; {remedy}")
+    return (run.start(), ends[run_ends[0]]) if run else (len(text), None)
 
 
 def document_values(ids: np.ndarray | list[int], supervised: np.ndarray) -> np.ndarray:
@@ -415,10 +415,10 @@ def supervise(
     Raises:
         UserError: the template refuses the conversation, or it hides which text comes from which message.
     """
-    whole = template.render_turns(messages, **variables)
+    conversation = template.render_turns(messages, **variables)
     documents = []
-    for length, first in rounds(messages, whole) if earlier_thinking == "unroll" else [(len(messages), 0)]:
-        rendered = whole if length == len(messages) else template.render_turns(messages[:length], **variables)
+    for length, first in rounds(messages, conversation) if earlier_thinking == "unroll" else [(len(messages), 0)]:
+        rendered = conversation if length == len(messages) else template.render_turns(messages[:length], **variables)
         if spans := supervised_spans(rendered, messages, loss, empty_think, earlier_thinking, first):
             documents.append((rendered, spans))
     return documents

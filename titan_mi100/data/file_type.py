@@ -78,7 +78,7 @@ def refusal(head: bytes) -> str:
     # a list with a row on each line
     is_listed = any(line.startswith(b"]") or (line.startswith(b"{") and line.endswith(b"},")) for line in lines)
     if continues and (is_listed or not any(line.startswith(b"{") and line.endswith(b"}") for line in lines)):
-        found = re.match(rb'\s*\{\s*"([A-Za-z_]\w*)"\s*:\s*\[\s*\{', head.removeprefix(BYTE_ORDER_MARK))
-        rows = f"'.{found[1].decode()}[]'" if found and found[1] not in _LISTS_OF_A_ROW else "."
+        match = re.match(rb'\s*\{\s*"([A-Za-z_]\w*)"\s*:\s*\[\s*\{', head.removeprefix(BYTE_ORDER_MARK))
+        rows = f"'.{match[1].decode()}[]'" if match and match[1] not in _LISTS_OF_A_ROW else "."
         return f"JSON whose first object takes several lines; write each row on one line: jq -c {rows} FILE > NEW.jsonl"
     return ""

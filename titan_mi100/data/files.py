@@ -71,10 +71,10 @@ def expand_patterns(patterns: Sequence[str]) -> list[list[str]]:
     Raises:
         UserError: one line for each pattern that matches no file or an unreadable one.
     """
-    found = [matching_files(pattern) for pattern in patterns]
-    if wrong := [line for _, problems in found for line in problems]:
+    matches = [matching_files(pattern) for pattern in patterns]
+    if wrong := [line for _, problems in matches for line in problems]:
         raise UserError("\n".join(wrong))
-    return [files for files, _ in found]
+    return [files for files, _ in matches]
 
 
 class RecordReader:
@@ -195,12 +195,12 @@ class RecordReader:
         number, rows, unpacked = 0, 1, 0
         self._position = lambda: self.size * number // rows if rows else self.size
         while number < rows:
-            rows, found = call_in_child("data.files:unpack_parquet", Path(self.path), number)
-            for raw, problem in found:
+            rows, batch = call_in_child("data.files:unpack_parquet", Path(self.path), number)
+            for raw, problem in batch:
                 number, unpacked = number + 1, unpacked + len(raw)
                 if unpacked > max(_BOMB, _MOST_UNPACKED * self.size):
-                    what = f"is parquet whose rows are over {_MOST_UNPACKED} times its size"
-                    raise UserError(f"{self.path}: {what}; if that is right, convert it to JSONL first")
+                    reason = f"is parquet whose rows are over {_MOST_UNPACKED} times its size"
+                    raise UserError(f"{self.path}: {reason}; if that is right, convert it to JSONL first")
                 yield _size_checked(number, raw.encode(), problem)._replace(nulls="left out")
 
 
@@ -227,8 +227,8 @@ def unpack_parquet(path: str, start: int) -> tuple[int, list[tuple[str, str]]]:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        what = "is parquet, which needs pyarrow: pip install pyarrow, or convert to JSONL"
-        raise UserError(f"{path}: {what}") from None
+        problem = "is parquet, which needs pyarrow: pip install pyarrow, or convert to JSONL"
+        raise UserError(f"{path}: {problem}") from None
     try:
         raise_limits(os.stat(path).st_size)
         file, at, total, rows = _unpacking
@@ -240,15 +240,15 @@ def unpack_parquet(path: str, start: int) -> tuple[int, list[tuple[str, str]]]:
             groups = [opened.metadata.row_group(i) for i in range(opened.num_row_groups)]
             total = sum(group.num_rows for group in groups)
             rows = _parquet_as_json(path, opened, groups, pyarrow.types, start)
-        found, size = list[tuple[str, str]](), 0
+        unpacked, size = list[tuple[str, str]](), 0
         while size < _UNPACKED and (row := next(rows, None)):
-            found.append(row)
+            unpacked.append(row)
             size += len(row[0]) + 64  # 64: what an entry takes besides its text, roughly
-        _unpacking = path, start + len(found), total, rows
-        return total, found
+        _unpacking = path, start + len(unpacked), total, rows
+        return total, unpacked
     except MemoryError:  # also pyarrow's ArrowMemoryError, a subclass
-        what = "is parquet whose rows need far more memory than the file's size suggests"
-        raise UserError(f"{path}: {what}; if they are right, convert it to JSONL first") from None
+        problem = "is parquet whose rows need far more memory than the file's size suggests"
+        raise UserError(f"{path}: {problem}; if they are right, convert it to JSONL first") from None
     except (pyarrow.ArrowException, ValueError, OSError) as error:  # pyarrow raises any of these for a damaged file
         if isinstance(error, UserError):
             raise
@@ -266,9 +266,9 @@ def _parquet_as_json(path: str, file: Any, groups: list[Any], types: Any, start:
     """
     columns = [field.name for field in file.schema_arrow if _is_json(field.type, types)]
     if not columns or len({*columns}) < len(columns):
-        what = "with two columns of one name" if columns else "without a column of text, numbers or lists of them"
+        problem = "with two columns of one name" if columns else "without a column of text, numbers or lists of them"
         types_found = some((f"{field.name} is {field.type}" for field in file.schema_arrow), 4)
-        raise UserError(f"{path}: is parquet {what}{'' if columns else f' ({types_found})'}; write it again")
+        raise UserError(f"{path}: is parquet {problem}{'' if columns else f' ({types_found})'}; write it again")
     # A stand-in for each column that JSON cannot hold, so that such a key is counted or refused as in JSONL.
     unread = {field.name: {UNREAD: str(field.type)} for field in file.schema_arrow if field.name not in columns}
     number = behind = 0  # rows of all batches so far; rows of all groups so far
@@ -322,24 +322,24 @@ def without_nulls(value: Any, call: bool = False, keep: bool = False) -> Any:
         keep: it is a call's arguments, or inside them.
     """
     if isinstance(value, dict):
-        found = {}
-        for key, given in value.items():
-            item = given if given == given else None  # false for NaN, which pandas writes for a missing number
-            if keep or item is not None:
-                found[key] = without_nulls(item, call or key == "tool_calls", keep or (call and key == "arguments"))
-        return found
-    return [without_nulls(item, call, keep) for item in value] if isinstance(value, list) else value
+        kept = {}
+        for key, raw in value.items():
+            child = raw if raw == raw else None  # false for NaN, which pandas writes for a missing number
+            if keep or child is not None:
+                kept[key] = without_nulls(child, call or key == "tool_calls", keep or (call and key == "arguments"))
+        return kept
+    return [without_nulls(child, call, keep) for child in value] if isinstance(value, list) else value
 
 
 class _Gunzip(gzip.GzipFile):
     """A gzip file that returns all data before a damaged place; the base class's `readinto` would lose some of it."""
 
     def readinto(self, buffer: Any) -> int:
-        data = self.read1(len(buffer))
+        block = self.read1(len(buffer))
         if self.tell() > max(_BOMB, _MOST_UNPACKED * self.fileobj.tell()):  # type: ignore[union-attr]
             raise gzip.BadGzipFile(f"over {_MOST_UNPACKED} times its size; if that is right, unpack it first")
-        buffer[: len(data)] = data
-        return len(data)
+        buffer[: len(block)] = block
+        return len(block)
 
 
 class _Unzstd(io.RawIOBase):
@@ -349,8 +349,8 @@ class _Unzstd(io.RawIOBase):
         try:
             import zstandard
         except ImportError:
-            what = "is packed by zstd, which needs zstandard: pip install zstandard, or unpack it (zstd -d)"
-            raise UserError(f"{path}: {what}") from None
+            problem = "is packed by zstd, which needs zstandard: pip install zstandard, or unpack it (zstd -d)"
+            raise UserError(f"{path}: {problem}") from None
         self._path, self._packed, self._error = path, packed, zstandard.ZstdError
         self._new_frame = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj
         self._frame: Any = None  # the decompressor of the current frame; None: between two frames
@@ -379,9 +379,9 @@ class _Unzstd(io.RawIOBase):
             self._written += len(self._unpacked)
             if self._written > max(_BOMB, _MOST_UNPACKED * self._read):
                 self._refuse(f"is over {_MOST_UNPACKED} times its size; if that is right, unpack it first")
-        given, self._unpacked = self._unpacked[: len(buffer)], self._unpacked[len(buffer) :]
-        buffer[: len(given)] = given
-        return len(given)
+        chunk, self._unpacked = self._unpacked[: len(buffer)], self._unpacked[len(buffer) :]
+        buffer[: len(chunk)] = chunk
+        return len(chunk)
 
     def _refuse(self, why: str) -> None:
         raise UserError(f"{self._path}: the zstd data {why}")

@@ -226,15 +226,15 @@ def _unpacked(row: dict[str, Any], form: Format) -> tuple[dict[str, Any], list[s
             continue
         is_whole = key in LISTS.values() or text.rstrip()[-1:] in ("}", "]", ")")  # else: a text about such a list
         if form.name in _OF_MESSAGES and is_whole and _REPR.match(text):
-            what = f"{listed([key])} is Python's form of a list of messages, not JSON"
-            raise BadRecord("not JSON", f"{what}; write the list itself, or its JSON text (json.dumps)")
+            detail = f"{listed([key])} is Python's form of a list of messages, not JSON"
+            raise BadRecord("not JSON", f"{detail}; write the list itself, or its JSON text (json.dumps)")
         with suppress(BadRecord):
-            value = parse_text(text, "", "") if text.lstrip()[:1] in ("[", "{", '"') else None
-            value = parse_text(value, "", "") if isinstance(value, str) else value
-            value = [value] if isinstance(value, dict) else value
-            if isinstance(value, list) and (key in LISTS.values() or (value and all(map(_is_message, value)))):
+            parsed = parse_text(text, "", "") if text.lstrip()[:1] in ("[", "{", '"') else None
+            parsed = parse_text(parsed, "", "") if isinstance(parsed, str) else parsed
+            parsed = [parsed] if isinstance(parsed, dict) else parsed
+            if isinstance(parsed, list) and (key in LISTS.values() or (parsed and all(map(_is_message, parsed)))):
                 notes.append("json_text" if form.name in _OF_MESSAGES else "left_text")
-                row[key] = value if form.name in _OF_MESSAGES else text
+                row[key] = parsed if form.name in _OF_MESSAGES else text
     return row, notes
 
 
@@ -256,10 +256,10 @@ def _text(record: dict[str, Any], name: str) -> str:
 
 def _answer(record: dict[str, Any], name: str) -> str:
     """A text that is learned, so it must not be blank."""
-    value = _text(record, name)
-    if not value.strip():
+    text = _text(record, name)
+    if not text.strip():
         raise BadRecord("nothing to learn", f"{name} is blank")
-    return value
+    return text
 
 
 def _with_system(messages: list[Message], record: dict[str, Any], name: str) -> list[Message]:
@@ -307,8 +307,8 @@ def _sharegpt_message(given: Any, context: bool = False) -> Message:
 
 def _function_calls(value: Any) -> list[Any]:
     """The calls of a ShareGPT message from "function_call": the JSON text of one call or of a list of calls."""
-    kind, wanted = "bad tool call", "value must be the JSON text of a call"
-    calls = parse_text(expect(value, str, wanted, kind), kind, wanted)
+    kind, expected = "bad tool call", "value must be the JSON text of a call"
+    calls = parse_text(expect(value, str, expected, kind), kind, expected)
     if calls == []:
         raise BadRecord(kind, "value is an empty list; expected a call")
     return calls if isinstance(calls, list) else [calls]
@@ -326,7 +326,7 @@ def _history(record: dict[str, Any]) -> list[Message]:
     messages: list[Message] = []
     history = [] if record.get("history") is None else record["history"]
     for number, pair in enumerate(expect(history, list, "history must be a list of pairs"), 1):
-        if not isinstance(pair, list) or [type(item) for item in pair] != [str, str]:
+        if not isinstance(pair, list) or [type(text) for text in pair] != [str, str]:
             raise BadRecord(
                 "wrong type", f"history, pair {number}: must be a list of two texts, the question and answer"
             )
@@ -365,7 +365,7 @@ def _prompt_of_pair(record: dict[str, Any]) -> list[Message]:
 
 
 def _last_user(messages: list[Message]) -> int:
-    return max((place for place, message in enumerate(messages) if message["role"] == "user"), default=0)
+    return max((index for index, message in enumerate(messages) if message["role"] == "user"), default=0)
 
 
 def _labelled(form: Format, column: str) -> Format:
@@ -416,8 +416,8 @@ def _read_tokens(record: dict[str, Any]) -> Example:
     if not ids:
         raise BadRecord("nothing to learn", "input_ids is empty")
     if min(ids) < 0 or max(ids) > _LARGEST_ID:
-        place = next(i for i, number in enumerate(ids) if not 0 <= number <= _LARGEST_ID)
-        raise BadRecord("bad token id", f"input_ids[{place}] is {shown(ids[place])}; expected 0 to {_LARGEST_ID:,}")
+        index = next(i for i, number in enumerate(ids) if not 0 <= number <= _LARGEST_ID)
+        raise BadRecord("bad token id", f"input_ids[{index}] is {shown(ids[index])}; expected 0 to {_LARGEST_ID:,}")
     if record.get("attention_mask") is not None:
         mask = _integers(record, "attention_mask")
         if len(mask) != len(ids) or set(mask) != {1}:
@@ -427,9 +427,9 @@ def _read_tokens(record: dict[str, Any]) -> Example:
     labels = _integers(record, "labels")
     if len(labels) != len(ids):
         raise BadRecord("bad labels", f"{len(labels):,} labels for {len(ids):,} input_ids; expected as many")
-    for place, (label, token) in enumerate(zip(labels, ids, strict=True)):
+    for index, (label, token) in enumerate(zip(labels, ids, strict=True)):
         if label not in (IGNORE, token):
-            wrong = f"labels[{place}] is {shown(label)}, input_ids[{place}] is {token}"
+            wrong = f"labels[{index}] is {shown(label)}, input_ids[{index}] is {token}"
             raise BadRecord("bad labels", f"{wrong}; expected the same or {IGNORE} (labels are not shifted)")
     if all(label == IGNORE for label in labels[1:]):
         raise BadRecord("nothing to learn", f"all labels after the first are {IGNORE}")
@@ -437,12 +437,12 @@ def _read_tokens(record: dict[str, Any]) -> Example:
 
 
 def _integers(record: dict[str, Any], name: str) -> list[int]:
-    values = expect(_column(record, name), list, f"{name} must be a list of integers")
+    numbers = expect(_column(record, name), list, f"{name} must be a list of integers")
     # One pass in C over all types, because a row has thousands of ids; bool is refused, since its type is not int.
-    if not set(map(type, values)) <= {int}:
-        place = next(i for i, value in enumerate(values) if type(value) is not int)
-        raise BadRecord("wrong type", f"{name}[{place}] must be an integer, is {shown(values[place])}")
-    return values
+    if not set(map(type, numbers)) <= {int}:
+        index = next(i for i, number in enumerate(numbers) if type(number) is not int)
+        raise BadRecord("wrong type", f"{name}[{index}] must be an integer, is {shown(numbers[index])}")
+    return numbers
 
 
 _FIXED = {  # in the order in which `auto` tries them; messages first, because some of those rows also have a prompt

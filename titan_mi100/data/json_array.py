@@ -108,5 +108,5 @@ class _Window:
         At least as much is read as is kept: the window doubles, so decoding it again each time takes linear time.
         """
         kept = self.text[self.at :]
-        data = self._file.read(max(self._chunk, len(kept)))
-        self.text, self.at, self._ended = kept + data.decode("latin-1"), 0, not data
+        block = self._file.read(max(self._chunk, len(kept)))
+        self.text, self.at, self._ended = kept + block.decode("latin-1"), 0, not block

@@ -59,12 +59,12 @@ class Ledger:
 
     def add(self, chunk: Chunk) -> None:
         """Add the next records; chunks come in the order of the files. Fills in the chunk's "kind"."""
-        for place, (kind, detail) in chunk.reasons.items():
+        for index, (kind, detail) in chunk.reasons.items():
             if kind not in self._kinds:
                 self._kinds.append(kind)
-            chunk.records["kind"][place] = self._kinds.index(kind)
+            chunk.records["kind"][index] = self._kinds.index(kind)
             if len(self._details) < _DETAILS:
-                self._details[self._added + place] = detail
+                self._details[self._added + index] = detail
         if len(self._findings.ignored) < _DETAILS:
             self._findings.add(chunk.findings, self._added)
         self._chunks.append(chunk.records)
@@ -133,8 +133,8 @@ class Ledger:
         examples = [bad[kinds[bad] == self._kinds.index(kind)][:_SHOWN_OF_A_KIND] for kind in counts]
         shown = np.sort(np.concatenate(examples))[:_SHOWN].tolist()
         lines = [f"{self.where(number)}: {self.reason(number)}" for number in shown]
-        if (more := len(bad) - len(shown)) > 0:
-            lines.append(f"... and {more:,} more; {len(bad):,} bad rows in total ({_top_kinds(counts, _SHOWN)})")
+        if (rest := len(bad) - len(shown)) > 0:
+            lines.append(f"... and {rest:,} more; {len(bad):,} bad rows in total ({_top_kinds(counts, _SHOWN)})")
         if skippable:
             most = config.max_bad_rows
             lines.append(f"more than [data] max_bad_rows = {most} rows are bad; correct them or raise it")
@@ -161,8 +161,8 @@ class Ledger:
             lines.append(line + (f" ({reasons}{first})" if reasons or first else ""))
         kept = statuses == KEPT
         if shared := int(self.records["shared"][kept].sum()):
-            what = f"{shared:,} of {int(tokens[kept].sum()):,} tokens are prompts that both answers repeat"
-            lines.append(f"  pairs: {what}; one copy of each would save {shared / tokens[kept].sum():.0%}")
+            fact = f"{shared:,} of {int(tokens[kept].sum()):,} tokens are prompts that both answers repeat"
+            lines.append(f"  pairs: {fact}; one copy of each would save {shared / tokens[kept].sum():.0%}")
         if self._findings.ignored:
             counted = sorted(self._findings.ignored.items(), key=lambda item: (-item[1], item[0]))
             keys = some((f"{listed([key])}: {number:,}" for key, number in counted), _IGNORED_SHOWN)
@@ -180,7 +180,7 @@ class Ledger:
             Per path: share of its rows that are dropped, share of its tokens that are cut off, and a message with
             both and the remedy. Rejected rows do not count.
         """
-        found, numbers, records = [], self.patterns(), self.records
+        losses, numbers, records = [], self.patterns(), self.records
         for number, path in enumerate(self._paths):
             own = records[(numbers == number) & (records["tokens"] > 0)]  # rejected rows have no tokens
             if not own["lost"].any():
@@ -193,8 +193,8 @@ class Ledger:
             if most < own["tokens"][own["lost"] > 0].min():  # few rows are long: that number would not help
                 which = f"the longest row has {own['tokens'].max():,} tokens"
             remedy = f"{which}: raise it" + ', or set data.overlong = "split"' * self._can_split
-            found.append((rows, tokens, f"{text}; {remedy}"))
-        return found
+            losses.append((rows, tokens, f"{text}; {remedy}"))
+        return losses
 
     def _count_kinds(self, chosen: np.ndarray) -> Counter[str]:
         counts = np.bincount(self.records["kind"][chosen], minlength=len(self._kinds)).tolist()
@@ -211,10 +211,10 @@ class Ledger:
             lines.append(
                 f"{len(twice):,} validation rows are training rows too, so the validation loss is too low ({first})"
             )
-        for what in (BLANK, CRLF, BOM):
-            if found := [(file.oddities[what], file.path) for file in self._sources if what in file.oddities]:
-                [((_, line), path), *_], number = found, sum(number for (number, _), _ in found)
-                lines.append(f"{plural(number, what)} accepted, the first at {path}:{line}")
+        for name in (BLANK, CRLF, BOM):
+            if occurrences := [(file.oddities[name], file.path) for file in self._sources if name in file.oddities]:
+                [((_, line), path), *_], number = occurrences, sum(number for (number, _), _ in occurrences)
+                lines.append(f"{plural(number, name)} accepted, the first at {path}:{line}")
         for key, unused in sorted(self._findings.unused.items(), key=lambda item: -item[1].words)[:_SHOWN]:
             if unused.words > MANY_WORDS * unused.rows:
                 mean = f"{unused.rows:,} rows have {unused.words / unused.rows:.0f} words there on average"
@@ -224,7 +224,7 @@ class Ledger:
                     "does not matter, in data.ignored_keys"
                 )
         if (nulls := self._findings.nulls) and not config.null_arguments:
-            counted = some(f"{number:,} {what}" for what, number in sorted(nulls.items()))
+            counted = some(f"{number:,} {name}" for name, number in sorted(nulls.items()))
             remedy = 'set data.null_arguments to "keep" or "drop"'
             lines.append(f"{nulls.total():,} tool calls have nulls in their arguments ({counted}); {remedy}")
         lines += [text for *shares, text in self.lost() if max(shares) > _MUCH_LOST]
@@ -237,9 +237,9 @@ class Ledger:
     def _noted(self, with_remedy: bool) -> list[str]:
         lines = []
         for note, (rows, record) in sorted(self._findings.notes.items()):
-            what, semicolon, remedy = INSTEAD["note"][note].partition(";")
+            text, semicolon, remedy = INSTEAD["note"][note].partition(";")
             if bool(remedy) == with_remedy:
-                lines.append(f"{plural(rows, 'row')} with {what}, the first at {self.where(record)}{semicolon}{remedy}")
+                lines.append(f"{plural(rows, 'row')} with {text}, the first at {self.where(record)}{semicolon}{remedy}")
         return lines
 
     def write(self, path: Path) -> None:
@@ -257,8 +257,8 @@ class Ledger:
         ):
             plain = status != DUPLICATE and not kind and (used_in or not documents)
             reason = "" if plain else self.reason(number)
-            place = (self._sources[file].path, label(line, element), STATUSES[status], _SETS[used_in])
-            yield (*place, tokens, supervised, documents, reason)
+            first_columns = (self._sources[file].path, label(line, element), STATUSES[status], _SETS[used_in])
+            yield (*first_columns, tokens, supervised, documents, reason)
 
 
 def _top_kinds(kinds: Counter[str], most: int) -> str:

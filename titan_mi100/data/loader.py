@@ -92,8 +92,8 @@ class ShuffledEpochs:
 
     def index(self, number: int) -> int:
         """The index in the set of row `number` of the run; PADDING_ROW at the end of an epoch."""
-        epoch, place = divmod(number, self.rows_per_epoch)
-        return PADDING_ROW if self.is_padding(number) else self.dataset.shuffled((self.seed,), epoch, place)
+        epoch, position = divmod(number, self.rows_per_epoch)
+        return PADDING_ROW if self.is_padding(number) else self.dataset.shuffled((self.seed,), epoch, position)
 
     def resume_at(self, consumed: int, rows: int, global_batch_size: int) -> int:
         """The row number to resume from, after the data or the batch size has changed.
@@ -105,8 +105,8 @@ class ShuffledEpochs:
             rows: rows of the set that they were read from.
             global_batch_size: the run's until now; it determines the padding rows at the end of its epochs.
         """
-        epoch, place = divmod(consumed, with_padding_rows(rows, global_batch_size))
-        return epoch * self.rows_per_epoch + min(place, len(self.dataset))
+        epoch, position = divmod(consumed, with_padding_rows(rows, global_batch_size))
+        return epoch * self.rows_per_epoch + min(position, len(self.dataset))
 
 
 class RowStream:
@@ -171,12 +171,12 @@ class ReadAhead:
         if self._failure is not None:
             raise self._failure
         assert self._microbatches is not None
-        found = [next(self._microbatches) for _ in self._stream.numbers(self._row)]
+        microbatches = [next(self._microbatches) for _ in self._stream.numbers(self._row)]
         self._row += self._stream.batch.global_batch_size
-        for microbatch in found:
+        for microbatch in microbatches:
             if isinstance(microbatch, Exception):
                 raise microbatch
-        return found  # type: ignore[return-value]
+        return microbatches  # type: ignore[return-value]
 
     def _open(self, stream: RowStream, first_row: int, pinned: bool) -> None:
         try:

@@ -25,8 +25,8 @@ _OF_THE_MODEL = (TOKENS, "labels", "positions", "supervised", *READ_ON_HOST)
 
 def for_the_model(microbatch: Microbatch, columns: Iterable[str]) -> Microbatch:
     """The tensors that the model reads; the others are for counting. Args: columns: that the objective reads, too."""
-    wanted = {*_OF_THE_MODEL, *columns}
-    return {name: tensor for name, tensor in microbatch.items() if name in wanted}
+    names = {*_OF_THE_MODEL, *columns}
+    return {name: tensor for name, tensor in microbatch.items() if name in names}
 
 
 def supervised(microbatch: Microbatch) -> Tensor:
@@ -56,9 +56,9 @@ def of_prompts(rows: Sequence[Sequence[int]], multiple: int) -> Microbatch:
     length = -(-max(map(len, rows)) // multiple) * multiple
     ids = torch.zeros(len(rows), length, dtype=torch.long)
     ends, columns = (torch.full((len(rows), length), -1, dtype=torch.int32) for _ in range(2))
-    for place, row in enumerate(rows):
-        ids[place, : len(row)] = torch.tensor(row)
-        columns[place, 0] = len(row) - 1
+    for index, row in enumerate(rows):
+        ids[index, : len(row)] = torch.tensor(row)
+        columns[index, 0] = len(row) - 1
     ends[:, 0] = length
     positions = torch.arange(length).repeat(len(rows), 1)
     return {TOKENS: ids, "positions": positions, "document_ends": ends, "supervised_columns": columns}

@@ -138,9 +138,9 @@ class Mixture:
             return next(iter(self.sources.values())), PADDING_ROW
         assert number >= self._starts[0], "rows of earlier segments are not read again"
         phase = self._phases[bisect_right(self._starts, number) - 1]
-        place = phase.schedule.source(number - phase.first_row)
-        source = self.sources[phase.sources[place]]
-        epoch, at = divmod(phase.read(place, number), len(source.rows))
+        source_index = phase.schedule.source(number - phase.first_row)
+        source = self.sources[phase.sources[source_index]]
+        epoch, at = divmod(phase.read(source_index, number), len(source.rows))
         # Seeded by the source's name, so that adding or removing other sources keeps this source's order.
         seed = (self._seed, int.from_bytes(hashlib.sha256(source.name.encode()).digest()[:8], "big"))
         return source, source.rows.shuffled(seed, epoch, at)
@@ -154,18 +154,18 @@ class Mixture:
         Raises:
             UserError: a source would be repeated too often.
         """
-        said, warnings, segment = [], list[str](), self.segments[-1]
+        lines, warnings, segment = [], list[str](), self.segments[-1]
         consumed, period = consumed_at(segment, self._seed, stop), sum(segment.shares.values())
         for key, source in self.sources.items():
             times = consumed[key] / len(source.rows)
             line = f"{source.name}: {segment.shares[key] / period:.4%} of the rows; "
             line += f"{plural(len(source.rows), 'row')}, {_times(times)} by the end of the run"
-            said.append(f"source {line}")
+            lines.append(f"source {line}")
             if times > _TOO_MANY_EPOCHS:
                 raise UserError(f"{line}; the limit is {_TOO_MANY_EPOCHS:,} times: lower its weight, or leave it out")
             if times > _MANY_EPOCHS:
                 warnings.append(f"{line}: the model will memorise it")
-        return said, warnings
+        return lines, warnings
 
 
 def _times(times: float) -> str:

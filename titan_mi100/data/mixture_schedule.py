@@ -23,15 +23,15 @@ def shares_of(weights: Sequence[float]) -> list[int]:
     """
     exact = [Fraction(repr(float(weight))) for weight in weights]  # repr: 0.1 becomes 1/10, not its binary value
     common = math.lcm(*(weight.denominator for weight in exact))
-    whole = [int(weight * common) for weight in exact]
-    whole = [number // math.gcd(*whole) for number in whole]
-    if sum(whole) <= LONGEST_PERIOD:
-        return whole
-    total = sum(whole)
-    shares = [max(1, number * LONGEST_PERIOD // total) for number in whole]
-    by_remainder = sorted(range(len(whole)), key=lambda i: -(whole[i] * LONGEST_PERIOD % total))
-    for place in by_remainder[: max(0, LONGEST_PERIOD - sum(shares))]:
-        shares[place] += 1
+    integers = [int(weight * common) for weight in exact]
+    integers = [number // math.gcd(*integers) for number in integers]
+    if sum(integers) <= LONGEST_PERIOD:
+        return integers
+    total = sum(integers)
+    shares = [max(1, number * LONGEST_PERIOD // total) for number in integers]
+    by_remainder = sorted(range(len(integers)), key=lambda i: -(integers[i] * LONGEST_PERIOD % total))
+    for index in by_remainder[: max(0, LONGEST_PERIOD - sum(shares))]:
+        shares[index] += 1
     shares[shares.index(max(shares))] -= sum(shares) - LONGEST_PERIOD  # above 0 if a tiny weight was raised to 1
     return shares
 
@@ -76,8 +76,8 @@ class RowSchedule:
         low = rest * self.period // self.shares[source]  # the row's window, as in the class docstring
         high = min(-(-(rest + 1) * self.period // self.shares[source]), self.period)
         self._compute_until(high)
-        found = np.flatnonzero(self._order[low:high] == source)
-        return periods * self.period + low + int(found[rest - self.count(source, low)])
+        positions = np.flatnonzero(self._order[low:high] == source)
+        return periods * self.period + low + int(positions[rest - self.count(source, low)])
 
     def _compute_until(self, places: int) -> None:
         """Compute the order of the first `places` places. Locked, because several threads read rows."""
@@ -88,14 +88,14 @@ class RowSchedule:
 
     def _fill(self, places: int) -> None:
         while self._known < places:
-            for place in range(self._known, min(self._known + _BLOCK, self.period)):
-                while self._later and self._later[0][0] <= place:
+            for position in range(self._known, min(self._known + _BLOCK, self.period)):
+                while self._later and self._later[0][0] <= position:
                     _, source = heapq.heappop(self._later)
                     deadline = -(-(self._given[source] + 1) * self.period // self.shares[source])
                     heapq.heappush(self._ready, (deadline, self._ties[source], source))
                 deadline, _, source = heapq.heappop(self._ready)
-                assert place < deadline
-                self._order[place] = source
+                assert position < deadline
+                self._order[position] = source
                 self._given[source] += 1
                 heapq.heappush(self._later, (self._given[source] * self.period // self.shares[source], source))
             self._before.append(list(self._given))

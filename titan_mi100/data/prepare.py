@@ -47,11 +47,11 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
         check_teacher(config.checkpoint.initial_load_path, config.tokenizer_path())
     else:
         _check_own_tokenizer(config.model, config.checkpoint.initial_load_path)
-    path, seq_len, data = config.tokenizer_path(), config.training.seq_len, None
+    path, seq_len, prepared = config.tokenizer_path(), config.training.seq_len, None
     try:
         if patterns(config.data):
             shape = config.model.chat_template, seq_len
-            data = prepare_data(config.data, path, *shape, patience, config.objective.answers)
+            prepared = prepare_data(config.data, path, *shape, patience, config.objective.answers)
     except RefusedData as error:
         if folder is None:
             raise
@@ -59,17 +59,17 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
         target = folder / (REFUSED_LEDGER if has_trained(folder) else LEDGER)
         copy_ledger(error.ledger, target)
         raise UserError(f"{error}\nevery row: {target}") from None
-    fingerprint = data.facts.tokenizer if data else _fingerprint(path, cache_folder(config.data))
-    data = open_sources(config.data, data, fingerprint, seq_len)
-    count, size = f"{path}: has {data.facts.n_vocab:,} tokens", config.spec().vocab_size
-    if data.facts.n_vocab > size:
-        what = f"{count}, more than the model's vocab_size = {size:,}"
+    fingerprint = prepared.facts.tokenizer if prepared else _fingerprint(path, cache_folder(config.data))
+    prepared = open_sources(config.data, prepared, fingerprint, seq_len)
+    count, size = f"{path}: has {prepared.facts.n_vocab:,} tokens", config.spec().vocab_size
+    if prepared.facts.n_vocab > size:
+        problem = f"{count}, more than the model's vocab_size = {size:,}"
         is_teacher = config.objective.name == "teach"
         own = "another --model" if is_teacher else "the model's own tokenizer in model.tokenizer_path"
-        raise UserError(f"{what}; name {own}")
-    if data.facts.n_vocab < _FEW_TOKENS * size:
-        data.facts.warnings.append(f"{count}, but the model's vocab_size is {size:,}: is it the model's tokenizer?")
-    return data
+        raise UserError(f"{problem}; name {own}")
+    if prepared.facts.n_vocab < _FEW_TOKENS * size:
+        prepared.facts.warnings.append(f"{count}, but the model's vocab_size is {size:,}: is it the model's tokenizer?")
+    return prepared
 
 
 def _check_own_tokenizer(model: ModelConfig, load: str) -> None:
@@ -91,11 +91,11 @@ def check_teacher(load: str, tokenizer_path: str) -> None:
     """
     own = folder_of(load)
     if not has_tokenizer(own):
-        what = "holds no tokenizer, so nothing shows that its ids mean what the student's mean"
-        raise UserError(f"{own}: {what}; copy the teacher's tokenizer files into it")
+        problem = "holds no tokenizer, so nothing shows that its ids mean what the student's mean"
+        raise UserError(f"{own}: {problem}; copy the teacher's tokenizer files into it")
     if not _gives_same_ids(own, Path(tokenizer_path)):
-        what = f"has another tokenizer than the student, {tokenizer_path}: its ids mean other tokens"
-        raise UserError(f"{own}: {what}; name a teacher with the student's tokenizer with --model")
+        problem = f"has another tokenizer than the student, {tokenizer_path}: its ids mean other tokens"
+        raise UserError(f"{own}: {problem}; name a teacher with the student's tokenizer with --model")
 
 
 def _gives_same_ids(*paths: Path) -> bool:
@@ -170,10 +170,10 @@ def _prepare(config: Config) -> None:
     lock = FolderLock(folder) if any(folder.iterdir()) else None  # never overwrite the ledger of a running run
     if is_new and RUN_FOLDER not in os.environ:  # without a launcher no run follows: leave no empty folder
         folder.rmdir()  # a refusal makes it again, for its ledger
-    data = prepare_run(config, folder)
+    prepared = prepare_run(config, folder)
     # Where a run has trained, the trainer copies the ledger, after it has accepted the data.
-    if data.facts.files and folder.is_dir() and not has_trained(folder):
-        copy_ledger(data.ledger(), folder / LEDGER)
+    if prepared.facts.files and folder.is_dir() and not has_trained(folder):
+        copy_ledger(prepared.ledger(), folder / LEDGER)
     del lock
 
 

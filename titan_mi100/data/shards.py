@@ -78,8 +78,8 @@ def cut_into_units(files: Sequence[str], sizes: Sequence[int], is_text: bool) ->
     Raises:
         UserError: a file cannot be read, or its type is not supported.
     """
-    wanted = max(_SMALLEST, sum(sizes) // _MOST_UNITS)
-    size = min(_LARGEST, 1 << (wanted - 1).bit_length())  # the next power of two
+    target = max(_SMALLEST, sum(sizes) // _MOST_UNITS)
+    size = min(_LARGEST, 1 << (target - 1).bit_length())  # the next power of two
     if is_text:
         units, first, held = [], 0, 0
         for number, length in enumerate(sizes):
@@ -127,11 +127,11 @@ def read_shard(folder: Path, number: int, key: str) -> Shard | None:
     if not path.exists():
         return None
     remedy = "remove it; the shard is then made again"
-    found = read_object(path, remedy, LARGEST_MANIFEST)
-    if found.pop("plan", "") != key:
+    content = read_object(path, remedy, LARGEST_MANIFEST)
+    if content.pop("plan", "") != key:
         raise UserError(f"{path}: was made with another plan; name another --output_dir")
     try:
-        shard: Shard = validated(found, Shard)
+        shard: Shard = validated(content, Shard)
     except ValueError as error:
         raise UserError(f"{path}: {error}; {remedy}") from None
     return shard
@@ -213,8 +213,8 @@ def make_shard(
     Raises:
         UserError: a file cannot be read, or it changes while it is read.
     """
-    # place: position of the next token in the shard; reported: bytes of input passed to `progress` so far
-    unit, counts, origins, place, reported = plan.units[number], _Counts(plan.is_text), list[tuple[int, int]](), 0, 0
+    # position: of the next token in the shard; reported: bytes of input passed to `progress` so far
+    unit, counts, origins, position, reported = plan.units[number], _Counts(plan.is_text), list[tuple[int, int]](), 0, 0
     before = [_stamp(file) for file in plan.files[unit.first : unit.stop]]
     # The unit was cut by the sizes in the plan: lines behind its end would be lost.
     if changed := [file for file, (size, _) in enumerate(before, unit.first) if size != plan.sizes[file]]:
@@ -224,27 +224,27 @@ def make_shard(
         atomic_file(shard_path(folder, number, "bin")) as values_file,
         atomic_file(shard_path(folder, number, "origins.npy")) as origins_file,
     ):
-        out, origins_out = HashingStream(values_file), HashingStream(origins_file)
+        values_out, origins_out = HashingStream(values_file), HashingStream(origins_file)
         for documents in _batches(_documents(plan, unit, counts)):
             values = [_values(plan, document, tokenizer, counts) for document in documents]
             for document, ids in zip(documents, values, strict=True):
                 if len(ids):
-                    origins.append((place, document.origin))
-                    place += len(ids)
-            written = out.size // VALUE.itemsize
-            out.write(np.concatenate([np.zeros(0, VALUE), *values]).tobytes())
+                    origins.append((position, document.origin))
+                    position += len(ids)
+            written = values_out.size // VALUE.itemsize
+            values_out.write(np.concatenate([np.zeros(0, VALUE), *values]).tobytes())
             # An estimate: the text of a compressed file exceeds its size, hence min. The last 5% are added at the end.
             share = min(1.0, counts.text_bytes / max(1, plan.bytes_of(unit)))
             now = int(share * plan.bytes_of(unit) * 0.95)
-            progress(now - reported, out.size // VALUE.itemsize - written)
+            progress(now - reported, values_out.size // VALUE.itemsize - written)
             reported = now
         np.lib.format.write_array(origins_out, np.array(origins, np.int64).reshape(-1, 2), allow_pickle=False)
         if before != [_stamp(file) for file in plan.files[unit.first : unit.stop]]:
             raise UserError(f"{plan.files[unit.first]}: changes while it is read; start again when it is complete")
     write_atomically(shard_path(folder, number, "bad.jsonl"), "".join(f"{row}\n" for row in counts.rows))
     sync(shard_path(folder, number, "bin").parent)
-    hashes = {"bin": out.hexdigest(), "origins.npy": origins_out.hexdigest()}
-    shard = Shard(place, len(origins), counts.lines, counts.text_bytes, dict(counts.bad), hashes)
+    hashes = {"bin": values_out.hexdigest(), "origins.npy": origins_out.hexdigest()}
+    shard = Shard(position, len(origins), counts.lines, counts.text_bytes, dict(counts.bad), hashes)
     write_atomically(shard_path(folder, number, "json"), json.dumps({"plan": plan.key, **asdict(shard)}, indent=1))
     progress(plan.bytes_of(unit) - reported, 0)
     return shard
@@ -253,10 +253,10 @@ def make_shard(
 def _stamp(file: str) -> list[int]:
     """Size and modification time, to notice a change while the file is read."""
     try:
-        found = os.stat(file)
+        status = os.stat(file)
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from None
-    return [found.st_size, found.st_mtime_ns]
+    return [status.st_size, status.st_mtime_ns]
 
 
 def _batches(documents: Iterator[_Document]) -> Iterator[list[_Document]]:

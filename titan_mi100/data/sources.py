@@ -30,16 +30,16 @@ def open_sources(config: DataConfig, files: Prepared | None, tokenizer: str, seq
     for source in sources:
         if source in of_files:
             assert files is not None
-            place = of_files.index(source)
-            opened = files.sources[place]
+            index = of_files.index(source)
+            opened = files.sources[index]
             if config.validation_fraction:
-                own = held_out[set_name("validation", place, len(of_files))]
+                own = held_out[set_name("validation", index, len(of_files))]
                 validation.append(replace(own, name=source.name))
         else:
             corpus, fingerprint = read_corpus(Path(source.path[0]))
             if corpus.tokenizer != tokenizer:
-                what = "was not tokenised with the model's tokenizer"
-                raise UserError(f"{source.path[0]}: {what}; prepare it again with model.tokenizer_path")
+                problem = "was not tokenised with the model's tokenizer"
+                raise UserError(f"{source.path[0]}: {problem}; prepare it again with model.tokenizer_path")
             (opened, *own_validation), own_facts = _open_corpus(source, corpus, fingerprint, config, seq_len)
             validation += own_validation
             facts = own_facts if facts is None else _merged_facts(facts, own_facts)
@@ -75,8 +75,8 @@ def _open_corpus(
     # Everything that decides the content of row number n belongs into this fingerprint.
     own = hashlib.sha256(f"{fingerprint} {seq_len} {len(kept)} {form}".encode()).hexdigest()
     all_documents, all_tokens = sum(corpus.documents), sum(corpus.tokens)
-    found = list[SourceRows]()
-    said = f"{source.name}: corpus of {plural(all_documents, 'document')}, {all_tokens:,} tokens"
+    row_sets = list[SourceRows]()
+    line = f"{source.name}: corpus of {plural(all_documents, 'document')}, {all_tokens:,} tokens"
     for rows, words in ((kept, "to train on"), (held_out, "to validate on")):
         if rows:
             view = CorpusRows(folder, corpus, seq_len, rows, config.concatenate)
@@ -85,11 +85,11 @@ def _open_corpus(
             documents = max(1, round(all_documents * view.tokens / all_tokens))
             supervised = max(0, view.tokens - documents - len(rows))
             counts = SetFacts(documents, view.tokens, supervised, supervised_bytes=0, rows=len(rows))
-            found.append(SourceRows(source.name, view, counts, own))
-            said += f", {plural(len(rows), 'row')} of {seq_len:,} {words}"
+            row_sets.append(SourceRows(source.name, view, counts, own))
+            line += f", {plural(len(rows), 'row')} of {seq_len:,} {words}"
     made_of = {f"corpus {source.name}": own}
-    facts = DataFacts(seq_len, corpus.pad_id, corpus.n_vocab, corpus.tokenizer, [], own, [], made_of, {}, [said], [])
-    return found, facts
+    facts = DataFacts(seq_len, corpus.pad_id, corpus.n_vocab, corpus.tokenizer, [], own, [], made_of, {}, [line], [])
+    return row_sets, facts
 
 
 def _merged_facts(facts: DataFacts, more: DataFacts) -> DataFacts:

@@ -48,10 +48,10 @@ def parse(raw: bytes) -> dict[str, Any]:
             key twice; the nesting is deeper than `DEEPEST`; or a value is half of a surrogate pair, an infinite float
             or an integer of thousands of digits.
     """
-    value = _load(raw)
-    if type(value) is not dict:
-        raise BadRecord("not an object", f"a row must be a JSON object, but is {kind_of(value)}")
-    return value
+    row = _load(raw)
+    if type(row) is not dict:
+        raise BadRecord("not an object", f"a row must be a JSON object, but is {kind_of(row)}")
+    return row
 
 
 def parse_text(text: str, kind: str, wanted: str) -> Any:
@@ -130,11 +130,11 @@ def _depth(text: str) -> int:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build an object; Python's decoder would silently keep the last of two equal keys."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
         raise BadRecord("duplicate key", f"{shown(key)} occurs twice in one object")
-    return found
+    return members
 
 
 def _constant(name: str) -> None:

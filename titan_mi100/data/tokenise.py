@@ -44,16 +44,16 @@ def tokenise(
                 waiting.append(pool.submit(_work_in_process, file, records))
             except OSError as error:
                 kill_workers()
-                what = f"cannot start {workers} processes ({error.strerror}); set fewer data.workers"
-                raise UserError(what) from None
+                problem = f"cannot start {workers} processes ({error.strerror}); set fewer data.workers"
+                raise UserError(problem) from None
             if len(waiting) > 2 * workers:  # bounds the chunks in memory, and keeps every worker busy
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
-        what = "memory was full, or the chat template or the tokenizer took too much memory or time"
+        problem = "memory was full, or the chat template or the tokenizer took too much memory or time"
         remedy = "set fewer data.workers, or use the tokenizer folder that came with the model"
-        raise UserError(f"a tokenising process was killed: {what}; {remedy}") from None
+        raise UserError(f"a tokenising process was killed: {problem}; {remedy}") from None
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -135,10 +135,10 @@ def serve() -> None:
 
 def _answer(function: str, path: str, *arguments: Any) -> str:
     limit()
-    found, refused = None, ""
+    answer, refused = None, ""
     module, name = function.split(":")
     try:
-        found = json.dumps(getattr(importlib.import_module(f"titan_mi100.{module}"), name)(path, *arguments))
+        answer = json.dumps(getattr(importlib.import_module(f"titan_mi100.{module}"), name)(path, *arguments))
     except UserError as error:
         refused = str(error)
     except MemoryError:
@@ -147,7 +147,7 @@ def _answer(function: str, path: str, *arguments: Any) -> str:
         refused = f"{path}: cannot be read: {error!r}; {_HARM}"
     # Memory that libraries keep reduces what the next question may use, so a child that keeps much is replaced.
     full = _memory(1) > _most_memory() / 4
-    return f'{{"found": {found or "null"}, "refused": {json.dumps(refused)}, "full": {json.dumps(full)}}}'
+    return f'{{"found": {answer or "null"}, "refused": {json.dumps(refused)}, "full": {json.dumps(full)}}}'
 
 
 def _memory(field: int) -> int:

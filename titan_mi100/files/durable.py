@@ -318,11 +318,11 @@ class FolderLock:
             self._file.write(json.dumps(record))
             self._file.flush()
         except OSError as error:
-            what = f"{folder / LOCK}: cannot be written to ({error.strerror}); fix that, or name another job.run_folder"
-            raise UserError(what) from None
+            text = f"{folder / LOCK}: cannot be written to ({error.strerror}); fix that, or name another job.run_folder"
+            raise UserError(text) from None
 
     def _take(self, folder: Path, patience: float) -> None:
-        until, said = time.monotonic() + patience, False
+        until, is_logged = time.monotonic() + patience, False
         while True:
             try:
                 return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -337,9 +337,9 @@ class FolderLock:
                     f"{folder}: is used by another run ({holder}); wait for it or end it, or name another "
                     "job.run_folder"
                 )
-            if not said:
+            if not is_logged:
                 log.info(f"{folder} is used by another run ({holder}); waiting for up to {patience:.0f} s")
-                said = True
+                is_logged = True
             time.sleep(0.2)
 
     def _holder(self) -> str:

@@ -75,8 +75,8 @@ def _instead(folder: Path) -> str:
     remedy = _REWRITE
     if len(pickles) == 1:
         remedy = "name that file itself instead of its folder; its pickle's code is not run"
-    found, remedy = (pickles, remedy) if pickles else (names, _NO_GGUF)
-    return f", only {some(found, 2)}; {remedy}" if names else "; download the whole folder again"
+    files, remedy = (pickles, remedy) if pickles else (names, _NO_GGUF)
+    return f", only {some(files, 2)}; {remedy}" if names else "; download the whole folder again"
 
 
 def tensor_problems(
@@ -92,30 +92,30 @@ def tensor_problems(
     Args:
         named: our names of the stored tensors -> those in the folder, for messages.
     """
-    wanted = {HEAD: shapes[EMBEDDING], **shapes} if HEAD in tensors and EMBEDDING in shapes else shapes
-    unexpected = sorted(n for n in tensors.keys() - wanted.keys() if not n.endswith(_OLD_BUFFER))
+    expected = {HEAD: shapes[EMBEDDING], **shapes} if HEAD in tensors and EMBEDDING in shapes else shapes
+    unexpected = sorted(n for n in tensors.keys() - expected.keys() if not n.endswith(_OLD_BUFFER))
     if EMBEDDING in shapes and any(".lora_A." in name for name in unexpected):
         # replaces the other problems, which follow from this one
         return ["is a LoRA adapter; name its base and merge it, or continue it with lora.initial_load_path"]
     if before := next((name.removesuffix(EMBEDDING) for name in unexpected if name.endswith(EMBEDDING)), ""):
         return [f"names begin with {before!r}, as wrappers leave them; save the model itself, or rename its tensors"]
     if EMBEDDING.removeprefix("model.") in unexpected:
-        what = "names lack 'model.' at their beginning: it was saved without a head, as an embedding model"
-        return [f"{what}; {_REWRITE}"]
+        problem = "names lack 'model.' at their beginning: it was saved without a head, as an embedding model"
+        return [f"{problem}; {_REWRITE}"]
     prefix = named.get(EMBEDDING, EMBEDDING).removesuffix(EMBEDDING.removeprefix("model."))
 
     def there(name: str) -> str:
         return named.get(name) or (name.replace("model.", prefix, 1) if name.startswith("model.") else name)
 
-    missing = sorted(wanted.keys() - tensors.keys())
+    missing = sorted(expected.keys() - tensors.keys())
     tied = "; if the head is tied to the embedding, set tie_word_embeddings to true in config.json"
     problems = [f"missing: {some(map(there, missing))}{tied * (missing == [HEAD])}"] if missing else []
     odd = "; rename them to begin with 'model.visual.', or remove them" * any(".visual." in f".{n}" for n in unexpected)
     problems += [f"not part of this model: {some(map(there, unexpected))}{odd}"] if unexpected else []
-    for name in sorted(wanted.keys() & tensors.keys()):
+    for name in sorted(expected.keys() & tensors.keys()):
         shape, dtype = tensors[name]
-        if tuple(shape) != tuple(wanted[name]):
-            problems.append(f"{there(name)} has shape {tuple(shape)}, but the model needs {tuple(wanted[name])}")
+        if tuple(shape) != tuple(expected[name]):
+            problems.append(f"{there(name)} has shape {tuple(shape)}, but the model needs {tuple(expected[name])}")
         if dtype not in HF_DTYPES.values():
             problems.append(f"{there(name)} has dtype {dtype}, which cannot be trained; use floating point")
     return problems
@@ -137,8 +137,8 @@ def check_weights(
         UserError: they are not; one line per problem.
     """
     kind = weights_format(path)
-    file, more = (path / ".metadata", [None]) if kind == DCP else (path, [])
-    table = call_in_child(f"files.tables:{_READERS[kind]}", file, *more)
+    file, arguments = (path / ".metadata", [None]) if kind == DCP else (path, [])
+    table = call_in_child(f"files.tables:{_READERS[kind]}", file, *arguments)
     if kind == HF:  # else what is in there, and under which names, is known when it is opened
         named = {own: name for name in table if not carries(own := own_name(name))}
         tensors = {own: (table[name][1], table[name][0]) for own, name in named.items()}

@@ -53,12 +53,12 @@ def _matches(pattern: str, links: list[str]) -> Iterator[str]:
 
     def entries(folder: str) -> Iterator[os.DirEntry[str]]:
         nonlocal looked
-        with suppress(OSError), os.scandir(folder or ".") as found:
-            for entry in found:
+        with suppress(OSError), os.scandir(folder or ".") as listing:
+            for entry in listing:
                 looked += 1
                 if looked > _MOST_ENTRIES or time.monotonic() > end:
-                    what = f"more than {_MOST_ENTRIES:,} files and folders to look at, or {_MOST_SECONDS:.0f} seconds"
-                    raise UserError(f"{what}; name a folder further down, or fewer *")
+                    limit = f"more than {_MOST_ENTRIES:,} files and folders to look at, or {_MOST_SECONDS:.0f} seconds"
+                    raise UserError(f"{limit}; name a folder further down, or fewer *")
                 yield entry
 
     def below(folder: str, parts: Sequence[str]) -> Iterator[str]:
@@ -114,22 +114,22 @@ def nearby(path: str) -> str:
 def unusable(path: str, kind: str = "*.jsonl") -> str:
     """Why the path cannot be read as a file; "" if it can. Args: kind: a pattern of such files, for the message."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError as error:
         return f"cannot be read: {error.strerror}{nearby(path)}"
     except (OSError, ValueError) as error:  # ValueError: a NUL byte
         return f"cannot be read: {error.strerror if isinstance(error, OSError) else error}"
-    if stat.S_ISDIR(found.st_mode):
+    if stat.S_ISDIR(status.st_mode):
         return f"is a folder; name its files, e.g. {os.path.join(path, kind)}"
     kernels = {os.stat(folder).st_dev for folder in ("/proc", "/sys") if os.path.ismount(folder)}
-    if not stat.S_ISREG(found.st_mode) or found.st_dev in kernels:  # reading /proc/kmsg waits for the next message
+    if not stat.S_ISREG(status.st_mode) or status.st_dev in kernels:  # reading /proc/kmsg waits for the next message
         return "is not a regular file (a pipe?); it is read more than once, so write its content to disk first"
     if not os.access(path, os.R_OK):
         return "cannot be read: Permission denied"
     with open(path, "rb") as file:
         # a copy that did not end, or `truncate`; some file systems count no blocks, but those find no holes
-        is_sparse = found.st_size > _LARGE and found.st_blocks * 512 < found.st_size // 100
-        if is_sparse and os.lseek(file.fileno(), 0, os.SEEK_HOLE) < found.st_size:
-            return f"has {found.st_size:,} bytes, of which nearly none is on the disk; copy or download it again"
+        is_sparse = status.st_size > _LARGE and status.st_blocks * 512 < status.st_size // 100
+        if is_sparse and os.lseek(file.fileno(), 0, os.SEEK_HOLE) < status.st_size:
+            return f"has {status.st_size:,} bytes, of which nearly none is on the disk; copy or download it again"
         file.seek(0)
         return lfs_problem(path) if file.read(len(LFS_POINTER)) == LFS_POINTER else ""

@@ -85,17 +85,17 @@ def read_object(path: Path, remedy: str, largest: int = LARGEST_CONFIG) -> dict[
     try:
         content = read_plain(path, largest)
     except OSError as error:
-        what = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
-        raise UserError(f"{path}: {what}; {remedy}") from None
+        problem = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+        raise UserError(f"{path}: {problem}; {remedy}") from None
     return parse_object(content, path, remedy)
 
 
 def _without_contradictions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON. Raises ValueError: it has a key twice, with different values."""
-    found = dict(pairs)
-    if len(found) < len(pairs) and (twice := [key for key, value in pairs if found[key] != value]):
+    members = dict(pairs)
+    if len(members) < len(pairs) and (twice := [key for key, value in pairs if members[key] != value]):
         raise ValueError(f"{shortened(repr(twice[0]))} occurs twice in one object, with different values")
-    return found
+    return members
 
 
 def _finite(word: str) -> float:
@@ -108,12 +108,12 @@ def parse_object(content: bytes, path: str | Path, remedy: str) -> dict[str, Any
     """Decode a file's content as a JSON object. Args: path, remedy: for the message. Raises UserError."""
     try:
         hooks: dict[str, Any] = {"parse_constant": _finite, "parse_float": _finite}  # the former: of NaN, Infinity
-        value = json.loads(content.decode("utf-8"), object_pairs_hook=_without_contradictions, **hooks)
+        parsed = json.loads(content.decode("utf-8"), object_pairs_hook=_without_contradictions, **hooks)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as JSON: {error}; {remedy}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: must hold one JSON object, not a {type(value).__name__}; {remedy}")
-    return value
+    if not isinstance(parsed, dict):
+        raise UserError(f"{path}: must hold one JSON object, not a {type(parsed).__name__}; {remedy}")
+    return parsed
 
 
 def is_plain_name(name: object) -> bool:

@@ -70,8 +70,8 @@ def _with_keys(value: Any, kind: Any, where: str) -> Any:
         raise UnknownKeyError(f"{where or 'it'} has the unknown key {some(sorted(unknown))}")
     if missing := required - content.keys():
         raise ValueError(f"{where or 'it'} lacks {some(sorted(missing))}")
-    found = {key: validated(item, hints[key], _below(where, key)) for key, item in content.items()}
-    return kind(**found)
+    arguments = {key: validated(item, hints[key], _below(where, key)) for key, item in content.items()}
+    return kind(**arguments)
 
 
 def _sized(value: Any, kind: Any, words: str, where: str) -> Any:

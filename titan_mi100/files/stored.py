@@ -59,29 +59,29 @@ class StoredTensors:
             UserError: a part is damaged or hostile, or the file has become shorter.
         """
         stored, _, parts = self._table[name]
-        wanted = []  # (part, first index, stop index) of the intersection of each part with the box, if not empty
+        overlaps = []  # (part, first index, stop index) of the intersection of each part with the box, if not empty
         for part in parts:
             starts = [max(a, b) for a, b in zip(offset, part[0], strict=True)]
             stops = [min(a + n, b + m) for a, n, b, m in zip(offset, size, part[0], part[1], strict=True)]
             if all(start < stop for start, stop in zip(starts, stops, strict=True)):
-                wanted.append((part, starts, stops))
-        places = [[begin, about] for (_, _, _, begin, about), _, _ in wanted]
-        if self._zipped and wanted:
-            zips = [[file, begin, length, stored, shape] for (_, shape, file, begin, length), _, _ in wanted]
+                overlaps.append((part, starts, stops))
+        places = [[begin, about] for (_, _, _, begin, about), _, _ in overlaps]
+        if self._zipped and overlaps:
+            zips = [[file, begin, length, stored, shape] for (_, shape, file, begin, length), _, _ in overlaps]
             places, seconds = call_in_child("files.tables:read_parts", self.folder, zips)
             self._seconds = max(0.0, self._seconds + seconds - len(zips) * _USUAL)
             if self._seconds > SECONDS:  # each part may stay below the child's limit, but not all together
                 raise UserError(f"{self.folder}: {TOO_MUCH}; get it again from a source that you trust")
         # A box inside a single part is returned as a view of the mapped file; otherwise the parts are copied together.
-        whole = torch.empty(tuple(size), dtype=dtype or _DTYPES[stored]) if len(wanted) != 1 else None
-        for ((at, shape, file, _, _), starts, stops), (begin, strides) in zip(wanted, places, strict=True):
+        tensor = torch.empty(tuple(size), dtype=dtype or _DTYPES[stored]) if len(overlaps) != 1 else None
+        for ((at, shape, file, _, _), starts, stops), (begin, strides) in zip(overlaps, places, strict=True):
             box = tuple(slice(a - b, c - b) for a, b, c in zip(starts, at, stops, strict=True))
             values = self._values(file, begin, stored, shape, strides, box).to(dtype or _DTYPES[stored])
-            if whole is None:
+            if tensor is None:
                 return values
-            whole[tuple(slice(a - b, c - b) for a, b, c in zip(starts, offset, stops, strict=True))] = values
-        assert whole is not None
-        return whole
+            tensor[tuple(slice(a - b, c - b) for a, b, c in zip(starts, offset, stops, strict=True))] = values
+        assert tensor is not None
+        return tensor
 
     def _values(
         self, file: str, begin: int, dtype: str, shape: list[int], strides: list[int] | None, box: tuple[slice, ...]

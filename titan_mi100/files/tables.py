@@ -96,8 +96,8 @@ def read_safetensors(file: str) -> Table:
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             shape, (begin, stop) = _shape(entry["shape"]), entry["data_offsets"]
             if (dtype := HF_DTYPES.get(entry["dtype"])) is None:
-                what = f"{shortened(name)} has dtype {shown(entry['dtype'])}, which cannot be trained"
-                raise UserError(f"{path}: {what}; if its weights are quantized, use the model's unquantized folder")
+                problem = f"{shortened(name)} has dtype {shown(entry['dtype'])}, which cannot be trained"
+                raise UserError(f"{path}: {problem}; if its weights are quantized, use the model's unquantized folder")
             fits = 8 + length + begin == end and stop - begin == math.prod(shape) * BYTES[dtype]
             if not _are_sizes(begin, stop) or not fits:
                 raise ValueError(f"{name} has too few or too many bytes, or does not begin where the one before ends")
@@ -109,10 +109,10 @@ def read_safetensors(file: str) -> Table:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         raise ValueError("the header has a key twice")
-    return found
+    return members
 
 
 # ---- pickles: a pickle can call any function that it names; here each name becomes an inert class
@@ -274,10 +274,10 @@ def read_dcp(file: str, files: list[str] | None) -> tuple[Table, list[str]]:
             for chunk in fields["chunks"]:
                 box = _fields_of(chunk, "ChunkStorageMetadata")
                 offset, sizes = _size(box["offsets"]), _size(box["sizes"])
-                place = places.get((name, offset))
-                if place is None or math.prod(sizes) * BYTES[_dtype(dtype)] > place[2]:
+                location = places.get((name, offset))
+                if location is None or math.prod(sizes) * BYTES[_dtype(dtype)] > location[2]:
                     raise ValueError(f"{name!r} is larger than its stored bytes")
-                parts.append([offset, sizes, *place])
+                parts.append([offset, sizes, *location])
             if not _fills_exactly([(part[0], part[1]) for part in parts], shape):
                 raise ValueError(f"the parts of {name!r} overlap or leave gaps")
             table[name] = [_dtype(dtype), shape, parts]
@@ -331,7 +331,7 @@ def read_parts(folder: str, wanted: list[list[Any]]) -> tuple[list[list[Any]], f
     Args:
         wanted: per part: file, first byte and bytes of the zip; and the dtype and shape that it must hold.
     """
-    found, started = [], time.process_time()
+    layouts, started = [], time.process_time()
     for file, begin, length, dtype, shape in wanted:
         path = Path(folder) / file
         with _as_user_error(path), open_plain(path) as opened:
@@ -340,8 +340,8 @@ def read_parts(folder: str, wanted: list[list[Any]]) -> tuple[list[list[Any]], f
                 *kind, strides, first = _tensor(*_load_torch_zip(part, before))
             if kind != [dtype, shape]:
                 raise ValueError(f"holds a {kind}, but the metadata says {[dtype, shape]}")
-            found.append([begin - before + first, strides])
-    return found, time.process_time() - started
+            layouts.append([begin - before + first, strides])
+    return layouts, time.process_time() - started
 
 
 # ---- files of torch.save
@@ -355,13 +355,13 @@ def read_torch(file: str) -> Table:
             content, records = _load_torch_zip(mapped)
         if not isinstance(content, dict):
             raise TypeError(f"holds a {type(content).__name__}, not a dict of tensors")
-        found = next((content[key] for key in STATE_DICTS if isinstance(content.get(key), dict)), content)
+        tensors = next((content[key] for key in STATE_DICTS if isinstance(content.get(key), dict)), content)
         table: Table = {}
-        for name, made in found.items():
+        for name, made in tensors.items():
             if type(name) is not str or not type(made).__name__.startswith("_rebuild_"):
-                what = f"its entry {shown(name)} is a {type(made).__name__}, not a tensor"
+                problem = f"its entry {shown(name)} is a {type(made).__name__}, not a tensor"
                 where = f"a dict from names to tensors, at top level or under {', '.join(STATE_DICTS)}"
-                raise UserError(f"{path}: {what}; name a file that holds {where}")
+                raise UserError(f"{path}: {problem}; name a file that holds {where}")
             dtype, shape, strides, begin = _tensor(made, records)
             table[name] = [dtype, shape, [[[0] * len(shape), shape, path.name, begin, strides]]]
     return table
@@ -374,11 +374,11 @@ def _tensor(made: Any, records: dict[str, tuple[int, int]]) -> tuple[str, list[i
     """
     if type(made).__name__ == "_rebuild_parameter":
         made = _call_arguments(made, "_rebuild_parameter")[0]
-    storage, offset, shape, strides, _, _, *more = _call_arguments(made, "_rebuild_tensor_v2", "_rebuild_tensor_v3")
+    storage, offset, shape, strides, _, _, *rest = _call_arguments(made, "_rebuild_tensor_v2", "_rebuild_tensor_v3")
     ((_, kind, key, *_),) = _call_arguments(storage, "_Object")
-    dtype = _STORAGES.get(kind.__name__.removesuffix("Storage")) or _dtype(more.pop(0))
+    dtype = _STORAGES.get(kind.__name__.removesuffix("Storage")) or _dtype(rest.pop(0))
     shape, strides = (list(_size(numbers) if isinstance(numbers, _Object) else numbers) for numbers in (shape, strides))
-    if any(more) or not _are_sizes(offset, *_shape(shape), *strides) or len(shape) != len(strides):
+    if any(rest) or not _are_sizes(offset, *_shape(shape), *strides) or len(shape) != len(strides):
         raise ValueError("holds a tensor of a kind that no checkpoint needs")
     begin, length = records[key]
     if not (count := math.prod(shape)):
@@ -430,7 +430,7 @@ def _load_torch_zip(file: mmap.mmap, start: int = 0) -> tuple[Any, dict[str, tup
     if "byteorder" in records and _read_bounded(file, *records["byteorder"], size) != sys.byteorder.encode():
         raise ValueError("was written on a machine of the other byte order")
     unpickler = _Unpickler(io.BytesIO(_read_bounded(file, *records["data.pkl"], size)))
-    return unpickler.load(), {name[5:]: place for name, place in records.items() if name.startswith("data/")}
+    return unpickler.load(), {name[5:]: location for name, location in records.items() if name.startswith("data/")}
 
 
 def _read_bounded(file: IO[bytes] | mmap.mmap, begin: int, length: int, size: int) -> bytes:

@@ -30,6 +30,6 @@ def read_template(file: Path) -> str:
     try:
         text = read_plain(file, LARGEST_CONFIG).decode("utf-8")
     except (OSError, ValueError) as error:
-        what = f"byte {error.start + 1} is not UTF-8" if isinstance(error, UnicodeDecodeError) else repr(error)
-        raise UserError(f"{file}: cannot be read ({what}); copy the checkpoint's tokenizer files") from None
+        problem = f"byte {error.start + 1} is not UTF-8" if isinstance(error, UnicodeDecodeError) else repr(error)
+        raise UserError(f"{file}: cannot be read ({problem}); copy the checkpoint's tokenizer files") from None
     return io.StringIO(text, newline=None).read()

@@ -11,10 +11,10 @@ NAMES = ", ".join(DEVICES)
 
 def find_device(name: str) -> Gpu:
     """The device of this name. Raises UserError: it is not known."""
-    if found := [gpu for key, gpu in DEVICES.items() if _plain(key) == _plain(name)]:
-        return found[0]
-    what = f"is not known{did_you_mean(name, DEVICES)}; or give the memory of another card: --memory 24GB"
-    raise UserError(f"--device {name} {what}")
+    if gpus := [gpu for key, gpu in DEVICES.items() if _plain(key) == _plain(name)]:
+        return gpus[0]
+    problem = f"is not known{did_you_mean(name, DEVICES)}; or give the memory of another card: --memory 24GB"
+    raise UserError(f"--device {name} {problem}")
 
 
 def _plain(name: str) -> str:

@@ -17,8 +17,8 @@ def find_gpu(arch: str, compute_units: int, memory: float = 0) -> Gpu | None:
     """
     arch = arch.split(":")[0]
     counts = (compute_units, 2 * compute_units) if arch.startswith("gfx1") else (compute_units,)
-    found = [card.gpu for card in CARDS if card.arch == arch and card.units in counts]
-    return min(found, key=lambda gpu: abs(gpu.memory_gib - memory / 2**30) if memory else 0, default=None)
+    gpus = [card.gpu for card in CARDS if card.arch == arch and card.units in counts]
+    return min(gpus, key=lambda gpu: abs(gpu.memory_gib - memory / 2**30) if memory else 0, default=None)
 
 
 _INSTRUCTIONS = {  # by which a CPU multiplies in a dtype: the names that Linux gives them, on x86 and Arm

@@ -70,13 +70,13 @@ def estimate(config: Config, ranks: int, device_memory: int, spec: ModelSpec | N
 
 def _peaks(config: Config, spec: ModelSpec, ranks: int, device_memory: int, counts: Sequence[int]) -> list[Memory]:
     """As estimate. Args: counts: layers of each stage."""
-    layout, batch, mine = config.layout(ranks), config.batch(ranks), []
+    layout, batch, peaks = config.layout(ranks), config.batch(ranks), []
     cuts = stages_of(counts)
     for rank, numbers in enumerate(_on_ranks(config, layout.pp, len(cuts))):
         one = _Rank(config, spec, layout, batch, device_memory, rank, [cuts[index] for index in numbers])
         moments = (Memory(*moment, one.on_host()) for moment in one.moments())
-        mine.append(max(moments, key=lambda memory: memory.peak))
-    return mine
+        peaks.append(max(moments, key=lambda memory: memory.peak))
+    return peaks
 
 
 def with_unseen(peak: float) -> float:
@@ -119,9 +119,9 @@ def _by_bytes(config: Config, spec: ModelSpec, ranks: int, card: int, counts: li
     def peaks(counts: list[int]) -> list[float]:
         return [memory.peak for memory in _peaks(config, spec, ranks, card, counts)]
 
-    now, mine = peaks(counts), _on_ranks(config, config.layout(ranks).pp, len(counts))
+    now, stages = peaks(counts), _on_ranks(config, config.layout(ranks).pp, len(counts))
     while with_unseen(max(now) * (1 + BELOW)) > card * (1 - _SPARE):
-        full, empty = mine[now.index(max(now))], mine[now.index(min(now))]
+        full, empty = stages[now.index(max(now))], stages[now.index(min(now))]
         moves = [(source, target) for source in full for target in empty if counts[source] > 1]
         moved = [[n - (i == source) + (i == target) for i, n in enumerate(counts)] for source, target in moves]
         best = min(moved, key=lambda other: max(peaks(other)), default=counts)
@@ -163,10 +163,10 @@ class _Rank:
         self.block_bytes = self.block * self.bytes_each
         self.end_bytes = self.vocabulary * self.compute
         adapters = config.lora.shapes(spec) if self.lora else {}
-        mine = [math.prod(shape) for name, shape in adapters.items() if int(name.split(".")[2]) in numbers]
-        self.adapters = sum(mine) / layout.tp
-        whole = [layer.largest / layout.tp for layer in self.layers] + [self.vocabulary] * (self.ends > 0)
-        self.largest = max(mine if self.lora else whole, default=0)  # values of the largest trained matrix
+        adapter_sizes = [math.prod(shape) for name, shape in adapters.items() if int(name.split(".")[2]) in numbers]
+        self.adapters = sum(adapter_sizes) / layout.tp
+        largest = [layer.largest / layout.tp for layer in self.layers] + [self.vocabulary] * (self.ends > 0)
+        self.largest = max(adapter_sizes if self.lora else largest, default=0)  # values of the largest trained matrix
         master, self.beside = config.optimizer.master_bytes
         self.master = max(master, self.compute) if self.compute > 4 else master
         # bytes of a gradient value where it is reduced
@@ -265,15 +265,15 @@ class _Rank:
         """Bytes that are in the host's memory instead of the device's."""
         trained, weights, state = self._held()
         each = (self._pinned(self._bytes(layer.kept[self.mode])) for layer in self.layers)
-        found = sum(each) * self._in_flight() if self.inputs_on_host else 0.0
+        total = sum(each) * self._in_flight() if self.inputs_on_host else 0.0
         if self.offload == "optimizer":
-            found += trained * self.master / self.shard + state
+            total += trained * self.master / self.shard + state
         if self.offload == "weights":
             is_added = self.batch.gradient_accumulation_steps > 1 and self.layout.zero_stage > 1 and not self.lora
             coming = max(self.block, self.ends and self.vocabulary) * self.master / self.shard
             rounded = self._weights_pinned() / weights if self.device_memory else 1.0
-            found += rounded * (weights + (trained * self.master / self.shard) + (coming if is_added else 0.0)) + state
-        return found
+            total += rounded * (weights + (trained * self.master / self.shard) + (coming if is_added else 0.0)) + state
+        return total
 
     def _pinned(self, size: float) -> float:
         """Bytes of pinned host memory for a tensor: torch rounds up to a power of two."""
@@ -326,9 +326,9 @@ class _Rank:
 
     def _inside(self, layer: LayerShape) -> float:
         """Bytes that a layer's backward needs besides what was kept."""
-        found = self._bytes(layer.inside[self.mode]) + self._for_lora(layer, "full")
+        total = self._bytes(layer.inside[self.mode]) + self._for_lora(layer, "full")
         # one dequantised matrix, and the indices of its lookup
-        return found + (layer.largest / self.layout.tp * (self.compute + 2) if self.is_nf4 else 0.0)
+        return total + (layer.largest / self.layout.tp * (self.compute + 2) if self.is_nf4 else 0.0)
 
     def _rotary(self) -> float:
         return self._bytes(self.spec.per_forward) * self.layout.tp  # each rank has all of it

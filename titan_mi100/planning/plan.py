@@ -141,8 +141,8 @@ def measured_efficiency(config: Config, ranks: int, card: int, gpu: Gpu, tokens_
         return plan.tokens / plan.seconds
 
     if rate(high) < tokens_per_second:
-        what = f"the data sheet of {ranks} x {gpu.name} allows {rate(high):,.0f} tokens/s of this config"
-        raise UserError(f"--measured {tokens_per_second:,.0f}: {what}; name the config and the cards of that run")
+        problem = f"the data sheet of {ranks} x {gpu.name} allows {rate(high):,.0f} tokens/s of this config"
+        raise UserError(f"--measured {tokens_per_second:,.0f}: {problem}; name the config and the cards of that run")
     for _ in range(30):
         middle = (low + high) / 2
         low, high = (low, middle) if rate(middle) >= tokens_per_second else (middle, high)
@@ -239,13 +239,13 @@ def remedy(plan: Plan) -> str:
         changed = with_settings(config, change)
         if changed == config or check(changed, plan.ranks, with_files=False):
             continue
-        found = make_plan(changed, plan.ranks, plan.card)
-        if found.most >= least:
+        proposal = make_plan(changed, plan.ranks, plan.card)
+        if proposal.most >= least:
             continue
         settings = [(getattr(config, name), name, key, value) for name, v in change.items() for key, value in v.items()]
         keys = ", ".join(f"{name}.{key} = {value}" for old, name, key, value in settings if getattr(old, key) != value)
-        least, best = found.most, f"{words} ({keys}): {found.most / GIB:.1f} GiB"
-        if found.fits:
+        least, best = proposal.most, f"{words} ({keys}): {proposal.most / GIB:.1f} GiB"
+        if proposal.fits:
             return best
         best += ", still too much"
     return best

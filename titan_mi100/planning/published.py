@@ -50,5 +50,5 @@ def beside(gpu: Gpu, dtype: str, ranks: int, flops_per_token: float) -> str:
     own_flops = flops_of_steps(PRESETS[FLAVOR], LoRAConfig())(SEQ_LEN, SEQ_LEN, SEQ_LEN * (SEQ_LEN + 1) // 2) / SEQ_LEN
     share = rate * own_flops / (RANKS * peak)
     scaled = share * peak * ranks / flops_per_token
-    what = f"published for {gpu.name} in {dtype} (DeepSpeed, a pipeline of two, Qwen3-{FLAVOR})"
-    return f"{what}: {rate:,} tokens/s, {share:.0%} of the data sheet's rate; at that share here {scaled:,.0f} tokens/s"
+    text = f"published for {gpu.name} in {dtype} (DeepSpeed, a pipeline of two, Qwen3-{FLAVOR})"
+    return f"{text}: {rate:,} tokens/s, {share:.0%} of the data sheet's rate; at that share here {scaled:,.0f} tokens/s"

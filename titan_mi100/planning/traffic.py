@@ -102,12 +102,12 @@ def extrapolated(few: Traffic, more: Traffic, microbatches: tuple[int, int], wan
         AssertionError: the number of transfers per microbatch is not whole.
     """
     added, rest = microbatches[1] - microbatches[0], wanted - microbatches[0]
-    found = {}
+    traffic = {}
     for transfer in {**few, **more}:
         change, remainder = divmod((more.get(transfer, 0) - few.get(transfer, 0)) * rest, added)
         assert not remainder, transfer
-        found[transfer] = few.get(transfer, 0) + change
-    return found
+        traffic[transfer] = few.get(transfer, 0) + change
+    return traffic
 
 
 def by_axis(traffic: Traffic) -> Iterator[tuple[Transfer, int, int, float]]:
@@ -115,9 +115,9 @@ def by_axis(traffic: Traffic) -> Iterator[tuple[Transfer, int, int, float]]:
     rows: dict[tuple[str, str, range], list[tuple[Transfer, int]]] = {}
     for transfer, count in traffic.items():
         rows.setdefault((transfer.axis, transfer.operation, transfer.group), []).append((transfer, count))
-    order = {name: place for place, name in enumerate((*AXES, WORLD))}
+    order = {name: index for index, name in enumerate((*AXES, WORLD))}
     for key in sorted(rows, key=lambda key: (order[key[0]], OPERATIONS.index(key[1]), key[2].start, key[2].stop)):
-        found = rows[key]
-        payload = sum(count * transfer.payload for transfer, count in found)
-        ring = sum(count * transfer.ring_bytes for transfer, count in found)
-        yield found[0][0], sum(count for _, count in found), payload, ring
+        transfers = rows[key]
+        payload = sum(count * transfer.payload for transfer, count in transfers)
+        ring = sum(count * transfer.ring_bytes for transfer, count in transfers)
+        yield transfers[0][0], sum(count for _, count in transfers), payload, ring

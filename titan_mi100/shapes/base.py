@@ -197,14 +197,14 @@ class ModelSpec:
 
     def problems(self) -> list[str]:
         """What is wrong with this shape, one clause each; empty: nothing."""
-        found = [
+        messages = [
             f"{name} = {value} must be positive"
             for name, value in asdict(self).items()  # type: ignore[call-overload]
             if name != "pad_token_id" and type(value) in (int, float) and value <= 0
         ]
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
-            found.append(f"pad_token_id = {self.pad_token_id} is not in the vocabulary; set it to null")
-        return found
+            messages.append(f"pad_token_id = {self.pad_token_id} is not in the vocabulary; set it to null")
+        return messages
 
     def uneven(self, more: str, fewer: str) -> list[str]:
         """A problem if a number of heads is not a multiple of another."""
@@ -214,17 +214,17 @@ class ModelSpec:
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
         """Every parameter by its HF name, a tied weight once."""
-        norm, whole = (
+        norm, shape = (
             Parameter((self.hidden_size,), WHOLE, "norm", self.norm_start),
             (self.vocab_size, self.hidden_size),
         )
-        found = {"model.embed_tokens.weight": Parameter(whole, OUTPUTS, "embedding")}
+        by_name = {"model.embed_tokens.weight": Parameter(shape, OUTPUTS, "embedding")}
         for number, layer in enumerate(self.layers):
-            found |= {f"model.layers.{number}.{name}": parameter for name, parameter in layer.parameters.items()}
-        found["model.norm.weight"] = norm
+            by_name |= {f"model.layers.{number}.{name}": parameter for name, parameter in layer.parameters.items()}
+        by_name["model.norm.weight"] = norm
         if not self.tie_word_embeddings:
-            found["lm_head.weight"] = Parameter(whole, OUTPUTS, "head")
-        return found
+            by_name["lm_head.weight"] = Parameter(shape, OUTPUTS, "head")
+        return by_name
 
     def carries(self, name: str) -> bool:
         """Whether a tensor of a folder, by its name there, is not used, such as a vision tower's. It goes along through
@@ -254,14 +254,14 @@ class ModelSpec:
     @cached_property
     def pieces(self) -> dict[str, Piece]:
         """The parameters that the model holds in another form than files do, by their names in the model."""
-        found = {}
-        for whole, parameter in self.parameters.items():
+        by_name = {}
+        for hf_name, parameter in self.parameters.items():
             if parameter.split.parts or len(parameter.shape) > 2 or parameter.held_as:
                 start = 0
-                for name, shape in parameter.held(whole).items():
-                    found[name] = Piece(whole, start, shape, parameter.shape)
+                for name, shape in parameter.held(hf_name).items():
+                    by_name[name] = Piece(hf_name, start, shape, parameter.shape)
                     start += shape[0]
-        return found
+        return by_name
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -306,16 +306,16 @@ def adapter_shapes(
 
 def adapter_pieces(spec: ModelSpec, rank: int) -> dict[str, Piece]:
     """As ModelSpec.pieces, of the LoRA matrices of tensors that are held in parts. The parts share A; B has theirs."""
-    found = {}
-    for whole, parameter in spec.parameters.items():
+    by_name = {}
+    for hf_name, parameter in spec.parameters.items():
         if rank and parameter.role == "matrix" and parameter.split.parts and len(parameter.shape) == 2:
-            module, (rows, columns) = whole.removesuffix(".weight"), parameter.shape
+            module, (rows, columns) = hf_name.removesuffix(".weight"), parameter.shape
             a, b, start = f"{module}.lora_A.weight", f"{module}.lora_B.weight", 0
-            found[f"{module}.0.lora_A.weight"] = Piece(a, 0, (rank, columns), (rank, columns))
+            by_name[f"{module}.0.lora_A.weight"] = Piece(a, 0, (rank, columns), (rank, columns))
             for number, size in enumerate(parameter.split.parts):
-                found[f"{module}.{number}.lora_B.weight"] = Piece(b, start, (size, rank), (rows, rank))
+                by_name[f"{module}.{number}.lora_B.weight"] = Piece(b, start, (size, rank), (rows, rank))
                 start += size
-    return found
+    return by_name
 
 
 def held_names(spec: ModelSpec, adapter: Collection[str], rank: int) -> set[str]:

@@ -91,9 +91,9 @@ def places(name: str, parameter: Parameter, fused: bool) -> Iterator[Place]:
         shape = (inner, hidden) if is_transposed else (hidden, inner)
         return (Place(f"{module}.{expert}.{kind}.weight", shape, None, 0) for expert in range(experts))
     start = inner if kind == "up_proj" else 0
-    whole = f"{module}.gate_up_proj" if is_transposed else f"{module}.down_proj"
+    fused_name = f"{module}.gate_up_proj" if is_transposed else f"{module}.down_proj"
     rows, columns = (2 * inner, hidden) if is_transposed else (hidden, inner)
-    return (Place(whole, (experts, rows, columns), expert, start) for expert in range(experts))
+    return (Place(fused_name, (experts, rows, columns), expert, start) for expert in range(experts))
 
 
 def stacks(spec: ModelSpec) -> Iterator[tuple[str, Parameter]]:
@@ -115,23 +115,23 @@ class MixtureSpec(ModelSpec):
 
     def as_stored(self, names: Collection[str], saved: Mapping[str, Any]) -> "MixtureSpec":
         form = is_fused(self, names)
-        wanted = sum(parameter.experts for _, parameter in stacks(self))
-        if form is False and wanted > 2 * (there := sum(INSIDE in name for name in names)):  # before names are made
-            what = f"num_experts = {self.num_experts} in {self.num_hidden_layers:,} layers makes {wanted:,} tensors"
-            raise UserError(f"config.json: {what}, but the weights have {there:,} of experts; correct it")
+        expected = sum(parameter.experts for _, parameter in stacks(self))
+        if form is False and expected > 2 * (there := sum(INSIDE in name for name in names)):  # before names are made
+            text = f"num_experts = {self.num_experts} in {self.num_hidden_layers:,} layers makes {expected:,} tensors"
+            raise UserError(f"config.json: {text}, but the weights have {there:,} of experts; correct it")
         known = saved.get("experts_fused", self.experts_fused) if form is None else form
         return replace(self, experts_fused=known)  # type: ignore[type-var]  # of a dataclass
 
     def in_files(self, kinds: Mapping[str, Any], fused: bool | None = None) -> dict[str, Any]:
-        found, form = dict[str, Any](), self.experts_fused if fused is None else fused
+        stored, form = dict[str, Any](), self.experts_fused if fused is None else fused
         for name, kind in kinds.items():
             parameter = self.parameters.get(name)
             if parameter is None or not parameter.experts:
-                found[name] = kind
+                stored[name] = kind
                 continue
-            for place in islice(places(name, parameter, form), 1 if form else None):
-                found[place.name] = kind._replace(shape=place.shape) if hasattr(kind, "_replace") else place.shape
-        return found
+            for slot in islice(places(name, parameter, form), 1 if form else None):
+                stored[slot.name] = kind._replace(shape=slot.shape) if hasattr(kind, "_replace") else slot.shape
+        return stored
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
         return self._used({**super().tensor_parallel_sizes(), "moe_intermediate_size": self.moe_intermediate_size})
@@ -141,11 +141,11 @@ class MixtureSpec(ModelSpec):
 
     def _used(self, sizes: dict[str, Any]) -> dict[str, Any]:
         """Without the inner sizes that no layer has: config.json has that of an MLP in any case."""
-        found = {bool(p.experts) for name, p in self.parameters.items() if name.endswith(".down_proj.weight")}
-        gone = {"intermediate_size": False not in found, "moe_intermediate_size": True not in found}
+        expert_flags = {bool(p.experts) for name, p in self.parameters.items() if name.endswith(".down_proj.weight")}
+        gone = {"intermediate_size": False not in expert_flags, "moe_intermediate_size": True not in expert_flags}
         return {name: size for name, size in sizes.items() if not gone.get(name)}
 
     def problems(self) -> list[str]:
-        more = self.num_experts_per_tok > self.num_experts
-        what = f"num_experts_per_tok = {self.num_experts_per_tok} is more than num_experts = {self.num_experts}"
-        return super().problems() + [what] * more
+        is_too_many = self.num_experts_per_tok > self.num_experts
+        problem = f"num_experts_per_tok = {self.num_experts_per_tok} is more than num_experts = {self.num_experts}"
+        return super().problems() + [problem] * is_too_many

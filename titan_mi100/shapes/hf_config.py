@@ -73,33 +73,33 @@ def build(path: Path, kind: type[Spec], values: Mapping[str, Any], found: list[s
 
 def problems_of(spec: ModelSpec) -> list[str]:
     """What is wrong with the values of a file. Larger counts would make loops endless, larger sizes would overflow."""
-    found = []
+    problems = []
     for name, value in asdict(spec).items():  # type: ignore[call-overload]  # of a dataclass
         count, most = value, _LARGEST.get(name, LARGEST_SIZE)
         if isinstance(value, tuple):
             count, most, name = len(value), MOST_LAYERS, f"the length of {name}"
         if type(count) is int and count > most:
-            found.append(f"{name} = {shortened(str(count))} is more than any model has")
-    return found or spec.problems()
+            problems.append(f"{name} = {shortened(str(count))} is more than any model has")
+    return problems or spec.problems()
 
 
 def unsupported(raw: Mapping[str, Any], known: Collection[str], only: Mapping[str, Any]) -> list[str]:
     """Keys that are unknown, or have values that our model does not compute. Args: only: key -> its only value."""
-    found = unknown(raw, {*known, *only, *WITHOUT_EFFECT, *ROPES, "layer_types", "quantization_config"})
+    problems = unknown(raw, {*known, *only, *WITHOUT_EFFECT, *ROPES, "layer_types", "quantization_config"})
     if (quantized := raw.get("quantization_config")) is not None:
         method = shown(quantized.get("quant_method") if isinstance(quantized, dict) else quantized)
-        what = f"quantization_config ({method}): quantized weights are not supported"
-        found.append(f"{what}; use the model's unquantized folder")
+        problem = f"quantization_config ({method}): quantized weights are not supported"
+        problems.append(f"{problem}; use the model's unquantized folder")
     for key, value in only.items():
         if raw.get(key, value) != value:
-            found.append(f"{key} = {shortened(repr(raw[key]))} is not supported; only {value!r}")
-    return found
+            problems.append(f"{key} = {shortened(repr(raw[key]))} is not supported; only {value!r}")
+    return problems
 
 
 def loss_problems(raw: Mapping[str, Any]) -> list[str]:
     """A problem if a mixture of experts adds an auxiliary loss."""
-    what = "output_router_logits adds an auxiliary loss, which depends on how rows are grouped into microbatches"
-    return [f"{what}; set it to false"] if raw.get("output_router_logits") else []
+    problem = "output_router_logits adds an auxiliary loss, which depends on how rows are grouped into microbatches"
+    return [f"{problem}; set it to false"] if raw.get("output_router_logits") else []
 
 
 def rope_of(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,20 +113,20 @@ def rope_problems(raw: Mapping[str, Any], values: Collection[str], harmless: Col
     Args:
         values: keys that may also stand outside of it, where they must not contradict. harmless: others.
     """
-    found, ropes = [], {key: raw[key] for key in ROPES if raw.get(key) not in (None, {})}
+    problems, ropes = [], {key: raw[key] for key in ROPES if raw.get(key) not in (None, {})}
     if len(ropes) > 1:
-        found.append(f"{' and '.join(ROPES)} are both set, and programs read either; remove one")
+        problems.append(f"{' and '.join(ROPES)} are both set, and programs read either; remove one")
     for key, rope in ropes.items():
         if not isinstance(rope, dict):
-            found.append(f"{key} = {shortened(repr(rope))} is not a JSON object")
+            problems.append(f"{key} = {shortened(repr(rope))} is not a JSON object")
         elif kinds := [rope[name] for name in ("rope_type", "type") if rope.get(name, "default") != "default"]:
-            found.append(f"{key}: rope type {shown(kinds[0])} is not supported; only 'default'")
+            problems.append(f"{key}: rope type {shown(kinds[0])} is not supported; only 'default'")
         else:
-            found += [f"{key}: {problem}" for problem in unknown(rope, {"rope_type", "type", *values, *harmless})]
+            problems += [f"{key}: {problem}" for problem in unknown(rope, {"rope_type", "type", *values, *harmless})]
             for name in values:
                 if name in rope and rope[name] != raw.get(name, rope[name]):
-                    found.append(f"{name} is {raw[name]!r}, and {rope[name]!r} in {key}; remove one")
-    return found
+                    problems.append(f"{name} is {raw[name]!r}, and {rope[name]!r} in {key}; remove one")
+    return problems
 
 
 def unknown(given: Mapping[str, Any], known: Collection[str]) -> list[str]:

@@ -85,10 +85,10 @@ class Qwen3Spec(ModelSpec):
         return super().input_sizes() | split
 
     def problems(self) -> list[str]:
-        found = super().problems() or self.uneven("num_attention_heads", "num_key_value_heads")
-        if not found and self.head_dim % 2:
-            found.append(f"head_dim = {self.head_dim} is odd; rotary embeddings rotate pairs")
-        return found
+        messages = super().problems() or self.uneven("num_attention_heads", "num_key_value_heads")
+        if not messages and self.head_dim % 2:
+            messages.append(f"head_dim = {self.head_dim} is odd; rotary embeddings rotate pairs")
+        return messages
 
 
 def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> Qwen3Spec:
@@ -123,8 +123,8 @@ def read(path: Path, raw: Mapping[str, Any]) -> Qwen3Spec:
         UserError: a key that makes transformers compute something else than this model, or might.
     """
     only = {**hf_config.ONLY, "partial_rotary_factor": 1.0}
-    found = hf_config.unsupported(raw, [field.name for field in fields(Qwen3Spec)], only)
-    return hf_config.build(path, Qwen3Spec, {**DEFAULTS, **checked_rope(raw, found), **raw}, found)
+    problems = hf_config.unsupported(raw, [field.name for field in fields(Qwen3Spec)], only)
+    return hf_config.build(path, Qwen3Spec, {**DEFAULTS, **checked_rope(raw, problems), **raw}, problems)
 
 
 def checked_rope(raw: Mapping[str, Any], found: list[str]) -> dict[str, Any]:
@@ -132,8 +132,8 @@ def checked_rope(raw: Mapping[str, Any], found: list[str]) -> dict[str, Any]:
     layers, count = raw.get("layer_types"), raw.get("num_hidden_layers")
     is_full = isinstance(layers, list) and len(layers) == count and {*map(str, layers)} == {"full_attention"}
     if layers is not None and not is_full:
-        what = f"layer_types = {shortened(repr(layers))} is not supported"
-        found.append(f"{what}; only 'full_attention' for each of the num_hidden_layers")
+        problem = f"layer_types = {shortened(repr(layers))} is not supported"
+        found.append(f"{problem}; only 'full_attention' for each of the num_hidden_layers")
     found += hf_config.rope_problems(raw, ["rope_theta"])
     return {name: value for name, value in hf_config.rope_of(raw).items() if name == "rope_theta"}
 

@@ -201,20 +201,20 @@ class Qwen3_5Spec(ModelSpec):
         }
 
     def problems(self) -> list[str]:
-        found = super().problems()
-        if not found:
-            found += self.uneven("num_attention_heads", "num_key_value_heads")
-            found += self.uneven("linear_num_value_heads", "linear_num_key_heads")
+        messages = super().problems()
+        if not messages:
+            messages += self.uneven("num_attention_heads", "num_key_value_heads")
+            messages += self.uneven("linear_num_value_heads", "linear_num_key_heads")
         kinds = {*self.layer_types}
         if len(self.layer_types) != self.num_hidden_layers or not kinds <= {FULL, LINEAR}:
-            what = f"layer_types names {len(self.layer_types)} layers of {', '.join(map(shown, sorted(kinds)[:4]))}"
-            found.append(f"{what}; it must have {FULL!r} or {LINEAR!r} for each of num_hidden_layers")
+            problem = f"layer_types names {len(self.layer_types)} layers of {', '.join(map(shown, sorted(kinds)[:4]))}"
+            messages.append(f"{problem}; it must have {FULL!r} or {LINEAR!r} for each of num_hidden_layers")
         if self.linear_conv_kernel_dim != 4:
-            found.append(f"linear_conv_kernel_dim = {self.linear_conv_kernel_dim} is not supported; only 4")
-        if not found and (self.rotated % 2 or not 0 < self.rotated <= self.head_dim):
-            what = f"rotates {self.rotated} of head_dim = {self.head_dim} dimensions; they must be pairs"
-            found.append(f"partial_rotary_factor = {self.partial_rotary_factor} {what}")
-        return found
+            messages.append(f"linear_conv_kernel_dim = {self.linear_conv_kernel_dim} is not supported; only 4")
+        if not messages and (self.rotated % 2 or not 0 < self.rotated <= self.head_dim):
+            problem = f"rotates {self.rotated} of head_dim = {self.head_dim} dimensions; they must be pairs"
+            messages.append(f"partial_rotary_factor = {self.partial_rotary_factor} {problem}")
+        return messages
 
 
 def every_fourth(layers: int, interval: int = 4) -> tuple[str, ...]:
@@ -270,32 +270,32 @@ def read(
     Raises:
         UserError: a key that makes transformers compute something else than this model, or might.
     """
-    text, found, is_wrapped = raw, [], "text_config" in raw
+    text, problems, is_wrapped = raw, [], "text_config" in raw
     of_text = f"{family.model_type}_text"
     if is_wrapped:
         inner = raw["text_config"]
         text = inner if isinstance(inner, dict) else {}
         if text is not inner:
-            found.append(f"text_config = {shown(inner)} is not a JSON object")
-        found += hf_config.unsupported(raw, _OF_WRAPPER, {})
+            problems.append(f"text_config = {shown(inner)} is not a JSON object")
+        problems += hf_config.unsupported(raw, _OF_WRAPPER, {})
         # as transformers: its class for images and text reads this key beside text_config, where the default is false
         outer, own = raw.get("tie_word_embeddings") or False, text.get("tie_word_embeddings")
         if own is not None and outer != own:
-            what = f"tie_word_embeddings is {outer!r}, and {own!r} in text_config"
-            found.append(f"{what}; give both the value that fits the weights: untied folders have lm_head.weight")
+            problem = f"tie_word_embeddings is {outer!r}, and {own!r} in text_config"
+            problems.append(f"{problem}; give both the value that fits the weights: untied folders have lm_head.weight")
         text = {**text, "tie_word_embeddings": outer}
         kind = text.get("model_type", of_text)
         if kind != of_text:
-            found.append(f"text_config: model_type = {shown(kind)} is not supported; only {of_text!r}")
+            problems.append(f"text_config: model_type = {shown(kind)} is not supported; only {of_text!r}")
     text = {family.renamed.get(key, key): value for key, value in text.items()}
     known = [*(field.name for field in fields(family) if field.name not in family.of_files), *known]
-    found += hf_config.unsupported(text, [*known, *_WITHOUT_EFFECT, "full_attention_interval", *_OF_IMAGES], _ONLY)
-    found += hf_config.loss_problems(text)
-    found += hf_config.rope_problems(text, ["rope_theta", "partial_rotary_factor"], _OF_IMAGES)
+    problems += hf_config.unsupported(text, [*known, *_WITHOUT_EFFECT, "full_attention_interval", *_OF_IMAGES], _ONLY)
+    problems += hf_config.loss_problems(text)
+    problems += hf_config.rope_problems(text, ["rope_theta", "partial_rotary_factor"], _OF_IMAGES)
     rope = {name: value for name, value in hf_config.rope_of(text).items() if name not in _OF_IMAGES}
     values = {**_DEFAULTS, **rope, **text, "is_wrapped": is_wrapped}
-    values["layer_types"] = _layer_types(text, found)
-    return hf_config.build(path, family, values, found)
+    values["layer_types"] = _layer_types(text, problems)
+    return hf_config.build(path, family, values, problems)
 
 
 def _layer_types(text: Mapping[str, Any], found: list[str]) -> tuple[str, ...]:

@@ -44,10 +44,10 @@ class Qwen3MoeSpec(experts.MixtureSpec, qwen3.Qwen3Spec):
         return tuple(dense if each else sparse for each in is_dense)
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        messages = super().problems()
         if wrong := [n for n in self.mlp_only_layers if not 0 <= n < self.num_hidden_layers]:
-            found.append(f"mlp_only_layers names layer {wrong[0]}, but there are {self.num_hidden_layers}, from 0")
-        return found
+            messages.append(f"mlp_only_layers names layer {wrong[0]}, but there are {self.num_hidden_layers}, from 0")
+        return messages
 
 
 # Source: the config.json of Qwen3-30B-A3B, its 2507 variants, and Qwen3-Coder-30B-A3B.
@@ -73,8 +73,8 @@ _KNOWN = (*hf_config.LOSS_OF_ROUTERS, "num_local_experts")
 def read(path: Path, raw: Mapping[str, Any]) -> Qwen3MoeSpec:
     """The shape that a `config.json` describes; see qwen3.read."""
     known = [field.name for field in fields(Qwen3MoeSpec) if field.name not in Qwen3MoeSpec.of_files]
-    found = hf_config.unsupported(raw, [*known, *_KNOWN], _ONLY) + hf_config.loss_problems(raw)
-    values = {**qwen3.DEFAULTS, **qwen3.checked_rope(raw, found), **raw}
+    problems = hf_config.unsupported(raw, [*known, *_KNOWN], _ONLY) + hf_config.loss_problems(raw)
+    values = {**qwen3.DEFAULTS, **qwen3.checked_rope(raw, problems), **raw}
     if "num_local_experts" in raw:  # as transformers 5 names it
         values.setdefault("num_experts", raw["num_local_experts"])
     hidden, heads = raw.get("hidden_size"), raw.get("num_attention_heads")
@@ -82,9 +82,9 @@ def read(path: Path, raw: Mapping[str, Any]) -> Qwen3MoeSpec:
         values["head_dim"] = hidden // heads
     dense = raw.get("mlp_only_layers") or []
     if not (isinstance(dense, list) and all(type(number) is int for number in dense)):
-        found.append(f"mlp_only_layers = {shown(dense)} is not a list of the numbers of layers")
+        problems.append(f"mlp_only_layers = {shown(dense)} is not a list of the numbers of layers")
     values["mlp_only_layers"] = tuple(dense) if isinstance(dense, list) else ()
-    return hf_config.build(path, Qwen3MoeSpec, values, found)
+    return hf_config.build(path, Qwen3MoeSpec, values, problems)
 
 
 def to_hf(spec: Qwen3MoeSpec) -> dict[str, Any]:

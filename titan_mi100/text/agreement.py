@@ -35,36 +35,36 @@ def check_agreement(config: TokenizerConfig, definition: dict[str, Any], splits_
     content, model_type = config.content, _read_beside(config, "config.json").get("model_type")
     kind = class_of(content, model_type)
     added = {token.content: token for token in map(AddedToken.read, definition.get("added_tokens", []))}
-    named, what = named_tokens(content), ""
+    named, problem = named_tokens(content), ""
     if unsupported := [key for key in _UNSUPPORTED if content.get(key)]:
-        what = f"{unsupported[0]} = {shown(content[unsupported[0]])} is not supported"
+        problem = f"{unsupported[0]} = {shown(content[unsupported[0]])} is not supported"
     elif kind in QWEN_CLASSES and kind != splits_as:
         fixed = model_type in KEPT_CLASS
         note = " (the default)" * (kind == QWEN2)
         note = f" (which transformers always uses for model_type {model_type})" if fixed else note
-        what = f"tokenizer_class {kind}{note} splits and normalises text differently than tokenizer.json"
+        problem = f"tokenizer_class {kind}{note} splits and normalises text differently than tokenizer.json"
         other = splits_as or _AS_DEFINED[0]
-        what += "" if fixed else f"; if tokenizer.json is right, set tokenizer_class to {other}"
+        problem += "" if fixed else f"; if tokenizer.json is right, set tokenizer_class to {other}"
     elif kind not in QWEN_CLASSES + _AS_DEFINED and not (kind in _LLAMA and '"ByteLevel"' in json.dumps(definition)):
-        what = f"tokenizer_class {shown(kind)} may split text in its own way; set it to {_AS_DEFINED[0]}"
+        problem = f"tokenizer_class {shown(kind)} may split text in its own way; set it to {_AS_DEFINED[0]}"
     elif "added_tokens_decoder" in content:
         if _id_properties(config.entries()) != _id_properties(definition.get("added_tokens", [])):
-            what = "added_tokens_decoder has other tokens or flags than tokenizer.json's added_tokens"
+            problem = "added_tokens_decoder has other tokens or flags than tokenizer.json's added_tokens"
     else:  # without added_tokens_decoder, transformers reads two files of its older format
         content = {**content, **_read_beside(config, "special_tokens_map.json")}
         if named != named_tokens(content):
-            what = "names other tokens than special_tokens_map.json"
+            problem = "names other tokens than special_tokens_map.json"
         for token, token_id in _read_beside(config, "added_tokens.json").items():
             if token not in added or added[token].id != token_id:
-                what = f"added_tokens.json has {shown(token)}, tokenizer.json's added_tokens do not"
+                problem = f"added_tokens.json has {shown(token)}, tokenizer.json's added_tokens do not"
     extra = content.get("extra_special_tokens") or content.get("additional_special_tokens") or []
     for token in [*named.values(), *(map(spelling, extra) if isinstance(extra, list) else ())]:
         if token not in added:
-            what = what or f"names the token {shown(token)}, which is not among tokenizer.json's added_tokens"
+            problem = problem or f"names the token {shown(token)}, which is not among tokenizer.json's added_tokens"
         elif kind == QWEN2 and (added[token].normalized or not added[token].plain):
-            what = what or f"tokenizer_class {kind} drops the flags of the token {shown(token)}"
-    if what:
-        raise UserError(f"{config.file}: {what}; {_REMEDY}")
+            problem = problem or f"tokenizer_class {kind} drops the flags of the token {shown(token)}"
+    if problem:
+        raise UserError(f"{config.file}: {problem}; {_REMEDY}")
 
 
 def _id_properties(entries: list[dict[str, Any]]) -> set[tuple[Any, ...]]:

@@ -82,28 +82,28 @@ def tokenizer_files(path: Path) -> Assets:
     folder = path if path.is_dir() else path.parent
     if path.is_dir():
         own = [file.name for file in sorted(path.glob("*.model"))]
-        found = _read_files(path, (*_TOKENIZER, *own))
+        assets = _read_files(path, (*_TOKENIZER, *own))
     else:
-        found = _read_files(folder, (path.name, _TOKENIZER_CONFIG, TEMPLATE))
+        assets = _read_files(folder, (path.name, _TOKENIZER_CONFIG, TEMPLATE))
     files = template_files(folder)
     if files.keys() - {"default"}:
-        config = parse_object(found.get(_TOKENIZER_CONFIG, b"{}"), folder / _TOKENIZER_CONFIG, _REMEDY)
+        config = parse_object(assets.get(_TOKENIZER_CONFIG, b"{}"), folder / _TOKENIZER_CONFIG, _REMEDY)
         config["chat_template"] = [{"name": name, "template": read_template(file)} for name, file in files.items()]
-        found[_TOKENIZER_CONFIG] = _json(config)
-        found.pop(TEMPLATE, None)
-    return found
+        assets[_TOKENIZER_CONFIG] = _json(config)
+        assets.pop(TEMPLATE, None)
+    return assets
 
 
 def _read_files(folder: Path, names: tuple[str, ...]) -> Assets:
-    found = {}
+    assets = {}
     for name in names:
         try:
-            found[name] = read_plain(folder / name, LARGEST_TABLE)
+            assets[name] = read_plain(folder / name, LARGEST_TABLE)
         except FileNotFoundError:
             continue
         except OSError as error:
             raise UserError(f"{folder / name}: cannot be read: {error.strerror}") from None
-    return found
+    return assets
 
 
 def run_assets(
@@ -129,8 +129,8 @@ def run_assets(
     assets = naming_class(assets, _read_files(folder_of(tokenizer), (CONFIG,)))
     if chat_template:
         assets[TEMPLATE] = read_plain(Path(os.path.realpath(chat_template)), LARGEST_CONFIG)
-    given = {**(variables or {}), "enable_thinking": enable_thinking, "system_prompt": system_prompt}
-    in_data = {key: value for key, value in given.items() if value is not None}
+    settings = {**(variables or {}), "enable_thinking": enable_thinking, "system_prompt": system_prompt}
+    in_data = {key: value for key, value in settings.items() if value is not None}
     prompts = asdict(prompt_settings(own, folder_of(base))) | in_data
     prompts = {key: value for key, value in prompts.items() if value not in (None, "")}
     assets.pop(PROMPTS, None)
@@ -230,13 +230,13 @@ def prompt_settings(assets: Assets, folder: Path) -> PromptSettings:
     """Read titan_mi100.json. Raises UserError: it is not valid; the message names `folder`."""
     if PROMPTS not in assets:
         return PromptSettings()
-    given = parse_object(assets[PROMPTS], folder / PROMPTS, _REMEDY)
+    settings = parse_object(assets[PROMPTS], folder / PROMPTS, _REMEDY)
     kinds = {**VARIABLES, "system_prompt": str}
-    if not given or any(type(value) is not kinds.get(key) for key, value in given.items()):
-        what = "must hold enable_thinking or preserve_thinking (true or false), system_prompt or reasoning_effort (a "
-        what += "text), and nothing else"
-        raise UserError(f"{folder / PROMPTS}: {what}; {_REMEDY}")
-    return PromptSettings(**given)
+    if not settings or any(type(value) is not kinds.get(key) for key, value in settings.items()):
+        text = "must hold enable_thinking or preserve_thinking (true or false), system_prompt or reasoning_effort (a "
+        text += "text), and nothing else"
+        raise UserError(f"{folder / PROMPTS}: {text}; {_REMEDY}")
+    return PromptSettings(**settings)
 
 
 def config_dtype(assets: Assets) -> str | None:
@@ -303,17 +303,17 @@ def check_export(spec: ModelSpec, base: str, tokenizer: str, chat_template: str)
             for name, content in made.items():
                 (folder / name).write_bytes(content)
         except OSError as error:
-            what = f"cannot be tried in {folder.parent}: {error.strerror}; free some space there, or set TMPDIR"
-            raise UserError(f"[checkpoint] export_hf = true: the export's files {what}") from None
+            problem = f"cannot be tried in {folder.parent}: {error.strerror}; free some space there, or set TMPDIR"
+            raise UserError(f"[checkpoint] export_hf = true: the export's files {problem}") from None
         try:
             read_hf_config(folder)
             if "tokenizer.json" in made or "vocab.json" in made:
                 load_tokenizer(folder)
             export_assets(folder, made, spec, None, [])
         except UserError as error:
-            what = str(error).replace(f"{scratch}/", "")
+            problem = str(error).replace(f"{scratch}/", "")
             remedy = "set model.tokenizer_path to the tokenizer of this model, or checkpoint.export_hf = false"
-            raise UserError(f"[checkpoint] export_hf = true: of the export's files {what}; {remedy}") from None
+            raise UserError(f"[checkpoint] export_hf = true: of the export's files {problem}; {remedy}") from None
 
 
 def export_assets(folder: Path, assets: Assets, spec: ModelSpec, dtype: str | None, ends: list[int]) -> Assets:
@@ -345,9 +345,9 @@ def for_all_versions(assets: Assets) -> Assets:
     made = dict(assets)
     config = parse_object(assets.get(CONFIG, b"{}"), CONFIG, _REMEDY)
     if config.get("model_type") in _IN_VERSION_4:
-        more = {"rope_theta": rope_of(config).get("rope_theta"), "torch_dtype": config.get("dtype")}
-        more["num_experts"] = config.get("num_local_experts")
-        lacking = {key: value for key, value in more.items() if value is not None and config.get(key) is None}
+        old_keys = {"rope_theta": rope_of(config).get("rope_theta"), "torch_dtype": config.get("dtype")}
+        old_keys["num_experts"] = config.get("num_local_experts")
+        lacking = {key: value for key, value in old_keys.items() if value is not None and config.get(key) is None}
         made |= {CONFIG: _json(config | lacking)} if lacking else {}
     tokenizer = parse_object(assets.get(_TOKENIZER_CONFIG, b"{}"), _TOKENIZER_CONFIG, _REMEDY)
     changed = dict(tokenizer)

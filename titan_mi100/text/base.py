@@ -104,8 +104,8 @@ class Tokenizer(ABC):
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            what = "a lone surrogate, which UTF-8 cannot hold; remove it or replace it by U+FFFD"
-            raise UserError(f"character {error.start} of the text is {what}") from error
+            problem = "a lone surrogate, which UTF-8 cannot hold; remove it or replace it by U+FFFD"
+            raise UserError(f"character {error.start} of the text is {problem}") from error
         for i, part in enumerate(self._cut_pattern.split(text)):  # every second part is an added token (re.split)
             if part:
                 plain = self._quoted.sub(lambda mark: mark[0].replace(_QUOTE, ""), part) if _QUOTE in part else part
@@ -193,9 +193,9 @@ class TokenizerConfig(NamedTuple):
         for token in added:
             fits = ids.setdefault(token.content, token.id) == token.id and 0 <= token.id < 2**31
             if not fits or not token.plain or name_of.setdefault(token.id, token.content) != token.content:
-                what = (
+                problem = (
                     f"the added token {token.content!r}: its text or its id {token.id} is used twice or out of range, "
                 )
-                what += "or it is empty, or it has lstrip, rstrip or single_word, which need a tokenizer.json"
-                raise UserError(f"{self.file}: {what}; use the config that came with the model")
+                problem += "or it is empty, or it has lstrip, rstrip or single_word, which need a tokenizer.json"
+                raise UserError(f"{self.file}: {problem}; use the config that came with the model")
         return added

@@ -152,8 +152,8 @@ def read_definition(file: Path, config: TokenizerConfig) -> dict[str, Any]:
     kind = class_of(config.content)
     if not config.content.get("tokenizer_class") or kind not in PATTERNS:
         # These files do not say how a text is split and normalised. The class determines it, and we know these only.
-        what = f"without a tokenizer.json only tokenizer_class {' and '.join(PATTERNS)} are supported"
-        raise UserError(f"{config.file}: {what}; save the tokenizer with a tokenizer.json")
+        problem = f"without a tokenizer.json only tokenizer_class {' and '.join(PATTERNS)} are supported"
+        raise UserError(f"{config.file}: {problem}; save the tokenizer with a tokenizer.json")
     lines = read_plain(file.with_name("merges.txt")).decode().rstrip("\n").split("\n")
     return {
         "added_tokens": config.entries(),

@@ -125,8 +125,8 @@ class ChatTemplate:
         except UserError:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            what = f"{config_file}: cannot be used ({error!r}); copy the checkpoint's tokenizer files"
-            raise UserError(what) from error
+            problem = f"{config_file}: cannot be used ({error!r}); copy the checkpoint's tokenizer files"
+            raise UserError(problem) from error
         if files:
             sources = {name: read_template(file) for name, file in files.items()}
         used = {name: sources[name] for name in ("default", "tool_use") if name in sources}
@@ -169,9 +169,9 @@ class ChatTemplate:
 
     def _behind_answer(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """What the template writes between the only assistant's message and the next message's text, or the end."""
-        place = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        index = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
         prepared = [_traced(i, message) for i, message in enumerate(self._prepared(messages))]
-        return TurnFinder(self._run(prepared, False, {}), "").behind(place)
+        return TurnFinder(self._run(prepared, False, {}), "").behind(index)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False, **variables: Any
@@ -274,13 +274,13 @@ class ChatTemplate:
                 )
             marks[owners.pop()].append((start, stop))
         end = len(finder.end_of_turn)
-        for place, turn in enumerate(turns):
+        for index, turn in enumerate(turns):
             spans = marks.get(turn.message)
             if spans and spans[-1][1] <= turn.stop - end and not turn.problem:
                 problem = (
                     f"{{% generation %}} leaves out {finder.end_of_turn!r}, so stopping would not be learned; move "
                 )
-                turns[place] = replace(turn, problem=problem + "{% endgeneration %} behind it")
+                turns[index] = replace(turn, problem=problem + "{% endgeneration %} behind it")
         return [replace(turn, marked=tuple(marks[turn.message])) if turn.message in marks else turn for turn in turns]
 
     def _prompt(self, prefix: list[dict[str, Any]], variables: dict[str, Any]) -> "Prompt":

@@ -59,8 +59,8 @@ def _load(path: Path) -> Tokenizer:
     except (UserError, MemoryError):
         raise
     except Exception as error:  # the libraries have no exception class of their own
-        what = f"is missing or malformed ({type(error).__name__}: {error})"
-        raise UserError(f"{file}, or {config_file}: {what}; download it again") from error
+        problem = f"is missing or malformed ({type(error).__name__}: {error})"
+        raise UserError(f"{file}, or {config_file}: {problem}; download it again") from error
 
 
 def tokenizer_files(path: str | Path) -> list[Path]:
@@ -75,12 +75,12 @@ def tokenizer_files(path: str | Path) -> list[Path]:
     file = _definition_file(Path(path))
     merges = ["merges.txt"] if file.name == "vocab.json" else []
     names = [file.name, *merges, "tokenizer_config.json"]
-    found = [file.with_name(name) for name in names if os.path.lexists(file.with_name(name))]
-    found += template_files(file.parent).values()
+    files = [file.with_name(name) for name in names if os.path.lexists(file.with_name(name))]
+    files += template_files(file.parent).values()
     # The caller hashes these files: a link must not lead elsewhere, and hashing must not take hours.
-    if odd := [file for file in found if plain_path(file).stat().st_size > LARGEST_TABLE]:
+    if odd := [file for file in files if plain_path(file).stat().st_size > LARGEST_TABLE]:
         raise UserError(f"{odd[0]}: is larger than {LARGEST_TABLE:,} bytes; no real file is; download it again")
-    return found
+    return files
 
 
 def _definition_file(path: Path) -> Path:
@@ -90,10 +90,10 @@ def _definition_file(path: Path) -> Path:
     """
     if path.is_file() and path.suffix == _SENTENCEPIECE:
         return path
-    found = [path / name for name in ("tokenizer.json", "vocab.json") if os.path.lexists(path / name)][:1]
-    found = found or sorted(file for file in path.glob("*") if file.suffix == _SENTENCEPIECE and not file.is_dir())
-    if len(found) != 1:
-        names = ", ".join(file.name for file in found) or "no tokenizer"
-        what = f"has {names}" if path.exists() else "no such file or folder"
-        raise UserError(f"{path}: {what}; name a folder with tokenizer.json, or a sentencepiece .model file")
-    return found[0]
+    files = [path / name for name in ("tokenizer.json", "vocab.json") if os.path.lexists(path / name)][:1]
+    files = files or sorted(file for file in path.glob("*") if file.suffix == _SENTENCEPIECE and not file.is_dir())
+    if len(files) != 1:
+        names = ", ".join(file.name for file in files) or "no tokenizer"
+        problem = f"has {names}" if path.exists() else "no such file or folder"
+        raise UserError(f"{path}: {problem}; name a folder with tokenizer.json, or a sentencepiece .model file")
+    return files[0]

@@ -195,7 +195,7 @@ def _user_defined(model: bytes) -> list[int]:
     """
     pieces = [value for tag, value in _fields(model) if tag == _PIECE]
     kinds = ([value for tag, value in _fields(piece) if tag == _TYPE and value in _TYPES] for piece in pieces)
-    return [i for i, found in enumerate(kinds) if found[-1:] == [_USER_DEFINED]]
+    return [i for i, types in enumerate(kinds) if types[-1:] == [_USER_DEFINED]]
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
@@ -210,8 +210,8 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
     """A variable-length integer, 7 bits per byte, the lowest first; and the position after it."""
-    value, shift = message[at] & 127, 7
+    number, shift = message[at] & 127, 7
     while message[at] > 127:
         at += 1
-        value, shift = value | (message[at] & 127) << shift, shift + 7
-    return value, at + 1
+        number, shift = number | (message[at] & 127) << shift, shift + 7
+    return number, at + 1

@@ -96,16 +96,16 @@ class Traced(str):
         return self._located(super().rsplit(sep, maxsplit), len(sep or ""))
 
     def splitlines(self, keepends: bool = False) -> list[str]:  # type: ignore[override]
-        whole = self._located(super().splitlines(keepends=True), 0)
-        return whole if keepends else [line[: len(str.splitlines(line)[0])] for line in whole]
+        lines = self._located(super().splitlines(keepends=True), 0)
+        return lines if keepends else [line[: len(str.splitlines(line)[0])] for line in lines]
 
     def partition(self, sep: str, /) -> tuple[str, str, str]:
-        before, found, after = self._located(list(super().partition(sep)), 0)
-        return before, found, after
+        before, separator, after = self._located(list(super().partition(sep)), 0)
+        return before, separator, after
 
     def rpartition(self, sep: str, /) -> tuple[str, str, str]:
-        before, found, after = self._located(list(super().rpartition(sep)), 0)
-        return before, found, after
+        before, separator, after = self._located(list(super().rpartition(sep)), 0)
+        return before, separator, after
 
     def _located(self, pieces: list[str], gap: int) -> list[str]:
         """Turn pieces of this string into slices of it, which keep their sources.

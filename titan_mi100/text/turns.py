@@ -83,8 +83,8 @@ def _calls_in(text: str) -> list[tuple[str, Any]] | None:
     calls = []
     for inside in re.findall("<tool_call>\\s*(.*?)\\s*</tool_call>", text, re.DOTALL):
         if xml := re.fullmatch("<function=([^>]*)>(.*?)</function>", inside, re.DOTALL):
-            values = re.findall("<parameter=([^>]*)>\n?(.*?)\n?</parameter>", xml[2], re.DOTALL)
-            calls.append((xml[1], dict(values)))
+            parameters = re.findall("<parameter=([^>]*)>\n?(.*?)\n?</parameter>", xml[2], re.DOTALL)
+            calls.append((xml[1], dict(parameters)))
         elif not inside.startswith(("{", "<function=")):
             return None
         else:
@@ -164,10 +164,10 @@ class TurnFinder:
         if _has_text(message.get("tool_calls")) and not fields & {"tool_calls", MIXED}:
             raise Untraceable("the template drops or rewrites its tool_calls")
         last = max([answer, *(end for _, end, _ in spans)])
-        found = self.text.find(self.end_of_turn, last)
-        if found < 0:
+        text_end = self.text.find(self.end_of_turn, last)
+        if text_end < 0:
             raise Untraceable(f"no {self.end_of_turn!r} ends the turn")
-        stop = found + len(self.end_of_turn)
+        stop = text_end + len(self.end_of_turn)
         if not self.messages_between(start, stop) <= {index}:
             raise Untraceable("text of another message is inside its turn")
         reasoned = has_reasoning(message)
@@ -175,7 +175,7 @@ class TurnFinder:
         self._last_stop = self._last_assistant_stop = stop
         problem = self.difference(index, message, lost)
         if not problem and message.get("weight") != 0:
-            problem = self._misread(start, found, message, lost)
+            problem = self._misread(start, text_end, message, lost)
         if reasoning_spans(message) and "</think>" in self.text[start : self._first_own(index)]:
             problem = "the template writes an empty think block before the content's; move that to reasoning_content"
         if is_last and not problem and not reasoned and not self._follows_prompt(index, start, prompt):
@@ -198,24 +198,24 @@ class TurnFinder:
         text, content = self.text[start:stop], message.get("content")
         if not isinstance(content, str):
             return ""
-        given = message.get(REASONING)
+        reasoning = message.get(REASONING)
         if text.lstrip().startswith("<think>") or self.text[:start].rstrip().endswith("<think>"):
             thought, tag, text = text.partition("</think>")
-            if not isinstance(given, str):
+            if not isinstance(reasoning, str):
                 before, own, behind = content.partition("</think>")
-                given, content = (before, behind) if own else ("", content)
+                reasoning, content = (before, behind) if own else ("", content)
             rest = _bare(text, True).removeprefix(_bare(content, True))
-            is_same = _bare(thought, False) == ("" if lost else _bare(given, False))
+            is_same = _bare(thought, False) == ("" if lost else _bare(reasoning, False))
             if not tag or not is_same or rest.startswith("</think>"):
-                what = f"a server would read {shortened(repr(thought.strip()))} as its reasoning, which it is not"
-                return f"{what}; remove think tags from the text, or name another template in model.chat_template"
+                problem = f"a server would read {shortened(repr(thought.strip()))} as its reasoning, which it is not"
+                return f"{problem}; remove think tags from the text, or name another template in model.chat_template"
         given_calls = [call.get("function") or call for call in message.get("tool_calls") or ()]
-        found = _calls_in(text) if given_calls and "<tool_call>" in text else None
-        if found is None:
+        calls = _calls_in(text) if given_calls and "<tool_call>" in text else None
+        if calls is None:
             return ""
-        if len(found) == len(given_calls) and all(
+        if len(calls) == len(given_calls) and all(
             read[0] == call["name"] and _is_same(call.get("arguments"), read[1])
-            for read, call in zip(found, given_calls, strict=True)
+            for read, call in zip(calls, given_calls, strict=True)
         ):
             return ""
         return "a server would read other calls; remove tags such as </tool_call> and </parameter> from its text"
@@ -262,26 +262,26 @@ class TurnFinder:
             for start, stop in reversed(reasoning_spans(message)):
                 content = content[:start] + content[stop:]
         reasoning = message.get(REASONING) if message.get("role") == "assistant" else None
-        given = [content] if lost_reasoning or not isinstance(reasoning, str) else [reasoning, content]
+        texts = [content] if lost_reasoning or not isinstance(reasoning, str) else [reasoning, content]
         shown = [self.text[begin:end] for begin, end, field in spans if field in ("content", REASONING)]
         # A template takes the think blocks of an answer apart, and writes their tags itself.
         with_tags = message.get("role") != "assistant" or isinstance(message.get(REASONING), str)
-        wanted, pieces, place = _bare("".join(given), with_tags), [_bare(text, with_tags) for text in shown], 0
-        if "".join(pieces) == wanted:
+        expected, pieces, cursor = _bare("".join(texts), with_tags), [_bare(text, with_tags) for text in shown], 0
+        if "".join(pieces) == expected:
             return ""
         remedy = "change the message, or name a template that shows it once and whole in model.chat_template"
-        if wanted and "".join(pieces).count(wanted) > 1:
+        if expected and "".join(pieces).count(expected) > 1:
             return f"the template shows its text more than once; {remedy}"
         for piece in pieces:
-            begin = wanted.find(piece, place)
+            begin = expected.find(piece, cursor)
             if begin < 0:
                 return "" if message.get("role") != "assistant" else f"the template rewrites its text; {remedy}"
-            if begin > place:
+            if begin > cursor:
                 break
-            place = begin + len(piece)
+            cursor = begin + len(piece)
         else:
-            begin = len(wanted)
-        return f"the template leaves out {shortened(repr(wanted[place:begin]))}; {remedy}" if begin > place else ""
+            begin = len(expected)
+        return f"the template leaves out {shortened(repr(expected[cursor:begin]))}; {remedy}" if begin > cursor else ""
 
     def _header_end(self, spans: list[tuple[int, int, str]], role: str, header: str) -> int:
         """The end of the turn's header, which the template wrote around this message's role.
