@@ -36,7 +36,7 @@ CORE = (
     ),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )
-BUDGETS = {"core": 10090, "titan_mi100": 27855, "scripts": 1090}  # lines of code
+BUDGETS = {"core": 10090, "titan_mi100": 27855, "scripts": 1155}  # lines of code
 FOLDERS = {  # the same, of folders in titan_mi100/ with all below them
     "attention": 935, "checkpoint": 725, "config": 2065, "data": 3975, "device": 105, "files": 1185,
     "generation": 275, "launch": 1310, "model": 1450, "objectives": 190, "open_run": 1100, "optim": 615,
