@@ -57,13 +57,13 @@ def main(config: Config, preemption: Preemption, heartbeat: Heartbeat) -> None:
         world = distributed.init_distributed(has_own_collectives=own)
         folder = RunFolder(config, world)
         heartbeat.is_in(folder.path)
-        started = folder.path, world.size, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        again = to_resume(*started)
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        again = to_resume(folder.path, world.size, local_size)
         path, moved = folder.path, folder.moved
         run = open_run(
             config, world, path, heartbeat=heartbeat, wants_to_stop=lambda: bool(preemption.reason), moved=moved
         )
-        again = to_resume(*started)  # now the run's config.toml is there to start from
+        again = to_resume(path, world.size, local_size)  # now the run's config.toml is there to start from
         run.observers += [folder, distributed.Patience(run.mesh, bool(config.watchdog.seconds))]
         if rank == 0 and (end := end_of_job(os.environ)):  # the others are told by the step's collective
             run.observers.append(TimeLimit(end, preemption, run.checkpointer))

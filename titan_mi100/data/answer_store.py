@@ -115,8 +115,10 @@ class Wanted:
         self, kind: str, weights: str, tokenizer: str, k: int, dtype: str, attention: str = "", layout: str = ""
     ) -> About:
         rows, packing = (self.count, VLLM) if dtype == VLLM else (len(self._starts) - 1, self.packing)
-        shape = self.count, rows, self.sets[0].seq_len, k
-        return About(kind, weights, tokens_hash(self.sets), tokenizer, *shape, dtype, attention, layout, packing)
+        return About(
+            kind, weights, tokens_hash(self.sets), tokenizer, documents=self.count, rows=rows,
+            seq_len=self.sets[0].seq_len, k=k, dtype=dtype, attention=attention, layout=layout, packing=packing,
+        )  # fmt: skip
 
     def documents(self, about: About, number: int) -> np.ndarray:
         """The documents of a part, in order."""

@@ -214,9 +214,11 @@ class Encoder:
         variables: dict[str, Any] = config.variables | ({} if tools is None else {"tools": tools})
         calls = (call.get("function") or call for message in messages for call in message.get("tool_calls", ()))
         texts = [call["arguments"] for call in calls if isinstance(call["arguments"], str)]
-        how = (config.loss, empty_think or config.empty_think == "supervised", config.earlier_thinking)
+        learns_empty = empty_think or config.empty_think == "supervised"
         try:
-            supervised = supervise(self._template, messages, *how, **variables)
+            supervised = supervise(
+                self._template, messages, config.loss, learns_empty, config.earlier_thinking, **variables
+            )
         except UserError as error:
             raise BadRecord("the chat template refuses it", str(error)) from error
         quoted = [f'": {json.dumps(text, ensure_ascii=False)}' for text in texts]

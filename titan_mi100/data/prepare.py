@@ -50,8 +50,8 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
     path, seq_len, prepared = config.tokenizer_path(), config.training.seq_len, None
     try:
         if patterns(config.data):
-            shape = config.model.chat_template, seq_len
-            prepared = prepare_data(config.data, path, *shape, patience, config.objective.answers)
+            template, answers = config.model.chat_template, config.objective.answers
+            prepared = prepare_data(config.data, path, template, seq_len, patience, answers)
     except RefusedData as error:
         if folder is None:
             raise

@@ -30,8 +30,10 @@ def survey(config: Config, seconds: float) -> Survey:
         UserError: a file cannot be read, or the template or a setting does not fit.
     """
     files = expand_patterns([pattern.path for pattern in patterns(config.data)])
-    shape = config.tokenizer_path(), config.model.chat_template, config.training.seq_len
-    sources, encoder = open_files(DataRequest(config.data, files, *shape, config.objective.answers))
+    tokenizer, template, answers = config.tokenizer_path(), config.model.chat_template, config.objective.answers
+    sources, encoder = open_files(
+        DataRequest(config.data, files, tokenizer, template, config.training.seq_len, answers)
+    )
     chunks, sizes, until, share = [], list[int](), time.monotonic() + seconds, 1.0
     with closing(tokenise(sources, encoder, config.data.workers, sizes.append)) as reading:
         for chunk in reading:

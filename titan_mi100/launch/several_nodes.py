@@ -286,7 +286,7 @@ def agent(place: Place, numbers: list[int], port: int, processes: int) -> tuple[
 def _outcome_of(message: Message) -> Outcome | None:
     try:
         step = message["step"]
-        fields = int(message["code"]), str(message["message"]), step if step is None else int(step)
-        return Outcome(*fields, str(message["state"]))
+        step = step if step is None else int(step)
+        return Outcome(int(message["code"]), str(message["message"]), step, str(message["state"]))
     except (KeyError, TypeError, ValueError):
         return None

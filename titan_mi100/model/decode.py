@@ -147,8 +147,8 @@ class Cache:
         self.prompts = padded.to(weight.device)  # (batch, longest)
         self.padding = torch.tensor(padding, device=weight.device)[:, None]
         self.used = 0  # positions filled so far, padding included
-        size = decoder.spec, batch, longest + max_new_tokens, decoder.dtype or weight.dtype, weight.device
-        self.states = [layer.state(*size) for layer in decoder.blocks()]
+        dtype, length = decoder.dtype or weight.dtype, longest + max_new_tokens
+        self.states = [layer.state(decoder.spec, batch, length, dtype, weight.device) for layer in decoder.blocks()]
 
 
 def forward(model: CausalLM, ids: Tensor, cache: Cache) -> Tensor:

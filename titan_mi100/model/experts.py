@@ -164,9 +164,10 @@ def choose_products(model: nn.Module, dtype: torch.dtype, device: torch.device) 
             problems["nf4"] = "weights in 4 bits"
             continue
         local = layer.weight.to_local() if isinstance(layer.weight, DTensor) else layer.weight
-        key = (layer.out_features // layer.experts, local.shape[1], layer.is_transposed)
+        rows, columns = layer.out_features // layer.experts, local.shape[1]
+        key = (rows, columns, layer.is_transposed)
         if key not in problems:
-            problems[key] = _trial(*key, dtype, device)
+            problems[key] = _trial(rows, columns, layer.is_transposed, dtype, device)
         layer.by_kernel = not problems[key]
     if layers:
         reasons = ", ".join(dict.fromkeys(filter(None, problems.values())))

@@ -22,8 +22,9 @@ class SharedMixture(Mixture):
     """A mixture whose tokens all go through one more expert, times a gate."""
 
     def __init__(self, spec: Qwen3_5MoeSpec) -> None:
-        sizes = spec.hidden_size, spec.moe_intermediate_size, spec.num_experts, spec.num_experts_per_tok
-        super().__init__(*sizes, is_normalised=True)
+        super().__init__(
+            spec.hidden_size, spec.moe_intermediate_size, spec.num_experts, spec.num_experts_per_tok, is_normalised=True
+        )
         self.shared_expert, self.shared_expert_gate = MLP(spec), Weight(1, spec.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:

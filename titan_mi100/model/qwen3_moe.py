@@ -24,8 +24,10 @@ class SparseBlock(Block):
 
     def __init__(self, spec: Qwen3MoeSpec, shape: LayerShape, backend: Backend) -> None:
         super().__init__(spec, shape, backend)
-        sizes = spec.hidden_size, spec.moe_intermediate_size, spec.num_experts, spec.num_experts_per_tok
-        self.mlp = Mixture(*sizes, spec.norm_topk_prob)  # type: ignore[assignment]
+        self.mlp = Mixture(  # type: ignore[assignment]
+            spec.hidden_size, spec.moe_intermediate_size, spec.num_experts, spec.num_experts_per_tok,
+            spec.norm_topk_prob,
+        )  # fmt: skip
 
 
 class Qwen3Moe(CausalLM):

@@ -119,8 +119,9 @@ class Pass:
         weights = (
             base_identity(self._config.checkpoint.initial_load_path, self._config.training.seed, self._spec) + weights
         )
-        how = self._config.training.mixed_precision_param, attention, self._layout.describe()
-        about: About = from_rank_zero(lambda: self.wanted.about(kind, weights, self._data.facts.tokenizer, k, *how))
+        dtype, layout = self._config.training.mixed_precision_param, self._layout.describe()
+        tokenizer, make = self._data.facts.tokenizer, self.wanted.about
+        about: About = from_rank_zero(lambda: make(kind, weights, tokenizer, k, dtype, attention, layout))
         return about
 
     def fill(
@@ -338,8 +339,8 @@ def columns_of(config: Config, world: World, data: Prepared, spec: ModelSpec) ->
 
 def open_teacher(folder: Path, data: Prepared, digest: str) -> AnswerStore:
     """Args: digest: tokens_hash of the data. Raises UserError: it is not complete, or of other rows."""
-    shape = len(_packed(data.sources[0]).documents.starts) - 1, 0, data.facts.seq_len, 0
-    about = About("teacher", "", digest, data.facts.tokenizer, *shape, "")
+    count = len(_packed(data.sources[0]).documents.starts) - 1
+    about = About("teacher", "", digest, data.facts.tokenizer, count, rows=0, seq_len=data.facts.seq_len, k=0, dtype="")
     remedy = "make it of this run's data: titan-mi100 teach"
     store = AnswerStore(folder, about, remedy, only=("kind", "tokenizer", "tokens", "documents"))
     if not store.is_begun:

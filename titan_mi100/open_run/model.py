@@ -71,12 +71,12 @@ def open_checkpointer(
 ) -> Checkpointer:
     """A collective."""
     with raise_together():
-        base, tokenizer = config.checkpoint.initial_load_path, config.tokenizer_path()
-        named = base, tokenizer, config.model.chat_template
-        has_assets = world.rank == 0 and folder is not None
-        facts = data.facts
-        prompts = facts.enable_thinking, facts.system_prompt, facts.variables
-        assets = run_assets(spec, *named, *prompts) if has_assets else {}
+        assets, facts = dict[str, bytes](), data.facts
+        if world.rank == 0 and folder is not None:
+            assets = run_assets(
+                spec, config.checkpoint.initial_load_path, config.tokenizer_path(), config.model.chat_template,
+                facts.enable_thinking, facts.system_prompt, facts.variables,
+            )  # fmt: skip
         if assets and facts.end_of_turn_id is not None:
             assets = ending_turns(assets, facts.end_of_turn, facts.end_of_turn_id)
     return Checkpointer(

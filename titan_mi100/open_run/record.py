@@ -72,8 +72,8 @@ def open_record(
             ran["compute_dtype"] = dtype
             about = _write_explanation(folder, config, progress.step, ran | code_and_machine(world))
             about = replace(about, settings=_flat(config, world.size))
-            flags = config.metrics.enable_tensorboard, config.metrics.enable_wandb
-            sinks = open_sinks(folder, *flags, about, progress.step)
+            metrics = config.metrics
+            sinks = open_sinks(folder, metrics.enable_tensorboard, metrics.enable_wandb, about, progress.step)
             reporter = Reporter(
                 folder,
                 config.metrics,

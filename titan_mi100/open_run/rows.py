@@ -23,8 +23,10 @@ def open_rows(
     """The rows of the run."""
     seed, size, epochs = training.seed, batch.global_batch_size, training.epochs or 1
     if wanted.is_mixture:
-        how = wanted.on_exhausted, wanted.weights_in == "documents", epochs
-        return Mixture(data.sources, seed, *how, progress.segments, progress.rows_consumed)
+        by_documents = wanted.weights_in == "documents"
+        return Mixture(
+            data.sources, seed, wanted.on_exhausted, by_documents, epochs, progress.segments, progress.rows_consumed
+        )
     [source] = data.sources
     rows = ShuffledEpochs(source.rows, seed, size, source.fingerprint, epochs)
     if (padding := 1 - len(source.rows) / rows.rows_per_epoch) > _MUCH_PADDING:
@@ -51,8 +53,8 @@ def fit_progress(progress: Progress, found: Found | None, rows: ShuffledEpochs |
     if isinstance(rows, ShuffledEpochs):
         progress.segments = []
         if found is not None:
-            before = found.manifest["rows"], found.manifest["fingerprints"]["global_batch_size"]
-            progress.rows_consumed = rows.resume_at(progress.rows_consumed, *before)
+            size = found.manifest["fingerprints"]["global_batch_size"]
+            progress.rows_consumed = rows.resume_at(progress.rows_consumed, found.manifest["rows"], size)
     else:
         if found is not None and len(rows.segments) > len(progress.segments):
             log.warning(f"the mixture changes from row {progress.rows_consumed:,} on, step {progress.step}")

@@ -144,8 +144,8 @@ def open_run(
     reporter = open_record(folder, config, world, spec, model, rows, progress, steps) if folder else None
     observers = [forecast, *open_observers(inputs, model, stream, reporter, steps)]
     profiler = open_profiler(folder, config.profiling, world, steps, reporter) if folder else None
-    named = config.tokenizer_path(), config.checkpoint.initial_load_path
-    sampler = open_sampler(config.validation, config.training.seq_len, inputs.data, *named)
+    tokenizer, base = config.tokenizer_path(), config.checkpoint.initial_load_path
+    sampler = open_sampler(config.validation, config.training.seq_len, inputs.data, tokenizer, base)
     child.end()  # no more files from elsewhere are read
     stragglers = Stragglers(world, config.metrics.log_freq) if folder is not None and world.size > 1 else None
     hooks = RunHooks(inputs, heartbeat, checkpointer, stragglers, wants_to_stop, moved)

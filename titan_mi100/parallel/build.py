@@ -96,8 +96,9 @@ def build_model(
         dtype = compute_dtype(config.training)
         from titan_mi100.parallel.pipeline import PipelinedModel  # takes half a second; other layouts skip it
 
-        about = stages_of(layers), schedule, microbatches, boundary, dtype, tied, mesh, device, objective
-        model = PipelinedModel(part, *about)
+        model = PipelinedModel(
+            part, stages_of(layers), schedule, microbatches, boundary, dtype, tied, mesh, device, objective
+        )
     elif layout.zero_stage == 0:
         model = ReplicatedModel(part(), mesh, config.training, config.parallelism, device)
     elif is_sharded(layout, config.memory):

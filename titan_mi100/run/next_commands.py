@@ -46,8 +46,8 @@ def after_run(folder: Path, config: Config, step: int) -> list[tuple[str, str]]:
     sources = [source.name for source in config.data.sources if not any(map(is_corpus, source.path))]
     if sources:
         which = ["--source", sources[0]] if len(config.data.sources) > 1 else []
-        page = ("--html", shown_path(folder / "data.html"))
-        commands.append(("data page", command("inspect", *_config_of(folder), *which, *page)))
+        page = shown_path(folder / "data.html")
+        commands.append(("data page", command("inspect", *_config_of(folder), *which, "--html", page)))
     if config.metrics.enable_tensorboard:
         program = _program("tensorboard", "tensorboard.main")
         commands.append(("curves", shlex.join([*program, "--logdir", shown_path(folder / "tensorboard")])))
@@ -70,8 +70,8 @@ def to_resume(folder: Path, processes: int, local_processes: int) -> str:
     """
     if processes != local_processes or not (folder / CONFIG).exists():  # the first start has not come to writing it
         return f"to resume, start again with job.run_folder = {folder}, without checkpoint.fresh and load_step"
-    options = (*_config_of(folder), "--job.run_folder", shown_path(folder), "--nproc_per_node", str(processes))
-    return f"to resume: {command('train', *options)}"
+    where = ["--job.run_folder", shown_path(folder), "--nproc_per_node", str(processes)]
+    return f"to resume: {command('train', *_config_of(folder), *where)}"
 
 
 def shown_path(path: str | Path) -> str:

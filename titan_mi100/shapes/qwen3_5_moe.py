@@ -34,11 +34,13 @@ class Qwen3_5MoeSpec(experts.MixtureSpec, Qwen3_5Spec):
     @cached_property
     def layers(self) -> tuple[LayerShape, ...]:
         dense = super().layers
-        sizes = self.hidden_size, self.moe_intermediate_size, self.num_experts, self.num_experts_per_tok
         kinds = {
-            layer.kind: experts.with_experts(layer, layer.kind, *sizes, self.intermediate_size, is_shared=True)
+            layer.kind: experts.with_experts(
+                layer, layer.kind, self.hidden_size, self.moe_intermediate_size, self.num_experts,
+                self.num_experts_per_tok, self.intermediate_size, is_shared=True,
+            )
             for layer in {layer.kind: layer for layer in dense}.values()
-        }
+        }  # fmt: skip
         return tuple(kinds[kind] for kind in self.layer_types)
 
 

@@ -418,11 +418,11 @@ def _free_name(stem: str) -> str:
 
 
 def _next_commands(output: Path, answers: Answers) -> list[str]:
-    config = "--job.config_file", str(output)
+    option, config, gpus = "--job.config_file", str(output), str(answers.gpus)
     return [
-        command("inspect", *config, "--html", "data.html"),
-        command("plan", *config, "--gpus", str(answers.gpus), "--memory", f"{answers.memory:g}GB"),
-        command("train", *config, "--nproc_per_node", str(answers.gpus)),
+        command("inspect", option, config, "--html", "data.html"),
+        command("plan", option, config, "--gpus", gpus, "--memory", f"{answers.memory:g}GB"),
+        command("train", option, config, "--nproc_per_node", gpus),
     ]
 
 

@@ -115,7 +115,7 @@ class JoinedWeights(Weights):
         for held, piece in pieces.items():
             first, last = max(begin, piece.start), min(end, piece.start + piece.shape[0])
             if first < last:
-                where = (first - piece.start, column), (last - first, columns)
-                parts.append(read(held, torch.Size(piece.shape), *where))
+                own_offset, own_size = (first - piece.start, column), (last - first, columns)
+                parts.append(read(held, torch.Size(piece.shape), own_offset, own_size))
         inner = (slice(None), *box(offset[1:-1], size[1:-1]))
         return torch.cat(parts).reshape(size[0], *shape[1:-1], columns)[inner]

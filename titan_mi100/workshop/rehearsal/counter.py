@@ -325,8 +325,10 @@ def as_rank(
         mesh = build_mesh(layout, CPU)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             attention = backend or FusedKernel()
-            how = 1.0, head, make, is_gpu, choose(config.objective), device_memory
-            model = build_model(config, spec, layout, batch, mesh, CPU, attention, *how)
+            model = build_model(
+                config, spec, layout, batch, mesh, CPU, attention, 1.0, head, make, is_gpu,
+                choose(config.objective), device_memory,
+            )  # fmt: skip
             if isinstance(model, ReplicatedModel):
                 no_others.patch_ddp(model.ddp)
             where = HOST if config.memory.offload == "weights" else PARAMETERS
