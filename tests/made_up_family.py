@@ -222,7 +222,7 @@ class DeltaLayer(Common):
     def state(self, spec: ModelSpec, batch: int, length: int, dtype: torch.dtype, device: torch.device) -> dict:
         return {}
 
-    def mix_next(self, parts: tuple[Tensor, ...], prepared: Any, state: Any, used: int, visible: Tensor) -> Tensor:
+    def decode_step(self, parts: tuple[Tensor, ...], prepared: Any, state: Any, used: int, visible: Tensor) -> Tensor:
         """The state: the convolution's last inputs, which are zero before a prompt begins, and the recurrence's."""
         seen, new = visible[:, used:, None], parts[0].shape[1]
         inputs = [torch.cat((before, x * seen), 1) for before, x in zip(

@@ -44,9 +44,9 @@ def test_an_accelerator_that_no_run_takes_is_named(module: str, words: str, monk
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.xpu, "is_available", lambda: module == "xpu")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: module == "mps")
-    assert accelerator.left_alone() == words
+    assert accelerator.unsupported_accelerator() == words
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert accelerator.left_alone() == ""
+    assert accelerator.unsupported_accelerator() == ""
 
 
 def test_the_cpu_and_fake_tensors_are_no_gpu() -> None:

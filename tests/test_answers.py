@@ -25,7 +25,7 @@ from titan_mi100.data.strict_json import BadRecord
 from titan_mi100.errors import Preempted, UserError
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World
-from titan_mi100.run.answers import AnswerWatch
+from titan_mi100.run.answers import PreferenceWatch
 from titan_mi100.tools import inspect_data
 
 ASK, GOOD, BAD = "2 + 3?", "5", "6"
@@ -287,10 +287,10 @@ def test_a_reference_of_another_layout_is_compared(
     folder = folder_of(config)
     open_run(config, world, folder).close()
     reference, anything = folder / "reference", SimpleNamespace(judge=lambda *_: "")
-    about = answer_store.About(**json.loads((reference / "store.json").read_text()))
-    arrays = dict(answer_store.AnswerStore(reference, about, "").load(0))
+    about = answer_store.Identity(**json.loads((reference / "store.json").read_text()))
+    arrays = dict(answer_store.LogprobStore(reference, about, "").load(0))
     shutil.rmtree(reference)
-    store = answer_store.AnswerStore(reference, replace(about, layout="TP 8"), "")
+    store = answer_store.LogprobStore(reference, replace(about, layout="TP 8"), "")
     store.begin()
     store.write(0, arrays, anything)
     with caplog.at_level("INFO"):
@@ -344,7 +344,7 @@ def measured(accuracy: float, chosen: float, margin: float, *kl: float) -> Any:
 def test_a_run_warns_once_of_what_goes_wrong(
     values: tuple[float, ...], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    watch = AnswerWatch()
+    watch = PreferenceWatch()
     for step in range(1, 60):
         watch.after_step(step, measured(0.5, 0.0, 0.0) if step == 1 else measured(*values))
     said = [record.message for record in caplog.records]

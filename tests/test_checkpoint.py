@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from titan_mi100.checkpoint import checkpointer as checkpoint
 from titan_mi100.checkpoint import resume, sealed
 from titan_mi100.checkpoint.checkpointer import Checkpointer
-from titan_mi100.checkpoint.resume import Found, check_same_run, find_checkpoint
+from titan_mi100.checkpoint.resume import FoundCheckpoint, check_same_run, find_checkpoint
 from titan_mi100.config.layout import Layout
 from titan_mi100.config.settings import Config, TrainingConfig
 from titan_mi100.errors import SaveError, UserError
@@ -277,7 +277,7 @@ FINGERPRINTS = {"model": {"hidden_size": 64, "rope_theta": 1e4}, "data": "ab", "
 def test_a_run_goes_on_as_what_it_was_unless_a_difference_is_allowed_by_name(
     now: dict[str, Any], allowed: tuple[str, ...], words: str
 ) -> None:
-    found = Found(Path("step-1"), {"fingerprints": FINGERPRINTS, "data": {"seq_len": 8}}, {})
+    found = FoundCheckpoint(Path("step-1"), {"fingerprints": FINGERPRINTS, "data": {"seq_len": 8}}, {})
     about = {"fingerprints": {**FINGERPRINTS, **now}, "data": {"seq_len": 16, "file a.jsonl": 12}}
     if not words:
         return check_same_run(found, about, allowed)
@@ -287,7 +287,7 @@ def test_a_run_goes_on_as_what_it_was_unless_a_difference_is_allowed_by_name(
 
 
 def test_a_run_does_not_go_on_with_another_kind_of_optimizer_state() -> None:
-    found = Found(Path("step-1"), {"fingerprints": FINGERPRINTS, "data": {}}, {})
+    found = FoundCheckpoint(Path("step-1"), {"fingerprints": FINGERPRINTS, "data": {}}, {})
     about = {"fingerprints": FINGERPRINTS, "data": {}, "optimizer": {"state": "8bit", "master": "fp32"}}
     with pytest.raises(UserError, match=r"optimizer\.state \(fp32, now 8bit\).*initial_load_path"):
         check_same_run(found, about, ())

@@ -24,7 +24,7 @@ from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config, ObjectiveConfig
 from titan_mi100.data import answer_store
-from titan_mi100.data.answer_store import AnswerStore, Wanted, tokens_hash
+from titan_mi100.data.answer_store import LogprobStore, Wanted, tokens_hash
 from titan_mi100.data.prepare import prepare_run
 from titan_mi100.data.prepared import DocumentTable
 from titan_mi100.errors import Preempted, UserError
@@ -77,17 +77,17 @@ def arrays_of(documents: np.ndarray, k: int) -> dict[str, np.ndarray]:
     }  # fmt: skip
 
 
-def write_store(folder: Path, k: int, **other: Any) -> AnswerStore:
+def write_store(folder: Path, k: int, **other: Any) -> LogprobStore:
     """All parts of a teacher's folder."""
     about = replace(wanted().about("teacher", "made up", "none", k, "float64"), **other)
-    store = AnswerStore(folder, about, "make it anew")
+    store = LogprobStore(folder, about, "make it anew")
     store.begin()
     for number in range(about.parts):
         store.write(number, arrays_of(wanted().documents(about, number), k), wanted())
     return store
 
 
-def opened(folder: Path) -> AnswerStore:
+def opened(folder: Path) -> LogprobStore:
     data = data_of(make_case())
     return open_teacher(folder, data, tokens_hash([data.train]))  # type: ignore[list-item]
 
@@ -329,7 +329,7 @@ def test_no_array_of_a_store_is_believed(kind: str, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(answer_store, "_ROWS_OF_A_PART", 3)
     fits, k = wanted(), 4 if kind == "teacher" else 0
     about = fits.about(kind, "made up", "none", k, "float64")
-    sound = AnswerStore(tmp_path / "sound", about, "make it anew")
+    sound = LogprobStore(tmp_path / "sound", about, "make it anew")
     sound.begin()
     for number in range(about.parts):
         arrays = arrays_of(fits.documents(about, number), 4)
@@ -342,7 +342,7 @@ def test_no_array_of_a_store_is_believed(kind: str, tmp_path: Path, monkeypatch:
         shutil.copytree(sound.folder, folder)
         forge(folder, change)
         with pytest.raises(UserError, match="; delete it, and"):
-            AnswerStore(folder, about, "").verify(fits, tmp_path / "cache")
+            LogprobStore(folder, about, "").verify(fits, tmp_path / "cache")
         arrays = {name: array.copy() for name, array in sound.load(0).items()}
         change(arrays)
         with pytest.raises(UserError, match="part 0 is not written, as it"):  # the writer asks the same
@@ -354,9 +354,9 @@ def test_no_array_of_a_store_is_believed(kind: str, tmp_path: Path, monkeypatch:
         shutil.copytree(sound.folder, tmp_path / what)
         forge(tmp_path / what, lambda arrays: None, of=metadata)
         with pytest.raises(UserError, match="was written for another folder or as another part"):
-            AnswerStore(tmp_path / what, about, "").verify(fits)
+            LogprobStore(tmp_path / what, about, "").verify(fits)
     for _ in range(2):  # the second time what was judged is remembered
-        AnswerStore(sound.folder, about, "").verify(fits, tmp_path / "cache")
+        LogprobStore(sound.folder, about, "").verify(fits, tmp_path / "cache")
 
 
 def test_parts_that_belong_to_no_store_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,7 +403,7 @@ def test_parts_that_belong_to_no_store_are_refused(tmp_path: Path, monkeypatch: 
     with pytest.raises(UserError, match="cannot be read \\(Not a directory\\)"):
         opened(tmp_path / "file")
     with pytest.raises(UserError, match="cannot be written \\(Not a directory\\)"):
-        AnswerStore(tmp_path / "file" / "teacher", wanted().about("teacher", "", "", 4, ""), "").begin()
+        LogprobStore(tmp_path / "file" / "teacher", wanted().about("teacher", "", "", 4, ""), "").begin()
     left = tmp_path / "sound" / ".part-00003"  # of an earlier version that was killed: a link is not followed
     left.symlink_to(tmp_path / "file")
     opened(tmp_path / "sound").begin()

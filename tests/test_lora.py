@@ -24,7 +24,7 @@ from transformers import Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from titan_mi100.attention.plain import Chunked
-from titan_mi100.checkpoint.resume import Found, check_same_run
+from titan_mi100.checkpoint.resume import FoundCheckpoint, check_same_run
 from titan_mi100.config.check import check
 from titan_mi100.config.layout import check_schedule
 from titan_mi100.config.settings import Config, LoRAConfig, lora_identity
@@ -545,9 +545,9 @@ def test_another_adapter_or_none_is_refused_by_name_unless_allowed() -> None:
         prints = {"lora": lora_identity(lora, LINEARS), "base": "ab"} if lora else {}
         return json.loads(json.dumps({"fingerprints": {"seed": 1, **prints}, "data": {}}))
 
-    with_lora = Found(Path("step-1"), about(LORA), {})
+    with_lora = FoundCheckpoint(Path("step-1"), about(LORA), {})
     check_same_run(with_lora, about(LORA), ())
-    check_same_run(Found(Path("step-1"), about(None), {}), about(None), ())
+    check_same_run(FoundCheckpoint(Path("step-1"), about(None), {}), about(None), ())
     for now, message in (
         (dataclasses.replace(LORA, rank=8), r"differs from it: lora.rank \(4, now 8\);"),
         (dataclasses.replace(LORA, dropout=0.5), r"differs from it: lora.dropout \(0.0, now 0.5\);"),
@@ -558,7 +558,7 @@ def test_another_adapter_or_none_is_refused_by_name_unless_allowed() -> None:
             check_same_run(with_lora, about(now), ("base",))
         check_same_run(with_lora, about(now), ("lora", "base"))
     with pytest.raises(UserError, match=r"lora.rank \(None, now 4\)"):
-        check_same_run(Found(Path("step-1"), about(None), {}), about(LORA), ())
+        check_same_run(FoundCheckpoint(Path("step-1"), about(None), {}), about(LORA), ())
 
 
 def test_a_run_starts_from_an_adapter(config: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from titan_mi100.optim.loss_scale import LARGEST, LossScale
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run import faults
 from titan_mi100.shapes.qwen3 import Qwen3Spec
-from titan_mi100.train import _way_back
+from titan_mi100.train import _remedy_after_nan
 from titan_mi100.workshop.made_up import made_up, packed, random_rows
 
 SPEC = Qwen3Spec(64, 16, 32, 2, 2, 1, 8, True, rope_theta=10_000.0)
@@ -123,7 +123,7 @@ def test_a_layer_beyond_the_range_of_fp16_is_named_at_the_first_step_and_not_the
     with pytest.raises(NumericalError, match=re.escape(cause)) as caught:
         run.step()
     assert caught.value.remedy == f"train with {remedy}; "
-    assert _way_back(None, caught.value.remedy).startswith(f"train with {remedy}; no sound checkpoint")
+    assert _remedy_after_nan(None, caught.value.remedy).startswith(f"train with {remedy}; no sound checkpoint")
     assert caplog.text.count(cause) == 1  # it is looked for once
 
 

@@ -196,7 +196,7 @@ def compare(config: Config, ranks: int, least: float, most: float, apart: float)
     for number, ((peak, stages), rank) in enumerate(zip(planned, ranks_of_stages(layout), strict=True)):
         counted = count(config, ranks, rank, GPU)
         assert least <= peak.peak / counted.peak - 1 <= most, (peak, counted)
-        one = memory._Rank(config, config.spec(), layout, config.batch(ranks), GPU, number, stages)
+        one = memory._RankMemory(config, config.spec(), layout, config.batch(ranks), GPU, number, stages)
         off = [
             max(abs(at[name] - counted.categories[name]) for name in CATEGORIES) / counted.peak
             for _, at in one.moments()

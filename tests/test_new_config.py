@@ -271,7 +271,7 @@ def test_settings_change_until_the_run_fits(
     code, out, err = run(*options, "--method", method, "--output", "x.toml")
     assert (code, err) == (0, "") and said in out
     config = load_config(["--job.config_file", "x.toml"], int(cards))
-    answers = new.Answers(str(Path("Qwen3-8B").absolute()), config.data.path, int(cards), int(memory[:2]), method)
+    answers = new.UserChoices(str(Path("Qwen3-8B").absolute()), config.data.path, int(cards), int(memory[:2]), method)
     planned = new.fitting_plan(answers)[0]
     saved = replace(config.checkpoint, export_hf=False)  # of the plan no run is made
     assert planned.config == replace(config, job=planned.config.job, notes=planned.config.notes, checkpoint=saved)

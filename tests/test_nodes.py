@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 from titan_mi100.config.srun import device_index
 from titan_mi100.errors import UserError
 from titan_mi100.launch import several_nodes as launch_nodes
-from titan_mi100.launch.links import Host, Link, Place, join, parse_place, reserved_port
+from titan_mi100.launch.links import Endpoint, Host, Link, join, parse_place, reserved_port
 from titan_mi100.watch.outcome import (
     ATTEMPTS,
     KILLED,
@@ -35,8 +35,8 @@ from titan_mi100.watch.outcome import (
 )
 
 
-def here(rank: int = 1, most: int = 2, least: int | None = None, port: int = 0, patience: int = 20) -> Place:
-    return Place(least or most, most, rank, "127.0.0.1", port or free_port(), patience)
+def here(rank: int = 1, most: int = 2, least: int | None = None, port: int = 0, patience: int = 20) -> Endpoint:
+    return Endpoint(least or most, most, rank, "127.0.0.1", port or free_port(), patience)
 
 
 GIVEN = {"nnodes": "4", "node_rank": "3", "rdzv": "first:29400"}
@@ -47,12 +47,12 @@ GIVEN = {"nnodes": "4", "node_rank": "3", "rdzv": "first:29400"}
     [
         ({}, None),
         ({"nnodes": "1"}, None),
-        (GIVEN, Place(4, 4, 3, "first", 29400)),
-        ({**GIVEN, "nnodes": "3:4", "rdzv_timeout": "60"}, Place(3, 4, 3, "first", 29400, 60)),
-        ({**GIVEN, "rdzv": "[fe80::1]:80"}, Place(4, 4, 3, "fe80::1", 80)),
+        (GIVEN, Endpoint(4, 4, 3, "first", 29400)),
+        ({**GIVEN, "nnodes": "3:4", "rdzv_timeout": "60"}, Endpoint(3, 4, 3, "first", 29400, 60)),
+        ({**GIVEN, "rdzv": "[fe80::1]:80"}, Endpoint(4, 4, 3, "fe80::1", 80)),
     ],
 )
-def test_the_place_of_a_node_is_what_the_command_line_says(given: dict[str, str], place: Place | None) -> None:
+def test_the_place_of_a_node_is_what_the_command_line_says(given: dict[str, str], place: Endpoint | None) -> None:
     assert parse_place(given) == place
 
 
@@ -274,10 +274,15 @@ class FakeLauncher:
 def test_a_node_asks_node_0_until_it_answers_or_its_patience_ends(
     silent: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, asked, sent, place = [100.0], list[Place](), list[dict[str, Any]](), Place(2, 2, 1, "first-node", 29400, 5)
+    now, asked, sent, place = (
+        [100.0],
+        list[Endpoint](),
+        list[dict[str, Any]](),
+        Endpoint(2, 2, 1, "first-node", 29400, 5),
+    )
     link, launcher = SimpleNamespace(send=lambda **message: sent.append(message), close=lambda: None), FakeLauncher([])
 
-    def answer(_: Place, processes: int) -> Any:
+    def answer(_: Endpoint, processes: int) -> Any:
         asked.append(place)
         return link if len(asked) > silent else None
 
@@ -297,7 +302,7 @@ def test_a_node_asks_node_0_until_it_answers_or_its_patience_ends(
 
 
 def lead(
-    outcomes: list[Outcome], place: Place, nodes: int, monkeypatch: pytest.MonkeyPatch, restarts: int = 0
+    outcomes: list[Outcome], place: Endpoint, nodes: int, monkeypatch: pytest.MonkeyPatch, restarts: int = 0
 ) -> tuple[Outcome, FakeLauncher]:
     """Node 0 with that many others, which do what they are told and have nothing to say."""
     monkeypatch.setattr(launch_nodes, "_LOOK", 0.01)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from titan_mi100.config.layout import check_schedule
 from titan_mi100.config.settings import ObjectiveConfig
-from titan_mi100.losses import LOSSES, Answers, log_of_rest
+from titan_mi100.losses import LOSSES, Logps, log_of_rest
 from titan_mi100.model.init import initial_values
 from titan_mi100.model.loss import Predicted
 from titan_mi100.model.qwen3 import Qwen3
@@ -204,7 +204,7 @@ def test_losses_are_finite_where_probabilities_are_not(name: str, dtype: torch.d
     rejected = sums.repeat(4).requires_grad_()
     tokens = torch.full_like(chosen, 3.0).detach()
     factors, reference = ObjectiveConfig(name="preference", loss=name).factors, torch.full_like(tokens, -2.0)
-    first, second = (Answers(x, reference, tokens) for x in (chosen, rejected))
+    first, second = (Logps(x, reference, tokens) for x in (chosen, rejected))
     loss = LOSSES[name]
     each = loss.of(factors, first, second if loss.is_paired else torch.ones_like(tokens))
     each.sum().backward()

@@ -18,7 +18,7 @@ from test_what_rows_say import ANSWER, ASK, LABELLED, MOVED, MOVED_PAIR, PAIR, F
 from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.load import load_config
 from titan_mi100.data import answer_store
-from titan_mi100.data.answer_store import About, AnswerStore, Wanted
+from titan_mi100.data.answer_store import Identity, LogprobStore, Wanted
 from titan_mi100.data.answers import LABELS, PAIRS
 from titan_mi100.data.prepare import prepare_run
 from titan_mi100.errors import UserError
@@ -126,8 +126,8 @@ def change(folder: Path, **fields: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
-def about_of(folder: Path) -> About:
-    return About(**json.loads((folder / "store.json").read_text()))
+def about_of(folder: Path) -> Identity:
+    return Identity(**json.loads((folder / "store.json").read_text()))
 
 
 # First words of a message of data/answer_store.py -> what it says, and its remedy.
@@ -172,7 +172,7 @@ def test_every_remedy_of_a_teachers_folder_leads_on(
         make()
         open_it()
     part, about = copied(), about_of(folder)
-    store = AnswerStore(folder, about, "")
+    store = LogprobStore(folder, about, "")
     part.unlink()  # between the listing and the reading
     told.append(refusal(partial(store.verify, None)))
     make()
@@ -209,9 +209,9 @@ def test_every_remedy_of_a_teachers_folder_leads_on(
     opens(tmp_path / "another", tmp_path, world, **{"data.path": str(twice)})
     # what is no folder, or cannot be written
     told.append(refusal(partial(opens, twice, tmp_path, world)))
-    told.append(refusal(AnswerStore(twice / "teacher", about, "").begin))
-    (begun := AnswerStore(tmp_path / "corrected", about, "")).begin()
-    data, arrays = prepare_run(student(tmp_path), None), dict(AnswerStore(sound, about, "").load(1))
+    told.append(refusal(LogprobStore(twice / "teacher", about, "").begin))
+    (begun := LogprobStore(tmp_path / "corrected", about, "")).begin()
+    data, arrays = prepare_run(student(tmp_path), None), dict(LogprobStore(sound, about, "").load(1))
     wanted = Wanted([source.rows for source in (*data.sources, *data.validation)], data.facts.n_vocab)
     told.append(refusal(partial(begun.write, 1, arrays | {"log_p": arrays["log_p"] * np.nan}, wanted)))
     begun.write(1, arrays, wanted)
@@ -243,9 +243,9 @@ def test_the_remedies_of_an_import_and_of_a_reference_lead_on(tmp_path: Path, wo
     folder = folder_of(config)
     open_run(config, world, folder).close()
     [part] = (folder / "reference").glob("part-*")
-    sums = AnswerStore(folder / "reference", about_of(folder / "reference"), "").sums()
+    sums = LogprobStore(folder / "reference", about_of(folder / "reference"), "").sums()
     part.write_bytes(part.read_bytes()[:-1])
     assert "is damaged; delete it, and start again: it is made anew" in refusal(lambda: open_run(config, world, folder))
     part.unlink()
     open_run(config, world, folder).close()
-    assert (AnswerStore(folder / "reference", about_of(folder / "reference"), "").sums() == sums).all()
+    assert (LogprobStore(folder / "reference", about_of(folder / "reference"), "").sums() == sums).all()

@@ -636,7 +636,7 @@ def test_it_starts_without_torch_and_matplotlib(run: Path) -> None:
 
 def test_a_run_names_the_command(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from titan_mi100.log import log
-    from titan_mi100.open_run.record import log_where_everything_is
+    from titan_mi100.open_run.record import log_summary
     from titan_mi100.run.progress import Progress
 
     config = load_config(["--job.config_file", str(REPO / "train_configs" / "debug.toml")])
@@ -654,7 +654,7 @@ def test_a_run_names_the_command(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         caplog.clear()
         measured = said.pop(0) if isinstance(said[0], dict) else {}
         with caplog.at_level("INFO"):
-            log_where_everything_is(tmp_path / "a b", config, progress, 5, measured)
+            log_summary(tmp_path / "a b", config, progress, 5, measured)
         said.append("done: learned 0 packed rows in 5 steps")
         assert [part for part in said if part not in caplog.text] == []
         assert any(line.endswith(f"titan-mi100 report '{tmp_path}/a b'") for line in caplog.messages)

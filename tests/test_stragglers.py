@@ -13,7 +13,7 @@ import torch
 from test_ruined_weights import opened
 
 from titan_mi100.data.loader import ShuffledEpochs
-from titan_mi100.open_run.record import log_where_everything_is
+from titan_mi100.open_run.record import log_summary
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.progress import Progress
 from titan_mi100.watch.stragglers import Stragglers, slow_ranks
@@ -92,7 +92,7 @@ def test_a_spike_is_logged_with_its_rows_and_skipped_where_that_is_asked_for(
     assert changed != skips
     assert "far above the steps before (0.85 is the limit)" in caplog.text
     assert run.progress.skipped_steps == run.progress.skipped_spikes == skips
-    log_where_everything_is(tmp_path, run.config, run.progress, 2)
+    log_summary(tmp_path, run.config, run.progress, 2)
     assert (f"skipped 1 step: the loss was a spike; rows: {tmp_path}/loss_spikes.csv" in caplog.text) == skips
     assert "nonfinite_rows.csv" not in caplog.text
     assert ("was skipped on all ranks" if skips else "updated all the same") in caplog.text

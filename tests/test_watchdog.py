@@ -23,7 +23,7 @@ from titan_mi100.watch import outcome as outcomes
 from titan_mi100.watch import watchdog
 from titan_mi100.watch.heartbeat import COMPILE, ENDED, SAVE, START, STEP, Beat, Heartbeat, OpenFiles, read_beats
 from titan_mi100.watch.outcome import HUNG, HUNG_ELSEWHERE, Outcome, Restarts, RunState, note_restart, write_run_state
-from titan_mi100.watch.watchdog import Seen, Watch, behind
+from titan_mi100.watch.watchdog import ProcessSnapshot, Watch, behind
 
 CONFIG = WatchdogConfig(seconds=10, start_seconds=20, compile_seconds=30, save_seconds=40, validation_seconds=50)
 PROCESS = """
@@ -59,7 +59,9 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(watchdog, "_examine", lambda folder, beats, files: [Seen(beat, "S", "", "") for beat in beats])
+    monkeypatch.setattr(
+        watchdog, "_examine", lambda folder, beats, files: [ProcessSnapshot(beat, "S", "", "") for beat in beats]
+    )
     return Clock(monkeypatch)
 
 
@@ -188,16 +190,18 @@ def test_records_that_are_cut_or_empty_are_passed_over(tmp_path: Path) -> None:
     assert [beat.rank for beat in read_beats(tmp_path)] == [1]
 
 
-def seen(rank: int, events: int = 5, state: str = "S", stack: str = 'File "/a/rows.py", line 1 in read') -> Seen:
+def seen(
+    rank: int, events: int = 5, state: str = "S", stack: str = 'File "/a/rows.py", line 1 in read'
+) -> ProcessSnapshot:
     beat = Beat(1, rank, 3, 1, events, 0xAB, 1.0, STEP, "step 4, rows")
-    return Seen(beat, state, "", f"Current thread 0x{0xAB:016x} (most recent call first):\n  {stack}\n")
+    return ProcessSnapshot(beat, state, "", f"Current thread 0x{0xAB:016x} (most recent call first):\n  {stack}\n")
 
 
 WAITING = 'File "/x/torch/distributed/distributed_c10d.py", line 7 in all_reduce'
 
 
 def test_the_rank_that_the_others_wait_for_is_found() -> None:
-    def found(*processes: Seen) -> list[int]:
+    def found(*processes: ProcessSnapshot) -> list[int]:
         return [process.beat.rank for process in behind(processes)]
 
     assert found(seen(0), seen(1, state="T"), seen(2, events=1)) == [1]

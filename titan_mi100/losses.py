@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Answers(NamedTuple):
+class Logps(NamedTuple):
     """Of some answers, of the same shape, in fp32 or fp64."""
 
     sums: Tensor  # log p of each
@@ -36,7 +36,7 @@ class Answers(NamedTuple):
         return self.ratio / self.tokens
 
 
-class Factors(NamedTuple):
+class LossSettings(NamedTuple):
     beta: float
     gamma: float = 0.0  # SimPO's margin
     e: float = 0.0  # share of the labels that is wrong
@@ -52,13 +52,13 @@ class Loss:
         is_per_token: a reward is beta times the mean over an answer's tokens, not the sum.
     """
 
-    of: Callable[[Factors, Answers, Any], Tensor]
-    defaults: Factors
+    of: Callable[[LossSettings, Logps, Any], Tensor]
+    defaults: LossSettings
     has_reference: bool = True
     is_paired: bool = True
     is_per_token: bool = False
 
-    def reward(self, beta: float, answers: Answers) -> Tensor:
+    def reward(self, beta: float, answers: Logps) -> Tensor:
         """beta log(p / reference); without a reference, which is zero, beta log p."""
         return beta * (answers.mean_ratio if self.is_per_token else answers.ratio)
 
@@ -69,33 +69,33 @@ def _log_sigmoid(x: Tensor) -> Tensor:
     return logsigmoid(x)
 
 
-def _dpo(f: Factors, chosen: Answers, rejected: Answers) -> Tensor:
+def _dpo(f: LossSettings, chosen: Logps, rejected: Logps) -> Tensor:
     """-log s(beta h)."""
     return -_log_sigmoid(f.beta * (chosen.ratio - rejected.ratio))
 
 
-def _cdpo(f: Factors, chosen: Answers, rejected: Answers) -> Tensor:
+def _cdpo(f: LossSettings, chosen: Logps, rejected: Logps) -> Tensor:
     """-(1 - e) log s(beta h) - e log s(-beta h)."""
     h = f.beta * (chosen.ratio - rejected.ratio)
     return -(1 - f.e) * _log_sigmoid(h) - f.e * _log_sigmoid(-h)
 
 
-def _ipo(f: Factors, chosen: Answers, rejected: Answers) -> Tensor:
+def _ipo(f: LossSettings, chosen: Logps, rejected: Logps) -> Tensor:
     """((lc - rc) / nc - (lr - rr) / nr - 1 / (2 beta))^2: per token, or sums would grow with the answers' lengths."""
     return (chosen.mean_ratio - rejected.mean_ratio - 1 / (2 * f.beta)).square()
 
 
-def _dpo_norm(f: Factors, chosen: Answers, rejected: Answers) -> Tensor:
+def _dpo_norm(f: LossSettings, chosen: Logps, rejected: Logps) -> Tensor:
     """-log s(beta ((lc - rc) / nc - (lr - rr) / nr))."""
     return -_log_sigmoid(f.beta * (chosen.mean_ratio - rejected.mean_ratio))
 
 
-def _simpo(f: Factors, chosen: Answers, rejected: Answers) -> Tensor:
+def _simpo(f: LossSettings, chosen: Logps, rejected: Logps) -> Tensor:
     """-log s(beta (lc / nc - lr / nr) - gamma)."""
     return -_log_sigmoid(f.beta * (chosen.mean - rejected.mean) - f.gamma)
 
 
-def _orpo(f: Factors, chosen: Answers, rejected: Answers) -> Tensor:
+def _orpo(f: LossSettings, chosen: Logps, rejected: Logps) -> Tensor:
     """-lc / nc - beta log s(odds(lc / nc) - odds(lr / nr)), odds(m) = m - log(1 - exp(m)). The paper's lambda is beta.
     The likelihood is that of the answer alone (TRL's covers the prompt, too).
     """
@@ -114,18 +114,18 @@ def log_of_rest(log_p: Tensor) -> Tensor:
     return torch.where(is_near, (-torch.expm1(near)).log(), torch.log1p(-far.exp()))
 
 
-def _apo_zero(f: Factors, answers: Answers, wanted: Tensor) -> Tensor:
+def _apo_zero(f: LossSettings, answers: Logps, wanted: Tensor) -> Tensor:
     """1 - s(beta (l - r)) of an answer that is wanted, s(beta (l - r)) of the others."""
     return (-wanted * f.beta * answers.ratio).sigmoid()
 
 
 LOSSES = {
-    "dpo": Loss(_dpo, Factors(0.1)),  # Rafailov et al., 2023
-    "cdpo": Loss(_cdpo, Factors(0.1, e=0.1)),  # Mitchell, "A note on DPO with noisy preferences", 2023
-    "ipo": Loss(_ipo, Factors(0.1), is_per_token=True),  # Azar et al., 2023
-    "dpo_norm": Loss(_dpo_norm, Factors(5.0), is_per_token=True),  # Lambert et al., "Tulu 3", 2024
-    "simpo": Loss(_simpo, Factors(2.0, gamma=1.0), False, is_per_token=True),  # Meng et al., 2024
-    "orpo": Loss(_orpo, Factors(0.1), False, is_per_token=True),  # Hong et al., 2024
+    "dpo": Loss(_dpo, LossSettings(0.1)),  # Rafailov et al., 2023
+    "cdpo": Loss(_cdpo, LossSettings(0.1, e=0.1)),  # Mitchell, "A note on DPO with noisy preferences", 2023
+    "ipo": Loss(_ipo, LossSettings(0.1), is_per_token=True),  # Azar et al., 2023
+    "dpo_norm": Loss(_dpo_norm, LossSettings(5.0), is_per_token=True),  # Lambert et al., "Tulu 3", 2024
+    "simpo": Loss(_simpo, LossSettings(2.0, gamma=1.0), False, is_per_token=True),  # Meng et al., 2024
+    "orpo": Loss(_orpo, LossSettings(0.1), False, is_per_token=True),  # Hong et al., 2024
     # D'Oosterlinck et al., 2024: as KTO, but for a mean over the batch, which depends on how a step is cut
-    "apo_zero_unpaired": Loss(_apo_zero, Factors(0.1), is_paired=False),
+    "apo_zero_unpaired": Loss(_apo_zero, LossSettings(0.1), is_paired=False),
 }

@@ -27,7 +27,7 @@ from titan_mi100.cli import message_of
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import ExportError, NumericalError, Preempted, SaveError, UserError, is_out_of_memory
 from titan_mi100.open_run.answers import teach
-from titan_mi100.open_run.record import log_where_everything_is, step_to_use
+from titan_mi100.open_run.record import log_summary, step_to_use
 from titan_mi100.open_run.run import NO_FINITE_STEP, Run
 from titan_mi100.open_run.start import SAVE_FAILED, STOP, open_run
 from titan_mi100.parallel import distributed
@@ -64,7 +64,7 @@ def main(config: Config, preemption: Preemption, heartbeat: Heartbeat) -> None:
             config, world, path, heartbeat=heartbeat, wants_to_stop=lambda: bool(preemption.reason), moved=moved
         )
         again = to_resume(path, world.size, local_size)  # now the run's config.toml is there to start from
-        run.observers += [folder, distributed.Patience(run.mesh, bool(config.watchdog.seconds))]
+        run.observers += [folder, distributed.CollectiveTimeouts(run.mesh, bool(config.watchdog.seconds))]
         if rank == 0 and (end := end_of_job(os.environ)):  # the others are told by the step's collective
             run.observers.append(TimeLimit(end, preemption, run.checkpointer))
         ended = RunState("done", 0, *(teach(run) if config.objective.name == "teach" else train(run, preemption)))
@@ -114,7 +114,7 @@ def _ended(
         kind, error = UserError, UserError(why)  # the error that was raised follows from it
     if kind is not None:
         state, code, remedy = _TOGETHER[kind]
-        way_back = _way_back(folder, error.remedy) if isinstance(error, NumericalError) else ""
+        way_back = _remedy_after_nan(folder, error.remedy) if isinstance(error, NumericalError) else ""
         again = error.again if isinstance(error, ExportError) else again
         ended = RunState(state, code, str(error), remedy.format(way_back=way_back, again=again))
     elif is_full:
@@ -146,7 +146,7 @@ def _what_was_planned(error: BaseException, where: str, run: Run | None) -> str:
     return f"{where}: out of memory: {planned}\n{shortened(str(error).strip(), 1000)}".rstrip()
 
 
-def _way_back(folder: RunFolder | None, remedy: str) -> str:
+def _remedy_after_nan(folder: RunFolder | None, remedy: str) -> str:
     """What to do after a numerical abort. Args: remedy: for its cause; "": that is not known."""
     remedy = remedy or "lower optimizer.lr, or correct the rows and allow that with checkpoint.allow_changed = data; "
     checkpoints = list_checkpoints(folder.path / "checkpoint") if folder else []
@@ -215,7 +215,7 @@ def train(run: Run, preemption: Preemption) -> tuple[str, str]:
             again = f"fix the problem above, then {to_export(run.folder, step, settings.export_dtype)}"
             raise ExportError(f"all steps are saved, but there is no export: {error}", again) from None
     if run.world.rank == 0:
-        log_where_everything_is(run.folder, run.config, progress, step, run.measured)
+        log_summary(run.folder, run.config, progress, step, run.measured)
     return message, remedy
 
 

@@ -13,7 +13,7 @@ distributed._RUNNING = timedelta(seconds=1)
 world = distributed.init_distributed()
 mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
 group = dist.new_group([0, 1], timeout=timedelta(minutes=30))
-patience = distributed.Patience(mesh, is_watched=False)
+patience = distributed.CollectiveTimeouts(mesh, is_watched=False)
 patience._groups = [group]  # where an axis is the whole world, torch 2.13 takes the default group for it
 patience.after_step(1, None)
 patience.after_step(2, None)

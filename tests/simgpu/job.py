@@ -44,8 +44,8 @@ def as_on_the_device() -> None:
     start = optimizer.AdamW.__init__
     optimizer.AdamW.__init__ = lambda *a, **named: start(*a, **{**named, "fused": True})  # type: ignore
     if accelerator.kind() == "cpu":
-        alone = build.AloneModel
-        build.AloneModel = lambda model, mesh, device, is_gpu: alone(model, mesh, device, True)  # type: ignore
+        alone = build.UnshardedModel
+        build.UnshardedModel = lambda model, mesh, device, is_gpu: alone(model, mesh, device, True)  # type: ignore
 
 
 def keep_ledger(path: Path) -> None:

@@ -22,7 +22,7 @@ _FP32 = {"state": "fp32", "master": "fp32"}  # what an older manifest does not s
 _COUNTS = ("rows", "global_batch_size", "local_batch_size", "gradient_accumulation_steps", "dp_degree")
 
 
-class Found(NamedTuple):
+class FoundCheckpoint(NamedTuple):
     """An intact checkpoint."""
 
     path: Path
@@ -30,7 +30,7 @@ class Found(NamedTuple):
     trainer_state: dict[str, Any]
 
 
-def find_checkpoint(folder: Path, world: World, step: int = NEWEST) -> Found | None:
+def find_checkpoint(folder: Path, world: World, step: int = NEWEST) -> FoundCheckpoint | None:
     """Find the newest intact checkpoint. A collective.
 
     Each rank verifies a share of the files against the manifest. A damaged checkpoint is renamed, and the one before it
@@ -103,10 +103,10 @@ def rename_later_checkpoints(resumed: Path) -> None:
             log.warning(f"{path}: is later than {resumed.name}; renamed to {sealed.set_aside(path, 'later').name}")
 
 
-def open_checkpoint(path: Path) -> Found:
+def open_checkpoint(path: Path) -> FoundCheckpoint:
     """Read the manifest and the trainer state of a checkpoint that was verified before."""
     manifest = sealed.read_manifest(path)
-    return Found(path, manifest, plain.read_object(listed(path, TRAINER, manifest), REMEDY))
+    return FoundCheckpoint(path, manifest, plain.read_object(listed(path, TRAINER, manifest), REMEDY))
 
 
 def listed(path: Path, name: str, manifest: dict[str, Any]) -> Path:
@@ -137,7 +137,7 @@ def _problem(path: Path, share: int, shares: int) -> str:
 _START_OVER = "restore a copy, or start over beside it with --checkpoint.fresh"
 
 
-def check_is_run_checkpoint(found: Found) -> None:
+def check_is_run_checkpoint(found: FoundCheckpoint) -> None:
     """Refuse to resume from a converter's output: it has weights, but no state of a run. Raises UserError."""
     manifest, file = found.manifest, found.path / sealed.MANIFEST
     if lacking := [key for key in _OF_A_RUN if key not in manifest]:
@@ -149,7 +149,7 @@ def check_is_run_checkpoint(found: Found) -> None:
         raise UserError(f"{file}: step = {manifest['step']} differs from the step in {TRAINER}; {REMEDY}")
 
 
-def check_same_run(found: Found, about: dict[str, Any], allowed: Collection[str]) -> None:
+def check_same_run(found: FoundCheckpoint, about: dict[str, Any], allowed: Collection[str]) -> None:
     """Refuse to resume with other data, another order of rows, another model or optimizer. Logs allowed differences.
 
     Args:

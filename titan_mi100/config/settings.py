@@ -14,7 +14,7 @@ from titan_mi100.config.layout import AXES, SCHEDULES, Batch, Layout, resolve_ba
 from titan_mi100.config.problem import ConfigError, Problem
 from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.files.plain import read_object
-from titan_mi100.losses import LOSSES, Factors, Loss
+from titan_mi100.losses import LOSSES, Loss, LossSettings
 from titan_mi100.shapes import families
 from titan_mi100.shapes.base import ALL_LINEAR, EXPERTS, ModelSpec, adapter_shapes, differences
 from titan_mi100.text import assets
@@ -369,10 +369,10 @@ class ObjectiveConfig:
         return LOSSES[self.loss]
 
     @property
-    def factors(self) -> Factors:
+    def factors(self) -> LossSettings:
         usual = self.preference.defaults
         gamma = usual.gamma if self.gamma == -1 else self.gamma
-        return Factors(self.beta or usual.beta, gamma, self.label_smoothing or usual.e)
+        return LossSettings(self.beta or usual.beta, gamma, self.label_smoothing or usual.e)
 
     @property
     def answers(self) -> str:

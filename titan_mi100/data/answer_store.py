@@ -2,8 +2,8 @@
 
 | file | content |
 |---|---|
-| store.json | what it was made of; `About` |
-| part-00012-HASH.safetensors | a part; HASH begins its SHA-256. Metadata: its number and `About.digest`. Arrays: |
+| store.json | what it was made of; `Identity` |
+| part-00012-HASH.safetensors | a part; HASH begins its SHA-256. Metadata: its number, `Identity.digest`. Arrays: |
 | documents, tokens | (d,) int64: numbers of documents of the prepared data, and the learned tokens of each |
 | sums | (d,) float64: of a reference: sum of log p over the document's learned tokens |
 | ids, log_p | (t, k) int32, float32: of a teacher: the k likeliest ids for each learned token, and their log p, at |
@@ -37,7 +37,7 @@ from titan_mi100.log import log
 
 STORE = "store.json"
 IMPORT = "import vLLM's answers into a new folder: titan-mi100 teach --from_vllm"
-VLLM = "vllm"  # About.dtype of an import, whose parts have the documents in their order
+VLLM = "vllm"  # Identity.dtype of an import, whose parts have the documents in their order
 FORMAT = 2  # of the folder; 1 had parts without metadata
 _PART = re.compile(r"part-(\d{5,10})-([0-9a-f]{16})\.safetensors")
 _OF = "of"  # key of a part's metadata
@@ -53,7 +53,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class About:
+class Identity:
     """What a store was made of. The layout and the kernel change values by rounding only."""
 
     kind: str  # "reference" or "teacher"
@@ -113,21 +113,21 @@ class Wanted:
 
     def about(
         self, kind: str, weights: str, tokenizer: str, k: int, dtype: str, attention: str = "", layout: str = ""
-    ) -> About:
+    ) -> Identity:
         rows, packing = (self.count, VLLM) if dtype == VLLM else (len(self._starts) - 1, self.packing)
-        return About(
+        return Identity(
             kind, weights, tokens_hash(self.sets), tokenizer, documents=self.count, rows=rows,
             seq_len=self.sets[0].seq_len, k=k, dtype=dtype, attention=attention, layout=layout, packing=packing,
         )  # fmt: skip
 
-    def documents(self, about: About, number: int) -> np.ndarray:
+    def documents(self, about: Identity, number: int) -> np.ndarray:
         """The documents of a part, in order."""
         first, last = (min(n * about.part_rows, about.rows) for n in (number, number + 1))
         if about.packing == VLLM:
             return np.arange(first, last)
         return self._documents[self._starts[first] : self._starts[last]]
 
-    def judge(self, about: About, number: int, arrays: Arrays) -> str:
+    def judge(self, about: Identity, number: int, arrays: Arrays) -> str:
         """What is wrong with the arrays of a part; "": nothing."""
         actual = {name: f"{array.dtype}, {array.ndim}" for name, array in arrays.items()}
         if actual != (
@@ -172,11 +172,11 @@ def _mass(log_p: np.ndarray) -> np.ndarray:
     return np.exp(log_p.astype(np.float64)).sum(1)  # type: ignore[no-any-return]
 
 
-class AnswerStore:
+class LogprobStore:
     """Opens a store, or begins it. `parts` are the paths of those that are there, by number."""
 
-    def __init__(self, folder: Path, about: About, remedy: str, only: Sequence[str] = tuple(_WORDS)) -> None:
-        """Args: about: what is wanted. remedy: if it differs. only: the fields of `About` that must not.
+    def __init__(self, folder: Path, about: Identity, remedy: str, only: Sequence[str] = tuple(_WORDS)) -> None:
+        """Args: about: what is wanted. remedy: if it differs. only: the fields of `Identity` that must not.
 
         Raises:
             UserError: the folder is a store of something else, holds parts that are none of it, or cannot be read.
@@ -207,13 +207,13 @@ class AnswerStore:
         if strays:
             raise UserError("\n".join(strays))
 
-    def _read_about(self) -> About:
+    def _read_about(self) -> Identity:
         path = self.folder / STORE
         version = read_object(path, self.remedy).get("format", 1)
         if version != FORMAT:
             age = "a newer" if isinstance(version, int) and version > FORMAT else "an older"
             raise UserError(f"{path}: has {age} format than this version's, {FORMAT}; {self.remedy}")
-        about: About = read_checked(path, About, self.remedy)
+        about: Identity = read_checked(path, Identity, self.remedy)
         if about.k > 1 << 20 or about.kind != ("teacher" if about.k else "reference"):
             raise UserError(f"{path}: kind = {about.kind!r} and k = {about.k} do not fit each other; {self.remedy}")
         return about
@@ -327,7 +327,7 @@ class AnswerStore:
 class Teacher:
     """A complete store's distributions, read when a row needs them."""
 
-    def __init__(self, store: AnswerStore) -> None:
+    def __init__(self, store: LogprobStore) -> None:
         self._files = [store.open(number) for number in store.parts]
         self._place = np.full((store.about.documents, 3), -1, dtype=np.int64)  # part, first token, number of tokens
         for part, file in enumerate(self._files):
@@ -385,7 +385,7 @@ def by_token(teacher: Teacher, name: str, k: int, dtype: type) -> Column:
     return column
 
 
-def teacher_columns(store: AnswerStore, sets: Iterable[PackedDataset]) -> dict[str, Column]:
+def teacher_columns(store: LogprobStore, sets: Iterable[PackedDataset]) -> dict[str, Column]:
     """Raises UserError: a document of a row is not in the store."""
     teacher, k = Teacher(store), store.about.k
     if lacking := sum(teacher.lacks(rows.packing.documents) for rows in sets):

@@ -30,7 +30,7 @@ def count() -> int:
     return int(module(kind()).device_count()) if kind() != "cpu" else 0
 
 
-def left_alone() -> str:
+def unsupported_accelerator() -> str:
     """An accelerator of this machine that no run takes; "": there is none."""
     others = {"Intel's GPU (xpu)": torch.xpu.is_available(), "Apple's GPU (mps)": torch.backends.mps.is_available()}
     return next((name for name, is_there in others.items() if is_there), "") if kind() == "cpu" else ""

@@ -95,7 +95,7 @@ def read_rows(path: str, read: Callable[[Row], T]) -> list[tuple[str, T]]:
     return rows
 
 
-def answer_all(
+def generate_all(
     options: Namespace,
     model: Model,
     requests: Sequence[Request],

@@ -125,7 +125,7 @@ def _run_alone(launcher: "Launcher", processes: int, most_restarts: int) -> int:
         launcher.restart(folder, outcome, words)
 
 
-def _lead(launcher: "Launcher", place: links.Place, processes: int, most_restarts: int) -> int:
+def _lead(launcher: "Launcher", place: links.Endpoint, processes: int, most_restarts: int) -> int:
     """Node 0's part of a run on several nodes. Returns the exit code, which is sent to the other nodes too."""
     folder, code = launcher.check(processes * place.most), 1
     with links.Host(place, processes) as host:

@@ -26,7 +26,7 @@ _KEEPALIVE = (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
 Message = dict[str, Any]
 
 
-class Place(NamedTuple):
+class Endpoint(NamedTuple):
     """This node's place in the job, from the command line.
 
     Attributes:
@@ -47,7 +47,7 @@ class Place(NamedTuple):
 OPTIONS = ("nnodes", "node_rank", "rdzv", "rdzv_timeout")
 
 
-def parse_place(given: Mapping[str, str]) -> Place | None:
+def parse_place(given: Mapping[str, str]) -> Endpoint | None:
     """Parse the options about nodes. None: the job has one node.
 
     Args:
@@ -71,7 +71,7 @@ def parse_place(given: Mapping[str, str]) -> Place | None:
         raise UserError(f"--rdzv must be HOST:PORT of node 0, not {given.get('rdzv', '')!r}; e.g. {example}")
     if not re.fullmatch("[1-9][0-9]{0,5}", patience := given.get("rdzv_timeout", "600"), re.ASCII):
         raise UserError(f"--rdzv_timeout must be seconds, not {patience!r}")
-    return Place(least, most, int(rank), address[1].strip("[]"), int(address[2]), int(patience))
+    return Endpoint(least, most, int(rank), address[1].strip("[]"), int(address[2]), int(patience))
 
 
 def _is_readable(connection: socket.socket, seconds: float) -> bool:
@@ -134,7 +134,7 @@ class Host:
         port: the port that it listens on.
     """
 
-    def __init__(self, place: Place, processes: int) -> None:
+    def __init__(self, place: Endpoint, processes: int) -> None:
         """Listen on the first free port.
 
         Args:
@@ -216,7 +216,7 @@ class Host:
         return messages
 
 
-def join(place: Place, processes: int) -> Link | None:
+def join(place: Endpoint, processes: int) -> Link | None:
     """Try once to connect to node 0's launcher. None: it does not listen yet.
 
     Raises:

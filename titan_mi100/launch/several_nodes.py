@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from titan_mi100.errors import UserError
-from titan_mi100.launch.links import OPTIONS, Host, Link, Message, Place, join, parse_place, reserved_port
+from titan_mi100.launch.links import OPTIONS, Endpoint, Host, Link, Message, join, parse_place, reserved_port
 from titan_mi100.launch.torch_build import installed
 from titan_mi100.planning.hardware import default_process_count
 from titan_mi100.watch.outcome import INTERRUPTED, LOST, Outcome, Restarts, combined
@@ -28,7 +28,7 @@ _PARTING = 120.0  # seconds to wait for the other nodes' reports after this node
 Reports = dict[int, Outcome]  # by node, in the order of arrival
 
 
-def parse(arguments: Sequence[str], ngpu: str = "") -> tuple[int, list[str], Place | None, int]:
+def parse(arguments: Sequence[str], ngpu: str = "") -> tuple[int, list[str], Endpoint | None, int]:
     """The number of processes of this node, the trainer's arguments, this node's place (None: there is no other), and
     how often the run is restarted.
 
@@ -90,7 +90,7 @@ class NodeLauncher(Protocol):
 class Leader:
     """Node 0's launcher."""
 
-    def __init__(self, launcher: NodeLauncher, host: Host, place: Place, processes: int) -> None:
+    def __init__(self, launcher: NodeLauncher, host: Host, place: Endpoint, processes: int) -> None:
         self._launcher, self._host, self._place, self._processes = launcher, host, place, processes
         self._ready = set[Link]()  # connections of nodes that have prepared the data; a node that joins again has not
         self._checked = place.most  # the config was checked for this number of nodes
@@ -204,7 +204,7 @@ class Leader:
         return reports
 
 
-def follow(launcher: NodeLauncher, place: Place, processes: int) -> int:
+def follow(launcher: NodeLauncher, place: Endpoint, processes: int) -> int:
     """Follow the messages of node 0's launcher until the run has ended. Returns the exit code.
 
     Raises:
@@ -237,7 +237,7 @@ def follow(launcher: NodeLauncher, place: Place, processes: int) -> int:
         link.close()
 
 
-def _follow(launcher: NodeLauncher, link: Link, place: Place, processes: int) -> int:
+def _follow(launcher: NodeLauncher, link: Link, place: Endpoint, processes: int) -> int:
     while True:
         # After a stop signal the run has ended here: wait for node 0's word. `rest` would say that nothing was trained.
         message = link.receive(_LOOK if launcher.is_stopped() else 0)
@@ -272,7 +272,7 @@ def _is_called_off(link: Link) -> bool:
         return True
 
 
-def agent(place: Place, numbers: list[int], port: int, processes: int) -> tuple[str, ...]:
+def agent(place: Endpoint, numbers: list[int], port: int, processes: int) -> tuple[str, ...]:
     """torchrun's arguments for this node's agent.
 
     Args:

@@ -1,6 +1,6 @@
 """Token generation with a cache of keys and values (KV cache).
 
-It runs the model's own modules: `Layer.before` and `after`, with `mix_next` between them, which
+It runs the model's own modules: `Layer.before` and `after`, with `decode_step` between them, which
 reads the cache. tests/test_generate.py compares it with transformers' `generate` and logits processors.
 """
 
@@ -168,7 +168,7 @@ def forward(model: CausalLM, ids: Tensor, cache: Cache) -> Tensor:
     for layer, state in zip(decoder.blocks(), cache.states, strict=True):
         kind = layer.shape.kind
         parts, prepared = layer.before(x, where[kind]), cache.documents[kind]
-        x = layer.after(x, layer.mix_next(parts, prepared, state, cache.used, visible))
+        x = layer.after(x, layer.decode_step(parts, prepared, state, cache.used, visible))
     cache.used = until
     return model.head(decoder.norm(x[:, -1:]))[:, 0]  # logits of the last token only: the head is large
 

@@ -81,7 +81,7 @@ class Layer(nn.Module):
         """What decoding keeps of earlier tokens. Args: length: the most tokens of a row."""
         raise NotImplementedError
 
-    def mix_next(self, parts: tuple[Tensor, ...], prepared: Any, state: Any, used: int, visible: Tensor) -> Any:
+    def decode_step(self, parts: tuple[Tensor, ...], prepared: Any, state: Any, used: int, visible: Tensor) -> Any:
         """`mix` for the next tokens of each row, while decoding; it keeps them in the state.
 
         Args:
@@ -115,7 +115,7 @@ class AttentionLayer(Layer):
         shape = spec.attention
         return torch.empty(2, batch, shape.kv_heads, length, shape.head_dim, dtype=dtype, device=device)
 
-    def mix_next(self, parts: tuple[Tensor, ...], prepared: Any, state: Any, used: int, visible: Tensor) -> Any:
+    def decode_step(self, parts: tuple[Tensor, ...], prepared: Any, state: Any, used: int, visible: Tensor) -> Any:
         q, k, v = parts
         stored = state[:, :, :, : visible.shape[1]]
         stored[:, :, :, used:] = torch.stack((k, v)).transpose(2, 3)

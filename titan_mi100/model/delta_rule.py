@@ -184,7 +184,7 @@ class _DeltaRule(torch.autograd.Function):
         states, changes = forward_states(state, [x.k, x.beta, x.entry, x.last, x.inverse, x.v])
         states, state = states[:-1], states[-1].clone()
         output = changes @ (x.decay * x.qk).mT
-        output.addcmul_(x.entry, _read(states, x.q))
+        output.addcmul_(x.entry, _queries_times_states(states, x.q))
         ctx.save_for_backward(before, ids, *inputs, states, *(x if keeps else ()))
         ctx.chunk = chunk
         return _tokens(output, inputs[2]), state.flatten(1, 2)
@@ -204,7 +204,7 @@ class _DeltaRule(torch.autograd.Function):
 
 def _gradients(x: "_Chunks", states: Tensor, grad_out: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
     """The gradients of the first state and of q, k, v, g and beta, as they are in _Chunks."""
-    read = _read(states, x.k)
+    read = _queries_times_states(states, x.k)
     rest = torch.addcmul(x.v, x.entry, read, value=-1)
     changes = (rest * x.beta) @ x.inverse.mT
     entering = x.entry * grad_out  # gradient of what the outputs read of the state
@@ -216,12 +216,12 @@ def _gradients(x: "_Chunks", states: Tensor, grad_out: Tensor, grad_state: Tenso
     del rest
     grad_attention, grad_overlap = grad_out.mT @ changes, (scaled.mT @ changes).tril_(-1).neg_()
     grad_v = scaled.mul_(x.beta)
-    grad_entry = _read(states, x.q).mul_(grad_out).addcmul_(grad_v, read, value=-1).sum(-2)
+    grad_entry = _queries_times_states(states, x.q).mul_(grad_out).addcmul_(grad_v, read, value=-1).sum(-2)
     del read
     grad_entry[..., -1] += (grad_states[1:] * states).sum((-2, -1))
-    grad_q = _of_keys(entering, states)
-    grad_k = _of_keys(changes.mul_(x.last), grad_states[1:])
-    grad_k -= _of_keys(entering.copy_(grad_v).mul_(x.entry), states)
+    grad_q = _states_times_values(entering, states)
+    grad_k = _states_times_values(changes.mul_(x.last), grad_states[1:])
+    grad_k -= _states_times_values(entering.copy_(grad_v).mul_(x.entry), states)
     del changes, entering
     # Now through the pairs of tokens: Q K^T and K K^T, and the logarithms of L and a.
     grad_attention *= x.decay
@@ -301,9 +301,9 @@ def forward_states(state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tens
     states, changes = state.new_empty(len(v) + 1, *state.shape), torch.empty_like(v)
     states[0] = state
     for n, change in enumerate(changes):
-        rest = torch.addcmul(v[n], entry[n], _read(states[n], k[n]), value=-1)
+        rest = torch.addcmul(v[n], entry[n], _queries_times_states(states[n], k[n]), value=-1)
         torch.matmul(rest.mul_(beta[n]), inverse[n].mT, out=change)
-        torch.addcmul(_written(change * last[n], k[n]), entry[n, ..., -1:], states[n], out=states[n + 1])
+        torch.addcmul(_outer_product(change * last[n], k[n]), entry[n, ..., -1:], states[n], out=states[n + 1])
     return states, changes
 
 
@@ -321,10 +321,10 @@ def backward_states(grad_state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor
     lasts = torch.empty_like(last)
     states[-1] = grad_state
     for n in reversed(range(len(k))):
-        behind = _read(states[n + 1], k[n])
+        behind = _queries_times_states(states[n + 1], k[n])
         torch.sum(changes[n] * behind, -2, keepdim=True, out=lasts[n])
         torch.matmul(torch.addcmul(inside[n], last[n], behind), inverse[n], out=scaled[n])
-        before = _written(entering[n], q[n]) - _written(scaled[n] * (entry[n] * beta[n]), k[n])
+        before = _outer_product(entering[n], q[n]) - _outer_product(scaled[n] * (entry[n] * beta[n]), k[n])
         torch.addcmul(before, entry[n, ..., -1:], states[n + 1], out=states[n])
     return states, scaled, lasts
 
@@ -346,17 +346,17 @@ def _(state: Any, parts: Any, **_: Any) -> int:
     return 2 * math.prod(parts[-1]) * (products * state[-1] + parts[0][-2])
 
 
-def _read(state: Tensor, keys: Tensor) -> Tensor:
+def _queries_times_states(state: Tensor, keys: Tensor) -> Tensor:
     """What keys or queries, (..., Hk, C, dk), read of states, (..., Hk, G, dv, dk): (..., Hk, G, dv, C)."""
     return (state.flatten(-3, -2) @ keys.mT).unflatten(-2, state.shape[-3:-1])
 
 
-def _written(values: Tensor, keys: Tensor) -> Tensor:
+def _outer_product(values: Tensor, keys: Tensor) -> Tensor:
     """The sum over tokens of value and key, shaped like states."""
     return (values.flatten(-3, -2) @ keys).unflatten(-2, values.shape[-3:-1])
 
 
-def _of_keys(values: Tensor, state: Tensor) -> Tensor:
+def _states_times_values(values: Tensor, state: Tensor) -> Tensor:
     """The sum over value heads of states times values, shaped like keys."""
     return values.flatten(-3, -2).mT @ state.flatten(-3, -2)
 

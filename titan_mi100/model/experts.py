@@ -264,7 +264,7 @@ class Mixture(nn.Module):
         return routes
 
 
-class _Kept:
+class _RouteCache:
     """Context of a forward that keeps its routes, or of its recomputation, which takes them instead of computing them:
     a rounding that differs would otherwise send a row elsewhere. Nor does the host wait again.
     """
@@ -280,10 +280,10 @@ class _Kept:
         _KEPT.reset(self._token)
 
 
-_KEPT: ContextVar[_Kept | None] = ContextVar("kept routes", default=None)
+_KEPT: ContextVar[_RouteCache | None] = ContextVar("kept routes", default=None)
 
 
-def keeping_routes() -> tuple[_Kept, _Kept]:
+def keeping_routes() -> tuple[_RouteCache, _RouteCache]:
     """The contexts of a part of a layer, and of its recomputation; see torch.utils.checkpoint's context_fn."""
     routes: list[Routes] = []
-    return _Kept(routes, False), _Kept(routes, True)
+    return _RouteCache(routes, False), _RouteCache(routes, True)

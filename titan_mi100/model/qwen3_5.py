@@ -166,8 +166,8 @@ class AttentionBlock(GatedBlock, AttentionLayer):
     def mix(self, parts: tuple[Tensor, ...], prepared: Any) -> Any:
         return super().mix(parts[:3], prepared), parts[3]
 
-    def mix_next(self, parts: tuple[Tensor, ...], prepared: Any, state: Any, used: int, visible: Tensor) -> Any:
-        return super().mix_next(parts[:3], prepared, state, used, visible), parts[3]
+    def decode_step(self, parts: tuple[Tensor, ...], prepared: Any, state: Any, used: int, visible: Tensor) -> Any:
+        return super().decode_step(parts[:3], prepared, state, used, visible), parts[3]
 
     def after(self, x: Tensor, mixed: Any) -> Tensor:
         outputs, gate = mixed
@@ -213,7 +213,7 @@ class DeltaBlock(GatedBlock):
         """The convolutions' last inputs, and the rule's state; empty before the first token."""
         return {}
 
-    def mix_next(self, parts: tuple[Tensor, ...], prepared: Any, state: Any, used: int, visible: Tensor) -> Any:
+    def decode_step(self, parts: tuple[Tensor, ...], prepared: Any, state: Any, used: int, visible: Tensor) -> Any:
         net, (z, b, a), ids = self.linear_attn, parts[3:], None if used else prepared
         (q, k, v), last = net.convolved(parts, ids, state.get("inputs"))
         rule = recurrence if q.shape[1] == 1 else delta_rule

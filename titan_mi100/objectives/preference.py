@@ -13,7 +13,7 @@ from torch import Tensor
 from titan_mi100.data.answers import LABEL, REFERENCE
 from titan_mi100.data.microbatch import Microbatch
 from titan_mi100.data.rows import PADDING_DOCUMENT
-from titan_mi100.losses import Answers, Factors, Loss
+from titan_mi100.losses import Logps, Loss, LossSettings
 from titan_mi100.model.loss import Predicted
 from titan_mi100.objectives.base import Objective
 
@@ -33,7 +33,7 @@ class Preference(Objective):
     become. It is no KL, which is never negative: the reference has not written these answers.
     """
 
-    def __init__(self, loss: Loss, factors: Factors, sft_weight: float = 0.0) -> None:
+    def __init__(self, loss: Loss, factors: LossSettings, sft_weight: float = 0.0) -> None:
         """Args: sft_weight: of a further term, minus log p per token of the chosen answer."""
         self._loss, self._factors, self._sft_weight = loss, factors, sft_weight
         self.columns = (DOCUMENT, *[REFERENCE] * loss.has_reference, *[LABEL] * (not loss.is_paired))
@@ -53,15 +53,15 @@ class Preference(Objective):
         is_answer = number <= documents.amax(1, keepdim=True)
         sums = torch.where(is_answer, sums, -1.0)  # of no answer: any value whose losses are finite
         reference = columns[REFERENCE][:, :width].to(sums.dtype) if self._loss.has_reference else torch.zeros_like(sums)
-        answers = Answers(sums, reference, counts)
+        answers = Logps(sums, reference, counts)
         if self._loss.is_paired:
-            chosen, rejected = (Answers(*(x[:, i::2] for x in answers)) for i in (0, 1))
+            chosen, rejected = (Logps(*(x[:, i::2] for x in answers)) for i in (0, 1))
             return self._summed(chosen, is_answer[:, ::2], self._loss.of(self._factors, chosen, rejected), rejected)
         labels = columns[LABEL][:, :width].to(sums.dtype)
         each = self._loss.of(self._factors, answers, labels)
         return self._summed_single(answers, is_answer, each, labels)
 
-    def _summed(self, chosen: Answers, exists: Tensor, each: Tensor, rejected: Answers) -> Tensor:
+    def _summed(self, chosen: Logps, exists: Tensor, each: Tensor, rejected: Logps) -> Tensor:
         each = each - self._sft_weight * chosen.mean if self._sft_weight else each
         rewards = [self._loss.reward(self._factors.beta, answers) for answers in (chosen, rejected)]
         margin = rewards[0] - rewards[1]
@@ -70,17 +70,17 @@ class Preference(Objective):
             measures.append(-(chosen.ratio + rejected.ratio) / 2)
         return _total(exists, each, measures)
 
-    def _summed_single(self, answers: Answers, exists: Tensor, each: Tensor, wanted: Tensor) -> Tensor:
+    def _summed_single(self, answers: Logps, exists: Tensor, each: Tensor, wanted: Tensor) -> Tensor:
         if self._sft_weight:
             each = each - self._sft_weight * torch.where(wanted > 0, answers.mean, 0.0)
         margin = wanted * self._loss.reward(self._factors.beta, answers)
         return _total(exists, each, [margin, self._accuracy(margin, answers), -answers.ratio])
 
-    def _accuracy(self, margin: Tensor, *compared: Answers) -> Tensor:
+    def _accuracy(self, margin: Tensor, *compared: Logps) -> Tensor:
         """1 of a positive margin, 0 of a negative one, a half within the rounding of the sums: other rows beside an
         answer may change its last bits.
         """
-        errors = (Answers(_ROUNDING * torch.finfo(x.sums.dtype).eps * x.sums, 0 * x.sums, x.tokens) for x in compared)
+        errors = (Logps(_ROUNDING * torch.finfo(x.sums.dtype).eps * x.sums, 0 * x.sums, x.tokens) for x in compared)
         slack = sum((self._loss.reward(self._factors.beta, error).abs() for error in errors), torch.zeros_like(margin))
         return (torch.where(margin.abs() <= slack, 0.0, margin).sign() + 1) / 2
 

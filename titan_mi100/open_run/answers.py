@@ -20,10 +20,10 @@ from titan_mi100.config.settings import Config
 from titan_mi100.data.answer_store import (
     IMPORT,
     VLLM,
-    About,
-    AnswerStore,
     Arrays,
     Column,
+    Identity,
+    LogprobStore,
     Wanted,
     WithColumns,
     by_document,
@@ -66,7 +66,7 @@ def _packed(source: SourceRows) -> PackedDataset:
     return source.rows
 
 
-class _AllRows:
+class _ConcatenatedRows:
     """The rows of several sets, one after the other, or a part of them; a RowSet as far as validation_batches reads."""
 
     def __init__(self, sets: Sequence[PackedDataset], part: range | None = None) -> None:
@@ -100,7 +100,7 @@ def _adapters_of(config: Config) -> str:
     return " ".join(["", lora.base, *map(sha256_of, files)])
 
 
-class Pass:
+class LogprobPass:
     """Reads what the model thinks of all rows of the data."""
 
     def __init__(
@@ -109,11 +109,11 @@ class Pass:
         self._config, self._world, self._spec = config, world, spec
         self._data, self._layout, self._batch = data, layout, batch
         self._dp_rank = dp_rank
-        self._rows = _AllRows([_packed(source) for source in (*data.sources, *data.validation)])
+        self._rows = _ConcatenatedRows([_packed(source) for source in (*data.sources, *data.validation)])
         self._vocabulary = data.facts.n_vocab or spec.vocab_size  # without the model's padding
         self.wanted = Wanted(self._rows.sets, self._vocabulary)
 
-    def about(self, kind: str, k: int, attention: str) -> About:
+    def about(self, kind: str, k: int, attention: str) -> Identity:
         """A collective."""
         weights = from_rank_zero(partial(_adapters_of, self._config))
         weights = (
@@ -121,16 +121,16 @@ class Pass:
         )
         dtype, layout = self._config.training.mixed_precision_param, self._layout.describe()
         tokenizer, make = self._data.facts.tokenizer, self.wanted.about
-        about: About = from_rank_zero(lambda: make(kind, weights, tokenizer, k, dtype, attention, layout))
+        about: Identity = from_rank_zero(lambda: make(kind, weights, tokenizer, k, dtype, attention, layout))
         return about
 
     def fill(
-        self, model: ParallelModel, store: AnswerStore, stop: Callable[[], bool], beat: Callable[[], None], cache: Path
+        self, model: ParallelModel, store: LogprobStore, stop: Callable[[], bool], beat: Callable[[], None], cache: Path
     ) -> None:
         """Make the parts that the store lacks; rank 0 writes them. A collective.
 
         Args:
-            stop: whether this process was told to. beat: called for each microbatch. cache: see AnswerStore.verify.
+            stop: whether this process was told to. beat: called for each microbatch. cache: see LogprobStore.verify.
 
         Raises:
             Preempted: told to stop; the parts before are kept.
@@ -159,7 +159,7 @@ class Pass:
                         store.write(number, arrays, self.wanted)
                 progress.advance(about.part_rows)
 
-    def _size(self, about: About) -> int:
+    def _size(self, about: Identity) -> int:
         """Bytes of a whole store, about."""
         learned = sum(source.counts.supervised for source in (*self._data.sources, *self._data.validation))
         return 24 * about.documents + 8 * about.k * learned
@@ -177,7 +177,7 @@ class Pass:
         Raises:
             Preempted: a process was told to stop.
         """
-        rows, width, arrays, done = _AllRows(self._rows.sets, part), max(1, 2 * k), list[Arrays](), 0
+        rows, width, arrays, done = _ConcatenatedRows(self._rows.sets, part), max(1, 2 * k), list[Arrays](), 0
         local, ranks = self._batch.local_batch_size, self._batch.dp_degree
         batches = validation_batches(rows, self._batch, self._dp_rank)  # type: ignore[arg-type]
         own = self._dp_rank if model.counts_loss else -1  # of each data-parallel rank one rank's values count
@@ -200,7 +200,7 @@ class Pass:
                 done += len(some) * local * ranks
         return {name: np.concatenate([each[name] for each in arrays]) for name in arrays[0]} if arrays else {}
 
-    def _arrays(self, rows: _AllRows, indices: range, dense: np.ndarray, k: int) -> Arrays:
+    def _arrays(self, rows: _ConcatenatedRows, indices: range, dense: np.ndarray, k: int) -> Arrays:
         """Args: dense: (rows, seq, width), as Record returns it, of these rows, then of padding."""
         numbers, tokens, sums, chosen = list[int](), list[int](), list[float](), [np.zeros((0, 2 * k))]
         for place_of_row, index in enumerate(indices):
@@ -221,7 +221,7 @@ class Pass:
         return {**arrays, "ids": every[:, :k].astype(np.int32), "log_p": every[:, k:].astype(np.float32)}
 
 
-def _make_room(store: AnswerStore, size: int) -> None:
+def _make_room(store: LogprobStore, size: int) -> None:
     there = store.folder
     while not os.path.isdir(there):
         there = there.parent
@@ -243,10 +243,10 @@ def teach(run: Run) -> tuple[str, str]:
         problem = f"= {config.objective.top_k}: the tokenizer has {run.data.facts.n_vocab:,} ids"
         raise UserError(f"objective.top_k {problem}; the usual is 32")
     layout, batch = config.layout(run.world.size), run.stream.batch
-    reading = Pass(config, run.world, config.spec(), run.data, layout, batch, run.stream.dp_rank)
+    reading = LogprobPass(config, run.world, config.spec(), run.data, layout, batch, run.stream.dp_rank)
     about = reading.about("teacher", config.objective.top_k, run.about["chosen"]["attention"]["name"])
     with raise_together():
-        store = AnswerStore(folder, about, "name another folder with --out, or delete this one")
+        store = LogprobStore(folder, about, "name another folder with --out, or delete this one")
     beat = partial(run.heartbeat.begin, VALIDATION, "teacher")
     reading.fill(run.model, store, run.wants_to_stop, beat, cache_folder(config.data))
     with raise_together():
@@ -259,14 +259,14 @@ def teach(run: Run) -> tuple[str, str]:
 class Reference:
     """The reference of a run: opens its store, decides whether a pass is needed, and gives the rows its sums."""
 
-    def __init__(self, reading: Pass, folder: Path | None, about: About, columns: dict[str, Column]) -> None:
+    def __init__(self, reading: LogprobPass, folder: Path | None, about: Identity, columns: dict[str, Column]) -> None:
         """A collective."""
         self._pass, self._columns, self._about = reading, columns, about
-        self._store: AnswerStore | None = None
+        self._store: LogprobStore | None = None
         with raise_together():
             if folder is not None:
                 remedy = f"delete {folder / FOLDER}: it is made again from the weights that training starts from"
-                self._store = AnswerStore(folder / FOLDER, about, remedy)
+                self._store = LogprobStore(folder / FOLDER, about, remedy)
         before = self._store.about if self._store else about
         self._is_elsewhere = (before.layout, before.attention) != (about.layout, about.attention)
         self._is_complete = from_rank_zero(lambda: self._store is not None and self._store.is_complete)
@@ -290,7 +290,7 @@ class Reference:
                 reading.fill(model, store, stop, beat, cache)
 
             def read() -> np.ndarray:
-                again = AnswerStore(store.folder, store.about, "start again")
+                again = LogprobStore(store.folder, store.about, "start again")
                 again.verify(reading.wanted, cache)
                 return again.sums()
 
@@ -299,7 +299,7 @@ class Reference:
                 self._compare(model, store.about, sums, beat)
         self._columns[REFERENCE] = by_document(sums)
 
-    def _compare(self, model: ParallelModel, before: About, sums: np.ndarray, beat: Callable[[], None]) -> None:
+    def _compare(self, model: ParallelModel, before: Identity, sums: np.ndarray, beat: Callable[[], None]) -> None:
         first = range(min(before.rows, _COMPARED))
         arrays = self._pass.read(model, first, 0, beat)
         if arrays:
@@ -337,12 +337,13 @@ def columns_of(config: Config, world: World, data: Prepared, spec: ModelSpec) ->
     return columns
 
 
-def open_teacher(folder: Path, data: Prepared, digest: str) -> AnswerStore:
+def open_teacher(folder: Path, data: Prepared, digest: str) -> LogprobStore:
     """Args: digest: tokens_hash of the data. Raises UserError: it is not complete, or of other rows."""
     count = len(_packed(data.sources[0]).documents.starts) - 1
-    about = About("teacher", "", digest, data.facts.tokenizer, count, rows=0, seq_len=data.facts.seq_len, k=0, dtype="")
+    seq_len = data.facts.seq_len
+    about = Identity("teacher", "", digest, data.facts.tokenizer, count, rows=0, seq_len=seq_len, k=0, dtype="")
     remedy = "make it of this run's data: titan-mi100 teach"
-    store = AnswerStore(folder, about, remedy, only=("kind", "tokenizer", "tokens", "documents"))
+    store = LogprobStore(folder, about, remedy, only=("kind", "tokenizer", "tokens", "documents"))
     if not store.is_begun:
         raise UserError(f"objective.teacher = {str(folder)!r} holds no teacher's answers; {remedy}")
     if not store.is_complete:

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from titan_mi100.checkpoint.resume import Found, find_checkpoint, open_checkpoint
+from titan_mi100.checkpoint.resume import FoundCheckpoint, find_checkpoint, open_checkpoint
 from titan_mi100.config.check import check_layout
 from titan_mi100.config.layout import Batch, Layout, accumulation_for
 from titan_mi100.config.problem import ConfigError
@@ -25,7 +25,7 @@ from titan_mi100.wording import plural
 _PATIENCE = 24  # times watchdog.start_seconds
 
 
-def find_start(checkpoint: Path | None, folder: Path | None, world: World, step: int) -> Found | None:
+def find_start(checkpoint: Path | None, folder: Path | None, world: World, step: int) -> FoundCheckpoint | None:
     """The checkpoint to resume from; None: the run starts from the beginning. A collective."""
     if checkpoint is None:
         return None if folder is None else find_checkpoint(folder / "checkpoint", world, step)

@@ -7,7 +7,7 @@ from typing import Any
 from titan_mi100.attention.base import Shape
 from titan_mi100.attention.choice import Choice, choose
 from titan_mi100.checkpoint.checkpointer import Checkpointer
-from titan_mi100.checkpoint.resume import Found
+from titan_mi100.checkpoint.resume import FoundCheckpoint
 from titan_mi100.config.layout import Layout
 from titan_mi100.config.settings import Config
 from titan_mi100.data.prepare import cache_folder
@@ -25,7 +25,7 @@ from titan_mi100.text.assets import ending_turns, run_assets
 
 
 def choose_backend(
-    config: Config, spec: ModelSpec, layout: Layout, world: World, found: Found | None
+    config: Config, spec: ModelSpec, layout: Layout, world: World, found: FoundCheckpoint | None
 ) -> tuple[Choice, HeadMemory]:
     """Choose the attention backend and the memory of the loss head. Both decide the order of floating-point sums, so a
     resumed run on the same kind of device keeps its choice; else rank 0 chooses for all. A collective.

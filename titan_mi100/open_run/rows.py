@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from titan_mi100.checkpoint.resume import Found
+from titan_mi100.checkpoint.resume import FoundCheckpoint
 from titan_mi100.config.layout import Batch
 from titan_mi100.config.settings import DataConfig, TrainingConfig
 from titan_mi100.data.loader import ShuffledEpochs
@@ -44,7 +44,7 @@ def some_tokens(rows: ShuffledEpochs | Mixture) -> set[int]:
     return {int(token) for row in first for token in np.unique(row.input_ids[~row.padding()])}
 
 
-def fit_progress(progress: Progress, found: Found | None, rows: ShuffledEpochs | Mixture, plan: str) -> None:
+def fit_progress(progress: Progress, found: FoundCheckpoint | None, rows: ShuffledEpochs | Mixture, plan: str) -> None:
     """Adapt the progress of a resumed run to its rows, which may have changed since the checkpoint.
 
     Args:

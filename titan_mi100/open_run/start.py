@@ -14,7 +14,7 @@ from titan_mi100.attention.choice import Choice
 from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.checkpoint.resume import (
     TRAINER,
-    Found,
+    FoundCheckpoint,
     check_is_run_checkpoint,
     check_same_run,
     rename_later_checkpoints,
@@ -32,7 +32,7 @@ from titan_mi100.log import log
 from titan_mi100.model.loss import HeadMemory
 from titan_mi100.objectives.base import Objective
 from titan_mi100.objectives.choose import choose
-from titan_mi100.open_run.answers import Pass, Reference, columns_of, with_columns
+from titan_mi100.open_run.answers import LogprobPass, Reference, columns_of, with_columns
 from titan_mi100.open_run.data import accept_ledger, find_start, keep_global_batch, load_data, log_if_done, log_layout
 from titan_mi100.open_run.fingerprints import about_run
 from titan_mi100.open_run.model import choose_backend, keep_stages, open_checkpointer
@@ -47,7 +47,7 @@ from titan_mi100.parallel.build import build_model
 from titan_mi100.parallel.distributed import World, from_rank_zero, raise_together, same_on_all_ranks
 from titan_mi100.planning.memory import layers_per_stage
 from titan_mi100.planning.plan import with_settings
-from titan_mi100.run.answers import AnswerWatch
+from titan_mi100.run.answers import PreferenceWatch
 from titan_mi100.run.expert_load import ExpertLoad
 from titan_mi100.run.faults import FaultWatch
 from titan_mi100.run.forecast import Forecast
@@ -82,7 +82,7 @@ class RunInputs:
     spec: ModelSpec
     data: Prepared
     columns: dict[str, Column]
-    found: Found | None
+    found: FoundCheckpoint | None
     progress: Progress
     layout: Layout
     batch: Batch
@@ -267,7 +267,7 @@ def make_model(
 
 def open_reference(inputs: RunInputs, dp_rank: int, attention: str) -> Reference:
     """The run's reference. A collective. Args: attention: name of the backend."""
-    reading = Pass(inputs.config, inputs.world, inputs.spec, inputs.data, inputs.layout, inputs.batch, dp_rank)
+    reading = LogprobPass(inputs.config, inputs.world, inputs.spec, inputs.data, inputs.layout, inputs.batch, dp_rank)
     return Reference(reading, inputs.folder, reading.about("reference", 0, attention), inputs.columns)
 
 
@@ -302,5 +302,5 @@ def open_observers(
     with raise_together():
         accept_ledger(inputs.data, folder, inputs.world)
         most = config.training.max_nonfinite_steps
-        observers += [AnswerWatch(), FaultWatch(stream, folder, inputs.world, progress, most, model)]
+        observers += [PreferenceWatch(), FaultWatch(stream, folder, inputs.world, progress, most, model)]
     return observers

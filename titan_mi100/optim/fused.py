@@ -22,7 +22,7 @@ def update(tensors: dict[str, Tensor], number: int, whole: int, values: Any, mas
         tensors: the weight, its gradient and its state by lean.py's names, (rows, columns) each.
         number: number of the first element within the full parameter.
         whole: columns of the full parameter.
-        values: a plain.Numbers.
+        values: a plain.Scalars.
         master: `optimizer.master`.
     """
     bits = {name: x.view(_AS_BITS.get(x.dtype, x.dtype)) for name, x in tensors.items()}

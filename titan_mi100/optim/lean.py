@@ -30,14 +30,14 @@ from titan_mi100.device import accelerator, host
 from titan_mi100.device.compiler import cannot_compile
 from titan_mi100.log import log
 from titan_mi100.optim.formats import block_size, split_24_bits
-from titan_mi100.optim.plain import Numbers, Scratch, update_with_fused, update_with_torch
+from titan_mi100.optim.plain import Scalars, Scratch, update_with_torch, update_with_torch_fused
 from titan_mi100.optim.state import NamedState, Read
 from titan_mi100.wording import shortened
 
 # Elements that are updated at a time. CPU: the buffers fit into its caches. GPU: the buffers take 128 MiB.
 ELEMENTS = {False: 1 << 17, True: 1 << 22}  # by whether it is a GPU
 
-Kernel = Callable[[dict[str, Tensor], int, int, Numbers, str], None]  # see fused.update
+Kernel = Callable[[dict[str, Tensor], int, int, Scalars, str], None]  # see fused.update
 
 
 class LeanAdamW(NamedState):
@@ -125,12 +125,12 @@ class LeanAdamW(NamedState):
                 step = int(self.state[parameter]["step"])
                 seed = zlib.crc32(f"{self._seed}/update/{step}/{name}".encode())
                 # crc32 is unsigned; the int32 arithmetic of the noise needs the same bits as a signed number
-                numbers = Numbers(group, step, factor, seed - (1 << 32) if seed >> 31 else seed)
+                numbers = Scalars(group, step, factor, seed - (1 << 32) if seed >> 31 else seed)
                 self._update(parameter, numbers)
         if beside:
             self._device.synchronize()  # the host may read its memory next, for a checkpoint
 
-    def _update(self, parameter: nn.Parameter, numbers: Numbers) -> None:
+    def _update(self, parameter: nn.Parameter, numbers: Scalars) -> None:
         local, (row, column), columns = self._rows_of(parameter), _offset(parameter), parameter.shape[-1]
         if local["weight"].numel():
             self._update_local(local, row * columns + column, columns, numbers, parameter in self._on_host)
@@ -144,7 +144,7 @@ class LeanAdamW(NamedState):
         return {name: _as_rows(tensor) for name, tensor in tensors.items()}
 
     def _update_local(
-        self, local: dict[str, Tensor], first: int, whole: int, numbers: Numbers, is_on_host: bool
+        self, local: dict[str, Tensor], first: int, whole: int, numbers: Scalars, is_on_host: bool
     ) -> None:
         """Update this rank's shard of a parameter, some rows at a time.
 
@@ -169,10 +169,10 @@ class LeanAdamW(NamedState):
                 for name in part.keys() - {"weight", "gradient"}:
                     part[name].copy_(here[name], non_blocking=True)
 
-    def _update_rows(self, part: dict[str, Tensor], number: int, whole: int, numbers: Numbers, lane: "_Lane") -> None:
+    def _update_rows(self, part: dict[str, Tensor], number: int, whole: int, numbers: Scalars, lane: "_Lane") -> None:
         config = self._config if part["weight"].dtype == torch.bfloat16 else self._in_fp32
         if not self._config.is_lean:
-            update_with_fused(part, numbers)
+            update_with_torch_fused(part, numbers)
         elif self._kernel is not None:
             self._kernel(part, number, whole, numbers, config.master)
         else:

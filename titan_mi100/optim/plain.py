@@ -33,7 +33,7 @@ class Scratch(NamedTuple):
     double: Tensor
 
 
-class Numbers:
+class Scalars:
     """The scalars of an update, equal for all elements of a parameter in a step."""
 
     def __init__(self, group: dict[str, Any], step: int, factor: float, key: int) -> None:
@@ -46,7 +46,7 @@ class Numbers:
         self.correction = 1 / math.sqrt(1 - self.beta2**step)  # bias correction of the root of exp_avg_sq
 
 
-def update_with_fused(tensors: dict[str, Tensor], numbers: Numbers) -> None:
+def update_with_torch_fused(tensors: dict[str, Tensor], numbers: Scalars) -> None:
     """Update some rows of a parameter by the kernel of torch.optim.AdamW, with which a run has its state on the device.
 
     Args: see update_with_torch.
@@ -62,7 +62,7 @@ def update_with_fused(tensors: dict[str, Tensor], numbers: Numbers) -> None:
 
 
 def update_with_torch(
-    tensors: dict[str, Tensor], first_number: int, whole: int, numbers: Numbers, config: OptimizerConfig, s: Scratch
+    tensors: dict[str, Tensor], first_number: int, whole: int, numbers: Scalars, config: OptimizerConfig, s: Scratch
 ) -> None:
     """Update some rows of a parameter by plain torch operations.
 

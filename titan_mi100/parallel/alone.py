@@ -16,7 +16,7 @@ from titan_mi100.parallel.offload import HostGradients
 from titan_mi100.parallel.tensor_parallel import tensor_parallel_ranks
 
 
-class AloneModel(ParallelModel):
+class UnshardedModel(ParallelModel):
     """The full model, or a tensor-parallel shard of it.
 
     Mixed precision as under DDP: fp32 weights that are cast where they are used (layers.local_weight), fp32 gradients.

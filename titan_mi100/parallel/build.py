@@ -20,7 +20,7 @@ from titan_mi100.model.lora import apply_lora
 from titan_mi100.model.loss import HeadMemory
 from titan_mi100.objectives.base import Objective
 from titan_mi100.objectives.sft import SFT
-from titan_mi100.parallel.alone import AloneModel
+from titan_mi100.parallel.alone import UnshardedModel
 from titan_mi100.parallel.base import ParallelModel, read_on_host
 from titan_mi100.parallel.ddp import ReplicatedModel
 from titan_mi100.parallel.dtypes import compute_dtype, master_dtype
@@ -104,7 +104,7 @@ def build_model(
     elif is_sharded(layout, config.memory):
         model = ShardedModel(part(), mesh, layout.zero_stage, device)
     else:
-        model = AloneModel(part(), mesh, device, is_gpu)
+        model = UnshardedModel(part(), mesh, device, is_gpu)
     model.objective = objective
     if config.memory.offload == "optimizer":  # pipelines and DDP do not have it
         model.host_gradients = HostGradients(model.parts, device)

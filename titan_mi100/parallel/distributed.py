@@ -117,7 +117,7 @@ def _refuse_shared(device: str, rank: int) -> None:
             )
 
 
-class Patience:
+class CollectiveTimeouts:
     """Shortens the time-outs of collectives after the first step, so that a hang is noticed. An observer of the run.
 
     Starting takes long (data preparation, compilation), so the time-outs are long until then. The default group keeps

@@ -80,7 +80,7 @@ def apply_fsdp(
     )
     for layer in blocks:
         if layer.in_fp32:
-            layer.small = _Together(layer.get_submodule(name) for name in layer.in_fp32)
+            layer.small = _GatherGroup(layer.get_submodule(name) for name in layer.in_fp32)
             fully_shard(layer.small, reshard_after_forward=False, **{**options, "mp_policy": wide})
             layer.register_forward_pre_hook(lambda layer, _: layer.small())
     for layer in blocks:  # the last block stays gathered after forward: backward needs it first
@@ -103,7 +103,7 @@ def apply_fsdp(
             module.set_force_sum_reduction_for_comms(True)
 
 
-class _Together(nn.Module):
+class _GatherGroup(nn.Module):
     """Weights that FSDP2 gathers as one group when this is called; they stay gathered until backward is done. If the
     modules themselves were the group, their hooks would gather, inside of the block's compiled graph.
     """

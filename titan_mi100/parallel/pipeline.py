@@ -172,10 +172,10 @@ class PipelinedModel(ParallelModel):
             before, after = self._rank_of(index - 1), self._rank_of(index + 1)
             if index > 0 and before != here:
                 x = torch.empty(boundary, dtype=self._hidden.dtype, device=self.device)
-                _transfer(dist.irecv, x, ranks[before], group)
+                _send_or_receive(dist.irecv, x, ranks[before], group)
             x = part(x, **rest)
             if index < self._stages - 1 and after != here:
-                _transfer(dist.isend, x.contiguous(), ranks[after], group)
+                _send_or_receive(dist.isend, x.contiguous(), ranks[after], group)
                 x = None
         return x
 
@@ -183,7 +183,7 @@ class PipelinedModel(ParallelModel):
         free_gathered(self.parts)
 
 
-def _transfer(operation: Callable[..., Any], tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
+def _send_or_receive(operation: Callable[..., Any], tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
     """Send or receive as the schedule does, batched: alone it would make a second communicator for each pair."""
     for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, group)]):
         work.wait()

@@ -35,7 +35,8 @@ HOST = "host"  # besides these categories: memory that is not on the device
 _BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 _AT_A_TIME, _UPDATE_BYTES = 1 << 22, 40  # optim/lean.py: values, and bytes a value, on a GPU without Triton
 _ON_THE_WAY = 1 << 30  # bytes of gradients that wait to be copied to the host, see parallel/offload.py
-HEAD_BLOCK, HEAD_SHARE = 1 << 25, 64  # model/loss.py: logits in one block; 1/64 of the memory may hold logits
+# model/loss.py: logits in one block; a GPU of n bytes may keep n / 64 logits, in 16 bits 1/32 of its memory
+HEAD_BLOCK, HEAD_SHARE = 1 << 25, 64
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,13 @@ def _peaks(config: Config, spec: ModelSpec, ranks: int, device_memory: int, coun
     layout, batch, peaks = config.layout(ranks), config.batch(ranks), []
     cuts = stages_of(counts)
     for rank, numbers in enumerate(_on_ranks(config, layout.pp, len(cuts))):
-        one = _Rank(config, spec, layout, batch, device_memory, rank, [cuts[index] for index in numbers])
+        one = _RankMemory(config, spec, layout, batch, device_memory, rank, [cuts[index] for index in numbers])
         moments = (Memory(*moment, one.on_host()) for moment in one.moments())
         peaks.append(max(moments, key=lambda memory: memory.peak))
     return peaks
 
 
-def with_unseen(peak: float) -> float:
+def with_overhead(peak: float) -> float:
     """Bytes that a card needs for a counted peak: with the memory that the counter does not see."""
     return peak * (1 + _LOST) + _CONTEXT
 
@@ -120,7 +121,7 @@ def _by_bytes(config: Config, spec: ModelSpec, ranks: int, card: int, counts: li
         return [memory.peak for memory in _peaks(config, spec, ranks, card, counts)]
 
     now, stages = peaks(counts), _on_ranks(config, config.layout(ranks).pp, len(counts))
-    while with_unseen(max(now) * (1 + BELOW)) > card * (1 - _SPARE):
+    while with_overhead(max(now) * (1 + BELOW)) > card * (1 - _SPARE):
         full, empty = stages[now.index(max(now))], stages[now.index(min(now))]
         moves = [(source, target) for source in full for target in empty if counts[source] > 1]
         moved = [[n - (i == source) + (i == target) for i, n in enumerate(counts)] for source, target in moves]
@@ -132,7 +133,7 @@ def _by_bytes(config: Config, spec: ModelSpec, ranks: int, card: int, counts: li
     return counts
 
 
-class _Rank:
+class _RankMemory:
     """What one rank holds, and when."""
 
     def __init__(

@@ -12,7 +12,7 @@ from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
 from titan_mi100.planning.cards import Gpu
 from titan_mi100.planning.costs import flops_of_steps, recomputed_flops
-from titan_mi100.planning.memory import ABOVE, BELOW, Memory, estimate, with_unseen
+from titan_mi100.planning.memory import ABOVE, BELOW, Memory, estimate, with_overhead
 from titan_mi100.planning.scaling import bubble_share, exposed_seconds
 from titan_mi100.planning.traffic import REACHED, reached
 from titan_mi100.shapes.base import ModelSpec, parameter_shapes
@@ -77,7 +77,7 @@ class Plan:
     @property
     def most(self) -> float:
         """Bytes that a card needs at most: the plan, if it is too low by its largest known error, with the unseen."""
-        return with_unseen(self.worst.peak * (1 + BELOW))
+        return with_overhead(self.worst.peak * (1 + BELOW))
 
     @property
     def fits(self) -> bool:

@@ -12,7 +12,7 @@ _WRONG = 0.4  # mean accuracy
 _TRIVIAL = 3  # steps in which every pair is right, from the second step on
 
 
-class AnswerWatch:
+class PreferenceWatch:
     """A StepObserver that warns of each kind once."""
 
     def __init__(self) -> None:

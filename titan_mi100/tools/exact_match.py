@@ -15,7 +15,7 @@ from functools import partial
 from titan_mi100 import cli as tool
 from titan_mi100.data.strict_json import BadRecord
 from titan_mi100.errors import UserError
-from titan_mi100.generation.answers import Row, answer_all, command_parser, open_model, read_rows, template_variables
+from titan_mi100.generation.answers import Row, command_parser, generate_all, open_model, read_rows, template_variables
 from titan_mi100.generation.engine import PromptBuilder, full_memory_is_an_error, load_answer
 from titan_mi100.model.decode import Sampling
 
@@ -50,7 +50,7 @@ def _run(options: argparse.Namespace) -> None:
         (_, (question, gold)), extracted = rows[index], extract(output)
         return {"question": question, "gold": gold, "extracted": extracted, "correct": extracted == gold}
 
-    summary = summarise(answer_all(options, model, requests, load, {}, judge))
+    summary = summarise(generate_all(options, model, requests, load, {}, judge))
     if options.json:
         print(json.dumps({"data": options.data, **summary}))
         return

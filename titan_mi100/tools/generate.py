@@ -19,7 +19,7 @@ from titan_mi100 import cli as tool
 from titan_mi100.data.conversation import Message, check_order, drop_keys, message_list, tool_list
 from titan_mi100.data.strict_json import BadRecord, listed
 from titan_mi100.errors import UserError
-from titan_mi100.generation.answers import Row, answer_all, command_parser, open_model, read_rows, template_variables
+from titan_mi100.generation.answers import Row, command_parser, generate_all, open_model, read_rows, template_variables
 from titan_mi100.generation.engine import PromptBuilder, full_memory_is_an_error, load_answer
 from titan_mi100.model.decode import Sampling
 from titan_mi100.text.base import Tokenizer
@@ -66,7 +66,7 @@ def _run(options: argparse.Namespace) -> None:
         requests = [build(f"prompt {number}", text) for number, text in enumerate(options.prompt, 1)]
     else:
         requests = [build(where, *prompt_and_tools) for where, prompt_and_tools in read_rows(options.input, _prompt_of)]
-    rows = answer_all(options, model, requests, load, {**asdict(sampling), "seed": options.seed})
+    rows = generate_all(options, model, requests, load, {**asdict(sampling), "seed": options.seed})
     if options.json:
         print("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
         return

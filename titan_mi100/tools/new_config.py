@@ -68,7 +68,7 @@ _SECONDS = 10.0  # of reading the data; of more data a sample is read
 _LEAST_STEPS, _MOST_EPOCHS, _MOST_PADDING = 30, 10, 0.1  # of a run, if its data allow that
 
 
-class Answers(NamedTuple):
+class UserChoices(NamedTuple):
     model: str
     data: tuple[str, ...]
     gpus: int
@@ -134,7 +134,7 @@ def _new(options: argparse.Namespace) -> None:
     if missing and not sys.stdin.isatty():
         problem = f"{' and '.join(missing)} must be given, as there is no terminal to ask for answers"
         raise UserError(f"{problem}; e.g. titan-mi100 config new --model Qwen3-0.6B --data train.jsonl")
-    answers = Answers(**{name: _answer(name, question, options) for name, question in questions.items()})
+    answers = UserChoices(**{name: _answer(name, question, options) for name, question in questions.items()})
     answers = answers._replace(is_here=_is_here(options, answers.memory))
     plan, changed, about_data = fitting_plan(answers)
     lines = [about_data, *_about_memory(answers, plan, changed[0])]
@@ -172,7 +172,7 @@ def _carry_over(options: argparse.Namespace) -> None:
     lines += [*theirs.sized(cards, surveyed), *(_about_refused(surveyed) if surveyed else ())]
     config = theirs.checked(cards)
     method = ("qlora" if config.lora.base == "nf4" else "lora") if config.lora.rank else "full"
-    answers = Answers(theirs.model, config.data.path, cards, memory, method, is_here)
+    answers = UserChoices(theirs.model, config.data.path, cards, memory, method, is_here)
     change = theirs.change(config)
     change["checkpoint"].pop("fresh", None)  # the run folder is a new one, and the same command resumes
     if theirs.has_model:
@@ -184,12 +184,12 @@ def _carry_over(options: argparse.Namespace) -> None:
     _write(options.output, answers, change, [*theirs.report(), *lines], theirs)
 
 
-def _about_memory(answers: Answers, plan: Plan, changed: str) -> list[str]:
+def _about_memory(answers: UserChoices, plan: Plan, changed: str) -> list[str]:
     peak = f"predicted peak: {plan.most / GIB:.1f} of {answers.memory:g} GiB on each card (docs/MEMORY.md)"
     return [f"changed so that it fits: {changed}"] * bool(changed) + [peak]
 
 
-def _write(given: str | None, answers: Answers, change: Change, lines: Sequence[str], theirs: Any = None) -> None:
+def _write(given: str | None, answers: UserChoices, change: Change, lines: Sequence[str], theirs: Any = None) -> None:
     """Write the config, with a run folder and an export; print what is to know of it, and the next commands."""
     output = Path(given or _free_name(f"{Path(answers.model).name}-{answers.method}".lower()))
     _check_free(str(output))  # again: the survey took some seconds
@@ -281,7 +281,7 @@ def _method(text: str) -> str:
     return method
 
 
-def fitting_plan(answers: Answers) -> tuple[Plan, tuple[str, Change], str]:
+def fitting_plan(answers: UserChoices) -> tuple[Plan, tuple[str, Change], str]:
     """The plan of the first settings that fit the cards; what they change, in words and as settings; lines on the data.
 
     Raises:
@@ -356,7 +356,7 @@ def _about_refused(found: Survey) -> list[str]:
 
 
 def _first_fitting(
-    config: Config, method: str, answers: Answers, given: Change | None = None
+    config: Config, method: str, answers: UserChoices, given: Change | None = None
 ) -> tuple[Plan, tuple[str, Change]]:
     """The first change of the method that fits; if none does, the one that takes least.
 
@@ -393,7 +393,7 @@ def _of_pairs(config: Config, change: Change) -> Change:
 
 
 def as_toml(
-    answers: Answers, change: Change, origin: str = "", sources: Mapping[str, str] = MappingProxyType({})
+    answers: UserChoices, change: Change, origin: str = "", sources: Mapping[str, str] = MappingProxyType({})
 ) -> str:
     """Args: origin: the file of another trainer. sources: "section.key" of ours -> its key there."""
     data_table = {"path": answers.data, **change.get("data", {})}
@@ -417,7 +417,7 @@ def _free_name(stem: str) -> str:
     return next(f"{n}.toml" for n in names if not any(map(os.path.lexists, (f"{n}.toml", f"outputs/{n}"))))
 
 
-def _next_commands(output: Path, answers: Answers) -> list[str]:
+def _next_commands(output: Path, answers: UserChoices) -> list[str]:
     option, config, gpus = "--job.config_file", str(output), str(answers.gpus)
     return [
         command("inspect", option, config, "--html", "data.html"),

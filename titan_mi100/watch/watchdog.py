@@ -47,7 +47,7 @@ _WAITS = re.compile(r'".*(torch/distributed/|titan_mi100/parallel/distributed\.p
 _OURS = re.compile(r'File "[^"]*?(titan_mi100/[^"]+)", line (\d+) in (\S+)')
 
 
-class Seen(NamedTuple):
+class ProcessSnapshot(NamedTuple):
     """A process at the time of a hang.
 
     Attributes:
@@ -97,7 +97,7 @@ class Seen(NamedTuple):
         return f"{words}: in {inner}" + (f", called from {ours[1]}:{ours[2]} in {ours[3]}" if ours else "")
 
 
-def behind(processes: Sequence[Seen]) -> list[Seen]:
+def behind(processes: Sequence[ProcessSnapshot]) -> list[ProcessSnapshot]:
     """The processes that the others wait for; empty: all wait, for a rank on another node or for each other.
 
     These are the processes that are gone or stopped, or whose main thread waits for the GIL. If there are none: the
@@ -181,7 +181,7 @@ class Watch:
         self._look_for_vanished(self.beats())
         host = socket.gethostname()
         return [
-            f"rank {beat.rank} on {host} {KILLED}, {Seen(beat, 'S', '', '').doing()}; where "
+            f"rank {beat.rank} on {host} {KILLED}, {ProcessSnapshot(beat, 'S', '', '').doing()}; where "
             "memory ran out, dmesg says so"
             for beat in self._vanished
         ]
@@ -218,7 +218,7 @@ class Watch:
         return Outcome(5, message, self.last_step(), HUNG if late or not processes else HUNG_ELSEWHERE)
 
 
-def _examine(folder: Path, beats: Sequence[Beat], files: OpenFiles) -> list[Seen]:
+def _examine(folder: Path, beats: Sequence[Beat], files: OpenFiles) -> list[ProcessSnapshot]:
     """Make each process write its stacks, and read its state from /proc."""
     sizes = dict[int, int]()
 
@@ -237,11 +237,11 @@ def _examine(folder: Path, beats: Sequence[Beat], files: OpenFiles) -> list[Seen
         if now == before and all(now[rank] > sizes[rank] for rank in sizes):
             break
         before = now
-    processes, seconds = list[Seen](), time.monotonic() - began
+    processes, seconds = list[ProcessSnapshot](), time.monotonic() - began
     for beat, at_first in zip(beats, switches, strict=True):
         wants_gil = (_switches(beat.pid) - at_first) / seconds > _OF_GIL
         content = stacks(beat.rank).read()[sizes[beat.rank] :] if beat.rank in sizes else b""
-        processes.append(Seen(beat, *_state(beat.pid), content.decode(errors="replace"), wants_gil))
+        processes.append(ProcessSnapshot(beat, *_state(beat.pid), content.decode(errors="replace"), wants_gil))
     return processes
 
 

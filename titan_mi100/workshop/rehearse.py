@@ -19,7 +19,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.log import log, setup_logging
 from titan_mi100.planning.cards import Gpu
 from titan_mi100.planning.device import NAMES, find_card, positive, size_gib
-from titan_mi100.planning.memory import CATEGORIES, with_unseen
+from titan_mi100.planning.memory import CATEGORIES, with_overhead
 from titan_mi100.planning.plan import GIB, make_plan, remedy
 from titan_mi100.planning.traffic import by_axis
 from titan_mi100.wording import bytes_in_words, plural
@@ -60,7 +60,7 @@ def _rehearse(options: argparse.Namespace, settings: Sequence[str]) -> int:
 
     chosen = options.ranks or ranks_of_stages(config.layout(ranks))
     rehearsals = [rehearse(config, ranks, rank, card) for rank in chosen]
-    most = with_unseen(max(rehearsed.memory.peak for rehearsed in rehearsals))
+    most = with_overhead(max(rehearsed.memory.peak for rehearsed in rehearsals))
     if options.json:
         print(json.dumps(_as_json(rehearsals, gpu, card, most)))
     else:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from titan_mi100.config.settings import Config
-from titan_mi100.data.answer_store import ROUNDING, VLLM, AnswerStore, Wanted
+from titan_mi100.data.answer_store import ROUNDING, VLLM, LogprobStore, Wanted
 from titan_mi100.data.files import read_records
 from titan_mi100.data.formats import parse_record
 from titan_mi100.data.prepare import prepare_run
@@ -60,7 +60,7 @@ def read_answers(config: Config, path: Path, out: Path, k: int) -> None:
         raise UserError(f"--top_k {k}: the tokenizer has {expected.vocabulary:,} ids; the usual is 32")
     lines, about = _Lines(path, expected), expected.about("teacher", f"vLLM: {path.name}", tokenizer, k, VLLM)
     with atomic_output_folder(out) as aside, ByteProgress("reading vLLM's answers", expected.count) as progress:
-        store = AnswerStore(aside, about, "")
+        store = LogprobStore(aside, about, "")
         store.begin()
         for part in range(about.parts):
             numbers = expected.documents(about, part)
