@@ -5,6 +5,7 @@ that is not marked as not run is run, in a folder with the names that all pages 
 """
 
 import ast
+import dataclasses
 import functools
 import json
 import re
@@ -424,6 +425,9 @@ def test_whole_commands_inside_sentences_run(prepared: Path, tmp_path: Path) -> 
     for words, command in commands.items():
         is_ours = words[0] == "titan-mi100" and len(words) > 2 and words[1] not in ("doctor", "certify", "plan")
         if is_ours and whole(command) and " ".join(words[1:3]) not in console.COMMANDS:
+            if words[1] == "sweep" and "--dry-run" not in words:  # it would train a model of billions of parameters
+                dry_run = ["--dry-run", "--gpus", "2", "--device", "mi100"]
+                command = dataclasses.replace(command, words=[*words, *dry_run])
             problem, ran = run_command(command, folder), ran + 1
             assert not problem, problem
     assert ran > 5
