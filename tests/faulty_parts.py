@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from titan_mi100.config.toml_file import read_toml
-from titan_mi100.run.columns import FIGURES
 
 
 def wrong_kernel(shape: dict[str, Any], fault: str) -> dict[str, Any]:
@@ -99,5 +98,15 @@ def sweep_row(config_file: str, steps: int, warmup: int) -> dict[str, Any]:
     if rows == 4 and Path("hang").exists():
         Path("hangs").touch()
         time.sleep(600)
-    keys = {key: 1000.0 for key, _, _ in FIGURES.values()}
-    return {**keys, "peak_memory_gib": 2.0, "mfu": None, "environment": os.environ.get("GIVEN")}
+    return {**sweep_figures(2), "profiled_step_ms": float(os.environ.get("GIVEN", "1"))}
+
+
+def sweep_figures(processes: int) -> dict[str, Any]:
+    """What sweep.worker.measure returns, made up."""
+    times = dict(
+        zip(("step_ms_min", "step_ms_q1", "step_ms", "step_ms_q3", "step_ms_max"), range(900, 1101, 50), strict=True)
+    )
+    figures = {**times, "tokens_per_second": 3000, "peak_memory_gib": 2, "comm_ms": 2000, "comm_exposed_ms": 3000}
+    floats = {key: float(figure) for key, figure in {**figures, "profiled_step_ms": 1100}.items()}
+    ranks = {f"{key}_by_rank": [floats[key]] * processes for key in ("comm_ms", "comm_exposed_ms")}
+    return {**floats, **ranks, "tokens": 3000, "mfu": None}

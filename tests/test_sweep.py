@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 from conftest import REPO
+from faulty_parts import sweep_figures
 
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config
+from titan_mi100.errors import UserError
 from titan_mi100.run.columns import FIGURES, SETTINGS
 from titan_mi100.tools import plan
 from titan_mi100.workshop.measure.children import Task
@@ -37,8 +39,7 @@ ROW = next(iter(rows_of(*SMALL, "--layout", "fsdp2", "--batch", "2", "--ga", "4"
 
 def record(row: Row = ROW, status: str = "ok", machine: dict[str, Any] = CPU, why: str = "") -> dict[str, Any]:
     about = {"row": asdict(row), "machine": machine, "date": "2026-11-21", "status": status, "why": why}
-    measured = {key: 1000.0 * number for number, (key, _, _) in enumerate(FIGURES.values(), 1)}
-    return about | (measured | {"peak_memory_gib": 2.0, "mfu": None} if status == "ok" else {})
+    return about | (sweep_figures(row.processes) if status == "ok" else {})
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -143,7 +144,7 @@ def run(asked: dict[Row, Config], path: Path, outcomes: dict[Row, str], **option
         status = outcomes.get(row, "ok")
         if status == "kill":
             raise SystemExit(143)
-        return status, "" if status == "ok" else "why", {"tokens_per_second": 1.0} if status == "ok" else {}
+        return status, "" if status == "ok" else "why", sweep_figures(row.processes) if status == "ok" else {}
 
     skipped = {row: ("refused", why) for row, config in asked.items() if (why := refusal(row, config))}
     options = {"skipped": skipped, "limits": dict.fromkeys(asked, 1.0), "machine": CPU, "fresh": False, **options}
@@ -178,6 +179,52 @@ def test_a_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     assert json.loads(path.read_text().splitlines()[0]) == old
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"step_ms": -5.0}, "its times [900.0, 950.0, -5.0, 1050.0, 1100.0] must ascend from above 0"),
+        ({"step_ms_min": 960.0}, "must ascend"),
+        ({"tokens_per_second": "many"}, "tokens_per_second = 'many' must be a finite number"),
+        ({"tokens_per_second": 4000.0}, "tokens_per_second = 4000.0 is not its tokens in its step_ms"),
+        ({"tokens": -1}, "tokens = -1 must be a whole number"),
+        ({"peak_memory_gib": 0.0}, "peak_memory_gib and profiled_step_ms must be above 0"),
+        ({"mfu": -0.1}, "mfu not below"),
+        ({"comm_ms": 1.0}, "comm_ms must be the most of comm_ms_by_rank"),
+        ({"comm_exposed_ms_by_rank": [3.0]}, "has a time from 0 for each process"),
+        ({"date": "yesterday"}, "Invalid isoformat string: 'yesterday'"),
+        ({"status": "out of memory"}, "it has the unknown key"),
+        ({"watts": 3}, "it has the unknown key watts"),
+    ],
+)
+def test_a_record_that_cannot_be_is_not_believed(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    path, asked = tmp_path / "rows.jsonl", rows_of(*SMALL, "--layout", "fsdp2", "--batch", "2", "--ga", "4")
+    sound = record()
+    path.write_text(json.dumps(sound) + "\n")
+    assert run(asked, path, {}) == (["ok"], [])
+    path.write_text(before := json.dumps(sound | change) + "\n")
+    with pytest.raises(UserError) as caught:
+        run(asked, path, {})
+    assert f"{path}: the record of {ROW} cannot be: " in str(caught.value) and said in str(caught.value)
+    assert path.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("[1]", "must hold one JSON object"),
+        ('{"a": 1}', "is not what a sweep writes"),
+        ('{"row": NaN}', "NaN"),
+        ("{", "JSON"),
+    ],
+)
+def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str, said: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(record()) + f"\n{line}\n")
+    with pytest.raises(UserError, match=r"rows\.jsonl: line 2: ") as caught:
+        command.read_records(path)
+    assert said in str(caught.value) and "choose another --output, or remove the file" in str(caught.value)
+
+
 @pytest.fixture
 def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
     """Runs the command in this process, with faulty_parts' rows in processes of their own; the records."""
@@ -199,7 +246,7 @@ def test_a_row_that_runs_out_of_memory_is_a_row(
     records = faulty("--batch", "1", "2", "--layout", "fsdp2", "pp", "--ga", "1")
     assert [entry["status"] for entry in records] == ["ok", "out of memory"] * 2
     assert "MemoryError: Unable to allocate 80 GiB" in records[1]["why"]
-    assert records[0]["environment"] == "2"  # of the launcher, as in training: fine-grained PCIe memory, threads
+    assert records[0]["profiled_step_ms"] == 2  # of the launcher, as in training: fine-grained PCIe memory, threads
     out, err = capsys.readouterr()
     assert out.strip() == Path("out/sweep.md").read_text().strip() and out.count("| out of memory: ") == 2
     assert err.count("runs as GPipe, as 1F1B needs a microbatch") == 2 and out.count("| pp-gpipe | 2 ") == 2
@@ -212,7 +259,7 @@ def test_a_row_that_runs_out_of_memory_is_a_row(
     assert (first["peak GiB"], first["peak GB"], first["MFU"]) == ("2.00", "2.15", "n/a")
     table_rows = list(csv.DictReader(Path("out/sweep.csv").read_text().splitlines()))
     assert [entry["status"] for entry in table_rows] == ["ok", "out of memory"] * 2
-    assert (table_rows[0]["GA"], table_rows[0]["toks/s"], table_rows[0]["peak GB"]) == ("1", "1000.0", "2.147483648")
+    assert (table_rows[0]["GA"], table_rows[0]["toks/s"], table_rows[0]["peak GB"]) == ("1", "3000.0", "2.147483648")
     assert table_rows[1]["step_ms"] == ""
 
 

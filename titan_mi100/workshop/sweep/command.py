@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from titan_mi100 import cli as tool
 from titan_mi100.config.as_text import settings_text, to_toml
@@ -25,6 +25,8 @@ from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import replace
+from titan_mi100.files.plain import parse_object, read_plain
+from titan_mi100.files.schema import validated
 from titan_mi100.launch import launcher
 from titan_mi100.log import setup_logging
 from titan_mi100.planning.cards import Gpu
@@ -63,12 +65,64 @@ def launch(row: Row, config: Config, seconds: float) -> tuple[str, str, Record]:
     return "out of memory" if any(word in part.said for word in _NO_MEMORY) else "failed", part.said, {}
 
 
+class _Finished(TypedDict):
+    row: dict[str, Any]
+    machine: dict[str, Any]
+    date: str
+    status: str
+    why: str
+
+
+class _Measured(_Finished):
+    """With what worker.measure returns."""
+
+    step_ms_min: float
+    step_ms_q1: float
+    step_ms: float
+    step_ms_q3: float
+    step_ms_max: float
+    tokens: int
+    tokens_per_second: float
+    peak_memory_gib: float
+    mfu: float | None
+    comm_ms: float
+    comm_exposed_ms: float
+    comm_ms_by_rank: list[float]
+    comm_exposed_ms_by_rank: list[float]
+    profiled_step_ms: float
+
+
+_REMEDY = "choose another --output, or remove the file: its rows are measured again"
+
+
 def read_records(path: Path) -> list[Record]:
-    """The records that a sweep has written; those of older versions are kept, and match no row."""
-    try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-    except ValueError as error:
-        raise UserError(f"{path}: is not what a sweep writes ({error}); choose another --output or remove it") from None
+    """Read the records that a sweep has written; those of older versions are kept, and match no row."""
+    records = list[Record]()
+    for number, line in enumerate(read_plain(path).splitlines() if path.exists() else (), 1):
+        records.append(parse_object(line, f"{path}: line {number}", _REMEDY))
+        if not {"row", "machine", "status"} <= records[-1].keys():
+            raise UserError(f"{path}: line {number}: is not what a sweep writes; {_REMEDY}")
+    return records
+
+
+def check_record(record: Record) -> None:
+    """Check the record of a finished row. Raises ValueError: a key or type is wrong, or its figures contradict."""
+    is_measured = record["status"] == "ok"
+    validated(record, _Measured if is_measured else _Finished)
+    datetime.date.fromisoformat(record["date"])
+    if not is_measured:
+        return
+    times = [record[key] for key in _Measured.__annotations__ if key.startswith("step_ms")]
+    if times != sorted(times) or times[0] <= 0:
+        raise ValueError(f"its times {times} must ascend from above 0")
+    if not math.isclose(record["tokens_per_second"] * record["step_ms"], 1000 * record["tokens"], rel_tol=1e-6):
+        raise ValueError(f"tokens_per_second = {record['tokens_per_second']} is not its tokens in its step_ms")
+    if record["peak_memory_gib"] <= 0 or record["profiled_step_ms"] <= 0 or (record["mfu"] or 0) < 0:
+        raise ValueError("peak_memory_gib and profiled_step_ms must be above 0, mfu not below")
+    for key in ("comm_ms", "comm_exposed_ms"):
+        ranks = record[f"{key}_by_rank"]
+        if len(ranks) != record["row"]["processes"] or min(ranks) < 0 or max(ranks) != record[key]:
+            raise ValueError(f"{key} must be the most of {key}_by_rank, which has a time from 0 for each process")
 
 
 def sweep(
@@ -93,7 +147,12 @@ def sweep(
     records = {row: record_of(row, *reason) for row, reason in skipped.items()}
     for row in (row for row in rows if row not in skipped):
         finished = [record for record in kept if of(row, record) and record["status"] in _FINISHED]
-        records |= {row: finished[-1]} if finished else {}
+        if finished:
+            try:
+                check_record(finished[-1])
+            except ValueError as error:
+                raise UserError(f"{path}: the record of {row} cannot be: {error}; {_REMEDY}") from None
+            records[row] = finished[-1]
     pending, started = [row for row in rows if row not in records], time.monotonic()
     _say(f"{len(rows)} rows: {len(pending)} to run, {len(rows) - len(pending)} finished before, refused or too large")
     for row, (status, why) in skipped.items():
@@ -138,6 +197,8 @@ def _sweep(options: argparse.Namespace, settings: Sequence[str]) -> int:
     skipped = {row: ("refused", why) for row, why in refused.items()}
     skipped |= {row: ("does not fit", f"{words}, by plan") for row, (starts, words) in verdicts.items() if not starts}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of `finally`: the job ends, too
+    if options.output.exists() and not options.output.is_dir():
+        raise UserError(f"--output {options.output}: is not a folder; name another one")
     options.output.mkdir(parents=True, exist_ok=True)
     launcher.set_defaults(next(iter(rows)).processes)  # a row gets the environment that `train` would give it
     limits = {row: options.timeout or max(_LEAST_SECONDS, 10 * _seconds(row, plans.get(row))) for row in rows}
