@@ -244,6 +244,18 @@ def test_what_was_measured_replaces_the_assumed_share(tmp_path: Path, capsys: py
     assert " 400 tokens/s, if a card reaches 12% of its data sheet's rate (from 400 tokens/s of this config)" in said
 
 
+@pytest.mark.parametrize("seconds", [0.0, -4.0, 1e-9, "4", None, True])
+def test_a_certificate_of_a_time_that_cannot_be_is_not_believed(
+    tmp_path: Path, seconds: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = certificate(tmp_path, (4.0, 4.0)) / "certificate.jsonl"
+    header, *parts = map(json.loads, path.read_text().splitlines())
+    parts[0]["found"]["seconds"] = seconds
+    path.write_text("".join(json.dumps(line) + "\n" for line in (header, *parts)))
+    assert planner.main([*PIPELINE, "--measured", str(path)]) == 2
+    assert "a step has a time that cannot be; measure again: titan-mi100 certify" in capsys.readouterr().err
+
+
 def test_a_search_starts_from_the_rows_of_the_config_on_all_cards(capsys: pytest.CaptureFixture[str]) -> None:
     """Also of a layout that one card cannot have."""
     few = ["--model.flavor", "0.6B", "--training.target_tokens_per_step", "0", "--training.local_batch_size", "1"]

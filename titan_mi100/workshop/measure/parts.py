@@ -90,16 +90,22 @@ def efficiency(path: Path, gpu: Gpu) -> tuple[float, str]:
         gpu: the card that it must be of.
 
     Raises:
-        UserError: it is of another card, or has no steps.
+        UserError: it is of another card, or has no steps, or a time that cannot be.
     """
     path = path / CERTIFICATE if path.is_dir() else path
     header, parts = read(path)
     own = find_gpu(header.machine.arch, header.machine.compute_units, header.machine.memory)
-    steps = [step for step in measured(parts, "steps") if step["plan"]["seconds"]]
-    if own != gpu or not steps:
+    try:
+        times = [(step["plan"]["seconds"], step["seconds"]) for step in measured(parts, "steps")]
+        planned = [validated(pair, tuple[float, float]) for pair in map(list, times) if pair[0]]
+        shares = sorted(EFFICIENCY * plan / seconds for plan, seconds in planned)
+    except (KeyError, TypeError, ValueError, ArithmeticError):
+        shares = [math.inf]
+    if own != gpu or not shares:
         problem = f"is of {header.machine.device}, not of {gpu.name}" if own != gpu else "has no planned steps"
         raise UserError(f"--measured {path}: {problem}; measure on that card: titan-mi100 certify")
-    shares = sorted(EFFICIENCY * step["plan"]["seconds"] / step["seconds"] for step in steps)
+    if shares[0] <= 0 or shares[-1] > 1:
+        raise UserError(f"--measured {path}: a step has a time that cannot be; measure again: titan-mi100 certify")
     return shares[len(shares) // 2], f"median of {len(shares)} steps of {path}"
 
 
