@@ -42,14 +42,13 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # inherited, where a scri
 # The order of the long files, the longest first: run_tests.sh deals whole files to its workers, two each and then one
 # by one; the last ones are short.
 ORDER = (
-    "machine_code", "machine_code_others", "compile_report", "prepare", "train", "tokenizer", "scripts", "convert",
-    "adapter", "safe_read", "rehearsal", "prompts_as_trained",
-    "simgpu", "layouts", "lean_optimizer", "generate", "parity", "offload", "lora",
-    "corpus", "ruined_weights", "new_config", "run_folder", "convert_refusals",
-    "inspect_data", "attention_choice", "watchdog", "certify", "samples", "trainer", "conformance",
-    "child", "preemption", "made_up_family", "end_of_turn", "ddp", "mixed_run", "chaos", "start",
-    "config_inputs", "distributed", "memory", "reference_run", "objectives", "checkpoint",
-    "machine", "report", "files", "evaluate_script", "nf4", "profiling",
+    "layouts", "docs", "simgpu", "compile_report", "machine_code", "machine_code_others", "generate", "prepare",
+    "train", "scripts", "corpus", "watchdog", "run_folder", "new_config", "tokenizer", "convert", "adapter",
+    "safe_read", "rehearsal", "prompts_as_trained", "lean_optimizer", "parity", "offload", "lora", "ruined_weights",
+    "convert_refusals", "inspect_data", "attention_choice", "certify", "samples", "trainer", "conformance", "child",
+    "preemption", "made_up_family", "end_of_turn", "ddp", "mixed_run", "chaos", "start", "config_inputs",
+    "distributed", "memory", "reference_run", "objectives", "checkpoint", "machine", "report", "files",
+    "evaluate_script", "nf4", "profiling",
 )  # fmt: skip
 
 

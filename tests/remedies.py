@@ -32,10 +32,14 @@ def _constants(node: ast.AST) -> Iterator[str]:
 def _text(call: ast.Call, assigned: list[ast.Assign]) -> str:
     """The constant texts of a message: its own, then those of the local variables in it as they were set last."""
     texts = [*_constants(call)]
-    for name in sorted({each.id for each in ast.walk(call) if isinstance(each, ast.Name)} - {"path", "name", "self"}):
+    names = dict.fromkeys(
+        each.id for each in ast.walk(call) if isinstance(each, ast.Name)
+    )  # by place: names may change
+    for name in (name for name in names if name not in ("path", "name", "self")):
         sets = [each for each in assigned if name in [getattr(target, "id", "") for target in each.targets]]
         sets = [each for each in sets if each.lineno < call.lineno]
-        texts += _constants(max(sets, key=lambda each: each.lineno).value) if sets else ()
+        own = _constants(max(sets, key=lambda each: each.lineno).value) if sets else ()
+        texts += (text for text in own if any(map(str.isalpha, text)))
     return " ".join(texts)
 
 

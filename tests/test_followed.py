@@ -261,7 +261,7 @@ FOLLOWED: dict[tuple[str, str], tuple[Call, Call, str, Call, Call, str]] = {
         hf("m", hidden_size=96), config("--checkpoint.initial_load_path", "F/m", "--model.flavor", "", *NF4),
         'use "whole"',
         NOTHING, config("--checkpoint.initial_load_path", "F/m", "--model.flavor", "", *NF4[:3], "whole"), ""),
-    ("checkpoint/resume", "or allow it: --checkpoint.allow_changed ; or"): (
+    ("checkpoint/resume", "or the run now differs from"): (
         SAVED, run(**{"data.loss": "all"}), "or allow it: --checkpoint.allow_changed data",
         NOTHING, run(**{"data.loss": "all", "checkpoint.allow_changed": "data"}), ""),
     ("text/bpe", "save the tokenizer with a tokenizer.json"): (
