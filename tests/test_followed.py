@@ -366,7 +366,12 @@ def test_the_table_is_of_forty_messages_that_there_are() -> None:
     assert len(FOLLOWED) >= 40 and {*FOLLOWED, *NOT_HERE} - {MENDED} <= {*remedies.messages()}
 
 
-@pytest.mark.parametrize("message", FOLLOWED, ids=" ".join)
+SLOW = ("attention/choice", "tools/plan", "checkpoint/resume")
+MARKS = {message: [pytest.mark.full] if message[0] in SLOW else [] for message in FOLLOWED}
+ASKED = [pytest.param(message, marks=marks, id=" ".join(message)) for message, marks in MARKS.items()]
+
+
+@pytest.mark.parametrize("message", ASKED)
 def test_a_remedy_leads_on(message: tuple[str, str], tmp_path: Path, request: pytest.FixtureRequest) -> None:
     before, call, words, follow, again, then = FOLLOWED[message]
     said_by = partial(

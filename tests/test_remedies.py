@@ -146,6 +146,7 @@ STORES = {
 }
 
 
+@pytest.mark.full
 def test_every_remedy_of_a_teachers_folder_leads_on(
     classroom: Callable[..., None], tmp_path: Path, world: World
 ) -> None:
