@@ -1,12 +1,13 @@
 """Settings as text: their sections and keys, a config as TOML, the help. Imports no torch."""
 
+import argparse
 import json
 import textwrap
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin
 
-from titan_mi100.cli import WIDTH, example_of
+from titan_mi100.cli import WIDTH, Parser, example_of
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
 from titan_mi100.wording import shown
@@ -68,6 +69,18 @@ def help_text(which: str = "") -> str:
         *("", settings_text(), example_of("titan-mi100 train")),
     ]
     return settings_text(which) if which else "\n".join(lines)
+
+
+def settings_parser(prog: str, description: str, epilog: str, first: str = "", example: str = "") -> Parser:
+    """Make the parser of a command that takes settings as training does. Args: first: what its usage begins with."""
+    return Parser(
+        prog=prog,
+        usage=f"%(prog)s {first}--job.config_file X.toml [--section.key value ...] [options]",
+        description=description,
+        epilog=f"{epilog}\n\n{settings_text()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        example=example,
+    )
 
 
 def settings_text(which: str = "") -> str:

@@ -257,7 +257,7 @@ def make_model(
 ) -> ParallelModel:  # fmt: skip
     """The model in its layout, not filled. A collective. Args: stages: see choose_stages."""
     config, share = inputs.config, inputs.data.train_counts.supervised_share(inputs.config.training.seq_len)
-    for layers in stages.values():
+    if layers := stages.get("stages"):
         config = with_settings(config, {"parallelism": {"pipeline_parallel_layers_per_stage": tuple(layers)}})
     return build_model(
         config, inputs.spec, inputs.layout, inputs.batch, mesh, inputs.world.device, attention.make(), share, head,

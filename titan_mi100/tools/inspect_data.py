@@ -13,7 +13,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from titan_mi100 import cli as tool
-from titan_mi100.config.as_text import settings_text
+from titan_mi100.config.as_text import settings_parser
 from titan_mi100.config.load import load_config
 from titan_mi100.doors import door
 from titan_mi100.log import setup_logging
@@ -48,14 +48,8 @@ def _show(options: argparse.Namespace, settings: Sequence[str]) -> None:
 
 
 def _parser() -> tool.Parser:
-    parser = tool.Parser(
-        prog="titan-mi100 inspect",
-        usage="%(prog)s --job.config_file X.toml [--section.key value ...] [options]",
-        description=__doc__.splitlines()[0],
-        epilog="Settings are those of training; only [data], [model] and training.seq_len matter here.\n\n"
-        + settings_text(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    epilog = "Settings are those of training; only [data], [model] and training.seq_len matter here."
+    parser = settings_parser("titan-mi100 inspect", __doc__.splitlines()[0], epilog)
     add = parser.add_argument
     add("--row", metavar="N", default="", help="packed rows to show, such as 0,7 or 3-5")
     add("--where", metavar="FILE:LINE", default="", help="show the rows that contain this input line")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_mi100 import cli as tool
-from titan_mi100.config.as_text import settings_text, to_toml
+from titan_mi100.config.as_text import settings_parser, to_toml
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config
 from titan_mi100.doors import door
@@ -201,14 +201,8 @@ def _words(plan: Plan) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = tool.Parser(
-        prog="titan-mi100 plan",
-        usage="%(prog)s --job.config_file X.toml [--section.key value ...] [options]",
-        description=__doc__.splitlines()[0],
-        epilog="Exit code: 0 it fits, 1 it does not fit, 2 a mistake. Settings are those of training; data and "
-        "tokenizer need not exist.\n\n" + settings_text(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    epilog = "Exit code: 0 it fits, 1 it does not fit, 2 a mistake. Settings are those of training; data and tokenizer "
+    parser = settings_parser("titan-mi100 plan", __doc__.splitlines()[0], f"{epilog}need not exist.")
     add = parser.add_argument
     add("--gpus", type=positive, default=2, metavar="N", help="number of cards, one process each (default 2)")
     add("--device", default="", metavar="NAME", help=f"{NAMES}; default mi100, with --memory none")

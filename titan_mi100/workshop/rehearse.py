@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from titan_mi100 import cli as tool
-from titan_mi100.config.as_text import settings_text
+from titan_mi100.config.as_text import settings_parser
 from titan_mi100.config.layout import Batch, Layout
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import CompileConfig, ParallelismConfig
@@ -150,15 +150,12 @@ def _as_json(found: "Sequence[Rehearsed]", gpu: Gpu, card: int, most: float) -> 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = tool.Parser(
-        prog="titan-mi100 plan",
-        usage="%(prog)s --rehearse N --job.config_file X.toml [--section.key value] [options]",
-        description=__doc__.splitlines()[0],
-        epilog="Exit code: 0 it fits, 2 a mistake, 6 out of memory (`plan` alone: 1). Settings are those of training; "
-        "data, weights and tokenizer need not exist. docs/MEMORY.md explains the tables.\n\n" + settings_text(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        example="titan-mi100 plan --rehearse --help lists the options",
+    epilog = (
+        "Exit code: 0 it fits, 2 a mistake, 6 out of memory (`plan` alone: 1). Settings are those of training; "
+        "data, weights and tokenizer need not exist. docs/MEMORY.md explains the tables."
     )
+    example = "titan-mi100 plan --rehearse --help lists the options"
+    parser = settings_parser("titan-mi100 plan", __doc__.splitlines()[0], epilog, "--rehearse N ", example)
     add = parser.add_argument
     add("--rehearse", type=positive, required=True, metavar="N", help="number of ranks of the run, one per device")
     add("--device", default="", metavar="NAME", help=f"{NAMES}; default mi250x, with --memory none")

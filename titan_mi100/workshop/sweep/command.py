@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from titan_mi100 import cli as tool
-from titan_mi100.config.as_text import settings_text, to_toml
+from titan_mi100.config.as_text import settings_parser, to_toml
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
@@ -301,14 +301,8 @@ def _dry_run(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = tool.Parser(
-        prog="titan-mi100 sweep",
-        usage="%(prog)s --job.config_file X.toml [--section.key value ...] [options]",
-        description=__doc__.splitlines()[0],
-        epilog="Exit code: 0, 1 a row failed (not for memory), 2 a mistake. docs/TRAIN.md explains it.\n\n"
-        + settings_text(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    epilog = "Exit code: 0, 1 a row failed (not for memory), 2 a mistake. docs/TRAIN.md explains it."
+    parser = settings_parser("titan-mi100 sweep", __doc__.splitlines()[0], epilog)
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="", metavar="P", help=f"rows of docs/TRAIN.md: {', '.join(PRESETS)}")
     layouts = f"config (default: the config's own), {', '.join(LAYOUTS)}"
