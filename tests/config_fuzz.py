@@ -21,11 +21,11 @@ from typing import get_args, get_origin
 
 from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.load import load_config
-from titan_mi100.config.other_trainers import entries
 from titan_mi100.config.settings import Config, SourceConfig
 from titan_mi100.errors import UserError
 from titan_mi100.shapes.families import PRESETS, to_hf_config
 from titan_mi100.wording import printable
+from titan_mi100.workshop.other_trainers import entries
 
 REPO = Path(__file__).parents[1]
 ASSETS = REPO / "tests" / "assets"

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_mi100.config import load as load_module
-from titan_mi100.config import other_trainers
 from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.load import _refused_path, config_from_command_line, load_config, make_run_folder
 from titan_mi100.config.settings import Config, JobConfig
@@ -23,6 +22,7 @@ from titan_mi100.config.toml_file import tomllib
 from titan_mi100.errors import UserError
 from titan_mi100.files.patterns import matching_files
 from titan_mi100.shapes.families import PRESETS, to_hf_config
+from titan_mi100.workshop import other_trainers
 
 DATA, TOKENIZER = str(ASSETS / "arithmetic.jsonl"), str(ASSETS / "tokenizer")
 MINIMAL = f"""

@@ -183,6 +183,13 @@ def test_what_needs_the_workshop_says_so_where_it_is_missing(words: list[str], w
     assert said.count("\n") == 1
 
 
+def test_messages_about_names_of_other_trainers_do_without_the_workshop(without_workshop: Path) -> None:
+    words = ("plan", *STUDENT, "--num_train_epochs", "3", "--lr_scheduler.decay_type", "cosine_with_restarts")
+    said = call_without_workshop(without_workshop, *words, code=2)
+    assert "'--num_train_epochs' is not an option" in said and "must be one of: cosine, linear, sqrt" in said
+    assert "TRL" not in said and said.count("\n") == 2
+
+
 def test_every_door_leads_to_a_function() -> None:
     for words in (*COMMANDS, *WORKSHOP):
         assert callable(door(words)), words
@@ -219,8 +226,9 @@ def test_the_wheel_holds_every_module_every_config_and_the_data_of_debug_toml(wh
     modules = {str(path.relative_to(REPO)) for path in (REPO / "titan_mi100").rglob("*.py")}
     configs = {f"titan_mi100/train_configs/{path.name}" for path in (REPO / "train_configs").glob("*.[tj]*")}
     data = {"additions.jsonl", "pairs.jsonl", *(f"tokenizer/{path.name}" for path in (ASSETS / "tokenizer").iterdir())}
-    modules |= {f"titan_mi100/config/{name}" for name in ("examples.txt", "other_trainers.txt", "other_trainers.toml")}
-    modules |= {"titan_mi100/workshop/pages/style.css", "titan_mi100/data/columns.txt"}
+    modules |= {"titan_mi100/config/examples.txt", "titan_mi100/data/columns.txt"}
+    modules |= {f"titan_mi100/workshop/other_trainers.{ending}" for ending in ("txt", "toml")}
+    modules |= {"titan_mi100/workshop/pages/style.css"}
     assert packed == modules | configs | {f"titan_mi100/train_configs/debug/{name}" for name in data}
 
 

@@ -22,9 +22,9 @@ from doc_pages import LANGUAGES, MARK, REPO, Command, Page, pages
 from forked import ForkServer
 
 from titan_mi100 import __main__ as console
+from titan_mi100.config.as_text import our_keys
 from titan_mi100.config.check import ALTERNATIVES
 from titan_mi100.config.load import load_config
-from titan_mi100.config.other_trainers import our_keys
 from titan_mi100.config.settings import DataConfig
 from titan_mi100.config.toml_file import tomllib
 from titan_mi100.config.unknown import LAUNCHER_OPTIONS

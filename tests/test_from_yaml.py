@@ -16,11 +16,11 @@ import pytest
 from conftest import REPO
 
 from titan_mi100.config.load import load_config
-from titan_mi100.config.other_trainers import meaning
 from titan_mi100.config.settings import Config
 from titan_mi100.data.survey import Survey, survey
 from titan_mi100.shapes.families import PRESETS, to_hf_config
 from titan_mi100.tools import new_config as new
+from titan_mi100.workshop.other_trainers import meaning
 
 pytest.importorskip("yaml")
 Run = Callable[..., tuple[int, str, str]]

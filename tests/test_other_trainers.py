@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from conftest import REPO
 
-from titan_mi100.config import other_trainers
+from titan_mi100.config.as_text import our_keys
 from titan_mi100.config.check import check_start
 from titan_mi100.config.hub import hub_id
 from titan_mi100.config.load import _convert, _Setting, load_config
-from titan_mi100.config.other_trainers import advise, entries, our_keys
 from titan_mi100.errors import UserError
 from titan_mi100.shapes.families import PRESETS, to_hf_config
 from titan_mi100.weights.source import open_weights
-from titan_mi100.workshop import coming_from
+from titan_mi100.workshop import coming_from, other_trainers
+from titan_mi100.workshop.other_trainers import advise, entries
 
 try:
     import tomllib

@@ -31,6 +31,9 @@ COMMANDS = {  # word or words: module, or module:function where it is not `main`
     "convert inspect-dcp": ("tools.inspect_dcp", "list what a checkpoint holds"),
 }
 WORKSHOP = {  # a word with an option, or what a command asks for: module:function
+    "advice": "workshop.other_trainers:advise",
+    "meaning": "workshop.other_trainers:meaning",
+    "names": "workshop.other_trainers:names",
     "config new --from": "workshop.from_yaml:carry",
     "inspect --html": "workshop.pages.data_page:Page",
     "plan --measured": "workshop.measure.parts:efficiency",

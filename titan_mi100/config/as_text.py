@@ -3,8 +3,9 @@
 import argparse
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any, get_args, get_origin
 
 from titan_mi100.cli import WIDTH, Parser, example_of
@@ -28,6 +29,17 @@ def table_of(key: Any) -> Any:
     """The dataclass of one table, if the key is a list of tables ([[section.key]]); else None."""
     arguments = get_args(key.type)
     return arguments[0] if arguments and is_dataclass(arguments[0]) else None
+
+
+@cache
+def our_keys() -> Mapping[str, Any]:
+    """Every key here, by "section.key"."""
+    return {f"{name}.{key.name}": key for name, section in sections() for key in keys_of(section)}
+
+
+def keys_called(key: str) -> list[str]:
+    """Each "section.key" of ours with this key."""
+    return [name for name in our_keys() if name.partition(".")[2] == key]
 
 
 def to_toml(config: Config) -> str:

@@ -19,14 +19,20 @@ from typing import Any, NamedTuple, get_args, get_origin
 
 from titan_mi100 import cli
 from titan_mi100.config import bundled
-from titan_mi100.config.as_text import help_text, keys_of, sections, table_of
+from titan_mi100.config.as_text import help_text, keys_of, our_keys, sections, table_of
 from titan_mi100.config.check import ALTERNATIVES, check, check_start
-from titan_mi100.config.other_trainers import meaning, our_keys
 from titan_mi100.config.problem import Problem
 from titan_mi100.config.settings import Config, JobConfig
 from titan_mi100.config.srun import ASKS_LIMIT, RUN_FOLDER, check_place, srun_ranks
 from titan_mi100.config.toml_file import read_toml
-from titan_mi100.config.unknown import Unknown, messages, unknown_at_top_level, unknown_key, unknown_option
+from titan_mi100.config.unknown import (
+    Unknown,
+    messages,
+    of_other_trainers,
+    unknown_at_top_level,
+    unknown_key,
+    unknown_option,
+)
 from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.wording import as_key, first_of, has_control_characters, is_utf8, shown
 
@@ -256,7 +262,8 @@ def _convert(key: Any, setting: _Setting) -> tuple[Any, str]:
         return key.default, f"must be {_KINDS[kind]}{', or a list of such' if is_list else ''}{hint}"
     if rules["choices"] and value not in rules["choices"]:
         name = next((name for name, ours in our_keys().items() if ours is key), "")
-        hint = meaning(name, value) or did_you_mean(value, rules["choices"], otherwise="", cutoff=0.52)
+        hint = of_other_trainers("meaning", name, value)
+        hint = hint or did_you_mean(value, rules["choices"], otherwise="", cutoff=0.52)
         return key.default, f"must be one of: {', '.join(filter(None, rules['choices']))}{hint}"
     problems = [problem for item in values if (problem := _refused(item, rules))]
     if rules["path"] and not problems:

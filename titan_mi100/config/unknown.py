@@ -3,15 +3,17 @@
 import difflib
 import shlex
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from titan_mi100.config.as_text import table_of
-from titan_mi100.config.other_trainers import Document, advise, entries, keys_called, our_keys
-from titan_mi100.errors import did_you_mean
+from titan_mi100.config.as_text import keys_called, our_keys, table_of
+from titan_mi100.doors import door
+from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.wording import as_key, has_control_characters, shown
 
+Document = Mapping[str, Any]  # a parsed TOML file
 LAUNCHER_OPTIONS = ("max_restarts", "nproc_per_node", "nnodes", "node_rank", "rdzv", "rehearse")
 
 
@@ -28,6 +30,17 @@ class Unknown(NamedTuple):
     meant: set[str] | None
     written: Mapping[str, str] = MappingProxyType({})
     is_exact: bool = False
+
+
+def of_other_trainers(what: str, *about: Any) -> Any:
+    """What the workshop knows of a name or value of another trainer; None where the workshop is missing.
+
+    Args:
+        what: a key of doors.WORKSHOP.
+    """
+    with suppress(UserError):
+        return door(what)(*about)
+    return None
 
 
 def messages(found: Sequence[Unknown]) -> list[str]:
@@ -56,7 +69,7 @@ def unknown_option(argument: str, words: Sequence[str]) -> Unknown:
     same = keys_called(name) if name not in our_keys() else [name]
     if same and tables.issuperset(same):
         return Unknown(f"{where} is not an option; it is a list of tables: write [[{same[0]}]] in a TOML file", {*same})
-    if advice := advise(name, value, None):
+    if advice := of_other_trainers("advice", name, value, None):
         return Unknown(f"command line: --{name} {advice.text}", *advice[1:])
     if same:
         quoted = "" if any(map(has_control_characters, words)) else "".join(f" {shlex.quote(word)}" for word in words)
@@ -73,7 +86,7 @@ def unknown_key(where: str, section: str, key: str, value: Any, document: Docume
         inside = {f"{key}.{name}" for name in value} & our_keys().keys()
         hint = f"; write [{key}] on a line of its own, and its keys below it" if inside else ""
         return Unknown(f"{where} is a table, and no section has one{hint}", inside or None)
-    if advice := advise(f"{section}.{key}", value, document):
+    if advice := of_other_trainers("advice", f"{section}.{key}", value, document):
         return Unknown(f"{where} {advice.text}", *advice[1:])
     if same := keys_called(key):
         listed = " or ".join("[{}] {}".format(*name.split(".")) for name in same)
@@ -87,7 +100,7 @@ def unknown_at_top_level(path: str, name: str, document: Document, known_section
     shown_name, value = as_key(name), document[name]
     if isinstance(value, dict):
         return _unknown_section(f"{path}: [{shown_name}]", name, document, known_sections)
-    if advice := advise(name, value, document):
+    if advice := of_other_trainers("advice", name, value, document):
         return Unknown(f"{path}: {shown_name} {advice.text}", *advice[1:])
     where = f"{path}: {shown_name} = {shown(value)}"
     if name in known_sections:
@@ -101,13 +114,13 @@ def unknown_at_top_level(path: str, name: str, document: Document, known_section
 
 def _unknown_section(where: str, name: str, document: Document, known_sections: Collection[str]) -> Unknown:
     """The message about the section, after one line for each of its keys that other trainers have."""
-    theirs = {name for entry in entries() for name in entry.names}
-    of_keys = {key: advise(f"{name}.{key}", document[name][key], document) for key in document[name]}
-    advice_by_key = {key: advice for key, advice in of_keys.items() if advice and f"{name}.{key}" in theirs}
+    theirs = [key for key in document[name] if f"{name}.{key}" in (of_other_trainers("names") or ())]
+    advice_by_key = {key: of_other_trainers("advice", f"{name}.{key}", document[name][key], document) for key in theirs}
     meant = {target for advice in advice_by_key.values() for target in advice.targets}
     lines = [f"{where} {key} {advice.text}" for key, advice in advice_by_key.items()]
-    if of_section := advise(f"{name}.", None, document) or advise(name, None, document):
-        return Unknown("\n".join([*lines, f"{where} {of_section.text}"]), of_section.targets | meant)
+    for own in (f"{name}.", name):
+        if of_section := of_other_trainers("advice", own, None, document):
+            return Unknown("\n".join([*lines, f"{where} {of_section.text}"]), of_section.targets | meant)
     meant |= {our for key in document[name] for our in keys_called(key)}
     return Unknown("\n".join([*lines, f"{where} is not a section{did_you_mean(name, known_sections)}"]), meant or None)
 
@@ -115,7 +128,7 @@ def _unknown_section(where: str, name: str, document: Document, known_sections: 
 @cache
 def _known_names() -> Mapping[str, str]:
     """Names that a typing error may have changed -> what to write: our keys, those of other trainers that are ours."""
-    theirs = {name: entry.key for entry in entries() if entry.key for name in entry.names}
+    theirs = {name: key for name, key in (of_other_trainers("names") or {}).items() if key}
     ours = {name: key for key in our_keys() for name in (key.partition(".")[2], key)}
     return {**theirs, **ours, **{name: name for name in LAUNCHER_OPTIONS}}
 

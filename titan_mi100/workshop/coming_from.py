@@ -13,8 +13,9 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from titan_mi100 import cli
-from titan_mi100.config.other_trainers import Entry, advise, entries, find, our_keys
+from titan_mi100.config.as_text import our_keys
 from titan_mi100.errors import UserError
+from titan_mi100.workshop.other_trainers import Entry, advise, entries, find
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """Carries a YAML config of axolotl, LLaMA-Factory or TRL over, and says of each of its keys what became of it.
 
-config/other_trainers.txt says what their keys are here, config/other_trainers.toml what is so by default there. This
-file has what depends on several keys or on the data. Imports no torch.
+other_trainers.txt says what their keys are here, other_trainers.toml what is so by default there. This file
+has what depends on several keys or on the data. Imports no torch.
 """
 
 import json
@@ -14,10 +14,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from titan_mi100.config import bundled, other_trainers
+from titan_mi100.config import bundled
+from titan_mi100.config.as_text import our_keys
 from titan_mi100.config.hub import download, hub_id
 from titan_mi100.config.load import load_config
-from titan_mi100.config.other_trainers import Entry, advise, entries, our_keys, setting_of
 from titan_mi100.config.settings import Config
 from titan_mi100.config.toml_file import parse
 from titan_mi100.data.formats import first_keys
@@ -28,6 +28,8 @@ from titan_mi100.files.patterns import matching_files
 from titan_mi100.files.plain import read_object
 from titan_mi100.shapes.base import ALL_LINEAR
 from titan_mi100.wording import as_key, plural, shown
+from titan_mi100.workshop import other_trainers
+from titan_mi100.workshop.other_trainers import Entry, advise, entries, setting_of
 from titan_mi100.workshop.yaml_file import YamlFile, read_yaml
 
 _MODEL, _WARMUP = "checkpoint.initial_load_path", "lr_scheduler.warmup_steps"

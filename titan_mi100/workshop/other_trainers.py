@@ -14,18 +14,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, get_args, get_origin
 
-from titan_mi100.config.as_text import keys_of, sections, toml_value
+from titan_mi100.config.as_text import keys_called, our_keys, toml_value
 from titan_mi100.config.hub import download, hub_id
 from titan_mi100.config.toml_file import parse
+from titan_mi100.config.unknown import Document
 from titan_mi100.wording import as_key, has_control_characters, shown
 
 # what may be given as OWNER/NAME elsewhere, and must be a path here
 _OF_THE_HUB = ("checkpoint.initial_load_path", "model.tokenizer_path", "data.path", "data.validation_path")
 _DATA = _OF_THE_HUB[2:]
 _FILE = Path(__file__).with_suffix(".txt")
-
-
-Document = Mapping[str, Any]  # a parsed TOML file
 
 
 class Entry(NamedTuple):
@@ -72,17 +70,6 @@ class Advice(NamedTuple):
 
 
 @cache
-def our_keys() -> Mapping[str, Any]:
-    """Every key here, by "section.key"."""
-    return {f"{name}.{key.name}": key for name, section in sections() for key in keys_of(section)}
-
-
-def keys_called(key: str) -> list[str]:
-    """Each "section.key" of ours with this key."""
-    return [name for name in our_keys() if name.partition(".")[2] == key]
-
-
-@cache
 def entries() -> tuple[Entry, ...]:
     all_entries, trainer = [], ""
     for line in _FILE.read_text(encoding="utf-8").splitlines():
@@ -103,6 +90,12 @@ def entries() -> tuple[Entry, ...]:
                 )
             )
     return tuple(all_entries)
+
+
+@cache
+def names() -> Mapping[str, str]:
+    """Each of their names -> our key that takes the same value; "": there is none."""
+    return {name: entry.key for entry in entries() for name in entry.names}
 
 
 @cache
