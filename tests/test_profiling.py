@@ -21,9 +21,9 @@ from titan_mi100.errors import UserError
 from titan_mi100.open_run import start as open_run
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run import profiling
-from titan_mi100.run.communication import communication
 from titan_mi100.run.intervals import subtract, union
 from titan_mi100.run.trace_summary import STEP, Summary, read_trace, summarise
+from titan_mi100.workshop.measure.communication import communication
 from titan_mi100.workshop.summarise_trace import main
 
 

@@ -35,7 +35,7 @@ ELSEWHERE = {  # file -> why it writes by itself
     "files/durable.py": "this is the place",
     "generation/answers.py": "the end that a kill left incomplete is cut off, of rows that are our own",
     "log.py": _RUN,
-    "run/communication.py": "in a temporary folder",
+    "workshop/measure/communication.py": "in a temporary folder",
     "run/faults.py": _RUN,
     "run/metrics.py": _RUN,
     "run/profiling.py": _RUN,

@@ -12,8 +12,8 @@ from titan_mi100.open_run.run import Run
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World, init_distributed
 from titan_mi100.planning.plan import GIB, with_settings
-from titan_mi100.run.communication import communication
 from titan_mi100.workshop.made_up import made_up, random_rows
+from titan_mi100.workshop.measure.communication import communication
 from titan_mi100.workshop.measure.parts import parity
 
 _WARM_UP, _STEPS = 2, 3

@@ -10,8 +10,8 @@ from titan_mi100.config.load import load_config
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import init_distributed
 from titan_mi100.planning.plan import with_settings
-from titan_mi100.run.communication import communication
 from titan_mi100.workshop.made_up import made_up, random_rows
+from titan_mi100.workshop.measure.communication import communication
 from titan_mi100.workshop.sweep.table import SUPERVISED
 
 # what a run reads or writes beside its steps; the weights are random, which changes no time of a dense model's step
