@@ -127,7 +127,7 @@ class Profiler:
             summary = summarise(read_trace(path))
             text = f"step {step}, rank {rank}: " + "\n".join(summary.shares())
             replace(path.with_name(f"rank-{rank}.summary.txt"), f"{text}\n")
-        except (OSError, ValueError) as error:  # ValueError: the trace was cut off
+        except (OSError, ValueError, EOFError, KeyError) as error:  # all but OSError: the trace was cut off
             log.error(f"{path}: cannot be written, or not be read again: {error}")
             return
         log.info(text)
