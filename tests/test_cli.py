@@ -116,7 +116,6 @@ def test_an_option_that_is_given_twice_is_refused(
     ("command", "words", "said"),
     [
         (inspect_data, "--html a.html --json", "--json has no effect with --html"),
-        (inspect_data, "--json --table", "--table has no effect with --json"),
         (prepare_corpus, "--output_dir c --input a --tokenizer b --on_bad_row error --max_bad_share 0.2",
          "--max_bad_share has no effect with --on_bad_row error"),
     ],

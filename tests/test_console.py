@@ -264,7 +264,7 @@ def test_an_installed_wheel_trains_plans_and_converts_from_an_empty_folder(wheel
     assert json.loads((empty / "mine" / "run_state.json").read_text())["exit_code"] == 0
     assert "fits:" in call("plan", "--job.config_file", "qwen3_0.6b_fsdp2")
     assert "fits:" in call("plan", "--rehearse", "2", "--job.config_file", "debug")
-    assert "rows of 256" in call("inspect", "--table")
+    assert "rows of 256" in call("inspect")
     call("convert", "dcp-to-hf", "--input_dir", "mine/checkpoint/step-3", "--output_dir", "hf", "--verify", "bytes")
     call("convert", "hf-to-dcp", "--input_dir", "hf", "--output_dir", "dcp")
     assert "46 weights with 886,144 values" in call("convert", "inspect-dcp", "dcp")

@@ -19,9 +19,10 @@ from titan_mi100.data.loader import RowStream, ShuffledEpochs
 from titan_mi100.data.prepare import prepare_data
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.tools.inspect_data import main
-from titan_mi100.tools.prepared import reasons
 from titan_mi100.tools.prepared import report as inspect_report
 from titan_mi100.tools.prepared.texts import token_texts
+from titan_mi100.tools.prepared.view import report_lines, terminal_text
+from titan_mi100.workshop.pages import data_page, reasons
 
 HOSTILE = "<script>alert(1)</script> </mark><img src=x onerror=alert(2)> & \x1b[31m \x07 \u202e\u00a0 ⟧ ↵ é😀"
 
@@ -108,14 +109,10 @@ def test_a_token_of_whole_characters_and_a_part_shows_both() -> None:
 
 def test_without_color_brackets_hold_what_is_supervised_and_with_color_green(inspect: Inspect) -> None:
     inspect.write(chat("one", "ONE two", "two", HOSTILE))
-    plain, colored = inspect(), inspect("--row", "0", "--color", "always")
+    plain, colored = inspect(), "\n".join(terminal_text(report_lines(inspect.report("--row", "0")), color=True))
     assert "⟦ONE two<|im_end|>⟧" in plain and "\x1b[32mONE two<|im_end|>\x1b[0m" in colored
     assert "\x1b" not in plain and "\x07" not in colored
     assert set(re.findall("\x1b\\[[^m]*m", colored)) == {f"\x1b[{code}m" for code in ("0", "1", "1;36", "2", "32")}
-    table = inspect("--row", "0", "--table")
-    row = inspect.report("--row", "0")["shown"][0]
-    at = row["supervised"].index(True)
-    assert f"{at:>8} {row['id'][at]:>8} {at:>10}  yes         {row['text'][at]}\n" in table
 
 
 def tokens_of_page(text: str) -> list[tuple[str, int, int, bool]]:
@@ -140,13 +137,11 @@ def test_the_page_holds_the_tokens_escaped_and_needs_no_other_file(inspect: Insp
     elements = "html meta title style header section h1 h2 p br ul li bdi b i dl div dt dd small span mark details"
     elements += " summary figure figcaption svg path table thead tbody tr th td"
     assert page.tags == {*elements.split()}  # nothing of the data is an element
-    table = inspect.html("--row", "0", "--table")
-    assert f'<td class="n"><bdi>0</bdi></td><td class="n"><bdi>{row["id"][0]}</bdi></td>' in table
     # No wider than a phone, as far as elements show it: tables scroll, drawings have no width of their own.
-    assert table.count("<table>") == table.count('<div class="scroll"><table>') >= 3
-    drawings = re.findall("<svg v[^>]*>", table)
+    assert text.count("<table>") == text.count('<div class="scroll"><table>') >= 1
+    drawings = re.findall("<svg v[^>]*>", text)
     assert drawings and all("width" not in each and "preserveAspectRatio" in each for each in drawings)
-    assert {*re.findall(r"[^-]width: (\d[^; ]+)", table)} == {"1.5em", "2em", "100%"}
+    assert {*re.findall(r"[^-]width: (\d[^; ]+)", text)} == {"1.5em", "2em", "100%"}
 
 
 def test_a_page_of_long_rows_stays_small_and_says_how_much_it_shows(inspect: Inspect) -> None:
@@ -254,15 +249,18 @@ def test_the_page_of_a_mixture_shows_each_source_and_its_share(inspect: Inspect,
     assert "<b>Source " not in inspect.html(*mixed, "--source", "data") and "source" in inspect(*mixed, code=2)
 
 
-def test_lengths_are_counted(inspect: Inspect) -> None:
+def test_lengths_are_counted(inspect: Inspect, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = list(range(65, 75))
     rows = [{"input_ids": ids[:n], "labels": [-100] * (n - 1) + ids[n - 1 : n]} for n in (2, 4, 10)]
     inspect.write(*rows, rows[0], {"input_ids": ids * 30, "labels": ids * 30}, {"input_ids": ids, "labels": ids})
-    report = inspect.report()
+    reports, make = list[dict[str, Any]](), data_page.page_report
+    monkeypatch.setattr(data_page, "page_report", lambda *given: reports.append(make(*given)) or reports[0])
+    inspect.html()
+    [report] = reports
     statuses = {name: status["rows"] for name, status in report["ledger"]["statuses"].items()}
     assert statuses == {"kept": 4, "duplicate": 1, "dropped": 1}
-    assert report["lengths"][0]["documents"] == 5  # a row that repeats another one is counted, and trains
-    assert report["lengths"][-1]["overlong"] == 1
+    assert report["lengths"]["documents"][0] == 5  # a row that repeats another one is counted, and trains
+    assert report["lengths"]["overlong"][-1] == 1
 
 
 def test_a_sentencepiece_model_that_spells_no_replacement_character(inspect: Inspect, tmp_path: Path) -> None:
@@ -316,6 +314,6 @@ def test_mistakes_exit_with_2_and_a_message(inspect: Inspect) -> None:
 
 
 def test_a_closed_pipe_is_no_mistake() -> None:
-    command = f"{sys.executable} -m titan_mi100 inspect --job.config_file train_configs/debug.toml --table | head -1"
+    command = f"{sys.executable} -m titan_mi100 inspect --job.config_file train_configs/debug.toml | head -1"
     result = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=REPO)
     assert result.stderr == "" and result.stdout.count("\n") == 1

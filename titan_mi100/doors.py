@@ -34,7 +34,7 @@ WORKSHOP = {  # a word with an option, or what a command asks for: module:functi
     "meaning": "workshop.other_trainers:meaning",
     "names": "workshop.other_trainers:names",
     "config new --from": "workshop.from_yaml:carry",
-    "inspect --html": "workshop.pages.data_page:Page",
+    "inspect --html": "workshop.pages.data_page:write_page",
     "plan --measured": "workshop.measure.parts:efficiency",
     "plan --rehearse": "workshop.rehearse:main",
     "teach --ids": "workshop.vllm_answers:write_ids",

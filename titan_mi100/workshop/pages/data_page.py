@@ -1,52 +1,55 @@
 """The report of `inspect_data` as an HTML page. Imports no torch."""
 
-from collections.abc import Iterable
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import redirect_stdout
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from titan_mi100.config.settings import Config
 from titan_mi100.files.durable import check_output, write_output
-from titan_mi100.tools.prepared.reasons import Kind
-from titan_mi100.tools.prepared.report import MOST_TOKENS
-from titan_mi100.wording import plural
+from titan_mi100.wording import plural, printable
 from titan_mi100.workshop.pages.charts import bars
+from titan_mi100.workshop.pages.data_report import MOST_TOKENS, page_report
 from titan_mi100.workshop.pages.document import html_document, is_page, text
+from titan_mi100.workshop.pages.reasons import Kind
 from titan_mi100.workshop.pages.sections import finding_list, section, table, tiles
 from titan_mi100.workshop.pages.verdict import WARN, Finding
 
 _LEGEND = (
     "Green and underlined: learned, the model is trained to predict it. The rest is only read. Beside each part stands "
-    "what it is and, if that alone does not say it, why it is not learned. For ids and positions point at a token, or "
-    "use --table."
+    "what it is and, if that alone does not say it, why it is not learned. For ids and positions point at a token."
 )
 
 _TITLE = "Data as training sees it: "
 
 
-class Page:
-    """The file of a page about data. It is written over pages of its kind only."""
+def write_page(options: argparse.Namespace, load: Callable[[], Config]) -> None:
+    """Write the page that --html names, over pages of its kind only, and print what was read.
 
-    def __init__(self, path: Path) -> None:
-        """Raises UserError: something else is there."""
-        self._path = path
-        check_output(path, "--html", is_page(_TITLE))
+    Raises:
+        UserError: something else is there, or the page cannot be written; or as `page_report` does.
+    """
+    path = Path(options.html)
+    check_output(path, "--html", is_page(_TITLE))
+    with redirect_stdout(sys.stderr):
+        report = page_report(load(), options)
+    html = page(f"{_TITLE}{report['set']}", report)
+    write_output(path, [html], "--html", is_page(_TITLE))
+    print(printable("\n".join([*report["read"], *(f"WARNING {line}" for line in report["warnings"])])))
+    print(f"{path}: {len(html.encode(errors='backslashreplace')):,} bytes; open it in a browser")
 
-    def write(self, report: dict[str, Any], table: bool) -> int:
-        """Write the page. Args: see `page`. Returns its bytes. Raises UserError: it cannot be written."""
-        html = page(f"{_TITLE}{report['set']}", report, table)
-        write_output(self._path, [html], "--html", is_page(_TITLE))
-        return len(html.encode(errors="backslashreplace"))
 
-
-def page(title: str, report: dict[str, Any], as_table: bool) -> str:
+def page(title: str, report: dict[str, Any]) -> str:
     """The page. All texts are escaped, because data may contain HTML.
 
     Args:
-        report: as `make_report` makes it for a page.
-        as_table: show a line per token instead of running text.
+        report: as `page_report` makes it.
     """
     sets = report.get("sets", [report])
-    first_set, real = sets[0], report["rows"] * report["seq_len"]
+    real = report["rows"] * report["seq_len"]
     figures = {
         "Documents": (f"{report['documents']:,}", "conversations, texts, or pieces of them"),
         "Tokens": (f"{report['tokens']:,}", f"{report['tokens'] / report['documents']:,.0f} in a document"),
@@ -54,13 +57,16 @@ def page(title: str, report: dict[str, Any], as_table: bool) -> str:
         "Rows": (f"{report['rows']:,}", f"of {report['seq_len']:,} tokens each"),
         "Padding": (f"{1 - report['tokens'] / real:.1%}", "of the rows' tokens"),
     }
-    about = "".join(f"{text(name)}: <bdi>{text(origin)}</bdi><br>" for name, origin in first_set["from"].items())
+    about = "".join(f"{text(name)}: <bdi>{text(origin)}</bdi><br>" for name, origin in report["from"].items())
     body = [f'<header><h1><bdi>{text(title)}</bdi></h1><p class="soft">{about}</p></header>', tiles(figures)]
-    body += [finding_list([Finding(WARN, warning) for warning in first_set["warnings"]])]
-    body += [section("What is learned", _shares(report)), section("What was read", _read(first_set))]
+    body += [finding_list([Finding(WARN, warning) for warning in report["warnings"]])]
+    body += [
+        section("What is learned", _shares(report)),
+        section("What was read", _read(report["read"], sets[0]["ledger"])),
+    ]
     most = MOST_TOKENS // len(sets)
     for index, each in enumerate(sets):
-        inside = _set(each, most, as_table)
+        inside = _set(each, most)
         head = f"<details{'' if index else ' open'}><summary><b>Source <bdi>{text(each['source'])}</bdi></b></summary>"
         body.append(f"{head}{inside}</details>" if len(sets) > 1 else inside)
     if left_out := report.get("sets_left_out"):
@@ -90,28 +96,28 @@ def _share(counts: dict[str, Any], of: int) -> str:
     return f'<div class="share" role="img" aria-label="{label}" title="{label}">{bar}</div>'
 
 
-def _read(report: dict[str, Any]) -> str:
-    lines = "".join(f"<li><bdi>{text(line)}</bdi></li>" for line in report["read"])
+def _read(read: Sequence[str], ledger: dict[str, Any]) -> str:
+    lines = "".join(f"<li><bdi>{text(line)}</bdi></li>" for line in read)
     rows = [
         (status, f"{summary['rows']:,}", "; ".join(f"{each['where']}: {each['reason']}" for each in summary["first"]))
-        for status, summary in report["ledger"]["statuses"].items()
+        for status, summary in ledger["statuses"].items()
     ]
-    every = f"<p class=soft>Every row: <bdi>{text(report['ledger']['path'])}</bdi></p>"
+    every = f"<p class=soft>Every row: <bdi>{text(ledger['path'])}</bdi></p>"
     return f"<ul>{lines}</ul>{table(('Outcome', 'Rows of the files', 'The first of them'), rows, numeric=(1,))}{every}"
 
 
-def _set(report: dict[str, Any], most: int, as_table: bool) -> str:
+def _set(report: dict[str, Any], most: int) -> str:
     """The sections of one source's set. Args: most: tokens to show."""
-    bins = report["lengths"]
-    series = {"documents": [each["documents"] for each in bins]}
-    if any(overlong := [each["overlong"] for each in bins]):
-        series["rows of the files that did not fit, by their length"] = overlong
-    note, edges = f"a row holds {report['seq_len']:,}", [f"{each['to']:,}" for each in bins]
+    lengths = report["lengths"]
+    series = {"documents": lengths["documents"]}
+    if any(lengths["overlong"]):
+        series["rows of the files that did not fit, by their length"] = lengths["overlong"]
+    note, edges = f"a row holds {report['seq_len']:,}", [f"{edge:,}" for edge in lengths["to"]]
     chart = bars("Documents by their number of tokens", note, edges, series)
     parts = (
         section("Lengths", f'<div class="charts even">{chart}</div>'),
         section("How rows are filled", _map(report)),
-        section("Documents, token by token", _documents(report, most, as_table)),
+        section("Documents, token by token", _documents(report, most)),
     )
     return "".join(parts)
 
@@ -134,7 +140,7 @@ def _boxes(spans: Iterable[tuple[int, int]], top: int, height: int) -> str:
     return "".join(f"M{start},{top}h{stop - start}v{height}h-{stop - start}z" for start, stop in spans)
 
 
-def _documents(report: dict[str, Any], most: int, as_table: bool) -> str:
+def _documents(report: dict[str, Any], most: int) -> str:
     """The documents of some rows, one at a time; the answers of a pair side by side. Args: most: tokens to show."""
     blocks, number = "", 0
     for number, document in enumerate(report["shown"], 1):  # read after the loop
@@ -142,7 +148,7 @@ def _documents(report: dict[str, Any], most: int, as_table: bool) -> str:
         if not most and role != "rejected":
             number -= 1
             break
-        parts = _document(document, most, as_table)
+        parts = _document(document, most)
         most -= min(most, document["tokens"])
         counts = f"{plural(document['tokens'], 'token')}, {document['supervised']:,} learned"
         where = f"row {document['row']:,}, {'pair' if role else 'document'} {document['place'] // (2 if role else 1):,}"
@@ -157,27 +163,23 @@ def _documents(report: dict[str, Any], most: int, as_table: bool) -> str:
     caption = f"Shown: {number:,} of {plural(report['documents'], 'document')}. For others use --row or --where."
     if (left_out := report["wanted"] - number) > 0:
         caption += f" {plural(left_out, 'more document')} of these rows are left out: a page holds only so many."
-    lines = "".join(f"<p><bdi>{text(line['says'])}</bdi></p>" for line in report.get("where", []))
+    lines = "".join(f"<p><bdi>{text(line['says'])}</bdi></p>" for line in report["where"])
     return f'<p class="soft">{caption} {_LEGEND}</p>{lines}{blocks}'
 
 
-def _document(document: dict[str, Any], most: int, as_table: bool) -> str:
+def _document(document: dict[str, Any], most: int) -> str:
     """A document, part by part. Args: most: tokens to show."""
     kinds = document["kinds"] or [None] * document["tokens"]
     every = [(*token, kind) for token, kind in zip(document["each"], kinds, strict=True)][:most]
-    shown, rows = "", list[tuple[str, ...]]()
+    shown = ""
     for (learned, kind), tokens in groupby(every, lambda token: token[3:]):
         meaning, inside = _what(learned, kind), ""
         for spelled, token_id, position, *_ in tokens:
-            if as_table:
-                rows.append((f"{position:,}", f"{token_id}", meaning, spelled.replace(" ", "·")))
             lines = text(spelled).replace("↵", "↵\n")
             inside += f'<b title="id {token_id}, position {position}">{lines}</b>'
         mark, label = ("mark", " class=l") if learned else ("span", "")
         shown += f'<small{label}>{text(meaning)}</small><div class="tokens"><{mark}>{inside}</{mark}></div>'
     cut = f"<p>{document['tokens'] - most:,} more tokens are not shown.</p>" if document["tokens"] > most else ""
-    if as_table:
-        return table(("Position", "Id", "What it is", "Text"), rows, numeric=(0, 1)) + cut
     return f'<div class="parts">{shown}</div>{cut}'
 
 

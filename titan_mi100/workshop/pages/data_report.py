@@ -1,0 +1,123 @@
+"""What the data page shows, as JSON values: of each set its lengths, how its rows are filled, and some documents."""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from titan_mi100.config.settings import Config
+from titan_mi100.data.encode import OVERLONG
+from titan_mi100.data.mixture import Mixture
+from titan_mi100.data.prepared import PackedDataset, Prepared, SourceRows, total
+from titan_mi100.text.load import load_tokenizer
+from titan_mi100.tools.prepared.report import about, asked_rows, choose_source, open_data, read_ledger, shown_row
+from titan_mi100.workshop.pages.reasons import explain
+
+_FIRST = 5  # examples shown for each status of the ledger
+_PICTURED = 24  # rows in the packing picture
+# on a page: sources of a mixture, documents of a set, and tokens of all rows together
+_MOST_SETS, _MOST_DOCUMENTS, MOST_TOKENS = 8, 30, 16_384
+
+
+def page_report(config: Config, options: argparse.Namespace) -> dict[str, Any]:
+    """Make the report. Args: as of tools.prepared.report.make_report, which raises the same.
+
+    Returns:
+        See `open_data`; `sources`: those of a mixture, with counts and their share of a run's rows. And the report of
+        one set, see `_of_set`; of a mixture in which none is chosen the sums, and `sets`: reports of the first ones.
+    """
+    prepared, origin = open_data(config, options.where)
+    sources, shares = prepared.validation if options.validation else prepared.sources, dict[str, float]()
+    if config.data.is_mixture:
+        mixture = Mixture(prepared.sources, 0, config.data.on_exhausted, config.data.weights_in == "documents")
+        every = mixture.segments[-1].shares
+        shares = {identity: share / sum(every.values()) for identity, share in every.items()}
+    report = {
+        **origin,
+        "sources": [
+            {"name": source.name, **asdict(source.counts), "share": shares.get(source.identity, 0)}
+            for source in sources
+            if shares
+        ],
+    }
+    packed = [source for source in sources if isinstance(source.rows, PackedDataset)]
+    if options.source or options.row or options.where or len(sources) == 1 or not packed:
+        return report | _of_set(config, options, prepared, choose_source(sources, options.source))
+    report |= {"set": "validation" if options.validation else "train", "sets_left_out": len(packed[_MOST_SETS:])}
+    report |= {"seq_len": config.training.seq_len, **asdict(total([source.counts for source in sources]))}
+    return report | {"sets": [_of_set(config, options, prepared, source) for source in packed[:_MOST_SETS]]}
+
+
+def _of_set(config: Config, options: argparse.Namespace, data: Prepared, source: SourceRows) -> dict[str, Any]:
+    """One set: see `about` and `_summary`; `where`: ledger lines of --where; `wanted`: documents in the rows that were
+    asked for; `shown`: documents, see `_documents`, with the kinds of their tokens.
+    """
+    rows, lines = asked_rows(options, data, source)
+    dataset, tokenizer = source.rows, load_tokenizer(config.tokenizer_path())
+    assert isinstance(dataset, PackedDataset)
+    asked_for = sum(len(dataset.documents_of(row)) for row in rows)
+    if not options.row and not options.where:  # the longest documents are in the first rows, the shortest in the last
+        rows = list(dict.fromkeys([0, len(dataset) // 2, len(dataset) - 1]))
+    rows = rows[: min(_MOST_DOCUMENTS, max(1, MOST_TOKENS // dataset.seq_len))]
+    of_each = max(2, _MOST_DOCUMENTS // len(rows or [0]) // 2 * 2)  # even: both answers of a pair
+    asked = {line["where"] for line in lines}
+    documents = [
+        document
+        for row in rows
+        for document in sorted(
+            _documents(shown_row(data, source, tokenizer, row), dataset), key=lambda each: each["where"] not in asked
+        )[:of_each]
+    ][:_MOST_DOCUMENTS]
+    kinds = explain(config, data.facts, tokenizer, dataset.documents, [each["number"] for each in documents])
+    return {
+        **about(data, source, options.validation),
+        **_summary(data, dataset),
+        "where": lines,
+        "wanted": asked_for,
+        "shown": [{**each, "kinds": kinds.get(each["number"])} for each in documents],
+    }
+
+
+def _documents(row: dict[str, Any], dataset: PackedDataset) -> Iterator[dict[str, Any]]:
+    """The documents of a row, each with its number in the set and (text, id, position, supervised) of its tokens."""
+    start, numbers = 0, dataset.documents_of(row["row"]).tolist()
+    for index, (number, document) in enumerate(zip(numbers, row["documents"], strict=True)):
+        inside = slice(start, start := start + document["tokens"])
+        tokens = list(zip(*(row[name][inside] for name in ("text", "id", "position", "supervised")), strict=True))
+        yield {**document, "row": row["row"], "place": index, "number": number, "each": tokens}
+
+
+def _summary(data: Prepared, dataset: PackedDataset) -> dict[str, Any]:
+    """The whole set: rows and first reasons per status of the ledger, lengths of its documents, packing."""
+    statuses, overlong = dict[str, dict[str, Any]](), list[int]()
+    for line in read_ledger(data.ledger()):
+        status, reason = statuses.setdefault(line["status"], {"rows": 0, "first": []}), line["reason"]
+        status["rows"] += 1
+        if reason and len(status["first"]) < _FIRST:
+            status["first"].append({"where": f"{line['file']}:{line['line']}", "reason": reason})
+        if OVERLONG in reason:
+            overlong.append(int(line["tokens"]))
+    lengths = np.diff(dataset.documents.starts)[dataset.packing.documents]
+    # 16 bins up to seq_len; beyond it, bins of doubling width for rows that did not fit.
+    edges = np.unique(np.linspace(0, dataset.seq_len, 17).round().astype(int)).tolist()
+    while edges[-1] < max(overlong, default=0):
+        edges.append(2 * edges[-1])
+    # a bin includes its upper edge but not its lower one; all values are integers
+    counts = [np.histogram(each, np.array(edges) + 0.5)[0].tolist() for each in (lengths, overlong)]
+    pictured = np.linspace(0, len(dataset) - 1, _PICTURED).round().astype(int).tolist()
+    return {
+        "ledger": {"path": str(data.ledger()), "statuses": statuses},
+        "lengths": {"to": edges[1:], "documents": counts[0], "overlong": counts[1]},
+        "packing": [_picture(dataset, row) for row in dict.fromkeys(pictured)],
+    }
+
+
+def _picture(dataset: PackedDataset, index: int) -> dict[str, Any]:
+    """Where a row's documents end, and where spans of supervised tokens begin and end, in 1/1000 of the row."""
+    lengths = [len(dataset.documents[number]) for number in dataset.documents_of(index)]
+    ends = np.unique(np.cumsum(lengths) * 1000 // dataset.seq_len).tolist()
+    learned = np.pad(dataset.row(index).supervised()[np.arange(1000) * dataset.seq_len // 1000], 1)
+    edges = np.flatnonzero(learned[1:] != learned[:-1]).tolist()
+    return {"row": index, "documents": len(lengths), "ends": ends, "learned": edges}
