@@ -92,7 +92,7 @@ def kill_once(work: Path, out: Path, after: float, who: str) -> str:
     except subprocess.TimeoutExpired:
         pass
     below = children(process.pid)
-    trainers = [each for each in below if b"titan_mi100.train" in command_of(each)]
+    trainers = [each for each in below if b"titan_mi100.teacher" in command_of(each)]
     targets = {"launcher": [process.pid], "trainer": trainers or below[-1:], "all": [process.pid, *below]}[who]
     for target in targets or [process.pid]:
         try:

@@ -23,6 +23,7 @@ from titan_mi100.data.prepared import PackedDataset, Prepared
 from titan_mi100.data.prompts import _documents
 from titan_mi100.data.strict_json import BadRecord
 from titan_mi100.errors import Preempted, UserError
+from titan_mi100.open_run.run import Supervision
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.answers import PreferenceWatch
@@ -247,7 +248,7 @@ def test_a_reference_is_made_once_goes_on_after_a_stop_and_is_refused_if_stale(
     config = config_of(tmp_path)
     folder, stops = folder_of(config), iter([False, False, True])
     with pytest.raises(Preempted, match=r"the reference is complete in 2 of [0-9]+ parts, which are kept"):
-        open_run(config, world, folder, wants_to_stop=lambda: next(stops, False))
+        open_run(config, world, folder, Supervision(wants_to_stop=lambda: next(stops, False)))
     kept = {path: path.stat().st_mtime_ns for path in (folder / "reference").glob("part-*")}
     assert len(kept) == 2
     run = open_run(config, world, folder)

@@ -18,7 +18,7 @@ import pytest
 from conftest import ASSETS
 
 from titan_mi100 import __main__ as console
-from titan_mi100 import __version__, cli, train
+from titan_mi100 import __version__, cli, process, train
 from titan_mi100.config.as_text import help_text
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
@@ -163,7 +163,7 @@ def test_a_crash_of_the_trainer_is_one_line(
     folder = SimpleNamespace(
         path=tmp_path, step=None, own_log=lambda: tmp_path / "train.log", note_crash=crashes.append, moved=str
     )
-    monkeypatch.setattr(train, "RunFolder", lambda *_: folder if has_folder else raises(KeyError("name"))())
+    monkeypatch.setattr(process, "RunFolder", lambda *_: folder if has_folder else raises(KeyError("name"))())
     monkeypatch.setattr(train, "open_run", raises(KeyError("name")))
     monkeypatch.setattr(train.distributed, "init_distributed", lambda **_: SimpleNamespace(size=1))
     monkeypatch.setattr(train.distributed, "leave", leave)

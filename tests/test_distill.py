@@ -31,9 +31,10 @@ from titan_mi100.errors import Preempted, UserError
 from titan_mi100.losses import log_of_rest
 from titan_mi100.model.loss import HeadMemory, likeliest, of_labels, token_losses
 from titan_mi100.model.qwen3 import Qwen3
-from titan_mi100.open_run.answers import open_teacher
-from titan_mi100.open_run.answers import teach as write_teacher
+from titan_mi100.open_run.columns import open_teacher
+from titan_mi100.open_run.run import Supervision
 from titan_mi100.open_run.start import open_run
+from titan_mi100.open_run.teacher import write_teacher
 from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.qwen3 import Qwen3Spec
 from titan_mi100.tools import teach
@@ -444,8 +445,8 @@ def test_a_teacher_writes_its_folder_and_a_student_learns_from_it(
     own = load_config(["--job.config_file", str(path)], 1)
     stops = iter([False, False, True])  # two of the first part's forwards, one of the second's
     with pytest.raises(Preempted, match="the teacher is complete in 1 of"):
-        write_teacher(open_run(own, world, out, wants_to_stop=lambda: next(stops)))
-    write_teacher(open_run(own, world, out))
+        write_teacher(own, world, out, Supervision(wants_to_stop=lambda: next(stops)))
+    write_teacher(own, world, out)
     taught = {"objective.name": "distill", "objective.teacher": str(out)}
     learns = student(tmp_path, **taught, **{"checkpoint.initial_load_path": str(model / "checkpoint" / "step-0")})
     result = open_run(learns, world).step()  # the student is its own teacher

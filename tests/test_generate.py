@@ -181,7 +181,7 @@ def test_what_is_drawn_depends_on_the_seed_alone() -> None:
     assert decode.generate(model, prompts[1:2], hot, (), 24, ["b"]) == first[1:2]  # whatever the batch
     assert first[0] != first[2]  # the same prompt under another seed
     assert decode.generate(model, prompts, hot, (), 24, ["d", "e", "f"])[0] != first[0]
-    capped = decode.generate(model, prompts, Sampling(5.0), (), 24, vocabulary=30)
+    capped = decode.generate(model, prompts, Sampling(5.0, vocabulary=30), (), 24)
     assert max(token for row in capped for token in row.ids) < 30
 
 

@@ -16,9 +16,9 @@ from titan_mi100.open_run.run import Run
 from titan_mi100.open_run.start import open_run
 from titan_mi100.optim.loss_scale import LARGEST, LossScale
 from titan_mi100.parallel.distributed import World
+from titan_mi100.process import _remedy_after_nan
 from titan_mi100.run import faults
 from titan_mi100.shapes.qwen3 import Qwen3Spec
-from titan_mi100.train import _remedy_after_nan
 from titan_mi100.workshop.made_up import made_up, packed, random_rows
 
 SPEC = Qwen3Spec(64, 16, 32, 2, 2, 1, 8, True, rope_theta=10_000.0)

@@ -25,11 +25,12 @@ from titan_mi100.config.settings import (
     TrainingConfig,
 )
 from titan_mi100.model.init import initial_values
+from titan_mi100.model.loss import HeadMemory
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.open_run.model import keep_stages
 from titan_mi100.parallel import build as building
 from titan_mi100.parallel import distributed
-from titan_mi100.parallel.build import build_model
+from titan_mi100.parallel.build import Computation, Placement, build_model
 from titan_mi100.parallel.distributed import World
 from titan_mi100.parallel.fsdp import apply_fsdp
 from titan_mi100.planning.memory import layers_per_stage
@@ -63,7 +64,8 @@ def build(world: World, mode: str, compile_config: CompileConfig, dtype: str = "
     mesh = distributed.build_mesh(Layout(), world.device)
     training = TrainingConfig(mixed_precision_param=dtype)
     config = Config(training=training, activation_checkpoint=ActivationCheckpointConfig(mode), compile=compile_config)
-    sharded = build_model(config, spec, Layout(), Batch(1, 1, 1), mesh, world.device, Sdpa(), supervised_share=0.5)
+    computation, placement = Computation(Sdpa(), HeadMemory()), Placement(mesh, world.device)
+    sharded = build_model(config, spec, Layout(), Batch(1, 1, 1), computation, placement)
     distributed.fill_parameters(sharded.named_parameters(), partial(initial_values, spec, 1))
     return sharded.parts[0]
 
@@ -176,7 +178,7 @@ def test_a_built_model_that_lacks_a_tensor_of_its_shape_is_an_error(
     """As a wrapper that replaces modules might drop one, such as a bias."""
     config, spec, layout = Config(lora=LoRAConfig(**lora)), PRESETS["debug"], Layout()
     mesh, before = distributed.build_mesh(layout, world.device), building.parallelize
-    given = config, spec, layout, Batch(1, 1, 1), mesh, world.device, Sdpa(), 0.5
+    given = config, spec, layout, Batch(1, 1, 1), Computation(Sdpa(), HeadMemory()), Placement(mesh, world.device)
     assert build_model(*given).parts
 
     def drops(model: Any, *rest: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 from conftest import REPO
 from test_certify import TWO, passed, step
 
-from titan_mi100 import train
+from titan_mi100 import process
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import (
     ActivationCheckpointConfig,
@@ -366,7 +366,7 @@ def test_a_run_that_does_not_fit_is_refused_before_its_start(tmp_path: Path) -> 
 
 
 def test_out_of_memory_before_a_run_is_open_has_no_plan() -> None:
-    said = train._what_was_planned(torch.OutOfMemoryError("tried to allocate 2.00 GiB"), "rank 1", None)
+    said = process._what_was_planned(torch.OutOfMemoryError("tried to allocate 2.00 GiB"), "rank 1", None)
     assert said == "rank 1: out of memory: while the run was opened\ntried to allocate 2.00 GiB"
 
 

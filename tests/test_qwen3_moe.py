@@ -377,7 +377,7 @@ def test_the_load_of_experts_is_reported_and_those_without_rows_are_named(
     lines: list[tuple[int, float, int]] = []  # step, the busiest expert's share, experts without rows
     reporter = SimpleNamespace(experts=lambda *values: lines.append(values), warn_once_on_disk_error=nullcontext)
     layout = SimpleNamespace(parts=[model], device=world.device, tp_degree=1)
-    load = ExpertLoad(tmp_path, reporter, layout, spec, log_freq=60, first_step=0, steps=130)  # type: ignore[arg-type]
+    load = ExpertLoad(tmp_path, reporter, layout, spec, log_freq=60, steps=range(130))  # type: ignore[arg-type]
     for step in range(1, 131):
         for layer in model.model.blocks():
             if isinstance(layer.mlp, Mixture):

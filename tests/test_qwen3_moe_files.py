@@ -19,10 +19,11 @@ from titan_mi100.config.check import check
 from titan_mi100.config.settings import Config, ModelConfig
 from titan_mi100.errors import UserError
 from titan_mi100.files.stored import StoredTensors
+from titan_mi100.model.loss import HeadMemory
 from titan_mi100.open_run.run import Run
 from titan_mi100.open_run.start import open_run
 from titan_mi100.optim.optimizer import build_optimizer
-from titan_mi100.parallel.build import build_model
+from titan_mi100.parallel.build import Computation, Placement, build_model
 from titan_mi100.parallel.distributed import World, build_mesh
 from titan_mi100.planning.memory import HOST, PARAMETERS
 from titan_mi100.shapes.base import parameter_shapes
@@ -279,6 +280,11 @@ class ByDevice(TensorLedger):
             self._blocks[storage._cdata].category = HOST if storage.device.type == "cpu" else PARAMETERS
 
 
+class OnMeta(Placement):
+    def put(self, build: Any, weights: torch.device, dtype: torch.dtype) -> Any:
+        return build().to_empty(device="meta")
+
+
 @pytest.mark.parametrize("layers", [1, pytest.param(48, marks=pytest.mark.full)])
 def test_loading_for_qlora_reads_each_tensor_once_and_holds_parts_of_a_layer(
     layers: int, tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
@@ -302,8 +308,7 @@ def test_loading_for_qlora_reads_each_tensor_once_and_holds_parts_of_a_layer(
     monkeypatch.setattr(StoredTensors, "read", counted)
     mesh, layout = build_mesh(config.layout(1), world.device), (config.layout(1), config.batch(1))
     with ByDevice() as ledger:
-        meta: Any = lambda build: build().to_empty(device="meta")  # noqa: E731
-        model = build_model(config, spec, *layout, mesh, world.device, FusedKernel(), 1.0, make=meta)
+        model = build_model(config, spec, *layout, Computation(FusedKernel(), HeadMemory()), OnMeta(mesh, world.device))
         optimizer = build_optimizer(model.trained_parameters(), config.optimizer, 0, world.device)
         ledger.label((parameter for _, parameter in model.named_parameters()), PARAMETERS)
         start = len(ledger.events)

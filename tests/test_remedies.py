@@ -22,9 +22,9 @@ from titan_mi100.data.answer_store import Identity, LogprobStore, Wanted
 from titan_mi100.data.answers import LABELS, PAIRS
 from titan_mi100.data.prepare import prepare_run
 from titan_mi100.errors import UserError
-from titan_mi100.open_run.answers import columns_of
-from titan_mi100.open_run.answers import teach as write_teacher
+from titan_mi100.open_run.columns import columns_of
 from titan_mi100.open_run.start import open_run
+from titan_mi100.open_run.teacher import write_teacher
 from titan_mi100.parallel.distributed import World
 from titan_mi100.tools import teach
 from titan_mi100.workshop import vllm_answers
@@ -104,7 +104,7 @@ def classroom(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (tmp_path / "student.toml").write_text(to_toml(student(tmp_path, **rows)))
         given = ["--job.config_file", str(tmp_path / "student.toml"), "--model", str(model / "checkpoint" / "step-0")]
         path = teach._write_config(teach._parser().parse_args([*given, "--out", str(out), "--top_k", "5"]))
-        write_teacher(open_run(load_config(["--job.config_file", str(path), *words], 1), world, out))
+        write_teacher(load_config(["--job.config_file", str(path), *words], 1), world, out)
 
     return make
 
@@ -118,7 +118,7 @@ def refusal(call: Callable[[], object]) -> str:
 def opens(folder: Path, tmp_path: Path, world: World, **rows: str) -> None:
     """As a student's run opens the teacher's folder."""
     config = student(tmp_path, **{"objective.name": "distill", "objective.teacher": str(folder)}, **rows)
-    columns_of(config, world, prepare_run(config, None), config.spec())
+    columns_of(config.objective, config.data, world, prepare_run(config, None), config.spec())
 
 
 def change(folder: Path, **fields: Any) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import re
 import shlex
 import shutil
@@ -22,7 +23,7 @@ from titan_mi100.config.settings import Config, LoRAConfig, ValidationConfig
 from titan_mi100.errors import ExportError, Preempted, UserError
 from titan_mi100.launch import launcher as launch
 from titan_mi100.open_run import record
-from titan_mi100.open_run.run import Run
+from titan_mi100.open_run.run import Run, Supervision
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.folder import RunFolder
@@ -105,7 +106,7 @@ def test_the_tables_of_a_run_folder_are_complete_and_name_nothing_that_does_not_
     config = load_config(
         settings(folder, **{"validation.prompts": 1, "validation.prompt_tokens": 2, "checkpoint.keep_best": True}), 1
     )
-    taken = RunFolder(config, world)
+    taken = RunFolder(config.job, False, world)
     run = open_run(config, world, folder)
     run.observers.append(taken)
     write_run_state(folder, RunState("done", 0, *train(run, NEVER), taken.step))  # type: ignore[arg-type]
@@ -224,7 +225,7 @@ def test_a_run_that_has_stopped_names_the_command_to_resume_it(world: World, tmp
     before = to_resume(folder, 1, 1)
     assert before.startswith("to resume, start again with job.run_folder = ")
     stopping = load_config(settings(folder, **{"checkpoint.load_step": -1}), 1)
-    run = open_run(stopping, world, folder, wants_to_stop=lambda: True)
+    run = open_run(stopping, world, folder, Supervision(wants_to_stop=lambda: True))
     with pytest.raises(Preempted, match="stopped after step 1 of 3; all steps are saved in step-1"):
         train(run, SimpleNamespace(reason=""))  # type: ignore[arg-type]
     assert to_resume(folder, 4, 2) == before  # several nodes have no one command
@@ -290,7 +291,8 @@ def test_a_first_validation_comes_early_and_once_and_no_bit_of_the_run_depends_o
     early, stopped, _ = folders = [tmp_path / name for name in ("early", "stopped", "without")]
     stopped.mkdir()
     config = load_config(settings(stopped, **same, **{"validation.freq": 9}), 1)
-    run = open_run(config, world, stopped, wants_to_stop=lambda: run.progress.step == 1)  # while it validates
+    told = Supervision(wants_to_stop=lambda: run.progress.step == 1)  # while it validates
+    run = open_run(config, world, stopped, told)
     with pytest.raises(Preempted, match="stopped after step 1 of 2"):
         train(run, NEVER)  # type: ignore[arg-type]
     for folder, freq in zip(folders, (9, 9, 0), strict=True):
@@ -335,7 +337,7 @@ def test_the_first_steps_state_does_not_replace_that_of_a_rank_that_fails_meanwh
     world: World, tmp_path: Path
 ) -> None:
     """Between rank 0's look at the state and its own words another rank writes why it failed."""
-    folder = RunFolder(load_config(settings(tmp_path / "run"), 1), world)
+    folder = RunFolder(load_config(settings(tmp_path / "run"), 1).job, False, world)
     folder._write_running()
     crash = threading.Thread(target=folder.note_crash, args=[RunState("crashed", 1, "rank 1: a bug", "again")])
     running = folder._is_running
@@ -388,8 +390,8 @@ def test_a_run_whose_folder_was_renamed_stops_and_writes_nothing_elsewhere(
     more = {"training.steps": 4, "checkpoint.interval": 1, "checkpoint.keep_latest_k": 1, "validation.freq": 0}
     renames = Renames(folder, at, replaced)
 
-    def opened(*given: object, **named: object) -> Run:
-        run = open_run(*given, **{**named, "heartbeat": None})  # type: ignore[arg-type]
+    def opened(config: Config, world: World, folder: Path, supervision: Supervision) -> Run:
+        run = open_run(config, world, folder, Supervision(moved=supervision.moved))
         run.observers.append(renames)
         return run
 
@@ -416,5 +418,15 @@ def test_a_folder_that_was_renamed_after_the_launcher_made_it_is_not_made_again(
     """While the data are prepared. A run that resumes would begin anew."""
     monkeypatch.setenv("TITAN_RUN_FOLDER", str(tmp_path / "run"))
     with pytest.raises(UserError, match=r"run/checkpoint: cannot be written to \(No such file or directory\)"):
-        RunFolder(load_config(settings(tmp_path / "run"), 1), world)
+        RunFolder(load_config(settings(tmp_path / "run"), 1).job, False, world)
     assert not (tmp_path / "run").exists()
+
+
+def test_no_run_trains_in_a_teachers_folder(world: World, tmp_path: Path) -> None:
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "teacher" / "teach.toml").touch()
+    job = load_config(settings(tmp_path / "teacher"), 1).job
+    with pytest.raises(UserError, match="is a teacher's folder, which titan-mi100 teach continues; name another"):
+        RunFolder(job, False, world)
+    assert os.listdir(tmp_path / "teacher") == ["teach.toml"]
+    assert RunFolder(job, False, world, of_teacher=True).path == tmp_path / "teacher"

@@ -22,6 +22,7 @@ from titan_mi100.data.prompts import Prompt, held_out_prompts, prompt_of
 from titan_mi100.errors import UserError
 from titan_mi100.log import log
 from titan_mi100.open_run import start as open_run
+from titan_mi100.open_run.run import Supervision
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.metrics import sample_line
 from titan_mi100.run.samples import answer_greedily, until_stop
@@ -89,15 +90,15 @@ def test_answers_are_those_of_transformers(world: World) -> None:
     lengths, limits = [1, 13, 40, 70, 5], [12, 12, 1, 9, 12]
     prompts = [torch.randint(0, 720, (length,), generator=generator).tolist() for length in lengths]
     free = [said_by_transformers(hf, prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)]
-    assert answer_greedily(run.model, prompts, limits, (), run.stream.batch, 0) == free
+    assert answer_greedily(run.model, prompts, limits, (), run.stream) == free
     assert len({tuple(answer) for answer in free}) == len(free) and len(free[0]) == 12
 
     stop = free[0][5]
-    stopped = answer_greedily(run.model, prompts, limits, {stop}, run.stream.batch, 0)
+    stopped = answer_greedily(run.model, prompts, limits, {stop}, run.stream)
     assert stopped == [until_stop(answer, {stop}) for answer in free] and len(stopped[0]) <= 5
 
     most = max(free[0]) - 1  # a tokenizer that lacks the model's last ids
-    within = answer_greedily(run.model, prompts, limits, (), run.stream.batch, 0, vocabulary=most)
+    within = answer_greedily(run.model, prompts, limits, (), run.stream, vocabulary=most)
     assert within is not None and within != free and max(map(max, within)) < most
 
 
@@ -107,7 +108,7 @@ def test_answers_are_given_up_when_a_process_is_told_to_stop(world: World) -> No
     case = {"spec": spec, "weights": weights, "documents": random_documents(720, [40, 30]), "seq_len": 64}
     run = open_split(world, case, {"local_batch_size": 2, "accumulation": 1})
     asked = iter([False, False, True])
-    found = answer_greedily(run.model, [[1, 2]], [9], (), run.stream.batch, 0, stop=lambda: next(asked))
+    found = answer_greedily(run.model, [[1, 2]], [9], (), run.stream, stop=lambda: next(asked))
     assert found is None and list(asked) == []
     assert run.model.parts[0].training
 
@@ -162,7 +163,7 @@ def test_a_validation_whose_samples_were_given_up_is_still_due(world: World, tmp
     config = load_config(settings(tmp_path, **{"validation.prompts": "2"}), 1)
     told = iter([False, *[True] * 9])  # while the loss is computed, then while samples are
     run = open_run.open_run(config, world, tmp_path)
-    run.wants_to_stop = lambda: next(told)
+    run.supervision = Supervision(wants_to_stop=lambda: next(told))
     assert run.validate() is False and run.progress.validation_due
     run.close()
     assert not (tmp_path / "samples.jsonl").exists() and (tmp_path / "metrics.jsonl").read_text() == ""

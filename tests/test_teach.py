@@ -103,7 +103,7 @@ def test_a_pass_compares_tokenizers_and_spares_other_folders(
     files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = list[list[str]]()
-    monkeypatch.setattr(launcher, "main", lambda arguments: started.append(list(arguments)) or 0)
+    monkeypatch.setattr(launcher, "main", lambda arguments, program: started.append(list(arguments)) or 0)
     model, out = files / "teacher-model", files / "out"
     wanted = ("--model", str(model), "--out", str(out))
     run = files / "run"

@@ -29,9 +29,10 @@ from titan_mi100.data.loader import RowStream, ShuffledEpochs
 from titan_mi100.data.mixture import Mixture
 from titan_mi100.errors import UserError
 from titan_mi100.open_run.data import log_layout
+from titan_mi100.open_run.inputs import RunInputs
 from titan_mi100.open_run.record import open_record
 from titan_mi100.open_run.rows import fit_progress, last_step
-from titan_mi100.open_run.run import Run
+from titan_mi100.open_run.run import Run, Supervision
 from titan_mi100.open_run.start import SAVE_FAILED, STOP, open_run
 from titan_mi100.optim.optimizer import build_optimizer, scale_lr
 from titan_mi100.parallel import distributed
@@ -50,7 +51,7 @@ def opened(world: World, wants_to_stop: Callable[[], bool] = lambda: False, rows
     training = TrainingConfig(seq_len=16, local_batch_size=2, gradient_accumulation_steps=1, steps=4)
     data = made_up(random_rows(rows, 16, SPEC.vocab_size, supervised_share=0.5))
     config = Config(training=training, lr_scheduler=LRSchedulerConfig(warmup_steps=2, decay_type="constant"))
-    return open_run(config, world, spec=SPEC, data=data, wants_to_stop=wants_to_stop)
+    return open_run(config, world, None, Supervision(wants_to_stop=wants_to_stop), spec=SPEC, data=data)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
@@ -133,7 +134,8 @@ def one_step(case: Case, scale: float, norm: float, count: int, device: torch.de
     hooks = trainer.Hooks()
     hooks.spike_above = lambda: case.limit  # type: ignore[method-assign]
     scale_of_run = None if case.can_fall is None else kept
-    steps = trainer.Trainer(model, optimizer, stream, case.max_norm, 0, hooks, scale_of_run, case.skips)
+    rules = trainer.UpdateRules(case.max_norm, case.skips, scale_of_run)
+    steps = trainer.Trainer(model, optimizer, stream, rules, 0, hooks)
     return steps.step(case.update), done
 
 
@@ -198,9 +200,9 @@ def test_a_runs_mfu_is_a_share_of_its_cards_peak(
     run = opened(world)  # before: else the card's kernels are tried
     monkeypatch.setattr(distributed, "data_sheet", lambda _: find_gpu(arch, 120))
     config = Config(training=TrainingConfig(seq_len=16, mixed_precision_param="float16"))
-    reporter = open_record(
-        tmp_path, config, replace(world, size=3), SPEC, run.model, run.stream.source, run.progress, 4
-    )
+    three, layout, batch = replace(world, size=3), run.config.layout(1), run.stream.batch
+    inputs = RunInputs(config, three, tmp_path, SPEC, run.data, {}, None, run.progress, layout, batch)
+    reporter = open_record(inputs, run.model, run.stream.source, 4)
     assert reporter is not None
     assert reporter._peak_flops == (pytest.approx(3 * 184.6e12) if arch == "gfx908" else None)
 

@@ -91,6 +91,21 @@ class Hooks:
         return math.inf
 
 
+@dataclass(frozen=True)
+class UpdateRules:
+    """How a step's gradient becomes an update.
+
+    Attributes:
+        max_norm: clip the gradient's global norm to this; 0: off.
+        skip_spikes: do not update the weights in a step that is a spike.
+        loss_scale: the loss scale of fp16, which every step updates; None: not fp16.
+    """
+
+    max_norm: float
+    skip_spikes: bool = False
+    loss_scale: LossScale | None = None
+
+
 class Trainer:
     """Runs optimizer steps. All values that the ranks must agree on are exchanged in one collective per step."""
 
@@ -99,23 +114,18 @@ class Trainer:
         model: ParallelModel,
         optimizer: NamedState,
         stream: RowStream,
-        max_norm: float,
+        rules: UpdateRules,
         first_row: int = 0,
         hooks: Hooks | None = None,
-        loss_scale: LossScale | None = None,
-        skip_spikes: bool = False,
     ) -> None:
         """Read the first step's rows. A collective.
 
         Args:
-            max_norm: clip the gradient's global norm to this; 0: off.
             first_row: number of the first step's first row.
             hooks: of the run; None: none.
-            loss_scale: the loss scale of fp16; every step updates it.
-            skip_spikes: do not update the weights in a step that is a spike.
         """
-        self._model, self._optimizer, self._stream, self._max_norm = model, optimizer, stream, max_norm
-        self._hooks, self._loss_scale, self._skip_spikes = hooks or Hooks(), loss_scale, skip_spikes
+        self._model, self._optimizer, self._stream, self._rules = model, optimizer, stream, rules
+        self._hooks = hooks or Hooks()
         self._row = first_row
         self._microbatches = stream.step(first_row)
         self._next_step: Callable[[], list[Microbatch]] | None = None  # from the third step on
@@ -137,7 +147,7 @@ class Trainer:
         # Divide the loss by the count of the whole step, over all ranks, before the first backward (for sft: of the
         # supervised tokens). Then the gradient is the same for every split of the rows over ranks and microbatches.
         weight = 1 / count if count else 0.0
-        scale = self._loss_scale.value if self._loss_scale else 1.0
+        scale = self._rules.loss_scale.value if self._rules.loss_scale else 1.0
         losses = model.forward_backward(microbatches, weight * scale)
         self._hooks.begin("reading the next step's rows")
         waited = self._read_ahead()
@@ -158,14 +168,14 @@ class Trainer:
         broken = not_finite > 0 or not math.isfinite(squares + loss_sum)
         limit, loss = self._hooks.spike_above(), loss_sum * weight
         is_spike = not broken and loss > limit
-        skipped = broken or (is_spike and self._skip_spikes)
-        can_fall = self._loss_scale is not None and self._loss_scale.can_fall()
+        skipped = broken or (is_spike and self._rules.skip_spikes)
+        can_fall = self._rules.loss_scale is not None and self._rules.loss_scale.can_fall()
         overflowed = can_fall and broken and math.isfinite(loss_sum)
         if update and not skipped:
-            clip = self._max_norm / grad_norm if 0 < self._max_norm < grad_norm else 1.0
+            clip = self._rules.max_norm / grad_norm if 0 < self._rules.max_norm < grad_norm else 1.0
             self._optimizer.update(clip / scale)
-        if update and self._loss_scale is not None:
-            self._loss_scale.after_step(overflowed)
+        if update and self._rules.loss_scale is not None:
+            self._rules.loss_scale.after_step(overflowed)
         model.clear_gradients()
         losses = losses[:, 0]
         nonfinite = losses.isfinite().logical_not().nonzero().flatten().tolist() if broken else []
@@ -186,7 +196,7 @@ class Trainer:
             gradient_bytes=model.gradient_bytes,
             skipped=skipped,
             nonfinite_microbatches=nonfinite,
-            loss_scale=None if self._loss_scale is None else scale,
+            loss_scale=None if self._rules.loss_scale is None else scale,
             overflowed=overflowed,
             flags=frozenset(name for name, on in zip(flags, are_up, strict=True) if on),
             spike_above=limit if is_spike else None,

@@ -12,7 +12,8 @@ from gloo.job_parity import open_split, run_split
 
 from titan_mi100.data.answer_store import Arrays
 from titan_mi100.data.prepared import PackedDataset, Prepared
-from titan_mi100.open_run.answers import LogprobPass
+from titan_mi100.open_run.inputs import RunInputs
+from titan_mi100.open_run.logprob_pass import LogprobPass
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
 from titan_mi100.workshop.made_up import made_up, packed
@@ -31,7 +32,8 @@ def recorded(world: World, case: dict, split: dict) -> Arrays:
     data = data_of(case)
     run = open_split(world, case, {**split, "objective": {}}, data=data)
     layout, batch = run.config.layout(world.size), run.stream.batch
-    reading = LogprobPass(run.config, world, case["spec"], data, layout, batch, run.stream.dp_rank)
+    inputs = RunInputs(run.config, world, None, case["spec"], data, {}, None, run.progress, layout, batch)
+    reading = LogprobPass(inputs, run.stream.dp_rank)
     return reading.read(run.model, range(2 * len(data.train)), split["k"], lambda: None)
 
 

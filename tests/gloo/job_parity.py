@@ -81,7 +81,7 @@ def open_split(world: World, case: dict, split: dict, **options: Any) -> Run:
 
 def save(run: Run, folder: Path) -> None:
     """A checkpoint of the step that the run has come to. A collective."""
-    checkpointer = Checkpointer(folder, 0, run.model, run.optimizer, run.world, run.config.layout(run.world.size))
+    checkpointer = Checkpointer(folder, run.model, run.optimizer, run.world, run.config.layout(run.world.size))
     checkpointer.save(run.progress.step, run.progress.trainer_state(), run.about)
 
 

@@ -208,7 +208,7 @@ def run_cell(cell: Cell, world: World) -> dict[str, Any]:
     for _ in range(1 if cell.save_to or cell.load_from else 2):  # halves; validation between them must change nothing
         steps += [run.step() for _ in range(cell.steps // 2)]
         held_out = run.validation_losses()[0]["loss"]
-        answers = answer_greedily(run.model, prompts, [ANSWER] * PROMPTS, (), run.stream.batch, run.stream.dp_rank)
+        answers = answer_greedily(run.model, prompts, [ANSWER] * PROMPTS, (), run.stream)
     if cell.save_to:
         save(run, Path(cell.save_to))
     return {

@@ -18,9 +18,9 @@ import warnings
 from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -61,37 +61,56 @@ Kinds = dict[str, tuple[tuple[int, ...], torch.dtype]]  # name -> shape, dtype
 _PATIENCE = timedelta(hours=2)  # how long a background writer waits for the other ranks' writers
 
 
+@dataclass(frozen=True)
+class SaveOptions:
+    """How checkpoints are saved.
+
+    Attributes:
+        keep_latest_k: how many intact checkpoints to keep; 0: all.
+        in_background: copy the tensors to host memory, and let a thread write them while training continues.
+        assets: rank 0's; files to put into each checkpoint (config, tokenizer), so that it is usable as a model.
+    """
+
+    keep_latest_k: int = 0
+    in_background: bool = False
+    assets: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """The last checkpoint that was saved or loaded: it waits until it is complete, and then judged.
+
+    Attributes:
+        path: of rank 0, once it is complete; None: it is not, or nothing is left to do.
+        verdict: "" sound, else why it is suspect; None: not judged yet.
+        is_saved: by this process, so that `best` is known and older ones may be removed.
+        best: the best checkpoint, which is kept; None: there is none.
+    """
+
+    path: Path | None = None
+    verdict: str | None = None
+    is_saved: bool = False
+    best: Path | None = None
+
+
 class Checkpointer:
     """Saves a run's checkpoints into one folder and restores from them."""
 
     def __init__(
-        self,
-        folder: Path,
-        keep_latest_k: int,
-        model: ParallelModel,
-        optimizer: NamedState,
-        world: World,
-        layout: Layout,
-        in_background: bool = False,
-        assets: Mapping[str, bytes] = MappingProxyType({}),
-    ) -> None:
+        self, folder: Path, model: ParallelModel, optimizer: NamedState, world: World, layout: Layout,
+        options: SaveOptions = SaveOptions(),
+    ) -> None:  # fmt: skip
         """A collective.
 
         Args:
             folder: the folder of the checkpoints.
-            keep_latest_k: how many intact checkpoints to keep; 0: all.
             layout: the model's layout; it determines which ranks write.
-            in_background: copy the tensors to host memory, and let a thread write them while training continues.
-            assets: rank 0's; files to put into each checkpoint (config, tokenizer), so that it is usable as a model.
         """
-        self.folder, self.world, self._assets = folder, world, assets
-        self._model, self._optimizer = model, optimizer
-        self._retention = sealed.Retention(folder, keep_latest_k)
-        self._lock = threading.Lock()  # guards the four below, which the writer thread uses, too
-        self._newest: Path | None = None  # rank 0: the checkpoint that waits for `judge`
-        self._verdict: str | None = None  # on the last save: "" sound, else why suspect; None: not judged yet
-        self._best: Path | None = None
-        self._saved = False  # until the first save, _best is unknown, so nothing may be removed
+        self.folder, self.world, self._assets = folder, world, options.assets
+        self._model, self._optimizer, in_background = model, optimizer, options.in_background
+        self._retention = sealed.Retention(folder, options.keep_latest_k)
+        self._lock = threading.Lock()  # guards the next line, which the writer thread uses, too
+        self._pending = _Pending()
         self._first_of_stage = world.rank % layout.ranks_per_stage == 0
         # If ranks have state of their own (extra_state), all of them write.
         writers = [rank for rank in range(world.size) if model.extra_state_name or layout.twin(rank) == rank]
@@ -135,7 +154,7 @@ class Checkpointer:
         record = {"step": step, "torch": torch.__version__, "processes": self.world.size, **about}
         state = json.dumps(trainer_state, indent=1)
         aside = Path(from_rank_zero(lambda: str(self._begin(step))))
-        self._newest, self._verdict = None, suspicion or None
+        self._pending = _Pending(verdict=suspicion or None)
         staged: dict[str, Tensor] = {}
         with raise_together():
             if self._in_background:  # inside raise_together, because host memory may not suffice on one rank
@@ -184,28 +203,29 @@ class Checkpointer:
             suspicion: why the weights may be ruined; empty: they are sound.
         """
         with self._lock:
-            if self._verdict is None:
-                self._verdict = suspicion
-                self._act_on_verdict()
+            if self._pending.verdict is None:
+                self._act_on_verdict(replace(self._pending, verdict=suspicion))
 
-    def _act_on_verdict(self) -> None:
-        """Mark or remove, once checkpoint and verdict are known. Call it with the lock held.
+    def _act_on_verdict(self, pending: _Pending) -> None:
+        """Mark or remove, once checkpoint and verdict are known; else it waits on. Call it with the lock held.
 
         An error is logged only and does not end the run, because the checkpoint itself is complete.
         """
-        if self._newest is None or self._verdict is None:
+        self._pending = pending
+        path, verdict = pending.path, pending.verdict
+        if path is None or verdict is None:
             return
         try:
-            if self._verdict:
-                log.warning(f"{self._newest}: is suspect, and a run does not resume from it: {self._verdict}")
-                sealed.mark_suspect(self._newest, self._verdict)
-            elif self._saved:
-                self._retention.remove_old(keep_also=self._best)
+            if verdict:
+                log.warning(f"{path}: is suspect, and a run does not resume from it: {verdict}")
+                sealed.mark_suspect(path, verdict)
+            elif pending.is_saved:
+                self._retention.remove_old(keep_also=pending.best)
         except OSError as error:
             log.warning(
                 f"{self.folder}: cannot remove old checkpoints, or mark one as suspect: {error}; the disk will fill up"
             )
-        self._newest = None
+        self._pending = replace(pending, path=None)
 
     def _begin(self, step: int) -> Path:
         """Make the temporary folder of a save. Checks the free space first, by the size of the checkpoint before."""
@@ -282,17 +302,16 @@ class Checkpointer:
             files.write(aside / name, content)
         files.write(aside / TRAINER, state.encode())
         with self._lock:
-            if self._verdict:  # marked before the rename: a kill in between must not leave it without the mark
-                sealed.mark_suspect(self.folder / f"step-{record['step']}", self._verdict)
-            self._newest = sealed.seal(aside, written | files.written, record)
-            self._saved = True
-            log.info(f"checkpoint {self._newest}")
+            if verdict := self._pending.verdict:  # before the rename: a kill in between must not leave it unmarked
+                sealed.mark_suspect(self.folder / f"step-{record['step']}", verdict)
+            path, kept = sealed.seal(aside, written | files.written, record), None
+            log.info(f"checkpoint {path}")
             try:
-                self._retention.note(self._newest)
-                self._best = self._mark_best(best)
+                self._retention.note(path)
+                kept = self._mark_best(best)
             except OSError as error:  # the checkpoint itself is complete
                 log.warning(f"{self.folder}: cannot mark the best checkpoint: {error}")
-            self._act_on_verdict()
+            self._act_on_verdict(_Pending(path, verdict, is_saved=True, best=kept))
 
     def _mark_best(self, step: int | None) -> Path | None:
         path = self.folder / f"step-{step}"
@@ -341,7 +360,7 @@ class Checkpointer:
         )
         if self.world.rank == 0:
             self._retention.note(path)
-            self._newest = path if path.parent == self.folder else None
+            self._pending = _Pending(path if path.parent == self.folder else None)
         return trainer_state
 
     def _wider(self, path: Path, found: Kinds, wanted: Kinds) -> Kinds:

@@ -399,14 +399,13 @@ def _check_effects(config: Config) -> Iterator[Problem]:
 def _idle_of_objective(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """As `idle` in _check_effects, of [objective]."""
     o = config.objective
-    of_preferences, of_teacher = ("loss", "beta", "label_smoothing", "gamma", "sft_weight"), ("teacher_weight", "rest")
+    of_preferences = ("loss", "beta", "label_smoothing", "gamma", "sft_weight")
+    of_teacher = ("teacher", "top_k", "teacher_weight", "rest")
     why = f'name = "{o.name}"'
     if o.name != "preference":
         yield why, "objective.name", of_preferences
-    if o.name != "teach":
-        yield why, "objective.name", ("top_k",)
     if o.name != "distill":
-        yield why, "objective.name", (*of_teacher, *["teacher"] * (o.name != "teach"))
+        yield why, "objective.name", of_teacher
     if o.name == "preference":
         unused = [("label_smoothing", o.preference.defaults.e), ("gamma", o.preference.defaults.gamma)]
         yield f'loss = "{o.loss}"', "objective.loss", tuple(key for key, usual in unused if not usual)
@@ -421,7 +420,7 @@ def _idle_of_objective(config: Config) -> Iterator[tuple[str, str, tuple[str, ..
 
 def _check_objective(config: Config) -> Iterator[Problem]:
     o, data = config.objective, config.data
-    if o.name in ("distill", "teach") and not o.teacher:
+    if o.name == "distill" and not o.teacher:
         text = "is not set; name the folder that titan-mi100 teach has written, or writes"
         yield Problem("objective.teacher", text, ("objective.name",))
     for key, limit in (("label_smoothing", 0.5), ("teacher_weight", 1.0)):

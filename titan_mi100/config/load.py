@@ -46,6 +46,7 @@ _OWN_MODEL_OR_DATA = (
 _LONGEST_CHAIN = 10  # files, each the `base` of the one before
 _COMMAND_LINE, _DEFAULT = -1, _LONGEST_CHAIN  # depths of settings that no file gives, see _Setting
 _PLACES = ("LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # rank variables; the first that is set counts
+TEACHER_CONFIG = "teach.toml"  # of a teacher's pass, in the teacher's folder
 _OURS = (
     *("train.log", "config.toml", "environment.json", "metrics.jsonl", "run_state.json"),
     *("ledger.csv", "ledger.refused.csv", ".lock", "wandb_id"),

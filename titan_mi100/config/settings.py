@@ -347,8 +347,8 @@ class LoRAConfig:
 class ObjectiveConfig:
     name: str = _key(
         "sft",
-        "what is learned (docs/PREFERENCES.md); teach: nothing, it is titan-mi100 teach's",
-        choices=("sft", "preference", "distill", "teach"),
+        "what is learned (docs/PREFERENCES.md)",
+        choices=("sft", "preference", "distill"),
     )
     loss: str = _key("dpo", "of preferences", choices=tuple(LOSSES))
     beta: float = _key(0.0, "strength of the preference loss; 0: that of its paper, for dpo 0.1")
@@ -356,7 +356,7 @@ class ObjectiveConfig:
     gamma: float = _key(-1.0, "simpo: the margin that is aimed at; -1: 1.0", low=-1)
     sft_weight: float = _key(0.0, "of a further term: minus log p per token of the chosen answer")
     teacher: str = _key("", "distill: the folder that titan-mi100 teach has written", path=True)
-    top_k: int = _key(32, "teach: ids kept per learned token", low=1, high=1 << 20)
+    top_k: int = _key(32, "distill: ids per learned token that titan-mi100 teach keeps", low=1, high=1 << 20)
     teacher_weight: float = _key(0.5, "share of KL(teacher || model) in the loss; the rest: the labels' cross-entropy")
     rest: str = _key(
         "bucket",

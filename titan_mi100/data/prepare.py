@@ -43,10 +43,7 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
     Raises:
         UserError: from `prepare_data`, or a corpus cannot be read, or the tokenizer is not the model's.
     """
-    if config.objective.name == "teach":
-        check_teacher(config.checkpoint.initial_load_path, config.tokenizer_path())
-    else:
-        _check_own_tokenizer(config.model, config.checkpoint.initial_load_path)
+    _check_own_tokenizer(config.model, config.checkpoint.initial_load_path)
     path, seq_len, prepared = config.tokenizer_path(), config.training.seq_len, None
     try:
         if patterns(config.data):
@@ -64,9 +61,7 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
     count, size = f"{path}: has {prepared.facts.n_vocab:,} tokens", config.spec().vocab_size
     if prepared.facts.n_vocab > size:
         problem = f"{count}, more than the model's vocab_size = {size:,}"
-        is_teacher = config.objective.name == "teach"
-        own = "another --model" if is_teacher else "the model's own tokenizer in model.tokenizer_path"
-        raise UserError(f"{problem}; name {own}")
+        raise UserError(f"{problem}; name the model's own tokenizer in model.tokenizer_path, or another model")
     if prepared.facts.n_vocab < _FEW_TOKENS * size:
         prepared.facts.warnings.append(f"{count}, but the model's vocab_size is {size:,}: is it the model's tokenizer?")
     return prepared

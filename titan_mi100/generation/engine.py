@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from os.path import lexists
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -173,11 +174,11 @@ class PromptBuilder:
 
 def load_answer(model: Model, sampling: Sampling, seed: int, max_new_tokens: int) -> AnswerBatch:
     """Load the weights. The draws for a prompt depend on the seed and the prompt's index, not on the batch."""
-    network = model.load()
+    network, limited = model.load(), replace(sampling, vocabulary=model.tokenizer.n_vocab)
 
     def answer_batch(prompts: Sequence[list[int]], indices: Sequence[int], on_step: Any = None) -> list[Generated]:
-        seeds, vocabulary = [f"{seed}/{index}" for index in indices], model.tokenizer.n_vocab
-        return generate(network, prompts, sampling, model.stop_ids, max_new_tokens, seeds, vocabulary, on_step)
+        seeds = [f"{seed}/{index}" for index in indices]
+        return generate(network, prompts, limited, model.stop_ids, max_new_tokens, seeds, on_step)
 
     return answer_batch
 

@@ -47,7 +47,7 @@ from titan_mi100.watch.outcome import (
 from titan_mi100.watch.watchdog import LOOK, Idle, Watch, how_to_start_again
 from titan_mi100.wording import command_name, printable
 
-TRAINER = ("-m", "titan_mi100.train")
+TRAINER, TEACHER = ("-m", "titan_mi100.train"), ("-m", "titan_mi100.teacher")
 _CONFIG = ("-m", "titan_mi100.config.load")
 _REHEARSAL = ("-m", "titan_mi100.tools.plan")
 _PREPARE = ("-m", "titan_mi100.data.prepare")
@@ -70,9 +70,10 @@ PassOn = Callable[[Process], bool | None]  # forwards a stop signal; true: the p
 IsOver = Callable[[], bool]  # whether the process must be killed
 
 
-def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
-    """Launch a run and return its exit code."""
+def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ, program: Sequence[str] = TRAINER) -> int:
+    """Launch a run and return its exit code. Args: program: what each process runs."""
     launcher = Launcher()
+    launcher.program = program
     open_streams()
     try:
         if any(argument.partition("=")[0] == "--rehearse" for argument in arguments):
@@ -178,10 +179,12 @@ class Launcher:
     """Runs one process after the other. Signals are blocked from its construction on, and read while a process runs.
 
     Attributes:
-        trainer: the trainer's arguments.
+        program: what each process of the run is started with.
+        trainer: its arguments.
         processes: number of processes of this node.
     """
 
+    program: Sequence[str] = TRAINER
     _is_interrupted = False  # by a Ctrl-C after the first stop signal
 
     def __init__(self) -> None:
@@ -260,7 +263,7 @@ class Launcher:
             The outcome; a run that succeeded has no message.
         """
         self._under_torchrun = bool(torchrun)
-        command = (*_TORCHRUN, *torchrun, *TRAINER) if torchrun else TRAINER
+        command = (*_TORCHRUN, *torchrun, *self.program) if torchrun else self.program
         with tempfile.TemporaryDirectory(prefix="titan-launch-", ignore_cleanup_errors=True) as temporary:
             self._outcome = Path(temporary, "outcome")  # the trainer creates the file
             records = Path(temporary, _RECORDS)

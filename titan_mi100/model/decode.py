@@ -32,6 +32,7 @@ class Sampling:
     temperature: float = 0.0  # 0: greedy, always the most probable token
     top_k: int = 0  # only the k most probable tokens; 0: all
     top_p: float = 1.0  # only the smallest set of most probable tokens whose probabilities sum to at least top_p
+    vocabulary: int | None = None  # only ids below this, if the tokenizer has fewer than the model; None: all
 
     def __post_init__(self) -> None:
         t = self.temperature
@@ -61,7 +62,6 @@ def generate(
     stop_ids: Collection[int],
     max_new_tokens: int,
     seeds: Sequence[str] | None = None,
-    vocabulary: int | None = None,
     on_step: Callable[[list[int | None]], None] | None = None,
 ) -> list[Generated]:
     """Continue the prompts in one batch. The continuation of a prompt does not depend on the other prompts.
@@ -71,8 +71,6 @@ def generate(
         stop_ids: tokens that end a continuation.
         max_new_tokens: the most tokens to add to each prompt.
         seeds: one per prompt, seeds its random draws; default: the prompt's index.
-        vocabulary: only ids below this number are chosen, if the tokenizer has fewer tokens than the model's embedding;
-            default: all ids.
         on_step: called after each step with one token per prompt; None for prompts that have ended.
 
     Returns:
@@ -93,7 +91,7 @@ def generate(
     for _ in range(max_new_tokens):
         logits = forward(model, tokens, cache)
         draws = torch.tensor([torch.rand((), generator=generator, dtype=torch.float64) for generator in generators])
-        tokens = choose(logits[:, :vocabulary], sampling, draws.to(logits.device))[:, None]
+        tokens = choose(logits[:, : sampling.vocabulary], sampling, draws.to(logits.device))[:, None]
         chosen = zip(new, tokens[:, 0].tolist(), strict=True)
         new = [None if last is None or token in stop_ids else token for last, token in chosen]
         if new.count(None) == len(new):

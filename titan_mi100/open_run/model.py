@@ -6,7 +6,7 @@ from typing import Any
 
 from titan_mi100.attention.base import Shape
 from titan_mi100.attention.choice import Choice, choose
-from titan_mi100.checkpoint.checkpointer import Checkpointer
+from titan_mi100.checkpoint.checkpointer import Checkpointer, SaveOptions
 from titan_mi100.checkpoint.resume import FoundCheckpoint
 from titan_mi100.config.layout import Layout
 from titan_mi100.config.settings import Config
@@ -14,6 +14,7 @@ from titan_mi100.data.prepare import cache_folder
 from titan_mi100.data.prepared import Prepared
 from titan_mi100.log import log
 from titan_mi100.model.loss import HeadMemory
+from titan_mi100.open_run.inputs import RunInputs
 from titan_mi100.optim.state import NamedState
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
@@ -59,33 +60,23 @@ def keep_stages(config: Config, world: World, spec: ModelSpec, data: Prepared, m
     return with_settings(config, {"parallelism": {"pipeline_parallel_layers_per_stage": tuple(saved or by_cost)}})
 
 
-def open_checkpointer(
-    config: Config,
-    world: World,
-    folder: Path | None,
-    spec: ModelSpec,
-    data: Prepared,
-    model: ParallelModel,
-    optimizer: NamedState,
-    layout: Layout,
-) -> Checkpointer:
-    """A collective."""
+def open_checkpointer(inputs: RunInputs, model: ParallelModel, optimizer: NamedState) -> Checkpointer:
+    """The run's checkpoints, which get the files that an export needs beside the weights. A collective."""
+    config, folder = inputs.config, inputs.folder
     with raise_together():
-        assets, facts = dict[str, bytes](), data.facts
-        if world.rank == 0 and folder is not None:
+        assets, facts = dict[str, bytes](), inputs.data.facts
+        if inputs.world.rank == 0 and folder is not None:
             assets = run_assets(
-                spec, config.checkpoint.initial_load_path, config.tokenizer_path(), config.model.chat_template,
+                inputs.spec, config.checkpoint.initial_load_path, config.tokenizer_path(), config.model.chat_template,
                 facts.enable_thinking, facts.system_prompt, facts.variables,
             )  # fmt: skip
         if assets and facts.end_of_turn_id is not None:
             assets = ending_turns(assets, facts.end_of_turn, facts.end_of_turn_id)
     return Checkpointer(
         (folder or Path()) / "checkpoint",
-        config.checkpoint.keep_latest_k,
         model,
         optimizer,
-        world,
-        layout,
-        in_background=config.checkpoint.async_mode == "async",
-        assets=assets,
+        inputs.world,
+        inputs.layout,
+        SaveOptions(config.checkpoint.keep_latest_k, config.checkpoint.async_mode == "async", assets),
     )

@@ -27,6 +27,7 @@ from titan_mi100.files import durable
 from titan_mi100.files.plain import LARGEST_CONFIG, read_plain
 from titan_mi100.log import log
 from titan_mi100.open_run.data import warn_of_higher_rate
+from titan_mi100.open_run.inputs import RunInputs
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel, documents_of
 from titan_mi100.parallel.distributed import World, raise_together
@@ -46,28 +47,23 @@ _FAR = 20.0  # nats that answers have become less likely
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
-def open_record(
-    folder: Path,
-    config: Config,
-    world: World,
-    spec: ModelSpec,
-    model: ParallelModel,
-    rows: RowSource,
-    progress: Progress,
-    steps: int,
-) -> Reporter | None:
-    """Write the describing files and open rank 0's Reporter; None on other ranks. A collective.
+def open_record(inputs: RunInputs, model: ParallelModel, rows: RowSource, steps: int) -> Reporter | None:
+    """Write the describing files and open rank 0's Reporter; None on other ranks, and without a run folder.
+    A collective.
 
     Args:
         steps: the run's last step.
     """
+    config, world, spec, progress, folder = inputs.config, inputs.world, inputs.spec, inputs.progress, inputs.folder
+    if folder is None:
+        return None
     device_words, sheet = distributed.device_name(world.device)[0], distributed.data_sheet(world.device)
     precision = config.training.mixed_precision_param
     kernel, dtype = _log_kernel(world, spec, model, rows.row(progress.rows_consumed), precision), _SHORT[precision]
     tflops = sheet.tflops.get(precision) if sheet else None
     with raise_together():
         if world.rank == 0:
-            layout = config.layout(world.size).describe()
+            layout = inputs.layout.describe()
             ran = {"device": device_words, "processes": world.size, "layout": layout, "attention_kernel": kernel}
             ran["compute_dtype"] = dtype
             about = _write_explanation(folder, config, progress.step, ran | code_and_machine(world))

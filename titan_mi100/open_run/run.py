@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_mi100.checkpoint.checkpointer import Checkpointer
-from titan_mi100.config.settings import Config
+from titan_mi100.config.settings import Config, WatchdogConfig
 from titan_mi100.data.loader import RowStream
 from titan_mi100.data.prepared import Prepared
 from titan_mi100.errors import UserError
@@ -41,6 +41,21 @@ class StepObserver(Protocol):
         """On every rank, after each step; what it raises must be raised on all ranks."""
 
 
+@dataclass(frozen=True)
+class Supervision:
+    """What watches this process, and how it is told to stop.
+
+    Attributes:
+        heartbeat: this process's record for the watcher.
+        wants_to_stop: whether this process was told to stop.
+        moved: why nothing may be written to the run folder any more; "": it is where it was. Rank 0's counts.
+    """
+
+    heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(WatchdogConfig()))
+    wants_to_stop: Callable[[], bool] = lambda: False
+    moved: Callable[[], str] = lambda: ""
+
+
 @dataclass
 class Run:
     """An open run, as the training loop uses it. Every rank has one and makes the same calls in the same order.
@@ -50,10 +65,8 @@ class Run:
         steps: number of the run's last step.
         forecast: planned memory and time.
         observers: called with each step's result.
-        wants_to_stop: whether this process was told to stop.
         sampler: answers held-out prompts at each validation; None: disabled.
         profiler: traces some steps; None: disabled.
-        moved: why nothing may be written to the run folder any more; "": it is where it was. Rank 0's counts.
     """
 
     config: Config
@@ -72,18 +85,16 @@ class Run:
     reporter: Reporter | None
     forecast: Forecast
     observers: list[StepObserver]
-    heartbeat: Heartbeat
+    supervision: Supervision
     stragglers: Stragglers | None
-    wants_to_stop: Callable[[], bool]
     sampler: Sampler | None
     profiler: Profiler | None
     measured: dict[str, float] = field(default_factory=dict)  # the last validation
-    moved: Callable[[], str] = lambda: ""
 
     def step(self) -> StepResult:
         """Take the next step. Learning rate and dropout's seed are functions of its number."""
         number, config = self.progress.step + 1, self.config
-        self.heartbeat.begin_step(number)
+        self.supervision.heartbeat.begin_step(number)
         scale_lr(self.optimizer, lr_factor(config.lr_scheduler, number, self.steps))
         if config.lora.dropout:
             distributed.seed_dropout(config.training.seed, number, self.mesh)
@@ -92,8 +103,8 @@ class Run:
             if MOVED in result.flags:  # before anything is written, or removed, under the folder's path
                 self.check_folder()
             if self.profiler and self.profiler.traces(number):
-                self.heartbeat.begin(SAVE, f"trace of step {number}")
-        self.heartbeat.note("what follows a step")
+                self.supervision.heartbeat.begin(SAVE, f"trace of step {number}")
+        self.supervision.heartbeat.note("what follows a step")
         self.progress.after_step(result)
         if not result.skipped:  # the loss is that of the weights before the update, which may just have been saved
             self.checkpointer.judge(self.progress.suspicion)
@@ -137,11 +148,11 @@ class Run:
         """
 
         def is_told_to_stop() -> bool:
-            return any_rank(self.wants_to_stop(), self.world.device)
+            return any_rank(self.supervision.wants_to_stop(), self.world.device)
 
         batch, dp_rank = self.stream.batch, self.stream.dp_rank
         sets = [source.rows for source in self.data.validation]
-        beat = partial(self.heartbeat.begin, VALIDATION)
+        beat = partial(self.supervision.heartbeat.begin, VALIDATION)
         return validation_losses(self.model, sets, batch, dp_rank, is_told_to_stop, beat)
 
     def validate(self) -> bool:
@@ -156,10 +167,10 @@ class Run:
         if losses and self.sampler is not None:
 
             def is_told_to_stop() -> bool:  # called for each token
-                self.heartbeat.begin(VALIDATION, "samples")
-                return self.wants_to_stop()
+                self.supervision.heartbeat.begin(VALIDATION, "samples")
+                return self.supervision.wants_to_stop()
 
-            answered = self.sampler.answer(self.model, self.stream.batch, self.stream.dp_rank, is_told_to_stop)
+            answered = self.sampler.answer(self.model, self.stream, is_told_to_stop)
             losses = None if answered is None else losses
         self.measured = losses[0] if losses else {}
         self.check_folder()
@@ -176,7 +187,7 @@ class Run:
     def check_folder(self) -> None:
         """Raise UserError, on all ranks, if the run folder was moved: a save would make a new one. A collective."""
         with raise_together():
-            if self.world.rank == 0 and (why := self.moved()):
+            if self.world.rank == 0 and (why := self.supervision.moved()):
                 raise UserError(why)
 
     def save(self) -> None:
@@ -184,21 +195,21 @@ class Run:
         self.check_folder()
         best = self.progress.best_step if self.keeps_best else None
         suspicion = self.progress.suspicion
-        self.heartbeat.begin(SAVE, f"checkpoint of step {self.progress.step}", self.progress.step)
+        self.supervision.heartbeat.begin(SAVE, f"checkpoint of step {self.progress.step}", self.progress.step)
         self.checkpointer.save(self.progress.step, self.progress.trainer_state(), self.about, best, suspicion)
 
     def judge_last_save(self) -> None:
         """Check the last checkpoint's weights: compute the loss and gradients of one more step without an update.
         (Other checkpoints are checked by the loss of the step that follows.)
         """
-        self.heartbeat.begin_step(self.progress.step + 1)
+        self.supervision.heartbeat.begin_step(self.progress.step + 1)
         result = self.trainer.step(update=False)
         is_broken = result.skipped and not result.overflowed and result.spike_above is None  # a spike is finite
         self.checkpointer.judge(NO_FINITE_STEP if is_broken else self.progress.suspect(result.loss))
 
     def close(self) -> None:
         """Wait for a save in the background, then close the metrics. A collective: not after a crash."""
-        self.heartbeat.begin(SAVE, "waiting for the save in the background")
+        self.supervision.heartbeat.begin(SAVE, "waiting for the save in the background")
         try:
             self.checkpointer.wait()
         finally:

@@ -3,7 +3,7 @@ with several processes.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,12 @@ from titan_mi100.attention.choice import Choice
 from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.checkpoint.resume import (
     TRAINER,
-    FoundCheckpoint,
     check_is_run_checkpoint,
     check_same_run,
     rename_later_checkpoints,
 )
 from titan_mi100.config.as_text import to_toml
-from titan_mi100.config.layout import Batch, Layout
 from titan_mi100.config.settings import Config
-from titan_mi100.data.answer_store import Column
 from titan_mi100.data.loader import RowStream, ShuffledEpochs
 from titan_mi100.data.mixture import Mixture
 from titan_mi100.data.prepare import cache_folder
@@ -32,21 +29,23 @@ from titan_mi100.log import log
 from titan_mi100.model.loss import HeadMemory
 from titan_mi100.objectives.base import Objective
 from titan_mi100.objectives.choose import choose
-from titan_mi100.open_run.answers import LogprobPass, Reference, columns_of, with_columns
+from titan_mi100.open_run.columns import columns_of, with_columns
 from titan_mi100.open_run.data import accept_ledger, find_start, keep_global_batch, load_data, log_if_done, log_layout
 from titan_mi100.open_run.fingerprints import about_run
+from titan_mi100.open_run.inputs import RunInputs
+from titan_mi100.open_run.logprob_pass import LogprobPass
 from titan_mi100.open_run.model import choose_backend, keep_stages, open_checkpointer
 from titan_mi100.open_run.record import log_machine, open_record
+from titan_mi100.open_run.reference import Reference
 from titan_mi100.open_run.rows import fit_progress, last_step, open_rows, some_tokens
-from titan_mi100.open_run.run import MOVED, Run, StepObserver
+from titan_mi100.open_run.run import MOVED, Run, StepObserver, Supervision
 from titan_mi100.optim.optimizer import build_optimizer
 from titan_mi100.optim.state import NamedState
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
-from titan_mi100.parallel.build import build_model
+from titan_mi100.parallel.build import Computation, Placement, build_model
 from titan_mi100.parallel.distributed import World, from_rank_zero, raise_together, same_on_all_ranks
 from titan_mi100.planning.memory import layers_per_stage
-from titan_mi100.planning.plan import with_settings
 from titan_mi100.run.answers import PreferenceWatch
 from titan_mi100.run.expert_load import ExpertLoad
 from titan_mi100.run.faults import FaultWatch
@@ -56,7 +55,7 @@ from titan_mi100.run.profiling import open_profiler
 from titan_mi100.run.progress import Progress
 from titan_mi100.run.samples import open_sampler
 from titan_mi100.shapes.base import ModelSpec
-from titan_mi100.trainer import Hooks, Trainer
+from titan_mi100.trainer import Hooks, Trainer, UpdateRules
 from titan_mi100.watch.heartbeat import START, VALIDATION, Heartbeat
 from titan_mi100.watch.stragglers import Stragglers
 from titan_mi100.weights.load import load_weights
@@ -65,58 +64,31 @@ from titan_mi100.weights.source import open_weights
 STOP, SAVE_FAILED = "stop", "save failed"  # flags that ranks raise on their own
 
 
-@dataclass(frozen=True)
-class RunInputs:
-    """What a run is made of: its config, its data and the checkpoint that it resumes from.
-
-    Attributes:
-        config: with what a resumed run keeps of its checkpoint: rows per step, stages.
-        folder: the run folder; None: nothing is recorded or saved.
-        columns: further arrays of the rows; those of a reference are filled in by `load_model`.
-        found: the checkpoint; None: the run starts from the beginning.
-    """
-
-    config: Config
-    world: World
-    folder: Path | None
-    spec: ModelSpec
-    data: Prepared
-    columns: dict[str, Column]
-    found: FoundCheckpoint | None
-    progress: Progress
-    layout: Layout
-    batch: Batch
-
-
 def open_run(
     config: Config,
     world: World,
     folder: Path | None = None,
+    supervision: Supervision | None = None,
     *,
     spec: ModelSpec | None = None,
     data: Prepared | None = None,
     checkpoint: Path | None = None,
-    heartbeat: Heartbeat | None = None,
-    wants_to_stop: Callable[[], bool] = lambda: False,
-    objective: Objective | None = None,
-    moved: Callable[[], str] = lambda: "",
 ) -> Run:
     """Build everything that the first step needs. A collective.
 
     Args:
         folder: the run folder; None: nothing is recorded or saved.
+        supervision: None: not watched, and never told to stop.
         spec: the model's shape; None: the one that the config names.
         data: prepared data; None: those that the config names.
         checkpoint: the checkpoint to resume from; None: the newest one in the folder, if there is one.
-        heartbeat: this process's record for the watcher; None: not watched.
-        objective: what is learned; None: what the config names.
-        moved: see Run.
 
     Raises:
         UserError: on all ranks: files do not fit each other or the config.
     """
-    heartbeat = heartbeat or Heartbeat(config.watchdog)
-    inputs = read_inputs(config, world, folder, spec, data, checkpoint, heartbeat)
+    supervision = supervision or Supervision()
+    heartbeat, wants_to_stop = supervision.heartbeat, supervision.wants_to_stop
+    inputs = add_columns(read_inputs(config, world, folder, spec, data, checkpoint, heartbeat))
     config, spec, progress = inputs.config, inputs.spec, inputs.progress
     forecast = Forecast(config, world, spec, folder)
     rows = open_rows(config.training, config.data, inputs.data, inputs.batch, progress, config.parallelism.is_pipeline)
@@ -126,38 +98,38 @@ def open_run(
     stages = choose_stages(inputs, forecast.plan.card)
     about = {**about, "chosen": {"attention": asdict(attention), "head": asdict(head), **stages}}
     mesh = distributed.build_mesh(inputs.layout, world.device)
-    model = make_model(inputs, mesh, objective or choose(config.objective), attention, head, stages)
+    model = make_model(inputs, mesh, choose(config.objective), attention, head, stages)
     trained, seed = model.trained_parameters(), config.training.seed
     optimizer = build_optimizer(trained, config.optimizer, seed, model.weights_device, model.host_gradients)
     stream = RowStream(rows, inputs.batch, distributed.data_parallel_rank(mesh), with_padding=inputs.layout.is_pipeline)
     reference = None
-    if config.objective.has_reference and objective is None:
+    if config.objective.has_reference:
         reference = open_reference(inputs, stream.dp_rank, attention.name)
     load_model(inputs, model, optimizer, partial(some_tokens, rows), reference, wants_to_stop, heartbeat)
-    checkpointer = open_checkpointer(config, world, folder, spec, inputs.data, model, optimizer, inputs.layout)
+    checkpointer = open_checkpointer(inputs, model, optimizer)
     if inputs.found is not None:
         log.info(f"loading {inputs.found.path} ...")
         checkpointer.load(inputs.found.path)
         if checkpoint is None:
             from_rank_zero(partial(rename_later_checkpoints, inputs.found.path))
     log_if_done(progress, steps)
-    reporter = open_record(folder, config, world, spec, model, rows, progress, steps) if folder else None
+    reporter = open_record(inputs, model, rows, steps)
     observers = [forecast, *open_observers(inputs, model, stream, reporter, steps)]
     profiler = open_profiler(folder, config.profiling, world, steps, reporter) if folder else None
     tokenizer, base = config.tokenizer_path(), config.checkpoint.initial_load_path
     sampler = open_sampler(config.validation, config.training.seq_len, inputs.data, tokenizer, base)
     child.end()  # no more files from elsewhere are read
     stragglers = Stragglers(world, config.metrics.log_freq) if folder is not None and world.size > 1 else None
-    hooks = RunHooks(inputs, heartbeat, checkpointer, stragglers, wants_to_stop, moved)
+    hooks = RunHooks(inputs, supervision, checkpointer, stragglers)
     scale = progress.loss_scale if config.training.mixed_precision_param == "float16" else None
-    clip, skips = config.training.max_norm, config.training.skip_loss_spikes
-    trainer = Trainer(model, optimizer, stream, clip, progress.rows_consumed, hooks, scale, skips)
+    rules = UpdateRules(config.training.max_norm, config.training.skip_loss_spikes, scale)
+    trainer = Trainer(model, optimizer, stream, rules, progress.rows_consumed, hooks)
     return Run(
         config=config, world=world, folder=folder, mesh=mesh, data=inputs.data, about=about,
         model=model, optimizer=optimizer, checkpointer=checkpointer, stream=stream, trainer=trainer,
-        progress=progress, steps=steps, wants_to_stop=wants_to_stop,
-        reporter=reporter, forecast=forecast, observers=observers, heartbeat=heartbeat, stragglers=stragglers,
-        sampler=sampler, profiler=profiler, moved=moved,
+        progress=progress, steps=steps, supervision=supervision,
+        reporter=reporter, forecast=forecast, observers=observers, stragglers=stragglers,
+        sampler=sampler, profiler=profiler,
     )  # fmt: skip
 
 
@@ -165,19 +137,18 @@ class RunHooks(Hooks):
     """What a step asks of this run."""
 
     def __init__(
-        self, inputs: RunInputs, heartbeat: Heartbeat, checkpointer: Checkpointer, stragglers: Stragglers | None,
-        wants_to_stop: Callable[[], bool], moved: Callable[[], str],
-    ) -> None:  # fmt: skip
+        self, inputs: RunInputs, supervision: Supervision, checkpointer: Checkpointer, stragglers: Stragglers | None
+    ) -> None:
         self._progress, self._sigmas = inputs.progress, inputs.config.training.loss_spike_sigmas
-        self._is_first, self._wants_to_stop, self._moved = inputs.world.rank == 0, wants_to_stop, moved
-        self._checkpointer, self._stragglers, self._heartbeat = checkpointer, stragglers, heartbeat
+        self._is_first, self._supervision = inputs.world.rank == 0, supervision
+        self._checkpointer, self._stragglers = checkpointer, stragglers
 
     def begin(self, part: str) -> None:
-        self._heartbeat.note(part)
+        self._supervision.heartbeat.note(part)
 
     def flags(self) -> dict[str, bool]:
-        has_moved = self._is_first and bool(self._moved())
-        return {STOP: self._wants_to_stop(), SAVE_FAILED: self._checkpointer.has_failed(), MOVED: has_moved}
+        has_moved = self._is_first and bool(self._supervision.moved())
+        return {STOP: self._supervision.wants_to_stop(), SAVE_FAILED: self._checkpointer.has_failed(), MOVED: has_moved}
 
     def own_values(self) -> Sequence[float]:
         return self._stragglers.own_values() if self._stragglers else ()
@@ -204,8 +175,6 @@ def read_inputs(
     with raise_together():
         spec = spec or config.spec()
     data = data or load_data(config, world, folder, heartbeat)
-    columns = columns_of(config, world, data, spec)
-    data = with_columns(data, columns) if config.objective.name in ("preference", "distill") else data
     start = find_start(checkpoint, folder, world, config.checkpoint.load_step)
     progress = Progress()
     with raise_together():  # an export will have the form of the folder that was read
@@ -220,9 +189,18 @@ def read_inputs(
     layout, batch = config.layout(world.size), config.batch(world.size)
     log_layout(layout, batch, config.training, config.memory.offload)
     return RunInputs(
-        config=config, world=world, folder=folder, spec=spec, data=data, columns=columns, found=start,
+        config=config, world=world, folder=folder, spec=spec, data=data, columns={}, found=start,
         progress=progress, layout=layout, batch=batch,
     )  # fmt: skip
+
+
+def add_columns(inputs: RunInputs) -> RunInputs:
+    """The inputs with the arrays that the objective needs beside the rows. A collective."""
+    objective = inputs.config.objective
+    if objective.name == "sft":
+        return inputs
+    columns = columns_of(objective, inputs.config.data, inputs.world, inputs.data, inputs.spec)
+    return replace(inputs, columns=columns, data=with_columns(inputs.data, columns))
 
 
 def fit_to_rows(inputs: RunInputs, rows: ShuffledEpochs | Mixture, about: dict[str, Any]) -> int:
@@ -246,8 +224,7 @@ def choose_stages(inputs: RunInputs, card: int) -> dict[str, Any]:
     """
     if not inputs.layout.is_pipeline:
         return {}
-    share = inputs.data.train_counts.supervised_share(inputs.config.training.seq_len)
-    cut = partial(layers_per_stage, inputs.config, inputs.spec, inputs.world.size, share, card)
+    cut = partial(layers_per_stage, inputs.config, inputs.spec, inputs.world.size, inputs.supervised_share, card)
     return {"stages": list(from_rank_zero(cut))}
 
 
@@ -256,18 +233,14 @@ def make_model(
     stages: dict[str, Any],
 ) -> ParallelModel:  # fmt: skip
     """The model in its layout, not filled. A collective. Args: stages: see choose_stages."""
-    config, share = inputs.config, inputs.data.train_counts.supervised_share(inputs.config.training.seq_len)
-    if layers := stages.get("stages"):
-        config = with_settings(config, {"parallelism": {"pipeline_parallel_layers_per_stage": tuple(layers)}})
-    return build_model(
-        config, inputs.spec, inputs.layout, inputs.batch, mesh, inputs.world.device, attention.make(), share, head,
-        objective=objective,
-    )  # fmt: skip
+    computation, placement = Computation(attention.make(), head, objective), Placement(mesh, inputs.world.device)
+    layers = stages.get("stages", ())
+    return build_model(inputs.config, inputs.spec, inputs.layout, inputs.batch, computation, placement, layers)
 
 
 def open_reference(inputs: RunInputs, dp_rank: int, attention: str) -> Reference:
     """The run's reference. A collective. Args: attention: name of the backend."""
-    reading = LogprobPass(inputs.config, inputs.world, inputs.spec, inputs.data, inputs.layout, inputs.batch, dp_rank)
+    reading = LogprobPass(inputs, dp_rank)
     return Reference(reading, inputs.folder, reading.about("reference", 0, attention), inputs.columns)
 
 
@@ -298,7 +271,7 @@ def open_observers(
     observers: list[StepObserver] = [reporter] if reporter else []
     if any(parameter.experts for parameter in inputs.spec.parameters.values()):
         freq = config.metrics.log_freq
-        observers.append(ExpertLoad(folder, reporter, model, inputs.spec, freq, progress.step, steps))
+        observers.append(ExpertLoad(folder, reporter, model, inputs.spec, freq, range(progress.step, steps)))
     with raise_together():
         accept_ledger(inputs.data, folder, inputs.world)
         most = config.training.max_nonfinite_steps

@@ -1,9 +1,8 @@
 """Builds the model of a run in its layout: which wrappers, in which order, and why."""
 
 import functools
-import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,41 +26,51 @@ from titan_mi100.parallel.dtypes import compute_dtype, master_dtype
 from titan_mi100.parallel.fsdp import ShardedModel, apply_fsdp
 from titan_mi100.parallel.offload import HostGradients, inputs_on_host
 from titan_mi100.parallel.tensor_parallel import apply_tensor_parallel, tensor_parallel_ranks
-from titan_mi100.planning.memory import layers_per_stage
 from titan_mi100.shapes.base import ModelSpec, held_names
 from titan_mi100.wording import some
 
 
+@dataclass(frozen=True)
+class Computation:
+    """What a model computes, and how."""
+
+    backend: Backend  # of attention
+    head: HeadMemory  # memory of the loss
+    objective: Objective = SFT  # what is learned
+
+
+class Placement:
+    """Where a model is put: this rank's device, and its mesh (see distributed.build_mesh)."""
+
+    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
+        self.mesh, self.device = mesh, device
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether to work as on a GPU."""
+        return self.device.type != "cpu"
+
+    def put(self, build: Callable[[], CausalLM], weights: torch.device, dtype: torch.dtype) -> CausalLM:
+        """Build a part on the meta device and put it on its device, not initialised.
+
+        Args:
+            weights: where the weights are. dtype: of the computation.
+        """
+        model = build().to_empty(device=weights)
+        choose_products(model, dtype, self.device)
+        return model
+
+
 def build_model(
-    config: Config,
-    spec: ModelSpec,
-    layout: Layout,
-    batch: Batch,
-    mesh: DeviceMesh,
-    device: torch.device,
-    backend: Backend,
-    supervised_share: float,
-    head_memory: HeadMemory | None = None,
-    make: Callable[[Callable[[], CausalLM]], CausalLM] | None = None,
-    is_gpu: bool | None = None,
-    objective: Objective = SFT,
-    card: int = 0,
-) -> ParallelModel:
+    config: Config, spec: ModelSpec, layout: Layout, batch: Batch, computation: Computation, placement: Placement,
+    layers: Sequence[int] = (),
+) -> ParallelModel:  # fmt: skip
     """Build the model in its layout, on this rank's device. The weights are not initialised.
 
     Args:
-        mesh: see distributed.build_mesh.
-        backend: the attention backend.
-        supervised_share: supervised tokens per token of the training data; balances a pipeline's stages.
-        head_memory: memory of the loss; None: the setting for the device.
-        make: is given a function that builds a part on the meta device, and must return that part on its device; None:
-            call it, then `to_empty`. The memory counter passes its own.
-        is_gpu: work as on a GPU; None: if the device is one.
-        objective: what is learned.
-        card: bytes of a card's memory, see layers_per_stage; the same on all ranks.
+        layers: of each pipeline stage, see layers_per_stage; empty without a pipeline.
     """
-    is_gpu = device.type != "cpu" if is_gpu is None else is_gpu
-    head_memory = head_memory or HeadMemory.of(device)
+    mesh, device, objective, head_memory = placement.mesh, placement.device, computation.objective, computation.head
     if layout.pp > 1 and SCHEDULES[config.parallelism.pipeline_parallel_schedule].forwards_first:
         # the kept logits of all microbatches exist at once
         kept = head_memory.kept_elements // batch.gradient_accumulation_steps
@@ -70,7 +79,7 @@ def build_model(
 
     def build(stage: Stage | None) -> CausalLM:
         with torch.device("meta"):
-            model = MODELS[spec.model_type](spec, backend, stage)
+            model = MODELS[spec.model_type](spec, computation.backend, stage)
         model.head_loss, model.columns = loss, objective.columns
         parallelize(model, config, layout, mesh)
         check_names(model, spec, config.lora)
@@ -78,33 +87,26 @@ def build_model(
         return model
 
     def part(stage: Stage | None = None) -> CausalLM:
-        if make:
-            return make(lambda: build(stage))
-        weight_device = torch.device("cpu") if config.memory.offload == "weights" else device
-        model = build(stage).to_empty(device=weight_device)
-        choose_products(model, compute_dtype(config.training), device)
-        return model
+        weights = torch.device("cpu") if config.memory.offload == "weights" else device
+        return placement.put(lambda: build(stage), weights, compute_dtype(config.training))
 
     model: ParallelModel
     if layout.pp > 1:
-        layers = layers_per_stage(config, spec, math.prod(layout.shape()), supervised_share, card)
         schedule, microbatches = config.parallelism.pipeline_parallel_schedule, batch.gradient_accumulation_steps
         log.info(f"pipeline: {schedule}, {microbatches} microbatches, layers per stage {', '.join(map(str, layers))}")
         boundary = (batch.local_batch_size, config.training.seq_len // layout.tp, spec.hidden_size)
         # Copies of a tied weight need a common gradient only if the weight is trained; LoRA freezes it.
         tied = spec.tie_word_embeddings and not config.lora.rank
-        dtype = compute_dtype(config.training)
-        from titan_mi100.parallel.pipeline import PipelinedModel  # takes half a second; other layouts skip it
+        from titan_mi100.parallel.pipeline import PipelinedModel, PipelinePlan  # half a second; other layouts skip it
 
-        model = PipelinedModel(
-            part, stages_of(layers), schedule, microbatches, boundary, dtype, tied, mesh, device, objective
-        )
+        plan = PipelinePlan(stages_of(layers), schedule, microbatches, boundary, compute_dtype(config.training), tied)
+        model = PipelinedModel(part, plan, mesh, device, objective)
     elif layout.zero_stage == 0:
         model = ReplicatedModel(part(), mesh, config.training, config.parallelism, device)
     elif is_sharded(layout, config.memory):
         model = ShardedModel(part(), mesh, layout.zero_stage, device)
     else:
-        model = UnshardedModel(part(), mesh, device, is_gpu)
+        model = UnshardedModel(part(), mesh, device, placement.is_gpu)
     model.objective = objective
     if config.memory.offload == "optimizer":  # pipelines and DDP do not have it
         model.host_gradients = HostGradients(model.parts, device)

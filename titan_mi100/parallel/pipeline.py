@@ -5,6 +5,7 @@ until the schedule's last backward; then the gradients are reduced once.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,35 +25,43 @@ from titan_mi100.parallel.fsdp import free_gathered
 from titan_mi100.parallel.tensor_parallel import sum_replicated_gradients, tensor_parallel_ranks
 
 
+@dataclass(frozen=True)
+class PipelinePlan:
+    """How a model is cut into stages, and what they exchange.
+
+    Attributes:
+        cuts: the layers of each stage of the pipeline.
+        schedule: its name, a key of layout.SCHEDULES.
+        microbatches: per step; all have the same shape.
+        boundary: (batch, seq / tp, hidden), shape of the hidden states that stages exchange.
+        dtype: the dtype of the hidden states.
+        tied: the first and the last stage train copies of one weight.
+    """
+
+    cuts: Sequence[Stage]
+    schedule: str
+    microbatches: int
+    boundary: tuple[int, int, int]
+    dtype: torch.dtype
+    tied: bool
+
+
 class PipelinedModel(ParallelModel):
     """This rank's pipeline stages and their schedule."""
 
     def __init__(
-        self,
-        part: Callable[[Stage], CausalLM],
-        cuts: Sequence[Stage],
-        schedule: str,
-        microbatches: int,
-        boundary: tuple[int, int, int],
-        dtype: torch.dtype,
-        tied: bool,
-        mesh: DeviceMesh,
-        device: torch.device,
+        self, part: Callable[[Stage], CausalLM], plan: PipelinePlan, mesh: DeviceMesh, device: torch.device,
         objective: Objective,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Build this rank's stages.
 
         Args:
             part: builds a stage of the model on `device`, see build.parallelize.
-            cuts: the layers of each stage of the pipeline.
-            schedule: its name, a key of layout.SCHEDULES.
-            microbatches: per step; all have the same shape.
-            boundary: (batch, seq / tp, hidden), shape of the hidden states that stages exchange.
-            dtype: the dtype of the hidden states.
-            tied: the first and the last stage train copies of one weight.
             objective: what is learned.
         """
         self.objective = objective
+        cuts, schedule, microbatches, tied = plan.cuts, plan.schedule, plan.microbatches, plan.tied
+        boundary, dtype = plan.boundary, plan.dtype
         self.device, self._pp, self._tp = device, mesh["pp"], tensor_parallel_ranks(mesh)
         self._v_shaped, self._stages = SCHEDULES[schedule].v_shaped, len(cuts)
         self._mine = stages_on(self._pp.get_local_rank(), self._pp.size(), len(cuts), self._v_shaped)

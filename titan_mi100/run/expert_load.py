@@ -24,17 +24,18 @@ class ExpertLoad:
 
     def __init__(
         self, folder: Path, reporter: Reporter | None, model: ParallelModel, spec: ModelSpec, log_freq: int,
-        first_step: int, steps: int,
+        steps: range,
     ) -> None:  # fmt: skip
+        """Args: steps: from the last step that is done to the run's last one."""
         self._folder, self._reporter, self._model, self._freq, self._steps = folder, reporter, model, log_freq, steps
         experts = {n: max(p.experts for p in layer.parameters.values()) for n, layer in enumerate(spec.layers)}
         self._layers = [number for number, count in experts.items() if count]
         self._rows = torch.zeros(len(self._layers), max(experts.values()), dtype=torch.float64)
-        self._last = torch.full_like(self._rows, first_step)  # the last step with a row of each
-        self._seen = first_step
+        self._last = torch.full_like(self._rows, steps.start)  # the last step with a row of each
+        self._seen = steps.start
 
     def after_step(self, step: int, result: StepResult) -> None:
-        if step % self._freq and step != self._steps:
+        if step % self._freq and step != self._steps.stop:
             return
         rows = torch.zeros_like(self._rows).to(self._model.device)
         for number, layer in ((n, layer) for part in self._model.parts for n, layer in part.model.layers.items()):

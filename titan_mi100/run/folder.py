@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from titan_mi100.checkpoint import sealed
-from titan_mi100.config.load import make_run_folder
-from titan_mi100.config.settings import Config, JobConfig
+from titan_mi100.config.load import TEACHER_CONFIG, make_run_folder
+from titan_mi100.config.settings import JobConfig
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import LOCK, FolderLock, probe, sync
 from titan_mi100.files.plain import LARGEST_CONFIG, read_plain
@@ -33,13 +33,17 @@ class RunFolder:
 
     step: int | None = None
 
-    def __init__(self, config: Config, world: World) -> None:
+    def __init__(self, job: JobConfig, fresh: bool, world: World, of_teacher: bool = False) -> None:
         """Create the folder, lock it, and check that it can be written. A collective.
 
+        Args:
+            fresh: see make_run_folder.
+            of_teacher: it is a teacher's, where no run trains.
+
         Raises:
-            UserError: another run uses it, or it cannot be written.
+            UserError: another run uses it, it is of the other kind, or it cannot be written.
         """
-        path, nonce = from_rank_zero(lambda: self._take(config.job, config.checkpoint.fresh))
+        path, nonce = from_rank_zero(lambda: self._take(job, fresh, of_teacher))
         self.path, self._rank = Path(path), world.rank
         if world.rank:
             log_errors_to_file(self.path / _LOG.format(world.rank))
@@ -127,10 +131,13 @@ class RunFolder:
         message = f"It runs if the process named in {LOCK} exists; otherwise it was killed, or its disk was full"
         write_run_state(self.path, RunState(RUNNING, 1, message, again, self.step))
 
-    def _take(self, job: JobConfig, fresh: bool) -> tuple[str, str]:
+    def _take(self, job: JobConfig, fresh: bool, of_teacher: bool) -> tuple[str, str]:
         folder = Path(job.run_folder or job.dump_folder)
         try:
             folder = make_run_folder(job, fresh)
+            if not of_teacher and (folder / TEACHER_CONFIG).exists():
+                reason = "is a teacher's folder, which titan-mi100 teach continues"
+                raise UserError(f"{folder}: {reason}; name another job.run_folder")
             checkpoints = folder / "checkpoint"
             checkpoints.mkdir(exist_ok=True)  # not its parents: the launcher's folder may have been renamed since
             sync(folder)

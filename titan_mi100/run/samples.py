@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from titan_mi100.config.layout import Batch
 from titan_mi100.config.settings import ValidationConfig
+from titan_mi100.data.loader import RowStream
 from titan_mi100.data.microbatch import of_prompts
 from titan_mi100.data.prepared import Prepared
 from titan_mi100.data.prompts import Prompt, held_out_prompts
@@ -43,9 +43,7 @@ class Sampler:
     most: int
     seq_len: int
 
-    def answer(
-        self, model: ParallelModel, batch: Batch, dp_rank: int, stop: Callable[[], bool]
-    ) -> list[dict[str, Any]] | None:
+    def answer(self, model: ParallelModel, stream: RowStream, stop: Callable[[], bool]) -> list[dict[str, Any]] | None:
         """Answer all prompts. A collective.
 
         Args:
@@ -57,7 +55,7 @@ class Sampler:
         """
         prompts = [prompt.ids for prompt in self.prompts]
         limits = [min(self.most, self.seq_len - len(prompt)) for prompt in prompts]
-        answers = answer_greedily(model, prompts, limits, self.stop_ids, batch, dp_rank, self.vocabulary, stop)
+        answers = answer_greedily(model, prompts, limits, self.stop_ids, stream, self.vocabulary, stop)
         if answers is None or self.tokenizer is None:
             return None if answers is None else []
         return [
@@ -111,8 +109,7 @@ def answer_greedily(
     prompts: Sequence[list[int]],
     limits: Sequence[int],
     stop_ids: Collection[int],
-    batch: Batch,
-    dp_rank: int,
+    stream: RowStream,
     vocabulary: int | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> list[list[int]] | None:
@@ -125,6 +122,7 @@ def answer_greedily(
     Args:
         limits: maximum number of new tokens for each prompt.
         stop_ids: tokens that end an answer; they are not returned.
+        stream: the run's, which knows how rows are shared out.
         vocabulary: only token ids below this are chosen; None: all.
         stop: whether this process was told to stop.
 
@@ -132,6 +130,7 @@ def answer_greedily(
         None: given up, because a process was told to stop.
     """
     answers: list[list[int]] = [[] for _ in prompts]
+    batch, dp_rank = stream.batch, stream.dp_rank
     together = batch.dp_degree * batch.local_batch_size
     with model.evaluating(), _not_compiled():
         for first in range(0, len(prompts), together):

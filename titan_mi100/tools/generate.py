@@ -10,7 +10,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from itertools import count
 from typing import Any
@@ -66,7 +65,8 @@ def _run(options: argparse.Namespace) -> None:
         requests = [build(f"prompt {number}", text) for number, text in enumerate(options.prompt, 1)]
     else:
         requests = [build(where, *prompt_and_tools) for where, prompt_and_tools in read_rows(options.input, _prompt_of)]
-    rows = generate_all(options, model, requests, load, {**asdict(sampling), "seed": options.seed})
+    settings = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    rows = generate_all(options, model, requests, load, settings | {"seed": options.seed})
     if options.json:
         print("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
         return

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from titan_mi100 import cli as tool
 from titan_mi100.config.as_text import to_toml
-from titan_mi100.config.load import load_config
+from titan_mi100.config.load import TEACHER_CONFIG, load_config
 from titan_mi100.config.settings import (
     CheckpointConfig,
     Config,
@@ -31,7 +31,6 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.durable import replace as write
 from titan_mi100.log import setup_logging
 
-_OWN = "teach.toml"  # in the teacher's folder
 _TOP_K = 32
 # What settings may begin with: those that say which rows, and those that say how a pass is computed.
 _OF_ROWS = ("--data.", "--model.tokenizer_path", "--model.chat_template", "--training.seq_len")
@@ -66,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from titan_mi100.launch import launcher
 
     signal.pthread_sigmask(signal.SIG_BLOCK, launcher.SIGNALS)
-    return launcher.main(["--job.config_file", config, *settings, *_microbatches(settings)])
+    words = ["--job.config_file", config, *settings, *_microbatches(settings)]
+    return launcher.main(words, program=launcher.TEACHER)
 
 
 def _check_words(options: argparse.Namespace, settings: Sequence[str]) -> None:
@@ -127,7 +127,8 @@ def _write_config(options: argparse.Namespace) -> Path:
         raise UserError("--model TEACHER is missing: an HF folder, or another run's checkpoint/step-N")
     student = _student(options)
     folder = _out(options, student)
-    if os.path.lexists(folder) and not (folder / _OWN).exists() and not (folder.is_dir() and not os.listdir(folder)):
+    is_ours = (folder / TEACHER_CONFIG).exists() or (folder.is_dir() and not os.listdir(folder))
+    if os.path.lexists(folder) and not is_ours:
         raise UserError(f"{folder}: exists already, and is no teacher's folder; name a new one with --out")
     training = replace(student.training, steps=1, epochs=0, target_tokens_per_step=0, gradient_accumulation_steps=1)
     training = replace(training, train_router=False)
@@ -149,16 +150,16 @@ def _write_config(options: argparse.Namespace) -> Path:
         lr_scheduler=LRSchedulerConfig(warmup_steps=0),
         lora=idle,
         checkpoint=load,
-        objective=ObjectiveConfig(name="teach", teacher=str(folder), top_k=options.top_k or _TOP_K),
+        objective=ObjectiveConfig(name="distill", teacher=str(folder), top_k=options.top_k or _TOP_K),
         metrics=MetricsConfig(enable_tensorboard=False),
     )
     check_teacher(config.checkpoint.initial_load_path, config.tokenizer_path())
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write(folder / _OWN, to_toml(config))
+        write(folder / TEACHER_CONFIG, to_toml(config))
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror}); name another folder with --out") from None
-    return folder / _OWN
+    return folder / TEACHER_CONFIG
 
 
 if __name__ == "__main__":

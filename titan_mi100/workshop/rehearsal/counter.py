@@ -21,6 +21,7 @@ import torch
 import torch.distributed._tools.fake_collectives  # collectives on fake tensors, for torch 2.8
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,7 +40,7 @@ from titan_mi100.optim.lean import LeanAdamW, rows_at_a_time
 from titan_mi100.optim.optimizer import build_optimizer
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
-from titan_mi100.parallel.build import build_model
+from titan_mi100.parallel.build import Computation, Placement, build_model
 from titan_mi100.parallel.ddp import ReplicatedModel
 from titan_mi100.parallel.distributed import build_mesh
 from titan_mi100.parallel.offload import HostGradients
@@ -53,6 +54,7 @@ from titan_mi100.planning.memory import (
     HOST,
     OPTIMIZER,
     PARAMETERS,
+    layers_per_stage,
 )
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.workshop.rehearsal import lone_group as no_others
@@ -297,6 +299,25 @@ class FakeRank:
         return Count(self.rank, peak + receive_bytes, categories, kept + receive_bytes, phases, ledger.on_host())
 
 
+class _FakePlacement(Placement):
+    """On the CPU, but as on a GPU if there is `device_memory`. The model is built on the meta device, as in a run; only
+    then it becomes fake.
+    """
+
+    def __init__(self, mesh: DeviceMesh, device_memory: int) -> None:
+        super().__init__(mesh, CPU)
+        self._is_gpu = device_memory > 0
+
+    @property
+    def is_gpu(self) -> bool:
+        return self._is_gpu
+
+    def put(self, build: Callable[[], CausalLM], weights: torch.device, dtype: torch.dtype) -> CausalLM:
+        with unset_fake_temporarily():
+            part = build()
+        return part.to_empty(device=CPU)
+
+
 @contextmanager
 def as_rank(
     config: Config, ranks: int, rank: int, microbatches: int, device_memory: int = 0, backend: Backend | None = None,
@@ -314,21 +335,13 @@ def as_rank(
     spec, layout = spec or config.spec(), config.layout(ranks)
     batch = replace(config.batch(ranks), gradient_accumulation_steps=microbatches)
     head = HeadMemory.of_gpu(device_memory) if device_memory else HeadMemory()
-    is_gpu = device_memory > 0
-
-    def make(build: Callable[[], CausalLM]) -> CausalLM:
-        with unset_fake_temporarily():  # the model is built on the meta device, as in a run; only then it becomes fake
-            part = build()
-        return part.to_empty(device=CPU)
-
+    layers = layers_per_stage(config, spec, ranks, 1.0, device_memory) if layout.is_pipeline else ()
     with no_others.group(rank, ranks), TensorLedger() as ledger:
         mesh = build_mesh(layout, CPU)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            attention = backend or FusedKernel()
-            model = build_model(
-                config, spec, layout, batch, mesh, CPU, attention, 1.0, head, make, is_gpu,
-                choose(config.objective), device_memory,
-            )  # fmt: skip
+            computation = Computation(backend or FusedKernel(), head, choose(config.objective))
+            placement = _FakePlacement(mesh, device_memory)
+            model = build_model(config, spec, layout, batch, computation, placement, layers)
             if isinstance(model, ReplicatedModel):
                 no_others.patch_ddp(model.ddp)
             where = HOST if config.memory.offload == "weights" else PARAMETERS

@@ -133,7 +133,8 @@ def _trainer_of(fake: FakeRank) -> trainer.Trainer:
     model.measure_gradients = in_fake_mode(measure, _no_gradient)  # type: ignore[method-assign]
     optimizer.update = in_fake_mode(update, lambda: None)  # type: ignore[method-assign]
     batch = replace(config.batch(fake.ranks), gradient_accumulation_steps=fake.microbatches)
-    return trainer.Trainer(model, optimizer, _Rows(config, batch), config.training.max_norm, 0, _AsInARun())  # type: ignore[arg-type]
+    rules = trainer.UpdateRules(config.training.max_norm)
+    return trainer.Trainer(model, optimizer, _Rows(config, batch), rules, 0, _AsInARun())  # type: ignore[arg-type]
 
 
 class _AsInARun(trainer.Hooks):
