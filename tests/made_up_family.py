@@ -2,9 +2,9 @@
 
 Layers of two kinds: attention without positions, and a gated linear recurrence behind a causal convolution (a parameter
 of three dimensions), whose state must not cross documents. One projection has queries, keys and values of unequal sizes
-in one tensor, which tensor parallel splits each by itself. Two experts are stacked in one tensor; every token uses
-both. Norms are zero-centred. A tensor is carried along and not used. Importing this module registers the family; no
-file of the package names it.
+in one tensor, which tensor parallel splits each by itself. Two projections have a bias: one is split by its outputs,
+the other by its inputs. Two experts are stacked in one tensor; every token uses both. Norms are zero-centred. A tensor
+is carried along and not used. Importing this module registers the family; no file of the package names it.
 
 `logits_of` computes the same in plain loops, document by document, from the tensors as they are in files.
 """
@@ -75,6 +75,8 @@ class MadeUpSpec(ModelSpec):
             "k_proj.weight": Parameter((k, hidden), OUTPUTS),
             "v_proj.weight": Parameter((k, hidden), OUTPUTS),
             "o_proj.weight": Parameter((hidden, q), INPUTS),
+            "q_proj.bias": Parameter((q,), OUTPUTS, "other", "zeros"),
+            "o_proj.bias": Parameter((hidden,), WHOLE, "other", "zeros"),
         }
         delta = {
             "in_proj.weight": Parameter((sum(parts), hidden), Split(0, parts)),
@@ -157,7 +159,8 @@ class Common(Layer):
     def __init__(self, spec: MadeUpSpec, shape: LayerShape, backend: Backend) -> None:
         super().__init__(spec, shape, backend)
         self.norm, self.second_norm = (Norm(spec.hidden_size, spec.rms_norm_eps) for _ in range(2))
-        self.o_proj = Linear(shape.parameters["o_proj.weight"].shape[1], spec.hidden_size)
+        inputs = shape.parameters["o_proj.weight"].shape[1]
+        self.o_proj = Linear(inputs, spec.hidden_size, bias="o_proj.bias" in shape.parameters)
         self.experts = Experts(spec)
 
     @staticmethod
@@ -173,7 +176,7 @@ class Attention(Common, AttentionLayer):
     def __init__(self, spec: MadeUpSpec, shape: LayerShape, backend: Backend) -> None:
         super().__init__(spec, shape, backend)
         self.head_size = spec.head_size
-        self.q_proj = Linear(spec.hidden_size, spec.heads * spec.head_size)
+        self.q_proj = Linear(spec.hidden_size, spec.heads * spec.head_size, bias=True)
         self.k_proj, self.v_proj = (Linear(spec.hidden_size, spec.kv_heads * spec.head_size) for _ in range(2))
 
     def before(self, x: Tensor, where: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -266,9 +269,8 @@ def logits_of(spec: MadeUpSpec, weights: Mapping[str, Tensor], ids: Tensor) -> T
         w = {name: weights[f"model.layers.{number}.{name}"] for name in layer.parameters}
         y = norm(x, w["norm.weight"])
         if layer.kind == "attention":
-            q, k, v = (
-                (y @ w[f"{name}_proj.weight"].T).view(length, -1, spec.head_size).transpose(0, 1) for name in "qkv"
-            )
+            products = (y @ w["q_proj.weight"].T + w["q_proj.bias"], y @ w["k_proj.weight"].T, y @ w["v_proj.weight"].T)
+            q, k, v = (product.view(length, -1, spec.head_size).transpose(0, 1) for product in products)
             k, v = (each.repeat_interleave(spec.heads // spec.kv_heads, 0) for each in (k, v))
             scores = (q @ k.transpose(1, 2) / spec.head_size**0.5).masked_fill(
                 torch.ones(length, length).triu(1).bool(), -torch.inf
@@ -286,7 +288,7 @@ def logits_of(spec: MadeUpSpec, weights: Mapping[str, Tensor], ids: Tensor) -> T
                 state = a * state + (1 - a) * row[2 * c :].view(c, 2)
                 outputs.append((row[:c, None] * state).flatten())
             mixed = torch.stack(outputs)
-        x = x + mixed @ w["o_proj.weight"].T
+        x = x + mixed @ w["o_proj.weight"].T + w.get("o_proj.bias", 0)
         y = norm(x, w["second_norm.weight"])
         shares = (y @ w["experts.router.weight"].T).softmax(-1)
         up, down = w["experts.up.weight"], w["experts.down.weight"]

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from titan_mi100.attention.base import Documents
 from titan_mi100.errors import UserError
 from titan_mi100.model.decoder import CausalLM
-from titan_mi100.model.layers import at_least_fp32
+from titan_mi100.model.elementwise import at_least_fp32
 from titan_mi100.shapes.base import ModelSpec
 
 

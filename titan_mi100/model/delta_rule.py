@@ -31,7 +31,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from titan_mi100.attention.base import Documents, boundaries
 from titan_mi100.device.accelerator import to_device
-from titan_mi100.model.layers import at_least_fp32
+from titan_mi100.model.elementwise import at_least_fp32
 from titan_mi100.shapes.delta_rule import CHUNK, SUBSTITUTED, DeltaRuleCost
 
 _EPS = 1e-6  # of the norms of queries and keys

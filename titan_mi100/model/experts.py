@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from titan_mi100.log import log
-from titan_mi100.model.layers import Linear, at_least_fp32, local_weight
+from titan_mi100.model.elementwise import at_least_fp32, swiglu
+from titan_mi100.model.layers import Linear, local_weight
 from titan_mi100.model.nf4 import BLOCK, NF4Linear, dequantize
 from titan_mi100.wording import shortened
 
@@ -219,7 +220,7 @@ class Experts(nn.Module):
         self.down_proj = ExpertLinear(inner, experts * hidden, experts, False)
 
     def forward(self, rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
-        inside = F.silu(self.gate_proj(rows, routes)) * self.up_proj(rows, routes)
+        inside = swiglu(self.gate_proj(rows, routes), self.up_proj(rows, routes))
         return self.down_proj(inside * weights, routes)  # type: ignore[no-any-return]  # narrower than its outputs
 
 

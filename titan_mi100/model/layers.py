@@ -1,7 +1,6 @@
 """Layers that the model, the LoRA adapters and tensor parallelism share."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +12,6 @@ from titan_mi100.planning.hardware import is_amd_cpu
 _FEW_ROWS, _LARGE = 32, 100_000  # rows of the input; elements of the weight
 # On an AMD CPU, MKL (torch's fp32 library) uses one core for a matrix-vector product and reads a right factor slowly.
 _ON_AMD = is_amd_cpu()
-
-
-def at_least_fp32(x: Tensor) -> Tensor:
-    """Cast to fp32. fp64 stays fp64, so that tests that run the model in fp64 keep their precision."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def local_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -53,13 +47,23 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """A linear layer without bias."""
+    """A linear layer. Tensor parallel lets one rank add the bias of a layer that is split by its inputs."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
+    adds_bias = True
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+        super().__init__(inputs, outputs, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return multiply(x, local_weight(self.weight, x.dtype))
+        return self.with_bias(multiply(x, local_weight(self.weight, x.dtype)))
+
+    def with_bias(self, product: Tensor) -> Tensor:
+        """The product (..., outputs) and the bias, if there is one and this rank adds it."""
+        if self.bias is None:
+            return product
+        # times zero: the rank takes part in the backward of a bias that another one adds
+        bias = local_weight(self.bias, product.dtype)
+        return product + (bias if self.adds_bias else bias * 0)
 
 
 def outputs_of(layers: Sequence[Linear], x: Tensor, merged: Tensor | None) -> Sequence[Tensor]:
@@ -71,7 +75,8 @@ def outputs_of(layers: Sequence[Linear], x: Tensor, merged: Tensor | None) -> Se
     """
     if merged is None:
         return [layer(x) for layer in layers]
-    return multiply(x, merged).split([len(layer.weight) for layer in layers], dim=-1)
+    parts = multiply(x, merged).split([len(layer.weight) for layer in layers], dim=-1)
+    return [layer.with_bias(part) for layer, part in zip(layers, parts, strict=True)]
 
 
 def merge_weights(layers: Sequence[Linear]) -> Tensor:
@@ -92,27 +97,3 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, local_weight(self.weight, x.dtype), self.eps)
-
-
-def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """F.rms_norm over the last dimension, of x and gain in fp32 or fp64; on a CPU in a third of its time."""
-    return _CPUNorm.apply(x, gain, eps) if x.device.type == "cpu" else F.rms_norm(x, gain.shape, gain, eps)
-
-
-class _CPUNorm(torch.autograd.Function):
-    """PyTorch has no kernel for a CPU: it passes over x about ten times, and over its gradient twice as often."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:
-        size = x.shape[-1]
-        factor = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_() / size + eps).rsqrt_()
-        ctx.save_for_backward(x, gain, factor)
-        return (x * factor).mul_(gain)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
-        x, gain, factor = ctx.saved_tensors
-        both = grad * x
-        along = (both @ gain)[..., None] * factor.pow(3) / -x.shape[-1]
-        grad_gain = factor.flatten() @ both.flatten(0, -2)
-        return (grad * gain).mul_(factor).addcmul_(x, along), grad_gain, None

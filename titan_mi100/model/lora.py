@@ -31,7 +31,7 @@ class LoRALinear(Linear):
 
     def __init__(self, base: Linear, config: LoRAConfig) -> None:
         super().__init__(base.in_features, base.out_features)
-        self.weight = base.weight  # W stays this module's own `weight`, so its HF name does not change
+        self.weight, self.bias = base.weight, base.bias  # they stay this module's own: their HF names do not change
         self.lora_A = Linear(base.in_features, config.rank)
         self.lora_B = Linear(config.rank, base.out_features)
         self.scale, self.dropout = config.alpha / config.rank, config.dropout
@@ -109,7 +109,8 @@ def apply_lora(model: CausalLM, config: LoRAConfig, dtype: torch.dtype) -> None:
                     elif isinstance(child, ExpertLinear) and in_4_bits:
                         child = NF4ExpertLinear(*child.sizes)
                     elif in_4_bits:  # layers without an adapter are quantised too
-                        child = NF4Linear(child.in_features, child.out_features)
+                        bias, child = child.bias, NF4Linear(child.in_features, child.out_features)
+                        child.bias = bias
                 if isinstance(child, NF4Linear):
                     child.shrink(dtype)
                 setattr(parent, name, child)

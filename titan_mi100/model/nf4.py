@@ -117,4 +117,4 @@ class NF4Linear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         codes, largest = local_weight(self.weight, x.dtype), local_weight(self.largest, x.dtype)
-        return _Product.apply(x, codes, largest, self._pairs)
+        return self.with_bias(_Product.apply(x, codes, largest, self._pairs))

@@ -6,43 +6,14 @@ Source: the published Qwen3 weights and their config.json; tests/test_model.py c
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_mi100.attention.base import Backend
 from titan_mi100.model.decoder import AttentionLayer, CausalLM, Layer
-from titan_mi100.model.layers import Linear, RMSNorm, at_least_fp32, merge_weights, outputs_of
+from titan_mi100.model.elementwise import norm_and_rotate, rotary_tables, swiglu
+from titan_mi100.model.layers import Linear, RMSNorm, merge_weights, outputs_of
 from titan_mi100.shapes.base import LayerShape, ModelSpec
 from titan_mi100.shapes.qwen3 import Qwen3Spec
-
-
-def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles (RoPE; Su et al., 2021).
-
-    Args:
-        positions: (batch, seq), restarting at 0 in each document.
-
-    Returns:
-        Two tensors (batch, seq, 1, head_dim) in fp32. The first half of sin is negated, see `rotate`.
-
-    They are computed in every forward instead of being kept in a buffer: there is nothing to initialise, save or cast.
-    """
-    exponents = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
-    angles = positions[..., None].float() * (1.0 / theta**exponents)  # (batch, seq, head_dim / 2)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), dim=-1)[:, :, None], torch.cat((-sin, sin), dim=-1)[:, :, None]
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (x[i], x[i + head_dim / 2]) by its angle.
-
-    Args:
-        x: (batch, seq, heads, head_dim), in fp32 or fp64.
-    """
-    # (a cos - b sin, b cos + a sin): sin already has the minus sign in its first half
-    first, second = x.chunk(2, dim=-1)
-    return torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)
 
 
 class Attention(nn.Module):
@@ -63,10 +34,7 @@ class Attention(nn.Module):
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         heads = (*x.shape[:2], -1, self.head_dim)  # (batch, seq, heads, head_dim)
         q, k, v = (y.view(heads) for y in outputs_of((self.q_proj, self.k_proj, self.v_proj), x, self.merged))
-        # Norm and rotation run in fp32, so that q and k are rounded to 16 bits once and not twice.
-        q = rotate(self.q_norm(at_least_fp32(q)), cos, sin).to(x.dtype)
-        k = rotate(self.k_norm(at_least_fp32(k)), cos, sin).to(x.dtype)
-        return q, k, v
+        return norm_and_rotate(q, self.q_norm, cos, sin), norm_and_rotate(k, self.k_norm, cos, sin), v
 
 
 class MLP(nn.Module):
@@ -84,7 +52,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = outputs_of((self.gate_proj, self.up_proj), x, self.merged)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(swiglu(gate, up))
 
 
 class Block(AttentionLayer):

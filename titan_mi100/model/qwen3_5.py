@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from titan_mi100.attention.base import Backend, Documents
 from titan_mi100.model.decoder import AttentionLayer, CausalLM, Layer
 from titan_mi100.model.delta_rule import causal_convolution, delta_rule, document_ids, recurrence
-from titan_mi100.model.layers import Linear, at_least_fp32, local_weight, merge_weights, multiply, outputs_of, rms_norm
-from titan_mi100.model.qwen3 import MLP, rotary_tables, rotate
+from titan_mi100.model.elementwise import at_least_fp32, norm_and_rotate, rms_norm, rotary_tables
+from titan_mi100.model.layers import Linear, local_weight, merge_weights, multiply, outputs_of
+from titan_mi100.model.qwen3 import MLP
 from titan_mi100.shapes.base import LayerShape, ModelSpec
 from titan_mi100.shapes.qwen3_5 import FULL, LINEAR, Qwen3_5Spec
 
@@ -75,7 +76,7 @@ class GatedAttention(nn.Module):
 
     def __init__(self, spec: Qwen3_5Spec) -> None:
         super().__init__()
-        self.head_dim, self.rotated = spec.head_dim, spec.rotated
+        self.head_dim = spec.head_dim
         heads, kv_heads = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
         self.q_proj = Linear(spec.hidden_size, 2 * heads)  # of each head its query and its gate
         self.k_proj = Linear(spec.hidden_size, kv_heads)
@@ -89,11 +90,7 @@ class GatedAttention(nn.Module):
         both, k, v = outputs_of((self.q_proj, self.k_proj, self.v_proj), x, self.merged)
         q, gate = both.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
         k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (k, v))
-        # Norm and rotation run in fp32, so that q and k are rounded to 16 bits once and not twice.
-        turned = []
-        for y, norm in ((q, self.q_norm), (k, self.k_norm)):
-            first, rest = norm(at_least_fp32(y)).split([self.rotated, self.head_dim - self.rotated], dim=-1)
-            turned.append(torch.cat((rotate(first, cos, sin), rest), dim=-1).to(x.dtype))
+        turned = (norm_and_rotate(y, norm, cos, sin) for y, norm in ((q, self.q_norm), (k, self.k_norm)))
         return *turned, v, gate
 
 

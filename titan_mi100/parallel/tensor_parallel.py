@@ -42,29 +42,35 @@ def apply_tensor_parallel(model: CausalLM, mesh: DeviceMesh) -> None:
         return scatter_sequence(output, group.group_name)
 
     for layer in model.model.blocks():
-        held = [(name, p) for stored_name, p in layer.shape.parameters.items() for name in p.held(stored_name)]
-        for name, parameter in held:
-            module, dim = layer.get_submodule(name.rpartition(".")[0]), parameter.split.dim
+        held = {name: p for stored_name, p in layer.shape.parameters.items() for name in p.held(stored_name)}
+        for name, parameter in held.items():
+            path, _, own_name = name.rpartition(".")
+            module, dim = layer.get_submodule(path), parameter.split.dim
             split: Shard | Replicate = Replicate() if dim is None else Shard(dim)
-            _distribute(module, mesh, split)
+            own = [own_name]
+            if own_name == "weight":  # and what belongs to it: the scales of NF4's blocks
+                own += [n for n, _ in module.named_parameters(recurse=False) if f"{path}.{n}" not in held]
+            _distribute(module, own, mesh, split)
+            if own_name == "bias" and dim is None:  # of a layer whose outputs are summed over the ranks
+                module.adds_bias = mesh.get_local_rank() == 0  # type: ignore[assignment]
             # A reads the layer's input, B writes its output: split like the layer
-            if isinstance(module, LoRALinear | LoRAExpertLinear):
+            if own_name == "weight" and isinstance(module, LoRALinear | LoRAExpertLinear):
                 by_output = dim == 0 or parameter.is_transposed
-                _distribute(module.lora_A, mesh, Replicate() if by_output else Shard(1))
-                _distribute(module.lora_B, mesh, split if by_output else Replicate())
+                _distribute(module.lora_A, ["weight"], mesh, Replicate() if by_output else Shard(1))
+                _distribute(module.lora_B, ["weight"], mesh, split if by_output else Replicate())
                 module.part = (0, 1) if by_output else (mesh.get_local_rank(), mesh.size())
         for names, hook in ((layer.gathers, gather), (layer.scatters, scatter)):
             for name in names:
                 layer.get_submodule(name).register_forward_hook(hook)
     if model.model.embed_tokens is not None:
-        _distribute(model.model.embed_tokens, mesh, Shard(0))
+        _distribute(model.model.embed_tokens, ["weight"], mesh, Shard(0))
         embed = functools.partial(_embed, model.model.embed_tokens, mesh)
         model.model.embed_tokens.forward = embed  # type: ignore[method-assign]
     if model.model.norm is not None:
-        _distribute(model.model.norm, mesh, Replicate())
+        _distribute(model.model.norm, ["weight"], mesh, Replicate())
         model.model.norm.register_forward_hook(gather)  # the head needs all tokens for its shard of the vocabulary
         if model.lm_head is not None:
-            _distribute(model.lm_head, mesh, Shard(0))
+            _distribute(model.lm_head, ["weight"], mesh, Shard(0))
         model.head_loss = functools.partial(model.head_loss, group=group)
 
 
@@ -106,9 +112,10 @@ def gather_vocabulary(logits: Tensor, mesh: DeviceMesh) -> Tensor:
     return torch.cat(parts.chunk(mesh.size()), dim=1)
 
 
-def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Shard | Replicate) -> None:
-    """Replace a layer's own parameters by DTensors: its weight, and for NF4 the scales of its blocks."""
-    for name, tensor in list(module.named_parameters(recurse=False)):
+def _distribute(module: nn.Module, names: Sequence[str], mesh: DeviceMesh, placement: Shard | Replicate) -> None:
+    """Replace a module's own parameters of these names by DTensors."""
+    for name in names:
+        tensor = getattr(module, name)
         assert isinstance(placement, Replicate) or tensor.shape[placement.dim] % mesh.size() == 0, "uneven parts"
         parameter = nn.Parameter(distribute_tensor(tensor.detach(), mesh, [placement]), tensor.requires_grad)
         setattr(module, name, parameter)
