@@ -24,7 +24,7 @@ from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
 from titan_mi100.log import log, setup_logging
 from titan_mi100.text import load
-from titan_mi100.tools import exact_match, generate, inspect_data, prepare_corpus
+from titan_mi100.tools import exact_match, generate, inspect_data
 from titan_mi100.watch.outcome import RunState, write_run_state
 from titan_mi100.wording import printable, shown
 
@@ -116,8 +116,6 @@ def test_an_option_that_is_given_twice_is_refused(
     ("command", "words", "said"),
     [
         (inspect_data, "--html a.html --json", "--json has no effect with --html"),
-        (prepare_corpus, "--output_dir c --input a --tokenizer b --on_bad_row error --max_bad_share 0.2",
-         "--max_bad_share has no effect with --on_bad_row error"),
     ],
 )  # fmt: skip
 def test_no_command_takes_a_word_that_it_does_not_use(

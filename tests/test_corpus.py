@@ -24,11 +24,11 @@ from conftest import ASSETS, job_environment
 
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.config.settings import DataConfig, SourceConfig
-from titan_mi100.data import shards
-from titan_mi100.data.corpus import Corpus, CorpusRows, read_corpus
+from titan_mi100.data.corpora import making, shards
+from titan_mi100.data.corpora.corpus import Corpus, CorpusRows, read_corpus
+from titan_mi100.data.corpora.shards import cut_into_units
 from titan_mi100.data.prepared import PADDING_ROW
 from titan_mi100.data.rows import PADDING_DOCUMENT
-from titan_mi100.data.shards import cut_into_units
 from titan_mi100.data.sources import open_sources
 from titan_mi100.errors import UserError
 from titan_mi100.text.base import Tokenizer
@@ -41,7 +41,7 @@ WORDS = ["one", "two", "three", "été", "再见", "🙂", "<|im_end|>", "12", "
 
 def in_small_units(path: Path, folder: Path) -> list[str]:
     """A command that prepares a file in units of 16 KiB."""
-    code = "from titan_mi100.data import shards; shards._SMALLEST = 1 << 14; import sys\n"
+    code = "from titan_mi100.data.corpora import shards; shards._SMALLEST = 1 << 14; import sys\n"
     code += "from titan_mi100.tools.prepare_corpus import main; sys.exit(main(sys.argv[1:]))"
     return [sys.executable, "-c", code, "--input", str(path), "--tokenizer", TOKENIZER, "--output_dir", str(folder)]
 
@@ -288,7 +288,7 @@ def test_a_run_parses_no_names_of_files_and_an_older_corpus_stays_as_it_is(
     before = read_corpus(tmp_path / "out")
     prepare(*given, "--format", "text")
     assert read_corpus(tmp_path / "out") == before  # with the same hash, which resuming runs compare
-    monkeypatch.setattr("titan_mi100.tools.prepare_corpus.LONGEST", 100)
+    monkeypatch.setattr("titan_mi100.data.corpora.making.LONGEST", 100)
     assert "makes 150 shards, 100 are possible" in prepare(*given[:3], tmp_path / "more", code=2)
     assert not (tmp_path / "more").exists()
 
@@ -347,7 +347,7 @@ def test_bad_rows_over_the_limit_stop_it_and_may_be_allowed(tmp_path: Path) -> N
     out = tmp_path / "out"
     said = prepare("--input", path, "--output_dir", out, code=2)
     assert f"{path}:51: duplicate key" in said and "1 of 52 rows cannot be read (duplicate key: 1)" in said
-    assert "cannot be read" in prepare("--input", path, "--output_dir", out, "--on_bad_row", "error", code=2)
+    assert "cannot be read" in prepare("--input", path, "--output_dir", out, "--max_bad_share", "0", code=2)
     prepare("--input", path, "--output_dir", out, "--max_bad_share", "0.1")
     assert sum(read_corpus(out)[0].documents) == 50
 
@@ -375,14 +375,14 @@ def test_temporary_files_of_killed_processes_go_and_those_of_living_ones_and_of_
 
 
 def test_an_input_file_that_grows_stops_the_preparation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, cut = write(tmp_path / "in.jsonl", texts(50)), prepare_corpus.cut_into_units
+    path, cut = write(tmp_path / "in.jsonl", texts(50)), making.cut_into_units
 
     def cut_before_it_grows(files: list[str], sizes: list[int], is_text: bool) -> Any:
         with path.open("a") as file:
             file.write('{"text": "more"}\n')
         return cut(files, sizes, is_text)
 
-    monkeypatch.setattr(prepare_corpus, "cut_into_units", cut_before_it_grows)
+    monkeypatch.setattr(making, "cut_into_units", cut_before_it_grows)
     said = prepare("--input", path, "--output_dir", tmp_path / "out", code=2)
     assert f"{path}: its size has changed since the start" in said
 
@@ -429,7 +429,7 @@ def test_a_shard_says_its_hash_and_a_short_one_is_refused_when_it_is_read(tmp_pa
 def test_an_epoch_reads_each_row_once_shuffled_by_shards_and_windows(
     tmp_path: Path, small_units: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("titan_mi100.data.corpus._WINDOW", 50)
+    monkeypatch.setattr("titan_mi100.data.corpora.corpus._WINDOW", 50)
     prepare("--input", write(tmp_path / "in.jsonl", texts(400)), "--output_dir", tmp_path / "out")
     corpus, _ = read_corpus(tmp_path / "out")
     train, held_out = CorpusRows.split(corpus, 16, 0.1)

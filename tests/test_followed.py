@@ -235,13 +235,13 @@ FOLLOWED: dict[tuple[str, str], tuple[Call, Call, str, Call, Call, str]] = {
     ("config/check", "checkpoint.load_step and fresh exclude each other;"): (
         SAVED, config("--checkpoint.load_step", "0", "--checkpoint.fresh", "true", "--job.run_folder", "F/run"),
         "keep one", NOTHING, config("--checkpoint.load_step", "0", "--job.run_folder", "F/run"), ""),
-    ("tools/prepare_corpus", "was started with different ; use"): (
+    ("data/corpora/making", "was started with different ; use"): (
         both(TEXT, corpus("out")), corpus("out", "--eos", "none"), "use the same, or name another --output_dir",
         corpus("out"), corpus("new", "--eos", "none"), ""),
     ("launch/launcher", "srun, or WORLD_SIZE, says that processes"): (
         NOTHING, lambda f: launcher.main([], {"WORLD_SIZE": "2"}), "unset RANK and WORLD_SIZE",
         NOTHING, lambda f: launcher.main(["--nnodes"], {}), "--nnodes needs a value"),
-    ("tools/prepare_corpus", "input files have changed since it"): (
+    ("data/corpora/making", "input files have changed since it"): (
         both(TEXT, corpus("out"), lambda f: os.utime(f / "in.jsonl", (1, 1))), corpus("out"),
         "name another --output_dir", NOTHING, corpus("new"), ""),
     ("data/build", "[data] is for conversations, and no"): (
@@ -250,7 +250,7 @@ FOLLOWED: dict[tuple[str, str], tuple[Call, Call, str, Call, Call, str]] = {
     ("weights/convert", "--verify logits needs ; or use"): (
         PLAIN, command(convert.torch_to_dcp, *CONVERTED, "--verify", "logits"), "or use --verify bytes",
         NOTHING, command(convert.torch_to_dcp, *CONVERTED, "--verify", "bytes"), ""),
-    ("tools/prepare_corpus", "is not empty and is not"): (
+    ("data/corpora/making", "is not empty and is not"): (
         both(TEXT, wrote("out/x")), corpus("out"), "name a new --output_dir", NOTHING, corpus("new"), ""),
     ("generation/engine", "has no config.json beside it, so"): (
         both(PLAIN, hf("m")), command(generate.main, "--model", "F/m.pt", "--prompt", "x"), "titan-mi100 convert",
@@ -316,7 +316,7 @@ FOLLOWED: dict[tuple[str, str], tuple[Call, Call, str, Call, Call, str]] = {
         both(hf("m", "qwen3.5-debug"), tensors("m/model.safetensors", **TWO_NAMES)), lambda f: open_source(f / "m"),
         "remove one of each", tensors("m/model.safetensors", **dict([*TWO_NAMES.items()][:1])),
         lambda f: open_source(f / "m"), "missing: "),
-    ("data/shards", "remove it; the shard is then"): (
+    ("data/corpora/shards", "remove it; the shard is then"): (
         both(TEXT, corpus("out"), gone("out/corpus.json"), edited(SHARD, tokens="x")), corpus("out"),
         "remove it; the shard is then made again", gone(SHARD), corpus("out"), ""),
     ("launch/launcher", "CONFIG_FILE is not read here; unset"): (

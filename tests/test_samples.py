@@ -17,7 +17,7 @@ from test_metrics import open_reporter
 from torch._dynamo.utils import counters
 
 from titan_mi100.config.load import load_config
-from titan_mi100.data.corpus import CorpusRows, read_corpus
+from titan_mi100.data.corpora.corpus import CorpusRows, read_corpus
 from titan_mi100.data.prompts import Prompt, held_out_prompts, prompt_of
 from titan_mi100.errors import UserError
 from titan_mi100.log import log

@@ -30,7 +30,7 @@ ELSEWHERE = {  # file -> why it writes by itself
     "data/build.py": _NEW,
     "data/cache.py": "the lock beside a prepared folder",
     "data/ledger.py": _NEW,
-    "data/shards.py": "large files of a corpus: under a random name, locked, renamed when they are complete",
+    "data/corpora/shards.py": "large files of a corpus: under a random name, locked, renamed when they are complete",
     "files/child.py": "standard output of the child becomes /dev/null",
     "files/durable.py": "this is the place",
     "generation/answers.py": "the end that a kill left incomplete is cut off, of rows that are our own",

@@ -55,7 +55,6 @@ RECORD = np.dtype(
         ("lost", np.int64),  # how many of these seq_len cut off
         ("supervised", np.int64),  # supervised tokens of its documents
         ("documents", np.int64),  # number of documents made of it
-        ("shared", np.int64),  # tokens that both answers of a pair begin with
         ("thinking", np.int8),  # whether its last answer is learned with thinking, see `Encoded.thinking`
         ("kind", np.uint16),  # index of the reason in the ledger's kinds; 0: no reason
         ("hash", np.uint64, 2),  # hash of the content
@@ -111,7 +110,7 @@ def encode_records(encoder: "Encoder", form: Format, file: int, records: list[Re
         supervised = sum(map(supervised_tokens, made.documents))
         # In the order of RECORD's fields. "set" and "kind" are 0 here; the ledger fills them in.
         line = (record.number, record.element, made.status, 0, made.tokens, made.lost, supervised)
-        rest = (len(made.documents), made.shared, made.thinking, 0)
+        rest = (len(made.documents), made.thinking, 0)
         rows.append((file, *line, *rest, (int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big"))))
         documents += made.documents
         labels += made.labels or (0,) * len(made.documents)
@@ -131,7 +130,6 @@ class Encoded(NamedTuple):
     lost: int = 0  # tokens that seq_len cut off
     thinking: int = 0  # 1: thinking is supervised; -1: the answer is, after an empty think block; 0: neither
     labels: tuple[int, ...] = ()  # of the documents, see Chunk.labels
-    shared: int = 0  # tokens that both answers of a pair begin with
     notes: tuple[str, ...] = ()  # see Findings.notes
 
 
@@ -182,13 +180,9 @@ class Encoder:
         documents = [document for each in encoded for document in each.documents]
         if len(documents) != len(conversations) or not all(map(supervised_tokens, documents)):
             raise BadRecord("nothing is supervised", "an answer has no text that the template shows")
-        lengths, shared = list(map(len, documents)), 0
-        if example.rejected:
-            least = min(lengths)
-            same = documents[0][:least] == documents[1][:least]
-            shared = least if same.all() else int(same.argmin())
-            if not example.idle and shared == max(lengths):
-                example = example._replace(idle=SAME)
+        lengths = list(map(len, documents))
+        if example.rejected and not example.idle and np.array_equal(documents[0], documents[1]):
+            example = example._replace(idle=SAME)
         notes = tuple(note for each in encoded for note in each.notes)
         made = Encoded(DROPPED, [], sum(lengths), example.idle, thinking=thinking[0], notes=notes)
         if example.idle:
@@ -202,7 +196,7 @@ class Encoder:
         if pair := (example.messages or [], example.rejected) if example.rejected else None:
             kind = PROMPT_AGAIN if repeats_prompt(*pair) else EARLIER if differs_early(*pair) else kind
         labels = (1, -1) if example.rejected else (example.label,)
-        return made._replace(status=KEPT, documents=documents, kind=kind, labels=labels, shared=shared)
+        return made._replace(status=KEPT, documents=documents, kind=kind, labels=labels)
 
     def _conversation(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, empty_think: bool = False

@@ -159,10 +159,6 @@ class Ledger:
             first = f", the first at {self.where(of_status[0])}" if status in (DROPPED, DUPLICATE, REJECTED) else ""
             line = f"  {name}: {plural(len(of_status), 'row')}, {plural(int(tokens[of_status].sum()), 'token')}"
             lines.append(line + (f" ({reasons}{first})" if reasons or first else ""))
-        kept = statuses == KEPT
-        if shared := int(self.records["shared"][kept].sum()):
-            fact = f"{shared:,} of {int(tokens[kept].sum()):,} tokens are prompts that both answers repeat"
-            lines.append(f"  pairs: {fact}; one copy of each would save {shared / tokens[kept].sum():.0%}")
         if self._findings.ignored:
             counted = sorted(self._findings.ignored.items(), key=lambda item: (-item[1], item[0]))
             keys = some((f"{listed([key])}: {number:,}" for key, number in counted), _IGNORED_SHOWN)

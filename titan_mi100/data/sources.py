@@ -4,12 +4,10 @@ import hashlib
 from dataclasses import replace
 from pathlib import Path
 
-from titan_mi100.config.settings import DataConfig, SourceConfig
-from titan_mi100.data.corpus import Corpus, CorpusRows, read_corpus
-from titan_mi100.data.prepared import DataFacts, Prepared, SetFacts, SourceRows
+from titan_mi100.config.settings import DataConfig
+from titan_mi100.data.corpora.opening import open_corpus
+from titan_mi100.data.prepared import DataFacts, Prepared, SourceRows
 from titan_mi100.data.sets import HELD_OUT, file_sources, set_name
-from titan_mi100.errors import UserError
-from titan_mi100.wording import plural
 
 
 def open_sources(config: DataConfig, files: Prepared | None, tokenizer: str, seq_len: int) -> Prepared:
@@ -21,7 +19,7 @@ def open_sources(config: DataConfig, files: Prepared | None, tokenizer: str, seq
         seq_len: tokens per row.
 
     Raises:
-        UserError: a corpus is incomplete, or was made with another tokenizer.
+        UserError: from `open_corpus`.
     """
     # Prepared files are indexed by their position among the sources of files; see sets.set_name.
     of_files, sources = file_sources(config), config.sources
@@ -36,11 +34,7 @@ def open_sources(config: DataConfig, files: Prepared | None, tokenizer: str, seq
                 own = held_out[set_name("validation", index, len(of_files))]
                 validation.append(replace(own, name=source.name))
         else:
-            corpus, fingerprint = read_corpus(Path(source.path[0]))
-            if corpus.tokenizer != tokenizer:
-                problem = "was not tokenised with the model's tokenizer"
-                raise UserError(f"{source.path[0]}: {problem}; prepare it again with model.tokenizer_path")
-            (opened, *own_validation), own_facts = _open_corpus(source, corpus, fingerprint, config, seq_len)
+            (opened, *own_validation), own_facts = open_corpus(source, tokenizer, config, seq_len)
             validation += own_validation
             facts = own_facts if facts is None else _merged_facts(facts, own_facts)
         train.append(replace(opened, name=source.name, weight=source.weight, epochs=source.epochs))
@@ -57,39 +51,6 @@ def open_sources(config: DataConfig, files: Prepared | None, tokenizer: str, seq
         replace(facts, fingerprints=fingerprints, made_of={**facts.made_of, **weights}),
         cached,
     )
-
-
-def _open_corpus(
-    source: SourceConfig, corpus: Corpus, fingerprint: str, config: DataConfig, seq_len: int
-) -> tuple[list[SourceRows], DataFacts]:
-    """Open a corpus.
-
-    Returns:
-        Its rows to train on, then those to validate on, if any; and its facts.
-    """
-    folder = Path(source.path[0])
-    kept, held_out = CorpusRows.split(corpus, seq_len, config.validation_fraction)
-    if not kept:
-        raise UserError(f"{folder}: no row is left to train on; lower [data] validation_fraction")
-    form = "concatenated" if config.concatenate else "isolated"
-    # Everything that decides the content of row number n belongs into this fingerprint.
-    own = hashlib.sha256(f"{fingerprint} {seq_len} {len(kept)} {form}".encode()).hexdigest()
-    all_documents, all_tokens = sum(corpus.documents), sum(corpus.tokens)
-    row_sets = list[SourceRows]()
-    line = f"{source.name}: corpus of {plural(all_documents, 'document')}, {all_tokens:,} tokens"
-    for rows, words in ((kept, "to train on"), (held_out, "to validate on")):
-        if rows:
-            view = CorpusRows(folder, corpus, seq_len, rows, config.concatenate)
-            # Estimates: exact counts would need a pass over the corpus. The first token of each document and of each
-            # row is not predicted; a row that begins with a document is subtracted twice.
-            documents = max(1, round(all_documents * view.tokens / all_tokens))
-            supervised = max(0, view.tokens - documents - len(rows))
-            counts = SetFacts(documents, view.tokens, supervised, supervised_bytes=0, rows=len(rows))
-            row_sets.append(SourceRows(source.name, view, counts, own))
-            line += f", {plural(len(rows), 'row')} of {seq_len:,} {words}"
-    made_of = {f"corpus {source.name}": own}
-    facts = DataFacts(seq_len, corpus.pad_id, corpus.n_vocab, corpus.tokenizer, [], own, [], made_of, {}, [line], [])
-    return row_sets, facts
 
 
 def _merged_facts(facts: DataFacts, more: DataFacts) -> DataFacts:

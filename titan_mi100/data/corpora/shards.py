@@ -12,7 +12,7 @@ import os
 import re
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from titan_mi100.data.corpus import FORMAT, LARGEST_MANIFEST, VALUE, Shard, Unit, origin, shard_path
+from titan_mi100.data.corpora.corpus import FORMAT, LARGEST_MANIFEST, VALUE, Shard, Unit, origin, shard_path
 from titan_mi100.data.file_type import HEAD, PACKED, first_byte, refusal
 from titan_mi100.data.files import LONGEST_LINE, NoRowsError, Record, RecordReader
 from titan_mi100.data.formats import parse_record
@@ -199,13 +199,8 @@ class _Counts:
             self.rows.append(json.dumps([file, line, bad.kind, bad.detail], ensure_ascii=False))
 
 
-def make_shard(
-    folder: Path, plan: ShardPlan, number: int, tokenizer: Tokenizer, progress: Callable[[int, int], None]
-) -> Shard:
+def make_shard(folder: Path, plan: ShardPlan, number: int, tokenizer: Tokenizer) -> Shard:
     """Write the files of shard `number`, its .json last.
-
-    Args:
-        progress: called with the bytes of input and the tokens since the last call.
 
     Returns:
         The shard's counts and hashes.
@@ -213,8 +208,8 @@ def make_shard(
     Raises:
         UserError: a file cannot be read, or it changes while it is read.
     """
-    # position: of the next token in the shard; reported: bytes of input passed to `progress` so far
-    unit, counts, origins, position, reported = plan.units[number], _Counts(plan.is_text), list[tuple[int, int]](), 0, 0
+    unit, counts, origins = plan.units[number], _Counts(plan.is_text), list[tuple[int, int]]()
+    position = 0  # of the next token in the shard
     before = [_stamp(file) for file in plan.files[unit.first : unit.stop]]
     # The unit was cut by the sizes in the plan: lines behind its end would be lost.
     if changed := [file for file, (size, _) in enumerate(before, unit.first) if size != plan.sizes[file]]:
@@ -231,13 +226,7 @@ def make_shard(
                 if len(ids):
                     origins.append((position, document.origin))
                     position += len(ids)
-            written = values_out.size // VALUE.itemsize
             values_out.write(np.concatenate([np.zeros(0, VALUE), *values]).tobytes())
-            # An estimate: the text of a compressed file exceeds its size, hence min. The last 5% are added at the end.
-            share = min(1.0, counts.text_bytes / max(1, plan.bytes_of(unit)))
-            now = int(share * plan.bytes_of(unit) * 0.95)
-            progress(now - reported, values_out.size // VALUE.itemsize - written)
-            reported = now
         np.lib.format.write_array(origins_out, np.array(origins, np.int64).reshape(-1, 2), allow_pickle=False)
         if before != [_stamp(file) for file in plan.files[unit.first : unit.stop]]:
             raise UserError(f"{plan.files[unit.first]}: changes while it is read; start again when it is complete")
@@ -246,7 +235,6 @@ def make_shard(
     hashes = {"bin": values_out.hexdigest(), "origins.npy": origins_out.hexdigest()}
     shard = Shard(position, len(origins), counts.lines, counts.text_bytes, dict(counts.bad), hashes)
     write_atomically(shard_path(folder, number, "json"), json.dumps({"plan": plan.key, **asdict(shard)}, indent=1))
-    progress(plan.bytes_of(unit) - reported, 0)
     return shard
 
 
