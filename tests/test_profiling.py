@@ -1,5 +1,6 @@
 """Profiles: what a trace's summary says, and that training does not notice."""
 
+import gzip
 import json
 import random
 from dataclasses import replace
@@ -23,6 +24,7 @@ from titan_mi100.run import profiling
 from titan_mi100.run.intervals import subtract, union
 from titan_mi100.run.trace_summary import STEP, Summary, read_trace, summarise
 from titan_mi100.workshop.measure.communication import communication
+from titan_mi100.workshop.summarise_trace import main
 
 
 def event(category: str, name: str, start: float, stop: float, thread: object = 1) -> dict[str, Any]:
@@ -180,6 +182,34 @@ def test_events_without_a_duration_do_not_count() -> None:
     assert (found.seconds, found.compute) == (pytest.approx(250e-6), pytest.approx(100e-6))
     with pytest.raises(ValueError, match="no event has a duration"):
         summarise(odd)
+
+
+def test_the_command_counts_no_odd_events(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    odd = [None, 3, [], {"ph": "X"}, event("kernel", 3, 0, 1), event("kernel", "nan", 0, float("nan"))]  # type: ignore[arg-type]
+    odd += [event("Trace", "PyTorch Profiler (0)", 0, 9000), {**event("kernel", "x", 0, 1), "ts": "0"}]
+    events = [*odd, event("kernel", "a", 100, 200), event("cpu_op", "b", 50, 300)]
+    (tmp_path / "a.json").write_text(json.dumps({"traceEvents": events}))
+    assert main([str(tmp_path / "a.json")]) == 0
+    assert "0.25 ms, on the GPU:" in capsys.readouterr().out
+
+
+def test_the_command_sums_up_a_trace_and_says_what_is_none(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    good, plain = tmp_path / "a.json.gz", tmp_path / "b.json"
+    content = json.dumps({"traceEvents": of_gpu("hip", "ncclKernel")}).encode()
+    good.write_bytes(gzip.compress(content))
+    plain.write_bytes(content)
+    assert main([str(good), str(plain)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("1.10 ms, on the GPU:") == 2
+    cut = tmp_path / "cut.json.gz"
+    cut.write_bytes(good.read_bytes()[:200])
+    bad = tmp_path / "bad.json"
+    for path, text in ((bad, "[1]"), (bad, "{}"), (bad, "x"), (bad, "[" * 100_000), (cut, ""), (tmp_path / "gone", "")):
+        if path is bad:
+            path.write_text(text)
+        assert main([str(path)]) == 2, text
+        said = capsys.readouterr().err
+        assert said.startswith(f"ERROR {path}: ") and "; name a" in said and len(said.splitlines()) == 1
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """What is read back is what was written, key by key; of something else the file and the key are named."""
 
+import gzip
 import json
 import os
 import tracemalloc
@@ -25,6 +26,7 @@ from titan_mi100.run.progress import Progress
 from titan_mi100.run.sinks import _run_id
 from titan_mi100.text.assets import GENERATION, stop_ids
 from titan_mi100.watch.outcome import Outcome, note_restart, read_outcome, restarts_of
+from titan_mi100.workshop import summarise_trace
 
 
 class Place(TypedDict, total=False):
@@ -264,6 +266,10 @@ def test_a_file_of_a_run_that_has_become_huge_is_not_read_into_memory(
         (tmp_path / name).unlink()
     assert tracemalloc.get_traced_memory()[1] < 100 << 20
     tracemalloc.stop()
+    (tmp_path / "trace.json").write_bytes(gzip.compress(b" " * 5000))
+    monkeypatch.setattr(summarise_trace, "_LARGEST", 4000)
+    with pytest.raises(ValueError, match="more than 4,000 bytes"):
+        summarise_trace.read_any_trace(tmp_path / "trace.json")
 
 
 @pytest.mark.parametrize("named", [-1, 2**70, True, 7.0, "</s>", [[7]], ["x" * 10**7]])

@@ -17,6 +17,7 @@ COMMANDS = {  # word or words: module, or module:function where it is not `main`
     "plan": ("tools.plan", "predict whether a run fits its GPUs, and find the fastest layout"),
     "sweep": ("workshop.sweep.command", "measure layouts, batch sizes and checkpointing on your cards: one table"),
     "prepare": ("tools.prepare_corpus", "tokenise a corpus for pretraining into shards"),
+    "profile": ("workshop.summarise_trace", "summarise a trace that a run has written"),
     "outcome": ("watch.outcome", "how a run stands or ended, and what follows, for batch scripts"),
     "report": ("workshop.report", "one page about a run"),
     "generate": ("tools.generate", "generate text with a model, or chat with it"),
