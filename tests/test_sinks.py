@@ -4,7 +4,7 @@ import sys
 import threading
 import time
 import types
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +169,7 @@ def test_the_explanation_is_config_layout_and_environment_and_known_when_they_ar
     assert first.texts["environment"] == (tmp_path / "environment.json").read_text()
     assert not _write_explanation(tmp_path, Config(), 5, {**ran, "processes": 4}).is_known
     assert not _write_explanation(tmp_path, Config(metrics=MetricsConfig(log_freq=2)), 5, ran).is_known
-    flat = _flat(Config(), 2)
+    flat = _flat(asdict(Config()), Config().layout(2), Config().batch(2))
     assert flat["training.seq_len"] == Config().training.seq_len and flat["layout.dp_degree"] == 2
     assert flat["layout.dp_shard"] == 2 and flat["data.path"] == "()" and flat["metrics.enable_wandb"] is False
 

@@ -4,6 +4,7 @@ import csv
 import math
 import socket
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,7 +83,7 @@ def test_a_spike_is_logged_with_its_rows_and_skipped_where_that_is_asked_for(
 ) -> None:
     monkeypatch.setattr(ShuffledEpochs, "where", lambda _, number: [f"rows.jsonl:{number}"])
     run = opened(world, tmp_path, 4)
-    run.trainer._skip_spikes = skips
+    run.trainer._rules = replace(run.trainer._rules, skip_spikes=skips)
     run.step()
     run.progress.recent_losses = [0.5, 0.6] * 40
     weights = {name: value.detach().clone() for name, value in run.model.named_parameters()}
@@ -92,7 +93,7 @@ def test_a_spike_is_logged_with_its_rows_and_skipped_where_that_is_asked_for(
     assert changed != skips
     assert "far above the steps before (0.85 is the limit)" in caplog.text
     assert run.progress.skipped_steps == run.progress.skipped_spikes == skips
-    log_summary(tmp_path, run.config, run.progress, 2)
+    log_summary(run, 2)
     assert (f"skipped 1 step: the loss was a spike; rows: {tmp_path}/loss_spikes.csv" in caplog.text) == skips
     assert "nonfinite_rows.csv" not in caplog.text
     assert ("was skipped on all ranks" if skips else "updated all the same") in caplog.text

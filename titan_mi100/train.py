@@ -106,7 +106,7 @@ def train(run: Run, preemption: Preemption) -> tuple[str, str]:
             again = f"fix the problem above, then {to_export(run.folder, step, settings.export_dtype)}"
             raise ExportError(f"all steps are saved, but there is no export: {error}", again) from None
     if run.world.rank == 0:
-        log_summary(run.folder, run.config, progress, step, run.measured)
+        log_summary(run, step)
     return message, remedy
 
 

@@ -15,7 +15,17 @@ from titan_mi100.config.as_text import toml_value
 from titan_mi100.config.hub import hub_hint, is_hub_name, no_such_model
 from titan_mi100.config.layout import SCHEDULES, check_schedule
 from titan_mi100.config.problem import ConfigError, Problem
-from titan_mi100.config.settings import FINGERPRINTS, NF4_BLOCK, Config, DataConfig, LoRAConfig, ProfilingConfig
+from titan_mi100.config.settings import (
+    FINGERPRINTS,
+    NF4_BLOCK,
+    Config,
+    DataConfig,
+    LoRAConfig,
+    ObjectiveConfig,
+    ParallelismConfig,
+    ProfilingConfig,
+    TrainingConfig,
+)
 from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.files.model import check_weights
 from titan_mi100.files.patterns import matching_files, nearby
@@ -57,12 +67,18 @@ _MODEL_AND_ROW = (*_MODEL, "training.seq_len")
 # The largest beta1 and beta2 that moments of these formats follow within 5%; slower ones freeze in the end.
 SLOWEST = {"bf16": 0.9999, "8bit": 0.999}
 
+_LIMITS = {  # of shares
+    **dict.fromkeys(("optimizer.beta1", "optimizer.beta2", "data.validation_fraction", "lora.dropout"), "less than"),
+    **dict.fromkeys(("lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor"), "at most"),
+    **dict.fromkeys(("data.max_lost_share", "data.max_cut_share"), "at most"),
+}
+
 
 def check(config: Config, world_size: int | None, with_files: bool = True) -> list[Problem]:
     """All problems. Args: world_size: processes; None: not known, so layouts are not checked."""
     problems = dict.fromkeys(_problems(config, world_size, with_files))
     try:
-        problems |= dict.fromkeys(_check_model(config, config.spec()))
+        problems |= dict.fromkeys(_check_model(config.parallelism, config.lora, config.training, config.spec()))
     except ConfigError as error:
         problems |= dict.fromkeys(error.problems)
     except UserError as error:  # of a file, which it names
@@ -87,12 +103,10 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
         if 1 > (value := getattr(config.optimizer, key)) > (most := SLOWEST.get(state := config.optimizer.state, 1.0)):
             text = f'= {value}: moments with state = "{state}" would freeze; use at most {most}, or state = "fp32"'
             yield Problem(f"optimizer.{key}", text, ("optimizer.state",))
-    below_one = {"optimizer": ("beta1", "beta2"), "data": ("validation_fraction",), "lora": ("dropout",)}
-    at_most_one = {"lr_scheduler": ("decay_ratio", "min_lr_factor"), "data": ("max_lost_share", "max_cut_share")}
-    for limits, limit in ((below_one, "less than"), (at_most_one, "at most")):
-        for section, key in [(section, key) for section, keys in limits.items() for key in keys]:
-            if (value := getattr(getattr(config, section), key)) > 1 or (limits is below_one and value == 1):
-                yield Problem(f"{section}.{key}", f"= {value} must be {limit} 1")
+    for name, limit in _LIMITS.items():
+        section, key = name.split(".")
+        if (value := getattr(getattr(config, section), key)) > 1 or (limit == "less than" and value == 1):
+            yield Problem(name, f"= {value} must be {limit} 1")
     if schedule.decay_ratio == 0:
         yield Problem("lr_scheduler.decay_ratio", '= 0 leaves no decay; use decay_type = "constant"')
     # a folder `wandb`, which wandb writes to, looks like a package: an installed one has an origin
@@ -100,7 +114,7 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
         yield Problem("metrics.enable_wandb", "= true: wandb is not installed; pip install wandb, or set it to false")
     yield from _check_data(data, config.objective.name)
     yield from (*_check_lora(config.lora), *_check_effects(config), *_check_offload(config))
-    yield from _check_objective(config)
+    yield from _check_objective(config.objective, data, config.lora.dropout)
     yield from _check_profiling(config.profiling, world_size)
     validation, best = config.validation, config.checkpoint.keep_best
     needing = {"validation.freq": validation.freq, "checkpoint.keep_best": best}
@@ -220,9 +234,11 @@ def _not_in_blocks(spec: ModelSpec, tp: int) -> str:
     return next((f"{name} = {size} over {n} ranks" for name, size, n in inputs if size % (NF4_BLOCK * n)), "")
 
 
-def _check_model(config: Config, spec: ModelSpec) -> Iterator[Problem]:
+def _check_model(
+    p: ParallelismConfig, lora: LoRAConfig, training: TrainingConfig, spec: ModelSpec
+) -> Iterator[Problem]:
     """Problems with the model's shape, and of splitting it over tensor-parallel ranks and pipeline stages."""
-    p, lora, seq_len = config.parallelism, config.lora, config.training.seq_len
+    seq_len = training.seq_len
     tp, pp = p.tensor_parallel_degree, p.pipeline_parallel_degree
     if lora.base == "nf4" and (size := _not_in_blocks(spec, tp)):
         text = f'= "nf4" needs blocks of {NF4_BLOCK} values, which {size} does not have; use "whole"'
@@ -242,7 +258,7 @@ def _check_model(config: Config, spec: ModelSpec) -> Iterator[Problem]:
         text = f"leaves layers of kind {some(sorted(without))} without an adapter, so a pipeline's stage might have "
         text += "none; name a linear layer of each kind"
         yield Problem("lora.target_modules", text, (*_MODEL, "parallelism.pipeline_parallel_degree"))
-    if config.training.train_router and (lora.rank or EXPERTS not in spec.adapted):
+    if training.train_router and (lora.rank or EXPERTS not in spec.adapted):
         text = "adapters leave it as it is" if lora.rank else "this model has none"
         yield Problem("training.train_router", f"= true has no effect: {text}; set it to false", (*_MODEL, "lora.rank"))
     named = spec.tensor_parallel_sizes()
@@ -385,7 +401,7 @@ def _check_effects(config: Config) -> Iterator[Problem]:
         idle.append((f'format = "{data.format}"', "data.format", keys))
     if data.format not in ("auto", "text") or data.prompt_column:
         idle.append((f'format = "{data.format}" or prompt_column', "data.format", ("text_column",)))
-    idle += _idle_of_objective(config)
+    idle += _idle_of_objective(config.objective)
     of_data = ("data.path", "data.source", "data.weights", "data.prompt_column")  # decide several of these
     for why, reason, keys in idle:
         section = reason.partition(".")[0]
@@ -396,9 +412,8 @@ def _check_effects(config: Config) -> Iterator[Problem]:
                 yield Problem(f"{section}.{key}", text, (reason, *(of_data if section == "data" else ())))
 
 
-def _idle_of_objective(config: Config) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+def _idle_of_objective(o: ObjectiveConfig) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """As `idle` in _check_effects, of [objective]."""
-    o = config.objective
     of_preferences = ("loss", "beta", "label_smoothing", "gamma", "sft_weight")
     of_teacher = ("teacher", "top_k", "teacher_weight", "rest")
     why = f'name = "{o.name}"'
@@ -418,8 +433,7 @@ def _idle_of_objective(config: Config) -> Iterator[tuple[str, str, tuple[str, ..
         yield "an objective that reads no labels", "data.path", ("label_column",)
 
 
-def _check_objective(config: Config) -> Iterator[Problem]:
-    o, data = config.objective, config.data
+def _check_objective(o: ObjectiveConfig, data: DataConfig, dropout: float) -> Iterator[Problem]:
     if o.name == "distill" and not o.teacher:
         text = "is not set; name the folder that titan-mi100 teach has written, or writes"
         yield Problem("objective.teacher", text, ("objective.name",))
@@ -431,9 +445,9 @@ def _check_objective(config: Config) -> Iterator[Problem]:
         yield Problem("objective.name", text, ("data.path", "data.source"))
     if o.answers == "pairs" and any(source.format != "auto" for source in data.source):
         yield Problem("data.source", ": format has no effect: pairs of answers are read by their keys; delete it")
-    if o.answers and config.lora.dropout:
+    if o.answers and dropout:
         text = "disturbs the sums that preferences compare; set it to 0"
-        yield Problem("lora.dropout", f"= {config.lora.dropout} {text}", ("objective.name",))
+        yield Problem("lora.dropout", f"= {dropout} {text}", ("objective.name",))
     if o.answers and data.overlong in ("truncate", "split"):
         text = f'= "{data.overlong}" would cut answers, which preferences compare as wholes; use drop or error'
         yield Problem("data.overlong", text, ("objective.name",))

@@ -6,18 +6,15 @@ checkpoint/resume.py compares them; config.settings.FINGERPRINTS names them.
 from dataclasses import asdict
 from typing import Any
 
-from titan_mi100.config.layout import Batch, Layout
-from titan_mi100.config.settings import Config, lora_identity
-from titan_mi100.data.prepared import Prepared
-from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.config.settings import lora_identity
+from titan_mi100.open_run.inputs import RunInputs
 from titan_mi100.shapes.families import fingerprint
 from titan_mi100.weights.load import base_identity
 
 
-def about_run(
-    config: Config, spec: ModelSpec, data: Prepared, layout: Layout, batch: Batch, of_rows: str
-) -> dict[str, Any]:
+def about_run(inputs: RunInputs, of_rows: str) -> dict[str, Any]:
     """Layout, data and fingerprints of the run, for the manifests of its checkpoints. A collective."""
+    config, spec, data, layout, batch = inputs.config, inputs.spec, inputs.data, inputs.layout, inputs.batch
     lora, load = dict[str, Any](), config.checkpoint.initial_load_path
     identity = lora_identity(config.lora, spec.adapted)
     if config.lora.rank:

@@ -7,8 +7,6 @@ from typing import Any
 from titan_mi100.attention.base import Shape
 from titan_mi100.attention.choice import Choice, choose
 from titan_mi100.checkpoint.checkpointer import Checkpointer, SaveOptions
-from titan_mi100.checkpoint.resume import FoundCheckpoint
-from titan_mi100.config.layout import Layout
 from titan_mi100.config.settings import Config
 from titan_mi100.data.prepare import cache_folder
 from titan_mi100.data.prepared import Prepared
@@ -25,16 +23,15 @@ from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.text.assets import ending_turns, run_assets
 
 
-def choose_backend(
-    config: Config, spec: ModelSpec, layout: Layout, world: World, found: FoundCheckpoint | None
-) -> tuple[Choice, HeadMemory]:
+def choose_backend(inputs: RunInputs) -> tuple[Choice, HeadMemory]:
     """Choose the attention backend and the memory of the loss head. Both decide the order of floating-point sums, so a
     resumed run on the same kind of device keeps its choice; else rank 0 chooses for all. A collective.
     """
+    config, world, resumed = inputs.config, inputs.world, inputs.found
     training, arch = config.training, distributed.device_name(world.device)[1]
     rows, dtype = (training.local_batch_size, training.seq_len), training.mixed_precision_param
-    shape = Shape(*rows, *layout.local(spec.attention), dtype)
-    chosen = found.manifest.get("chosen", {}) if found else {}
+    shape = Shape(*rows, *inputs.layout.local(inputs.spec.attention), dtype)
+    chosen = resumed.manifest.get("chosen", {}) if resumed else {}
     before = Choice(**chosen["attention"]) if "attention" in chosen else None
     configured, cache = config.model.attention_backend, cache_folder(config.data)
     choice, warnings = from_rank_zero(partial(choose, configured, shape, world.device, arch, cache, before))

@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from titan_mi100.attention.base import NO_KERNEL, Shape
 from titan_mi100.attention.running import running_kernel
 from titan_mi100.checkpoint.sealed import list_checkpoints
 from titan_mi100.config.as_text import sections, to_toml
+from titan_mi100.config.layout import Batch, Layout
 from titan_mi100.config.settings import Config, ValidationConfig
 from titan_mi100.data.loader import RowSource
 from titan_mi100.data.microbatch import collate
@@ -28,6 +28,7 @@ from titan_mi100.files.plain import LARGEST_CONFIG, read_plain
 from titan_mi100.log import log
 from titan_mi100.open_run.data import warn_of_higher_rate
 from titan_mi100.open_run.inputs import RunInputs
+from titan_mi100.open_run.run import Run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel, documents_of
 from titan_mi100.parallel.distributed import World, raise_together
@@ -67,7 +68,7 @@ def open_record(inputs: RunInputs, model: ParallelModel, rows: RowSource, steps:
             ran = {"device": device_words, "processes": world.size, "layout": layout, "attention_kernel": kernel}
             ran["compute_dtype"] = dtype
             about = _write_explanation(folder, config, progress.step, ran | code_and_machine(world))
-            about = replace(about, settings=_flat(config, world.size))
+            about = replace(about, settings=_flat(asdict(config), inputs.layout, inputs.batch))
             metrics = config.metrics
             sinks = open_sinks(folder, metrics.enable_tensorboard, metrics.enable_wandb, about, progress.step)
             reporter = Reporter(
@@ -129,10 +130,9 @@ def _write_explanation(folder: Path, config: Config, last_step: int, ran: dict[s
     return Explanation({}, texts, is_known=before == [text.encode(), about.encode()])
 
 
-def _flat(config: Config, world_size: int) -> dict[str, bool | int | float | str]:
-    """Config and layout, by "section.key". Values that are no numbers become text."""
-    groups = {name: asdict(getattr(config, name)) for name, _ in sections()}
-    groups["layout"] = {**asdict(config.layout(world_size)), **asdict(config.batch(world_size))}
+def _flat(settings: dict[str, Any], layout: Layout, batch: Batch) -> dict[str, bool | int | float | str]:
+    """Settings and layout, by "section.key"; values that are no numbers become text. Args: settings: all sections."""
+    groups = {name: settings[name] for name, _ in sections()} | {"layout": {**asdict(layout), **asdict(batch)}}
     fields = {f"{group}.{key}": field for group, own in groups.items() for key, field in own.items()}
     return {name: field if isinstance(field, bool | int | float) else str(field) for name, field in fields.items()}
 
@@ -150,14 +150,10 @@ def step_to_use(folder: Path, validation: ValidationConfig, progress: Progress) 
     return progress.step
 
 
-def log_summary(
-    folder: Path, config: Config, progress: Progress, step: int, measured: Mapping[str, float] = MappingProxyType({})
-) -> None:
-    """The closing summary, and commands to go on with.
-
-    Args:
-        step: step of the export. measured: the last validation, if this start had one.
-    """
+def log_summary(run: Run, step: int) -> None:
+    """Log the closing summary, and commands to continue with. Args: step: of the export."""
+    folder, config, progress = run.folder, run.config, run.progress
+    assert folder is not None
     if count := progress.skipped_steps - progress.skipped_spikes:
         log.warning(f"skipped {plural(count, 'step')}: loss or gradients not finite; rows: {folder / FILE}")
     if spikes := progress.skipped_spikes:
@@ -165,7 +161,7 @@ def log_summary(
     files = [f"checkpoint/{path.name}" for path in list_checkpoints(folder / "checkpoint")]
     library = "peft" if config.lora.rank else "transformers"
     files += [f"hf-step-{step}/ for {library}, vLLM"] * config.checkpoint.export_hf
-    good, to_try = _how_good(progress, measured)
+    good, to_try = _how_good(progress, run.measured)
     log.info(f"done: learned {plural(progress.rows_consumed, 'packed row')} in {plural(progress.step, 'step')}")
     log.info(f"  how good   {good}")
     log.info(f"  where      {shown_path(folder)}: {', '.join(files)}; docs/RUN_FOLDER.md explains the other files")

@@ -92,9 +92,9 @@ def open_run(
     config, spec, progress = inputs.config, inputs.spec, inputs.progress
     forecast = Forecast(config, world, spec, folder)
     rows = open_rows(config.training, config.data, inputs.data, inputs.batch, progress, config.parallelism.is_pipeline)
-    about = about_run(config, spec, inputs.data, inputs.layout, inputs.batch, rows.fingerprint)
+    about = about_run(inputs, rows.fingerprint)
     steps = fit_to_rows(inputs, rows, about)
-    attention, head = choose_backend(config, spec, inputs.layout, world, inputs.found)
+    attention, head = choose_backend(inputs)
     stages = choose_stages(inputs, forecast.plan.card)
     about = {**about, "chosen": {"attention": asdict(attention), "head": asdict(head), **stages}}
     mesh = distributed.build_mesh(inputs.layout, world.device)

@@ -43,7 +43,7 @@ def write_teacher(
     config, k, n_vocab = inputs.config, inputs.config.objective.top_k, inputs.data.facts.n_vocab
     if k > n_vocab:
         raise UserError(f"--top_k {k}: the tokenizer has {n_vocab:,} ids; the usual is 32")
-    attention, head = choose_backend(config, inputs.spec, inputs.layout, world, None)
+    attention, head = choose_backend(inputs)
     stages = choose_stages(inputs, Forecast(config, world, inputs.spec, folder).plan.card)
     mesh = distributed.build_mesh(inputs.layout, world.device)
     model = make_model(inputs, mesh, SFT, attention, head, stages)

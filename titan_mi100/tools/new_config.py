@@ -372,7 +372,7 @@ def _first_fitting(
             rest = {name: settings.items() - _ADAPTERS.get(name, {}).items() for name, settings in change.items()}
             change = {name: {**dict(rest.get(name, ())), **given.get(name, {})} for name in {**given, **rest}}
         elif config.objective.answers:
-            change = _of_pairs(config, change)
+            change = _of_pairs(config.optimizer.lr, change)
         changed = with_settings(config, change)
         refused = check(changed, answers.gpus, with_files=False)
         if not refused:
@@ -384,10 +384,10 @@ def _first_fitting(
     return min(plans, key=lambda candidate: candidate[0].most)
 
 
-def _of_pairs(config: Config, change: Change) -> Change:
+def _of_pairs(usual: float, change: Change) -> Change:
     """The same for pairs of answers: a twentieth of the learning rate, and no dropout, which disturbs their sums."""
     optimizer = change.get("optimizer", {})
-    lr = {"lr": float(f"{optimizer.get('lr', config.optimizer.lr) / 20:.2g}")}
+    lr = {"lr": float(f"{optimizer.get('lr', usual) / 20:.2g}")}
     lora = {"lora": {**change["lora"], "dropout": 0.0}} if "lora" in change else {}
     return {"objective": {"name": "preference"}, **change, **lora, "optimizer": {**optimizer, **lr}}
 

@@ -55,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 door("teach --ids")(student, Path(options.ids))
             else:
                 read = door("teach --from_vllm")
-                read(student, Path(options.from_vllm), _out(options, student), options.top_k or _TOP_K)
+                read(
+                    student, Path(options.from_vllm), _out(options, student.objective.teacher), options.top_k or _TOP_K
+                )
         else:
             config = str(_write_config(options))
 
@@ -114,8 +116,8 @@ def _student(options: argparse.Namespace, settings: Sequence[str] = ()) -> Confi
     return student
 
 
-def _out(options: argparse.Namespace, student: Config) -> Path:
-    folder = options.out or student.objective.teacher
+def _out(options: argparse.Namespace, configured: str) -> Path:
+    folder = options.out or configured
     if not folder:
         raise UserError("--out FOLDER is missing, and the config has no objective.teacher")
     return Path(os.path.abspath(folder))
@@ -126,7 +128,7 @@ def _write_config(options: argparse.Namespace) -> Path:
     if not options.model:
         raise UserError("--model TEACHER is missing: an HF folder, or another run's checkpoint/step-N")
     student = _student(options)
-    folder = _out(options, student)
+    folder = _out(options, student.objective.teacher)
     is_ours = (folder / TEACHER_CONFIG).exists() or (folder.is_dir() and not os.listdir(folder))
     if os.path.lexists(folder) and not is_ours:
         raise UserError(f"{folder}: exists already, and is no teacher's folder; name a new one with --out")
