@@ -19,7 +19,7 @@ from titan_mi100.config.layout import (
 )
 from titan_mi100.config.settings import NF4_BLOCK, Config
 from titan_mi100.planning.costs import stage_costs
-from titan_mi100.shapes.base import EXPERTS, LayerShape, ModelSpec, Values
+from titan_mi100.shapes.base import EXPERTS, LayerShape, ModelSpec, ValuesPerToken
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 ACTIVATIONS, HEAD_LOSS, COMMUNICATION = "activations", "head loss", "communication"
@@ -307,7 +307,7 @@ class _RankMemory:
             return min(microbatches, pp + 1)
         return min(microbatches, pp - self.rank)
 
-    def _bytes(self, values: Values) -> float:
+    def _bytes(self, values: ValuesPerToken) -> float:
         """Bytes on this rank of values per token."""
         return self.tokens * (values.compute * self.compute + values.fp32 * 4) / self.layout.tp
 

@@ -6,12 +6,14 @@ LoRA, tensor parallel, pipeline stages, conversion and decoding read these data;
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import Field, asdict, replace
+from dataclasses import Field, asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 ALL_LINEAR = "all-linear"  # peft's word for all linear layers that can have an adapter
 EXPERTS = "experts"  # all matrices of all experts of a layer, as a target of LoRA
+COMPUTE, FP32 = "compute", "fp32"  # dtype of a saved tensor: the computation's, or 4 bytes
+BEFORE, MIX, AFTER = "before", "mix", "after"  # the parts of a layer, see model/decoder.py
 
 
 class Split(NamedTuple):
@@ -88,18 +90,41 @@ class Piece(NamedTuple):
     whole_shape: tuple[int, ...]
 
 
-class Values(NamedTuple):
+class Saved(NamedTuple):
+    """A tensor that a layer saves for its backward; `titan-mi100 plan --rehearse N --saved` lists those of a family.
+
+    Attributes:
+        values: per token, of all tensor-parallel ranks together. An fp32 copy of a tensor in 16 bits may be written as
+            twice as many values of 16 bits.
+        part: activation_checkpoint.mode = "selective" keeps what MIX saves, and what AFTER reads of it; it is planned to
+            compute all of AFTER again at once.
+        is_for_norm: only the gradient of a norm's weight needs it, so it is not saved if the weight is frozen.
+    """
+
+    name: str
+    values: int
+    part: str = AFTER
+    dtype: str = COMPUTE
+    is_for_norm: bool = False
+
+
+class ValuesPerToken(NamedTuple):
     """Values per token, of all tensor-parallel ranks together: in the computation's dtype, and in fp32."""
 
     compute: int
     fp32: int = 0
 
-    def __add__(self, other: object) -> "Values":
-        assert isinstance(other, Values)
-        return Values(self.compute + other.compute, self.fp32 + other.fp32)
+    @classmethod
+    def of(cls, tensors: Iterable[Saved]) -> "ValuesPerToken":
+        """The sum of the tensors."""
+        sums = {COMPUTE: 0, FP32: 0}
+        for tensor in tensors:
+            sums[tensor.dtype] += tensor.values
+        return cls(**sums)
 
 
-class LayerShape(NamedTuple):
+@dataclass(frozen=True)
+class LayerShape:
     """A layer.
 
     Attributes:
@@ -109,9 +134,9 @@ class LayerShape(NamedTuple):
         products: weights that a token is multiplied with in forward.
         last_product: of these, the weights of the last product, which no backward recomputes.
         pair_flops: FLOPs in forward for each pair of a query and a key inside a document.
-        kept: activation_checkpoint.mode -> what a layer keeps from forward to backward.
-        inside: the same for what its backward needs besides.
-        for_norms: of what it keeps with "none", what the gradients of the norms' weights alone need.
+        input: values per token of the layer's input, from which a recomputation begins.
+        saved: what it keeps for its backward if nothing is recomputed.
+        temporaries: what its backward allocates besides.
         slots: experts that a token goes to.
     """
 
@@ -121,10 +146,29 @@ class LayerShape(NamedTuple):
     products: int
     last_product: int
     pair_flops: int
-    kept: Mapping[str, Values]
-    inside: Mapping[str, Values]
-    for_norms: Values = Values(0)
+    input: int
+    saved: tuple[Saved, ...]
+    temporaries: tuple[Saved, ...]
     slots: int = 0
+
+    @cached_property
+    def kept(self) -> Mapping[str, ValuesPerToken]:
+        """activation_checkpoint.mode -> what the layer keeps from forward to backward."""
+        start, of = Saved("input", self.input), ValuesPerToken.of
+        mixing = (tensor for tensor in self.saved if tensor.part == MIX)
+        return {"none": of(self.saved), "selective": of((start, *mixing)), "full": of((start,))}
+
+    @cached_property
+    def inside(self) -> Mapping[str, ValuesPerToken]:
+        """activation_checkpoint.mode -> what its backward needs besides."""
+        after = [tensor for tensor in self.saved if tensor.part == AFTER]
+        again = {"none": (), "selective": after, "full": self.saved}
+        return {mode: ValuesPerToken.of((*tensors, *self.temporaries)) for mode, tensors in again.items()}
+
+    @cached_property
+    def for_norms(self) -> ValuesPerToken:
+        """Of what it keeps with "none": what is not saved if the norms' weights are frozen."""
+        return ValuesPerToken.of(tensor for tensor in self.saved if tensor.is_for_norm)
 
     @property
     def size(self) -> int:
@@ -183,9 +227,9 @@ class ModelSpec:
         raise NotImplementedError
 
     @property
-    def per_forward(self) -> Values:
+    def per_forward(self) -> ValuesPerToken:
         """What a forward computes once for all layers, such as rotary tables, and keeps until its backward."""
-        return Values(0)
+        return ValuesPerToken(0)
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
         """Names and sizes that the tensor-parallel degree must divide."""

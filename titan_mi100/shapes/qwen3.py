@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from titan_mi100.shapes import hf_config
-from titan_mi100.shapes.base import INPUTS, OUTPUTS, WHOLE, AttentionShape, LayerShape, ModelSpec, Parameter, Values
+from titan_mi100.shapes.base import (
+    BEFORE, FP32, INPUTS, MIX, OUTPUTS, WHOLE, AttentionShape, LayerShape, ModelSpec, Parameter, Saved, ValuesPerToken,
+)  # fmt: skip
 from titan_mi100.wording import shortened
 
 # The linear layers of a layer, in the order of the computation: those that LoRA can adapt.
@@ -52,8 +54,16 @@ class Qwen3Spec(ModelSpec):
             "post_attention_layernorm.weight": norm,
         }
         matrices = [parameter.size for parameter in parameters.values() if parameter.role == "matrix"]
-        saved = Values(6 * hidden + 2 * q + 2 * k + 4 * mlp, 2 * (hidden + q + k))  # norms are in fp32
-        moving = Values(2 * mlp + 2 * hidden)
+        saved = (
+            Saved("input in fp32", 2 * hidden, BEFORE),  # norms are in fp32
+            Saved("normed input in fp32", hidden, BEFORE, FP32, is_for_norm=True),
+            Saved("normed input", hidden, BEFORE),
+            Saved("q in fp32", q, BEFORE, FP32),
+            Saved("normed q in fp32", q, BEFORE, FP32, is_for_norm=True),
+            Saved("k in fp32", k, BEFORE, FP32),
+            Saved("normed k in fp32", k, BEFORE, FP32, is_for_norm=True),
+            *(Saved("q", q, MIX), Saved("k", k, MIX), Saved("v", k, MIX), Saved("attention's output", q, MIX)),
+        )
         layer = LayerShape(
             kind="attention",
             parameters=parameters,
@@ -61,9 +71,9 @@ class Qwen3Spec(ModelSpec):
             products=sum(matrices),
             last_product=hidden * mlp,
             pair_flops=4 * q,
-            kept={"none": saved, "selective": Values(hidden + 2 * q + 2 * k), "full": Values(hidden)},
-            inside={"none": moving, "selective": Values(3 * hidden + 4 * mlp, hidden) + moving, "full": saved + moving},
-            for_norms=Values(0, 2 * hidden + q + k),
+            input=hidden,
+            saved=(*saved, *saved_by_mlp(hidden, mlp)),
+            temporaries=gradients_in_mlp(hidden, mlp),
         )
         return (layer,) * self.num_hidden_layers
 
@@ -72,8 +82,8 @@ class Qwen3Spec(ModelSpec):
         return AttentionShape(self.num_attention_heads, self.num_key_value_heads, self.head_dim)
 
     @property
-    def per_forward(self) -> Values:
-        return Values(0, 2 * self.head_dim)  # cos and sin
+    def per_forward(self) -> ValuesPerToken:
+        return ValuesPerToken(0, 2 * self.head_dim)  # cos and sin
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
         split = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -89,6 +99,21 @@ class Qwen3Spec(ModelSpec):
         if not messages and self.head_dim % 2:
             messages.append(f"head_dim = {self.head_dim} is odd; rotary embeddings rotate pairs")
         return messages
+
+
+def saved_by_mlp(hidden: int, mlp: int) -> tuple[Saved, ...]:
+    """What SwiGLU and the norm before it save. Args: mlp: the inner size."""
+    return (
+        Saved("residual in fp32", 2 * hidden),
+        Saved("normed residual in fp32", hidden, dtype=FP32, is_for_norm=True),
+        Saved("normed residual", hidden),
+        *(Saved(f"mlp.{name}", mlp) for name in ("gate", "up", "silu(gate)", "silu(gate) x up")),
+    )
+
+
+def gradients_in_mlp(hidden: int, mlp: int) -> tuple[Saved, ...]:
+    """The temporaries of its backward."""
+    return Saved("mlp.gradients of gate and up", 2 * mlp), Saved("hidden.gradients of two hidden states", 2 * hidden)
 
 
 def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> Qwen3Spec:

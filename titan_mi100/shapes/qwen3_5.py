@@ -12,17 +12,11 @@ from typing import Any, ClassVar
 
 from titan_mi100.shapes import hf_config
 from titan_mi100.shapes.base import (
-    INPUTS,
-    OUTPUTS,
-    WHOLE,
-    AttentionShape,
-    LayerShape,
-    ModelSpec,
-    Parameter,
-    Split,
-    Values,
-)
+    BEFORE, FP32, INPUTS, MIX, OUTPUTS, WHOLE, AttentionShape, LayerShape, ModelSpec, Parameter, Saved, Split,
+    ValuesPerToken,
+)  # fmt: skip
 from titan_mi100.shapes.delta_rule import CHUNK, DeltaRuleCost
+from titan_mi100.shapes.qwen3 import gradients_in_mlp, saved_by_mlp
 from titan_mi100.wording import shortened, shown
 
 LINEARS = (
@@ -112,7 +106,7 @@ class Qwen3_5Spec(ModelSpec):
         return tuple(kinds[kind] for kind in self.layer_types)
 
     def _attention(self, common: Mapping[str, Parameter]) -> LayerShape:
-        hidden, mlp = self.hidden_size, self.intermediate_size
+        hidden = self.hidden_size
         q, k = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         norm_of_head = Parameter((self.head_dim,), WHOLE, "norm", "zeros")
         parameters = {
@@ -123,13 +117,20 @@ class Qwen3_5Spec(ModelSpec):
             "self_attn.q_norm.weight": norm_of_head,
             "self_attn.k_norm.weight": norm_of_head,
         }
-        kept = Values(4 * hidden + 5 * q + 2 * k + 4 * mlp, 2 * (hidden + q + k))  # norms are in fp32
-        selective = Values(hidden + 3 * q + 2 * k)
+        saved = (
+            *(Saved(f"{name} in fp32", q, BEFORE, FP32) for name in ("q", "normed q")),
+            *(Saved(f"{name} in fp32", k, BEFORE, FP32) for name in ("k", "normed k")),
+            *(Saved("q", q, MIX), Saved("k", k, MIX), Saved("v", k, MIX), Saved("gate", q, MIX)),
+            Saved("attention's output", q, MIX),
+            # computed after the mixing; "selective" is planned without them
+            *(Saved("sigmoid(gate)", q, BEFORE), Saved("gated output", q, BEFORE)),
+        )
         adapted = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-        return self._layer(FULL, {**parameters, **common}, adapted, 0, 4 * q, kept, selective, Values(q))
+        gradient = (Saved("gradient of the gate", q),)
+        return self._layer(FULL, {**parameters, **common}, adapted, 0, 4 * q, saved, gradient)
 
     def _delta(self, common: Mapping[str, Parameter]) -> LayerShape:
-        hidden, mlp, heads = self.hidden_size, self.intermediate_size, self.linear_num_value_heads
+        hidden, heads = self.hidden_size, self.linear_num_value_heads
         keys, values, dims = self.keys, self.values, (self.linear_key_head_dim, self.linear_value_head_dim)
         parts = Split(0, (keys, keys, values))  # queries, keys, values
         channels, each_head = 2 * keys + values, Parameter((heads,), OUTPUTS, "other", "ones")
@@ -146,18 +147,26 @@ class Qwen3_5Spec(ModelSpec):
         }
         cost = DeltaRuleCost(1, self.chunk, self.linear_num_key_heads, heads, *dims, chunk=self.chunk)
         rule, states = cost.forward_flops // 2 // self.chunk, cost.state_bytes // 4 // self.chunk // 2  # of a token
-        kept = Values(4 * hidden + 3 * channels + 4 * values + 4 * mlp, 2 * hidden + 2 * values + states + 4 * heads)
-        selective = Values(hidden + 3 * channels + 2 * values, states + 4 * heads)
+        saved = (
+            *(Saved(name, channels, MIX) for name in ("qkv before the convolution", "qkv before silu", "qkv")),
+            *(Saved(name, values, MIX) for name in ("z", "the rule's output")),
+            Saved("states of the rule", states, MIX, FP32),
+            Saved("decays and betas, and what they are of", 4 * heads, MIX, FP32),
+            # computed after the mixing; "selective" is planned without them
+            *(Saved(name, values, BEFORE) for name in ("normed output", "gated output")),
+            *(Saved(f"{name} in fp32", values, BEFORE, FP32) for name in ("the rule's output", "z")),
+        )
         adapted = ("in_proj_qkv", "in_proj_z", "out_proj", "gate_proj", "up_proj", "down_proj")
-        inside = Values(0, 3 * channels + 2 * states)
-        return self._layer(LINEAR, {**parameters, **common}, adapted, rule, 0, kept, selective, inside)
+        gradients = (Saved("qkv in fp32", 3 * channels, MIX, FP32), Saved("states again", 2 * states, MIX, FP32))
+        return self._layer(LINEAR, {**parameters, **common}, adapted, rule, 0, saved, gradients)
 
     def _layer(
         self, kind: str, parameters: Mapping[str, Parameter], adapted: tuple[str, ...], rule: int, pair_flops: int,
-        kept: Values, selective: Values, inside: Values,
+        saved: tuple[Saved, ...], temporaries: tuple[Saved, ...],
     ) -> LayerShape:  # fmt: skip
+        """Args: saved, temporaries: without those of the norms and of the MLP."""
         hidden, mlp = self.hidden_size, self.intermediate_size
-        moving = Values(2 * mlp + 2 * hidden) + inside
+        normed = Saved("normed input in fp32", hidden, BEFORE, FP32, True), Saved("normed input", hidden, BEFORE)
         return LayerShape(
             kind=kind,
             parameters=parameters,
@@ -165,9 +174,9 @@ class Qwen3_5Spec(ModelSpec):
             products=rule + sum(p.size for p in parameters.values() if len(p.shape) == 2),
             last_product=hidden * mlp,
             pair_flops=pair_flops,
-            kept={"none": kept, "selective": selective, "full": Values(hidden)},
-            inside={"none": moving, "selective": Values(3 * hidden + 4 * mlp, hidden) + moving, "full": kept + moving},
-            for_norms=Values(0, 2 * hidden),
+            input=hidden,
+            saved=(*normed, *saved, *saved_by_mlp(hidden, mlp)),
+            temporaries=(*gradients_in_mlp(hidden, mlp), *temporaries),
         )
 
     @property
@@ -175,8 +184,8 @@ class Qwen3_5Spec(ModelSpec):
         return AttentionShape(self.num_attention_heads, self.num_key_value_heads, self.head_dim)
 
     @property
-    def per_forward(self) -> Values:
-        return Values(0, 2 * self.rotated)  # cos and sin
+    def per_forward(self) -> ValuesPerToken:
+        return ValuesPerToken(0, 2 * self.rotated)  # cos and sin
 
     def carries(self, name: str) -> bool:
         return name.startswith(("model.visual.", "mtp."))
