@@ -10,10 +10,10 @@ from dataclasses import Field, asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
+from titan_mi100.shapes.saved import AFTER, MIX, Saved, ValuesPerToken
+
 ALL_LINEAR = "all-linear"  # peft's word for all linear layers that can have an adapter
 EXPERTS = "experts"  # all matrices of all experts of a layer, as a target of LoRA
-COMPUTE, FP32 = "compute", "fp32"  # dtype of a saved tensor: the computation's, or 4 bytes
-BEFORE, MIX, AFTER = "before", "mix", "after"  # the parts of a layer, see model/decoder.py
 
 
 class Split(NamedTuple):
@@ -90,39 +90,6 @@ class Piece(NamedTuple):
     whole_shape: tuple[int, ...]
 
 
-class Saved(NamedTuple):
-    """A tensor that a layer saves for its backward; `titan-mi100 plan --rehearse N --saved` lists those of a family.
-
-    Attributes:
-        values: per token, of all tensor-parallel ranks together. An fp32 copy of a tensor in 16 bits may be written as
-            twice as many values of 16 bits.
-        part: activation_checkpoint.mode = "selective" keeps what MIX saves, and what AFTER reads of it; it is planned to
-            compute all of AFTER again at once.
-        is_for_norm: only the gradient of a norm's weight needs it, so it is not saved if the weight is frozen.
-    """
-
-    name: str
-    values: int
-    part: str = AFTER
-    dtype: str = COMPUTE
-    is_for_norm: bool = False
-
-
-class ValuesPerToken(NamedTuple):
-    """Values per token, of all tensor-parallel ranks together: in the computation's dtype, and in fp32."""
-
-    compute: int
-    fp32: int = 0
-
-    @classmethod
-    def of(cls, tensors: Iterable[Saved]) -> "ValuesPerToken":
-        """The sum of the tensors."""
-        sums = {COMPUTE: 0, FP32: 0}
-        for tensor in tensors:
-            sums[tensor.dtype] += tensor.values
-        return cls(**sums)
-
-
 @dataclass(frozen=True)
 class LayerShape:
     """A layer.
@@ -154,14 +121,14 @@ class LayerShape:
     @cached_property
     def kept(self) -> Mapping[str, ValuesPerToken]:
         """activation_checkpoint.mode -> what the layer keeps from forward to backward."""
-        start, of = Saved("input", self.input), ValuesPerToken.of
-        mixing = (tensor for tensor in self.saved if tensor.part == MIX)
-        return {"none": of(self.saved), "selective": of((start, *mixing)), "full": of((start,))}
+        start, mixing = Saved("input", self.input), (tensor for tensor in self.saved if tensor.part == MIX)
+        kept = {"none": self.saved, "selective": (start, *mixing), "full": (start,)}
+        return {mode: ValuesPerToken.of(tensors) for mode, tensors in kept.items()}
 
     @cached_property
     def inside(self) -> Mapping[str, ValuesPerToken]:
         """activation_checkpoint.mode -> what its backward needs besides."""
-        after = [tensor for tensor in self.saved if tensor.part == AFTER]
+        after = tuple(tensor for tensor in self.saved if tensor.part == AFTER)
         again = {"none": (), "selective": after, "full": self.saved}
         return {mode: ValuesPerToken.of((*tensors, *self.temporaries)) for mode, tensors in again.items()}
 
@@ -258,14 +225,11 @@ class ModelSpec:
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
         """Every parameter by its HF name, a tied weight once."""
-        norm, shape = (
-            Parameter((self.hidden_size,), WHOLE, "norm", self.norm_start),
-            (self.vocab_size, self.hidden_size),
-        )
+        shape = self.vocab_size, self.hidden_size
         by_name = {"model.embed_tokens.weight": Parameter(shape, OUTPUTS, "embedding")}
         for number, layer in enumerate(self.layers):
             by_name |= {f"model.layers.{number}.{name}": parameter for name, parameter in layer.parameters.items()}
-        by_name["model.norm.weight"] = norm
+        by_name["model.norm.weight"] = Parameter(shape[1:], WHOLE, "norm", self.norm_start)
         if not self.tie_word_embeddings:
             by_name["lm_head.weight"] = Parameter(shape, OUTPUTS, "head")
         return by_name

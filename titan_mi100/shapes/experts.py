@@ -15,7 +15,8 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from titan_mi100.errors import UserError
-from titan_mi100.shapes.base import EXPERTS, FP32, INPUTS, WHOLE, LayerShape, ModelSpec, Parameter, Saved
+from titan_mi100.shapes.base import EXPERTS, INPUTS, WHOLE, LayerShape, ModelSpec, Parameter
+from titan_mi100.shapes.saved import FP32, Saved
 
 INSIDE = ".mlp.experts."  # in the names of their tensors
 # peft takes these names, in any layer of such a model, for the experts'; so an MLP has no adapters
@@ -59,21 +60,15 @@ def with_experts(
     if is_shared:
         shared = {n.replace("mlp.", "mlp.shared_expert."): p for n, p in layer.parameters.items() if n[:4] == "mlp."}
         parameters |= shared | {"mlp.shared_expert_gate.weight": small._replace(shape=(1, hidden))}
-    names = ("gate", "up", "silu(gate)", "silu(gate) x up", "the same times the weights")
+    gone, names = 0 if is_shared else mlp, ("gate", "up", "silu(gate)", "silu(gate) x up", "the same x weights")
     saved = (
         *(tensor for tensor in layer.saved if is_shared or not tensor.name.startswith("mlp.")),
-        Saved("experts.rows", slots * hidden),
-        *(Saved(f"experts.{name}", slots * inner) for name in names),
-        Saved("router.logits", experts),
-        Saved("router.probabilities", experts, dtype=FP32),
+        *(Saved("experts.rows", slots * hidden), *(Saved(f"experts.{name}", slots * inner) for name in names)),
+        *(Saved("router.logits", experts), Saved("router.probabilities", experts, dtype=FP32)),
         Saved("router.order of rows", 8 * slots, dtype=FP32),  # four tensors of 8 bytes a value
     )
-    temporaries = (
-        *(tensor for tensor in layer.temporaries if not tensor.name.startswith(("hidden.", "mlp.")[: 2 - is_shared])),
-        Saved("experts.gradients of gate and up", 2 * slots * inner),
-        Saved("experts.gradients of two rows", 2 * slots * hidden),
-    )
-    gone = 0 if is_shared else mlp
+    prefixes = ("hidden.",) if is_shared else ("hidden.", "mlp.")
+    temporaries = tuple(tensor for tensor in layer.temporaries if not tensor.name.startswith(prefixes))
     return replace(
         layer,
         kind=kind,
@@ -83,7 +78,7 @@ def with_experts(
         last_product=hidden * (slots * inner + is_shared * mlp),
         slots=slots,
         saved=saved,
-        temporaries=temporaries,
+        temporaries=(*temporaries, Saved("experts.gradients", 2 * slots * (inner + hidden))),
     )
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from titan_mi100.shapes import hf_config
-from titan_mi100.shapes.base import (
-    BEFORE, FP32, INPUTS, MIX, OUTPUTS, WHOLE, AttentionShape, LayerShape, ModelSpec, Parameter, Saved, ValuesPerToken,
-)  # fmt: skip
+from titan_mi100.shapes.base import INPUTS, OUTPUTS, WHOLE, AttentionShape, LayerShape, ModelSpec, Parameter
+from titan_mi100.shapes.saved import BEFORE, FP32, MIX, Saved, ValuesPerToken
 from titan_mi100.wording import shortened
 
 # The linear layers of a layer, in the order of the computation: those that LoRA can adapt.
@@ -39,7 +38,7 @@ class Qwen3Spec(ModelSpec):
     def layers(self) -> tuple[LayerShape, ...]:
         hidden, mlp = self.hidden_size, self.intermediate_size
         q, k = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        norm, norm_of_head = (Parameter((size,), WHOLE, "norm", "ones") for size in (hidden, self.head_dim))
+        norm_of_head = Parameter((self.head_dim,), WHOLE, "norm", self.norm_start)
         parameters = {
             "self_attn.q_proj.weight": Parameter((q, hidden), OUTPUTS),
             "self_attn.k_proj.weight": Parameter((k, hidden), OUTPUTS),
@@ -47,11 +46,7 @@ class Qwen3Spec(ModelSpec):
             "self_attn.o_proj.weight": Parameter((hidden, q), INPUTS),
             "self_attn.q_norm.weight": norm_of_head,
             "self_attn.k_norm.weight": norm_of_head,
-            "mlp.gate_proj.weight": Parameter((mlp, hidden), OUTPUTS),
-            "mlp.up_proj.weight": Parameter((mlp, hidden), OUTPUTS),
-            "mlp.down_proj.weight": Parameter((hidden, mlp), INPUTS),
-            "input_layernorm.weight": norm,
-            "post_attention_layernorm.weight": norm,
+            **norms_and_mlp(hidden, mlp, self.norm_start),
         }
         matrices = [parameter.size for parameter in parameters.values() if parameter.role == "matrix"]
         saved = (
@@ -99,6 +94,18 @@ class Qwen3Spec(ModelSpec):
         if not messages and self.head_dim % 2:
             messages.append(f"head_dim = {self.head_dim} is odd; rotary embeddings rotate pairs")
         return messages
+
+
+def norms_and_mlp(hidden: int, mlp: int, norm_start: str) -> dict[str, Parameter]:
+    """The parameters that layers of any kind have."""
+    norm = Parameter((hidden,), WHOLE, "norm", norm_start)
+    return {
+        "mlp.gate_proj.weight": Parameter((mlp, hidden), OUTPUTS),
+        "mlp.up_proj.weight": Parameter((mlp, hidden), OUTPUTS),
+        "mlp.down_proj.weight": Parameter((hidden, mlp), INPUTS),
+        "input_layernorm.weight": norm,
+        "post_attention_layernorm.weight": norm,
+    }
 
 
 def saved_by_mlp(hidden: int, mlp: int) -> tuple[Saved, ...]:

@@ -11,12 +11,10 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from titan_mi100.shapes import hf_config
-from titan_mi100.shapes.base import (
-    BEFORE, FP32, INPUTS, MIX, OUTPUTS, WHOLE, AttentionShape, LayerShape, ModelSpec, Parameter, Saved, Split,
-    ValuesPerToken,
-)  # fmt: skip
-from titan_mi100.shapes.delta_rule import CHUNK, DeltaRuleCost
-from titan_mi100.shapes.qwen3 import gradients_in_mlp, saved_by_mlp
+from titan_mi100.shapes.base import INPUTS, OUTPUTS, WHOLE, AttentionShape, LayerShape, ModelSpec, Parameter, Split
+from titan_mi100.shapes.delta_rule import CHUNK, products_of_chunk
+from titan_mi100.shapes.qwen3 import gradients_in_mlp, norms_and_mlp, saved_by_mlp
+from titan_mi100.shapes.saved import BEFORE, FP32, MIX, Saved, ValuesPerToken
 from titan_mi100.wording import shortened, shown
 
 LINEARS = (
@@ -93,19 +91,10 @@ class Qwen3_5Spec(ModelSpec):
 
     @cached_property
     def layers(self) -> tuple[LayerShape, ...]:
-        hidden, mlp = self.hidden_size, self.intermediate_size
-        norm = Parameter((hidden,), WHOLE, "norm", "zeros")
-        common = {
-            "mlp.gate_proj.weight": Parameter((mlp, hidden), OUTPUTS),
-            "mlp.up_proj.weight": Parameter((mlp, hidden), OUTPUTS),
-            "mlp.down_proj.weight": Parameter((hidden, mlp), INPUTS),
-            "input_layernorm.weight": norm,
-            "post_attention_layernorm.weight": norm,
-        }
-        kinds = {FULL: self._attention(common), LINEAR: self._delta(common)}
+        kinds = {FULL: self._attention(), LINEAR: self._delta()}
         return tuple(kinds[kind] for kind in self.layer_types)
 
-    def _attention(self, common: Mapping[str, Parameter]) -> LayerShape:
+    def _attention(self) -> LayerShape:
         hidden = self.hidden_size
         q, k = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         norm_of_head = Parameter((self.head_dim,), WHOLE, "norm", "zeros")
@@ -127,9 +116,9 @@ class Qwen3_5Spec(ModelSpec):
         )
         adapted = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
         gradient = (Saved("gradient of the gate", q),)
-        return self._layer(FULL, {**parameters, **common}, adapted, 0, 4 * q, saved, gradient)
+        return self._layer(FULL, parameters, adapted, 0, 4 * q, saved, gradient)
 
-    def _delta(self, common: Mapping[str, Parameter]) -> LayerShape:
+    def _delta(self) -> LayerShape:
         hidden, heads = self.hidden_size, self.linear_num_value_heads
         keys, values, dims = self.keys, self.values, (self.linear_key_head_dim, self.linear_value_head_dim)
         parts = Split(0, (keys, keys, values))  # queries, keys, values
@@ -145,8 +134,8 @@ class Qwen3_5Spec(ModelSpec):
             "linear_attn.norm.weight": Parameter((dims[1],), WHOLE, "norm", "ones", in_fp32=True),
             "linear_attn.out_proj.weight": Parameter((hidden, values), INPUTS),
         }
-        cost = DeltaRuleCost(1, self.chunk, self.linear_num_key_heads, heads, *dims, chunk=self.chunk)
-        rule, states = cost.forward_flops // 2 // self.chunk, cost.state_bytes // 4 // self.chunk // 2  # of a token
+        rule = products_of_chunk(self.linear_num_key_heads, heads, *dims, self.chunk) // self.chunk  # of a token
+        states = heads * dims[0] * dims[1] // self.chunk  # one for each chunk
         saved = (
             *(Saved(name, channels, MIX) for name in ("qkv before the convolution", "qkv before silu", "qkv")),
             *(Saved(name, values, MIX) for name in ("z", "the rule's output")),
@@ -158,14 +147,15 @@ class Qwen3_5Spec(ModelSpec):
         )
         adapted = ("in_proj_qkv", "in_proj_z", "out_proj", "gate_proj", "up_proj", "down_proj")
         gradients = (Saved("qkv in fp32", 3 * channels, MIX, FP32), Saved("states again", 2 * states, MIX, FP32))
-        return self._layer(LINEAR, {**parameters, **common}, adapted, rule, 0, saved, gradients)
+        return self._layer(LINEAR, parameters, adapted, rule, 0, saved, gradients)
 
     def _layer(
         self, kind: str, parameters: Mapping[str, Parameter], adapted: tuple[str, ...], rule: int, pair_flops: int,
         saved: tuple[Saved, ...], temporaries: tuple[Saved, ...],
     ) -> LayerShape:  # fmt: skip
-        """Args: saved, temporaries: without those of the norms and of the MLP."""
+        """Args: parameters, saved, temporaries: without those of the norms and of the MLP."""
         hidden, mlp = self.hidden_size, self.intermediate_size
+        parameters = {**parameters, **norms_and_mlp(hidden, mlp, self.norm_start)}
         normed = Saved("normed input in fp32", hidden, BEFORE, FP32, True), Saved("normed input", hidden, BEFORE)
         return LayerShape(
             kind=kind,
