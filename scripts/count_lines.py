@@ -36,12 +36,12 @@ CORE = (
     ),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )
-BUDGETS = {"core": 10105, "titan_mi100": 27925, "scripts": 1155}  # lines of code
+BUDGETS = {"core": 10095, "titan_mi100": 27965, "scripts": 1155}  # lines of code
 FOLDERS = {  # the same, of folders in titan_mi100/ with all below them
     "attention": 935, "checkpoint": 720, "config": 2075, "data": 3980, "device": 105, "files": 1185,
     "generation": 275, "launch": 1310, "model": 1455, "objectives": 190, "open_run": 1105, "optim": 615,
-    "parallel": 1155, "planning": 765, "run": 1485, "shapes": 955, "text": 1440, "tools": 1780, "watch": 645,
-    "weights": 1220, "workshop": 3710,
+    "parallel": 1155, "planning": 760, "run": 1485, "shapes": 950, "text": 1440, "tools": 1780, "watch": 645,
+    "weights": 1220, "workshop": 3760,
 }  # fmt: skip
 BUDGETS |= {f"titan_mi100/{folder}": budget for folder, budget in FOLDERS.items()}
 LONG_FUNCTION, LONG_FILE = 80, 450  # lines above which a function or a file is named, as a reason to look at it

@@ -34,15 +34,13 @@ _SPARE = 0.05  # a card is almost full if less than this share of it would be le
 HOST = "host"  # besides these categories: memory that is not on the device
 
 _BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
-_UPDATE_BYTES = 40  # of a value in an update, on a GPU without Triton
 _ON_THE_WAY = 1 << 30  # bytes of gradients that wait to be copied to the host; the same in parallel/offload.py
-# Read by optim/lean.py: values that a GPU updates at a time. The buffers take 128 MiB.
-UPDATED_AT_ONCE = 1 << 22
-# Read by model/loss.py: logits of a block on a GPU and on a CPU, and its fewest columns: narrower products are slow. On
-# a CPU a block in fp32 takes 4 MiB, which fit into its caches.
-HEAD_BLOCK, HEAD_BLOCK_CPU, HEAD_COLUMNS = 1 << 25, 1 << 20, 1024
-# A GPU keeps at most 1 logit per so many bytes of its memory. So 16-bit logits take at most 1/32 of it.
-HEAD_BYTES_PER_LOGIT = 64
+# Values that a GPU updates at a time (optim/lean.py reads it), and bytes of each in buffers, without Triton
+UPDATED_AT_ONCE, _UPDATE_BYTES = 1 << 22, 40
+# Read by model/loss.py: logits of a block on a GPU, and on a CPU, into whose caches 4 MiB in fp32 fit; columns that a
+# block has at least, as narrower products are slow; bytes of a GPU's memory for each logit that it may keep, so that
+# logits of 16 bits take at most 1/32 of the memory.
+HEAD_BLOCK, HEAD_BLOCK_CPU, HEAD_COLUMNS, HEAD_BYTES_PER_LOGIT = 1 << 25, 1 << 20, 1024, 64
 
 
 @dataclass(frozen=True)
@@ -80,8 +78,8 @@ def _peaks(config: Config, spec: ModelSpec, ranks: int, device_memory: int, coun
     layout, batch, peaks = config.layout(ranks), config.batch(ranks), []
     cuts = stages_of(counts)
     for rank, numbers in enumerate(_on_ranks(config, layout.pp, len(cuts))):
-        one = _RankMemory(config, spec, layout, batch, device_memory, rank, [cuts[index] for index in numbers])
-        moments = (Memory(*moment, one.on_host()) for moment in one.moments())
+        here = _RankMemory(config, spec, layout, batch, device_memory, rank, [cuts[index] for index in numbers])
+        moments = (Memory(*moment, here.on_host()) for moment in here.moments())
         peaks.append(max(moments, key=lambda memory: memory.peak))
     return peaks
 
@@ -200,7 +198,8 @@ class _RankMemory:
         is_kept = self.mode == "none"
         layers_on_card = self.layers[-2 if self.inputs_on_host else 0 :]
         kept_by_layer = [self._bytes(x.kept[self.mode]) + self._added_by_lora(x, "none") for x in layers_on_card]
-        kept = sum(kept_by_layer) * self._in_flight() + self._rotary()
+        rotary = self._bytes(self.spec.per_forward) * self.layout.tp  # each rank has all of it
+        kept = sum(kept_by_layer) * self._in_flight() + rotary
         kept += self.layer_values * copy_bytes if is_kept else 0.0
 
         def moment_with(gradients: float, activations: float, **others: float) -> dict[str, float]:
@@ -248,14 +247,11 @@ class _RankMemory:
         if self.has_first and vocab_gradient:
             gradients = sums + (3 if waiting else 1) * vocab_gradient  # head's, embedding's and their sum
             gathered = self._gathered(self.vocab_bytes if self.tied else 0.0)
-            yield "backward of the embedding", moment_with(gradients, self._rotary(), communication=gathered)
+            yield "backward of the embedding", moment_with(gradients, rotary, communication=gathered)
             if self.is_fsdp:
                 gradients = sums - (0.0 if accumulates else self._gradient_sums(self.vocab_values)) + vocab_gradient
                 reduced = self._reduced(self.vocab_values)
-                yield (
-                    "reduction of the embedding's gradient",
-                    moment_with(gradients, self._rotary(), communication=reduced),
-                )
+                yield "reduction of the embedding's gradient", moment_with(gradients, rotary, communication=reduced)
         has_buffers = self.offload == "optimizer" or (self.config.optimizer.is_lean and is_all_here)
         buffers = min(UPDATED_AT_ONCE, self.largest_trained / self.shards) * _UPDATE_BYTES if has_buffers else 0.0
         yield "update", moment_with(sums if is_all_here else 0.0, 0.0, optimizer=buffers)
@@ -322,7 +318,7 @@ class _RankMemory:
     def _added_by_lora(self, layer: LayerShape, mode: str) -> float:
         """Extra bytes under LoRA: dropout's outputs and masks, minus what frozen norms do not save.
 
-        Args: mode: the result is 0 if activation checkpointing has another one.
+        Args: mode: if activation checkpointing has another one, the result is 0.
         """
         if not self.lora_rank or self.mode != mode:
             return 0.0
@@ -334,7 +330,8 @@ class _RankMemory:
                 dropped += 1.5 * layer.slots * inputs  # half: the gradient of one, which waits for its mask
             elif name.split(".")[-2] in targets and not p.experts:
                 dropped += p.shape[1] / (self.layout.tp if p.split.dim == 1 else 1)
-        return self.tokens * dropped * (self.compute_bytes + 1) - self._bytes(layer.for_norms)
+        for_norms = ValuesPerToken.of(tensor for tensor in layer.saved if tensor.is_for_norm)
+        return self.tokens * dropped * (self.compute_bytes + 1) - self._bytes(for_norms)
 
     def _inside(self, layer: LayerShape) -> float:
         """Bytes that a layer's backward needs besides what was kept."""
@@ -342,25 +339,22 @@ class _RankMemory:
         # one dequantised matrix, and the indices of its lookup
         return total + (layer.largest / self.layout.tp * (self.compute_bytes + 2) if self.is_nf4 else 0.0)
 
-    def _rotary(self) -> float:
-        return self._bytes(self.spec.per_forward) * self.layout.tp  # each rank has all of it
-
     def _received(self) -> float:
         """Bytes of receive buffers: torch's pipeline keeps hidden states and gradients of each microbatch."""
-        one = self.tokens * self.compute_bytes * self.spec.hidden_size / self.layout.tp
-        return self.batch.gradient_accumulation_steps * received_per_microbatch(self.stages) * one
+        hidden_bytes = self.tokens * self.compute_bytes * self.spec.hidden_size / self.layout.tp
+        return self.batch.gradient_accumulation_steps * received_per_microbatch(self.stages) * hidden_bytes
 
     def _head(self) -> float:
         """Buffers of the head's loss, see model/loss.py."""
         c, logits = self.compute_bytes, self.tokens * self.spec.vocab_size // self.layout.tp
         block = min(max(HEAD_COLUMNS * self.tokens, HEAD_BLOCK if self.device_memory else HEAD_BLOCK_CPU), logits)
-        wide, kept = max(4, c), self.device_memory // HEAD_BYTES_PER_LOGIT
+        wide, kept_logits = max(4, c), self.device_memory // HEAD_BYTES_PER_LOGIT
         schedule = SCHEDULES[self.config.parallelism.pipeline_parallel_schedule]
         keeps_all = schedule.forwards_first and self.layout.pp > 1
-        waiting = self.batch.gradient_accumulation_steps if keeps_all else 1
+        microbatches = self.batch.gradient_accumulation_steps if keeps_all else 1
         rows = self.tokens * self.spec.hidden_size * (2 * c + 4)
-        if logits <= kept // waiting:
-            return rows + waiting * (logits * c + block * wide)
+        if logits <= kept_logits // microbatches:
+            return rows + microbatches * (logits * c + block * wide)
         return rows + block * (c + (wide if c < 4 else 0))
 
     def _gathered(self, by_group: float, more: float = 0.0) -> float:

@@ -121,7 +121,7 @@ class LayerShape:
     @cached_property
     def kept(self) -> Mapping[str, ValuesPerToken]:
         """activation_checkpoint.mode -> what the layer keeps from forward to backward."""
-        start, mixing = Saved("input", self.input), (tensor for tensor in self.saved if tensor.part == MIX)
+        mixing, start = (tensor for tensor in self.saved if tensor.part == MIX), Saved("input", self.input)
         kept = {"none": self.saved, "selective": (start, *mixing), "full": (start,)}
         return {mode: ValuesPerToken.of(tensors) for mode, tensors in kept.items()}
 
@@ -131,11 +131,6 @@ class LayerShape:
         after = tuple(tensor for tensor in self.saved if tensor.part == AFTER)
         again = {"none": (), "selective": after, "full": self.saved}
         return {mode: ValuesPerToken.of((*tensors, *self.temporaries)) for mode, tensors in again.items()}
-
-    @cached_property
-    def for_norms(self) -> ValuesPerToken:
-        """Of what it keeps with "none": what is not saved if the norms' weights are frozen."""
-        return ValuesPerToken.of(tensor for tensor in self.saved if tensor.is_for_norm)
 
     @property
     def size(self) -> int:
@@ -172,7 +167,11 @@ class ModelSpec:
     logits_error: ClassVar[float] = 1e-5  # the order of sums of thousands of products matters
     vocab_size: int
     hidden_size: int
+    intermediate_size: int
     num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
     tie_word_embeddings: bool
     rms_norm_eps: float
     max_position_embeddings: int
@@ -191,7 +190,7 @@ class ModelSpec:
 
     @property
     def attention(self) -> AttentionShape:
-        raise NotImplementedError
+        return AttentionShape(self.num_attention_heads, self.num_key_value_heads, self.head_dim)
 
     @property
     def per_forward(self) -> ValuesPerToken:
@@ -200,11 +199,14 @@ class ModelSpec:
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
         """Names and sizes that the tensor-parallel degree must divide."""
-        return {"vocab_size": self.vocab_size}
+        names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+        return {name: getattr(self, name) for name in names}
 
     def input_sizes(self) -> dict[str, tuple[int, bool]]:
         """Names and input sizes of the matrices, which 4-bit blocks must divide; whether tensor parallel splits it."""
-        return {"hidden_size": (self.hidden_size, False)}
+        heads = self.num_attention_heads * self.head_dim
+        split = {"num_attention_heads x head_dim": (heads, True), "intermediate_size": (self.intermediate_size, True)}
+        return {"hidden_size": (self.hidden_size, False), **split}
 
     def problems(self) -> list[str]:
         """What is wrong with this shape, one clause each; empty: nothing."""

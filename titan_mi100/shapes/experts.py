@@ -67,8 +67,7 @@ def with_experts(
         *(Saved("router.logits", experts), Saved("router.probabilities", experts, dtype=FP32)),
         Saved("router.order of rows", 8 * slots, dtype=FP32),  # four tensors of 8 bytes a value
     )
-    prefixes = ("hidden.",) if is_shared else ("hidden.", "mlp.")
-    temporaries = tuple(tensor for tensor in layer.temporaries if not tensor.name.startswith(prefixes))
+    gradients = Saved("mlp.gradients", 2 * slots * (inner + hidden) + 2 * (mlp - gone))
     return replace(
         layer,
         kind=kind,
@@ -78,7 +77,7 @@ def with_experts(
         last_product=hidden * (slots * inner + is_shared * mlp),
         slots=slots,
         saved=saved,
-        temporaries=(*temporaries, Saved("experts.gradients", 2 * slots * (inner + hidden))),
+        temporaries=(*(each for each in layer.temporaries if not each.name.startswith("mlp.")), gradients),
     )
 
 

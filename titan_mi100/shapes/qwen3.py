@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from titan_mi100.shapes import hf_config
-from titan_mi100.shapes.base import INPUTS, OUTPUTS, WHOLE, AttentionShape, LayerShape, ModelSpec, Parameter
+from titan_mi100.shapes.base import INPUTS, OUTPUTS, WHOLE, LayerShape, ModelSpec, Parameter
 from titan_mi100.shapes.saved import BEFORE, FP32, MIX, Saved, ValuesPerToken
 from titan_mi100.wording import shortened
 
@@ -36,7 +36,7 @@ class Qwen3Spec(ModelSpec):
 
     @cached_property
     def layers(self) -> tuple[LayerShape, ...]:
-        hidden, mlp = self.hidden_size, self.intermediate_size
+        hidden = self.hidden_size
         q, k = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         norm_of_head = Parameter((self.head_dim,), WHOLE, "norm", self.norm_start)
         parameters = {
@@ -46,9 +46,7 @@ class Qwen3Spec(ModelSpec):
             "self_attn.o_proj.weight": Parameter((hidden, q), INPUTS),
             "self_attn.q_norm.weight": norm_of_head,
             "self_attn.k_norm.weight": norm_of_head,
-            **norms_and_mlp(hidden, mlp, self.norm_start),
         }
-        matrices = [parameter.size for parameter in parameters.values() if parameter.role == "matrix"]
         saved = (
             Saved("input in fp32", 2 * hidden, BEFORE),  # norms are in fp32
             Saved("normed input in fp32", hidden, BEFORE, FP32, is_for_norm=True),
@@ -59,35 +57,12 @@ class Qwen3Spec(ModelSpec):
             Saved("normed k in fp32", k, BEFORE, FP32, is_for_norm=True),
             *(Saved("q", q, MIX), Saved("k", k, MIX), Saved("v", k, MIX), Saved("attention's output", q, MIX)),
         )
-        layer = LayerShape(
-            kind="attention",
-            parameters=parameters,
-            adapted=LINEARS,
-            products=sum(matrices),
-            last_product=hidden * mlp,
-            pair_flops=4 * q,
-            input=hidden,
-            saved=(*saved, *saved_by_mlp(hidden, mlp)),
-            temporaries=gradients_in_mlp(hidden, mlp),
-        )
+        layer = with_mlp(self, "attention", parameters, LINEARS, saved, 4 * q)
         return (layer,) * self.num_hidden_layers
-
-    @property
-    def attention(self) -> AttentionShape:
-        return AttentionShape(self.num_attention_heads, self.num_key_value_heads, self.head_dim)
 
     @property
     def per_forward(self) -> ValuesPerToken:
         return ValuesPerToken(0, 2 * self.head_dim)  # cos and sin
-
-    def tensor_parallel_sizes(self) -> dict[str, int]:
-        split = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-        return {name: getattr(self, name) for name in split} | super().tensor_parallel_sizes()
-
-    def input_sizes(self) -> dict[str, tuple[int, bool]]:
-        heads = self.num_attention_heads * self.head_dim
-        split = {"num_attention_heads x head_dim": (heads, True), "intermediate_size": (self.intermediate_size, True)}
-        return super().input_sizes() | split
 
     def problems(self) -> list[str]:
         messages = super().problems() or self.uneven("num_attention_heads", "num_key_value_heads")
@@ -96,31 +71,37 @@ class Qwen3Spec(ModelSpec):
         return messages
 
 
-def norms_and_mlp(hidden: int, mlp: int, norm_start: str) -> dict[str, Parameter]:
-    """The parameters that layers of any kind have."""
-    norm = Parameter((hidden,), WHOLE, "norm", norm_start)
-    return {
+def with_mlp(
+    spec: ModelSpec, kind: str, parameters: Mapping[str, Parameter], adapted: tuple[str, ...], saved: tuple[Saved, ...],
+    pair_flops: int, temporaries: tuple[Saved, ...] = (),
+) -> LayerShape:  # fmt: skip
+    """A layer that mixes positions, then SwiGLU, each behind a norm and added to the residual stream.
+
+    Args:
+        parameters, saved, temporaries: those of the mixing; `saved` has those of the norm before it, too.
+    """
+    hidden, mlp = spec.hidden_size, spec.intermediate_size
+    norm = Parameter((hidden,), WHOLE, "norm", spec.norm_start)
+    parameters = {
+        **parameters,
         "mlp.gate_proj.weight": Parameter((mlp, hidden), OUTPUTS),
         "mlp.up_proj.weight": Parameter((mlp, hidden), OUTPUTS),
         "mlp.down_proj.weight": Parameter((hidden, mlp), INPUTS),
         "input_layernorm.weight": norm,
         "post_attention_layernorm.weight": norm,
     }
-
-
-def saved_by_mlp(hidden: int, mlp: int) -> tuple[Saved, ...]:
-    """What SwiGLU and the norm before it save. Args: mlp: the inner size."""
-    return (
-        Saved("residual in fp32", 2 * hidden),
+    saved = (
+        *saved,
+        Saved("residual in fp32", 2 * hidden),  # norms are in fp32
         Saved("normed residual in fp32", hidden, dtype=FP32, is_for_norm=True),
         Saved("normed residual", hidden),
         *(Saved(f"mlp.{name}", mlp) for name in ("gate", "up", "silu(gate)", "silu(gate) x up")),
     )
-
-
-def gradients_in_mlp(hidden: int, mlp: int) -> tuple[Saved, ...]:
-    """The temporaries of its backward."""
-    return Saved("mlp.gradients of gate and up", 2 * mlp), Saved("hidden.gradients of two hidden states", 2 * hidden)
+    gradients = Saved("mlp.gradients", 2 * (mlp + hidden))  # of gate and up, and of two hidden states
+    products = sum(parameter.size for parameter in parameters.values() if len(parameter.shape) == 2)
+    return LayerShape(
+        kind, parameters, adapted, products, hidden * mlp, pair_flops, hidden, saved, (gradients, *temporaries)
+    )
 
 
 def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> Qwen3Spec:

@@ -4,16 +4,16 @@ Three of four layers mix positions by the gated delta rule, the fourth by attent
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 from titan_mi100.shapes import hf_config
-from titan_mi100.shapes.base import INPUTS, OUTPUTS, WHOLE, AttentionShape, LayerShape, ModelSpec, Parameter, Split
+from titan_mi100.shapes.base import INPUTS, OUTPUTS, WHOLE, LayerShape, ModelSpec, Parameter, Split
 from titan_mi100.shapes.delta_rule import CHUNK, products_of_chunk
-from titan_mi100.shapes.qwen3 import gradients_in_mlp, norms_and_mlp, saved_by_mlp
+from titan_mi100.shapes.qwen3 import with_mlp
 from titan_mi100.shapes.saved import BEFORE, FP32, MIX, Saved, ValuesPerToken
 from titan_mi100.wording import shortened, shown
 
@@ -107,6 +107,7 @@ class Qwen3_5Spec(ModelSpec):
             "self_attn.k_norm.weight": norm_of_head,
         }
         saved = (
+            *(Saved("normed input in fp32", hidden, BEFORE, FP32, True), Saved("normed input", hidden, BEFORE)),
             *(Saved(f"{name} in fp32", q, BEFORE, FP32) for name in ("q", "normed q")),
             *(Saved(f"{name} in fp32", k, BEFORE, FP32) for name in ("k", "normed k")),
             *(Saved("q", q, MIX), Saved("k", k, MIX), Saved("v", k, MIX), Saved("gate", q, MIX)),
@@ -115,8 +116,7 @@ class Qwen3_5Spec(ModelSpec):
             *(Saved("sigmoid(gate)", q, BEFORE), Saved("gated output", q, BEFORE)),
         )
         adapted = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-        gradient = (Saved("gradient of the gate", q),)
-        return self._layer(FULL, parameters, adapted, 0, 4 * q, saved, gradient)
+        return with_mlp(self, FULL, parameters, adapted, saved, 4 * q, (Saved("gradient of the gate", q),))
 
     def _delta(self) -> LayerShape:
         hidden, heads = self.hidden_size, self.linear_num_value_heads
@@ -137,6 +137,7 @@ class Qwen3_5Spec(ModelSpec):
         rule = products_of_chunk(self.linear_num_key_heads, heads, *dims, self.chunk) // self.chunk  # of a token
         states = heads * dims[0] * dims[1] // self.chunk  # one for each chunk
         saved = (
+            *(Saved("normed input in fp32", hidden, BEFORE, FP32, True), Saved("normed input", hidden, BEFORE)),
             *(Saved(name, channels, MIX) for name in ("qkv before the convolution", "qkv before silu", "qkv")),
             *(Saved(name, values, MIX) for name in ("z", "the rule's output")),
             Saved("states of the rule", states, MIX, FP32),
@@ -146,32 +147,9 @@ class Qwen3_5Spec(ModelSpec):
             *(Saved(f"{name} in fp32", values, BEFORE, FP32) for name in ("the rule's output", "z")),
         )
         adapted = ("in_proj_qkv", "in_proj_z", "out_proj", "gate_proj", "up_proj", "down_proj")
-        gradients = (Saved("qkv in fp32", 3 * channels, MIX, FP32), Saved("states again", 2 * states, MIX, FP32))
-        return self._layer(LINEAR, parameters, adapted, rule, 0, saved, gradients)
-
-    def _layer(
-        self, kind: str, parameters: Mapping[str, Parameter], adapted: tuple[str, ...], rule: int, pair_flops: int,
-        saved: tuple[Saved, ...], temporaries: tuple[Saved, ...],
-    ) -> LayerShape:  # fmt: skip
-        """Args: parameters, saved, temporaries: without those of the norms and of the MLP."""
-        hidden, mlp = self.hidden_size, self.intermediate_size
-        parameters = {**parameters, **norms_and_mlp(hidden, mlp, self.norm_start)}
-        normed = Saved("normed input in fp32", hidden, BEFORE, FP32, True), Saved("normed input", hidden, BEFORE)
-        return LayerShape(
-            kind=kind,
-            parameters=parameters,
-            adapted=adapted,
-            products=rule + sum(p.size for p in parameters.values() if len(p.shape) == 2),
-            last_product=hidden * mlp,
-            pair_flops=pair_flops,
-            input=hidden,
-            saved=(*normed, *saved, *saved_by_mlp(hidden, mlp)),
-            temporaries=(*gradients_in_mlp(hidden, mlp), *temporaries),
-        )
-
-    @property
-    def attention(self) -> AttentionShape:
-        return AttentionShape(self.num_attention_heads, self.num_key_value_heads, self.head_dim)
+        temporaries = Saved("qkv in fp32", 3 * channels, MIX, FP32), Saved("states again", 2 * states, MIX, FP32)
+        layer = with_mlp(self, LINEAR, parameters, adapted, saved, 0, temporaries)
+        return replace(layer, products=layer.products + rule)
 
     @property
     def per_forward(self) -> ValuesPerToken:
@@ -189,15 +167,10 @@ class Qwen3_5Spec(ModelSpec):
         return name.replace("model.", _WRAPPED, 1) if is_inside else name
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
-        split = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "intermediate_size")
-        return {name: getattr(self, name) for name in split} | super().tensor_parallel_sizes()
+        return {"linear_num_key_heads": self.linear_num_key_heads, **super().tensor_parallel_sizes()}
 
     def input_sizes(self) -> dict[str, tuple[int, bool]]:
-        return super().input_sizes() | {
-            "num_attention_heads x head_dim": (self.num_attention_heads * self.head_dim, True),
-            "linear_num_value_heads x linear_value_head_dim": (self.values, True),
-            "intermediate_size": (self.intermediate_size, True),
-        }
+        return {**super().input_sizes(), "linear_num_value_heads x linear_value_head_dim": (self.values, True)}
 
     def problems(self) -> list[str]:
         messages = super().problems()
