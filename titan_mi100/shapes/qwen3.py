@@ -100,8 +100,9 @@ def with_mlp(
     gradients = Saved("mlp.gradients", 2 * (mlp + hidden))  # of gate and up, and of two hidden states
     products = sum(parameter.size for parameter in parameters.values() if len(parameter.shape) == 2)
     return LayerShape(
-        kind, parameters, adapted, products, hidden * mlp, pair_flops, hidden, saved, (gradients, *temporaries)
-    )
+        kind=kind, parameters=parameters, adapted=adapted, products=products, last_product=hidden * mlp,
+        pair_flops=pair_flops, input=hidden, saved=saved, temporaries=(gradients, *temporaries),
+    )  # fmt: skip
 
 
 def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> Qwen3Spec:

@@ -11,6 +11,7 @@ class Saved(NamedTuple):
     """A tensor that a layer saves for its backward; `titan-mi100 plan --rehearse N --saved` lists those of a family.
 
     Attributes:
+        name: for readers; "mlp.X" if experts replace the tensor together with the MLP.
         values: per token, of all tensor-parallel ranks together. An fp32 copy of a tensor in 16 bits may be written as
             twice as many values of 16 bits.
         part: "selective" checkpointing keeps what MIX saves and what AFTER reads of it; all of AFTER is there again at
