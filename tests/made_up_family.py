@@ -33,9 +33,9 @@ from titan_mi100.shapes.base import (
     ModelSpec,
     Parameter,
     Split,
-    Values,
 )
 from titan_mi100.shapes.families import FAMILIES, Family
+from titan_mi100.shapes.saved import BEFORE, FP32, MIX, Saved
 
 KERNEL, EXPERTS, CARRIED = 3, 2, "mtp.extra.weight"
 
@@ -83,6 +83,15 @@ class MadeUpSpec(ModelSpec):
             "conv.weight": Parameter((sum(parts), 1, KERNEL), Split(0, parts), "other"),
             "o_proj.weight": Parameter((hidden, 2 * c), INPUTS),
         }
+        # as `titan-mi100 plan --rehearse N --saved` lists it
+        before = (*[Saved("norm", hidden, BEFORE, FP32)] * 2, Saved("projections", hidden, BEFORE))
+        by_attention = Saved("q", q, MIX), Saved("k", k, MIX), Saved("v", k, MIX), Saved("output", q, MIX)
+        by_delta = (*[Saved("mix", c, MIX)] * 11, *[Saved("mix", 2 * c, MIX)] * 2, *[Saved("mix", hidden, MIX)] * 4)
+        after = (
+            *[Saved("second_norm", hidden, dtype=FP32)] * 2,
+            Saved("experts.router", hidden),
+            *[Saved("experts", self.inner), Saved("experts.down", self.inner), Saved("experts", hidden)] * EXPERTS,
+        )
         kinds = {
             kind: LayerShape(
                 kind=kind,
@@ -91,12 +100,13 @@ class MadeUpSpec(ModelSpec):
                 products=sum(p.size for p in (parameters | common).values() if p.role == "matrix"),
                 last_product=EXPERTS * hidden * self.inner,
                 pair_flops=4 * q if kind == "attention" else 0,
-                kept={"none": Values(9 * hidden), "selective": Values(4 * hidden), "full": Values(hidden)},
-                inside={"none": Values(2 * hidden), "selective": Values(9 * hidden), "full": Values(9 * hidden)},
+                input=hidden,
+                saved=(*before, *mixing, *after),
+                temporaries=(Saved("gradients of two hidden states", 2 * hidden),),
             )
-            for kind, parameters, adapted in (
-                ("attention", attention, ("q_proj", "k_proj", "v_proj", "o_proj")),
-                ("delta", delta, ("o_proj",)),
+            for kind, parameters, mixing, adapted in (
+                ("attention", attention, by_attention, ("q_proj", "k_proj", "v_proj", "o_proj")),
+                ("delta", delta, by_delta, ("o_proj",)),
             )
         }
         return tuple(kinds["attention" if number % 2 else "delta"] for number in range(self.num_hidden_layers))

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from titan_mi100.attention.base import Documents
 from titan_mi100.model.delta_rule import _Chunks, causal_convolution, delta_rule, document_ids, recurrence
 from titan_mi100.shapes import delta_rule as costs
-from titan_mi100.shapes.delta_rule import DeltaRuleCost
+from titan_mi100.shapes.delta_rule import products_of_chunk, tokens_at_once
 
 ROWS = {  # lengths of documents; chunks end at 64, 128, ...
     "one token": [1],
@@ -242,21 +242,27 @@ def test_chunks_that_are_kept_change_no_bit() -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize("cost", [DeltaRuleCost(1, 512, 4, 8, 128, 128), DeltaRuleCost(2, 100, 1, 3, 16, 8, 8)])
-def test_costs(cost: DeltaRuleCost, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FLOPs of forward and what is kept are exact."""
-    monkeypatch.setattr(costs, "AT_ONCE", cost.rows * cost.seq // parts * cost.v_heads)
-    keys, values = (cost.k_heads, cost.key), (cost.v_heads, cost.value)
-    sizes = keys, keys, values, values[:1], values[:1]
-    leaves = [(-torch.rand(cost.rows, cost.seq, *size)).requires_grad_() for size in sizes]
-    ids, kept = ids_of([cost.seq], cost.rows), {}
+@pytest.mark.parametrize(
+    ("rows", "seq", "sizes", "chunk"), [(1, 512, (4, 8, 128, 128), 64), (2, 100, (1, 3, 16, 8), 8)]
+)
+def test_costs(
+    rows: int, seq: int, sizes: tuple[int, ...], chunk: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLOPs of forward are exact; a state is kept for each chunk, and one for each part."""
+    k_heads, v_heads, key, value = sizes
+    monkeypatch.setattr(costs, "AT_ONCE", rows * seq // parts * v_heads)
+    keys, values = (k_heads, key), (v_heads, value)
+    leaves = [(-torch.rand(rows, seq, *size)).requires_grad_() for size in (keys, keys, values, values[:1], values[:1])]
+    ids, kept = ids_of([seq], rows), {}
 
     def keep(x: Tensor) -> Tensor:
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), FlopCounterMode(display=False) as forward:
-        delta_rule(*leaves, ids, chunk=cost.chunk)[0]
+        delta_rule(*leaves, ids, chunk=chunk)[0]
     given = {x.untyped_storage().data_ptr() for x in (*leaves, ids)}
-    assert sum(size for place, size in kept.items() if place not in given) == cost.state_bytes
-    assert forward.get_total_flops() == cost.forward_flops
+    chunks, at_once = rows * -(-seq // chunk), tokens_at_once(rows, v_heads, chunk)
+    states = (chunks + rows * -(-seq // at_once)) * v_heads * key * value
+    assert sum(size for place, size in kept.items() if place not in given) == 4 * states
+    assert forward.get_total_flops() == 2 * chunks * products_of_chunk(*sizes, chunk)

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import REPO
+from made_up_family import MadeUpSpec
 from torch.profiler import ProfilerActivity, profile
 
+from titan_mi100.attention.base import Backend
 from titan_mi100.attention.plain import Sdpa
 from titan_mi100.config.check import check
 from titan_mi100.config.layout import stages_of
@@ -20,14 +22,16 @@ from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config
 from titan_mi100.optim.formats import SIGNED, UNSIGNED
 from titan_mi100.optim.lean import LeanAdamW
-from titan_mi100.parallel import distributed
+from titan_mi100.parallel import distributed, offload
 from titan_mi100.planning import memory
-from titan_mi100.planning.memory import CATEGORIES, estimate
+from titan_mi100.planning.memory import ABOVE, BELOW, CATEGORIES, estimate
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.families import PRESETS
+from titan_mi100.shapes.qwen3_5 import FULL as FULL_ATTENTION
 from titan_mi100.shapes.qwen3_5 import every_fourth
-from titan_mi100.workshop.rehearsal import counter
-from titan_mi100.workshop.rehearsal.counter import Count, as_rank, count, ranks_of_stages
+from titan_mi100.shapes.saved import ValuesPerToken
+from titan_mi100.workshop.rehearsal import counter, saved
+from titan_mi100.workshop.rehearsal.counter import Count, as_rank, ranks_of_stages
 
 pytestmark = pytest.mark.usefixtures("no_process_group")
 LEAN = {"optimizer.state": "8bit", "optimizer.master": "bf16_sr", "training.mixed_precision_reduce": "bfloat16"}
@@ -46,6 +50,14 @@ def config_of(spec: ModelSpec, settings: dict[str, Any], monkeypatch: pytest.Mon
         config = replace(config, **{section: replace(getattr(config, section), **{key: value})})
     monkeypatch.setattr(Config, "spec", lambda _: spec)
     return config
+
+
+def count(config: Config, ranks: int, rank: int, device_memory: int = 0, backend: Backend | None = None) -> Count:
+    """Count the memory of one rank in a step; see `as_rank` for the arguments."""
+    schedule = config.parallelism.pipeline_parallel_schedule
+    microbatches = counter.enough_microbatches(config.layout(ranks), config.batch(ranks), schedule)
+    with as_rank(config, ranks, rank, microbatches, device_memory, backend) as fake:
+        return fake.count_step()
 
 
 def torch_version() -> tuple[int, ...]:
@@ -220,6 +232,21 @@ def test_the_plan_is_near_the_count(name: str, monkeypatch: pytest.MonkeyPatch) 
     compare(config, ranks, -0.03, 0.10, 0.17)
 
 
+@pytest.mark.parametrize("name", ["4B", "30B-A3B", "qwen3.5-9B", "qwen3.5-35B-A3B", "made up"])
+def test_a_familys_list_of_saved_tensors_is_what_autograd_saves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = MadeUpSpec() if name == "made up" else PRESETS[name]
+    if name == "made up":
+        monkeypatch.setattr(saved, "_TOKENS", 63)  # it computes token by token
+    counted, listed, by_kind = 0, 0, saved.saved_by_kind(spec)
+    for layer in spec.layers:
+        sums = ValuesPerToken.of(by_kind[layer.kind]), layer.kept["none"]
+        count, known = (2 * values.compute + 4 * values.fp32 for values in sums)
+        tolerance = 0.25 if layer.kind == FULL_ATTENTION else {"4B": 0.01, "30B-A3B": 0.01}.get(name, 0.03)
+        assert known == pytest.approx(count, rel=tolerance), layer.kind
+        counted, listed = counted + count, listed + known
+    assert -BELOW <= listed / counted - 1 <= ABOVE
+
+
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 def test_stages_are_cut_by_bytes_where_a_card_would_be_almost_full(
     schedule: str, full: bool, monkeypatch: pytest.MonkeyPatch
@@ -331,6 +358,10 @@ def test_a_shipped_configs_peak_is_what_it_says(name: str, full: bool, monkeypat
             )
         added = (peaks[1] - peaks[0]) / (more - few)
         assert peaks[1] + added * (spec.num_hidden_layers - more) == pytest.approx(COUNTED[name], rel=0.02)
+
+
+def test_as_many_gradients_wait_as_the_planner_assumes() -> None:
+    assert memory._ON_THE_WAY == offload._ON_THE_WAY
 
 
 def test_the_goals_are_counted() -> None:

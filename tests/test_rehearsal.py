@@ -26,9 +26,10 @@ from titan_mi100.planning.costs import recomputed_flops, train_flops
 from titan_mi100.planning.device import find_card
 from titan_mi100.planning.plan import make_plan, with_settings
 from titan_mi100.planning.scaling import bubble_share
-from titan_mi100.planning.traffic import OPERATIONS, Transfer, Work, axis_of, by_axis
+from titan_mi100.planning.traffic import OPERATIONS, Transfer, Work, axis_of, by_axis, reached
+from titan_mi100.shapes.families import PRESETS
 from titan_mi100.workshop import rehearse
-from titan_mi100.workshop.rehearsal import session
+from titan_mi100.workshop.rehearsal import saved, session
 from titan_mi100.workshop.rehearsal.counter import as_rank, enough_microbatches
 from titan_mi100.workshop.rehearsal.tally import _as_range
 
@@ -193,7 +194,7 @@ def test_the_slowest_link_of_a_ring_decides() -> None:
     }
     links = {name: transfer("send", group).link(8) for name, group in groups.items()}
     assert links == {name: "inside a node" if name == "tp" else "between nodes" for name in groups}
-    rates = {name: 1000 / transfer("send", group).seconds(gpu) / 1e9 for name, group in groups.items()}
+    rates = {name: reached(group, gpu) / 1e9 for name, group in groups.items()}
     # half of a link is reached; where eight groups share a node's network, each has an eighth of it
     assert rates == pytest.approx({"tp": 50, "one of each node": 5, "all": 40, "two of a node": 10})
 
@@ -283,6 +284,18 @@ def test_a_layout_that_cannot_work_is_refused_with_the_remedy(
         del arguments[place : place + 2]
     assert rehearse.main([*arguments, *given]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_it_lists_what_a_layer_saves_in_the_form_of_shapes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert rehearse.main([*SMALL, "--saved"]) == 0
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert re.match(r"# attention: [\d,]+ bytes per token in bf16; by its list in shapes/ [\d,]+$", heading)
+    assert 'Saved("input_layernorm", self.hidden_size, BEFORE, FP32),' in lines
+    assert lines.count('Saved("mlp", self.intermediate_size, AFTER),') == 3
+    names = {name: getattr(saved, name) for name in ("Saved", "BEFORE", "MIX", "AFTER", "FP32")}
+    pasted = eval(f"[{''.join(lines)}]", {**names, "self": PRESETS["debug"]})
+    assert rehearse.main([*SMALL, "--saved", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"attention": [tensor._asdict() for tensor in pasted]}
 
 
 def test_a_lean_update_is_rehearsed_on_a_few_rows(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config
 from titan_mi100.planning.cards import DEVICES, Gpu
 from titan_mi100.planning.scaling import bubble_share, exposed_seconds
-from titan_mi100.planning.traffic import WORLD, Traffic, Work
+from titan_mi100.planning.traffic import WORLD, Traffic, Work, reached
 from titan_mi100.shapes.base import ModelSpec, parameter_shapes
 from titan_mi100.shapes.qwen3 import Qwen3Spec
 from titan_mi100.workshop.rehearsal.session import rehearse
@@ -92,7 +92,7 @@ def step_of(
 def _by_axis(traffic: Traffic, gpu: Gpu) -> dict[str, float]:
     found = dict.fromkeys((*AXES, WORLD), 0.0)
     for transfer, count in traffic.items():
-        found[transfer.axis] += count * transfer.seconds(gpu)
+        found[transfer.axis] += count * (transfer.ring_bytes / reached(transfer.group, gpu))
     return found
 
 

@@ -173,7 +173,7 @@ class Decoder(nn.Module):
         return x if self.dtype is None else x.to(self.dtype)
 
 
-_HEAD_BLOCK = 1 << 14  # rows of the head (tokens of the vocabulary) that are cast at a time
+_CAST_ROWS = 1 << 14  # rows of the head (tokens of the vocabulary) that are cast at a time
 
 # (hidden states, the head's weight, labels, index of the supervised tokens, further columns) -> (1,); see objectives/
 HeadLoss = Callable[..., Tensor]
@@ -211,7 +211,7 @@ def logits_or_loss(
     if labels is None and supervised is None:
         return multiply(hidden, local_weight(weight, hidden.dtype))
     if labels is None:  # few tokens of a model in training: cast its fp32 head in blocks, never the full (V, hidden)
-        few, blocks = hidden.flatten(0, 1)[supervised], local_weight(weight, weight.dtype).split(_HEAD_BLOCK)
+        few, blocks = hidden.flatten(0, 1)[supervised], local_weight(weight, weight.dtype).split(_CAST_ROWS)
         return torch.cat([multiply(few, block.to(few.dtype)) for block in blocks], dim=-1)
     assert supervised is not None, "labels need the index of the supervised tokens"
     weight = local_weight(weight, weight.dtype)  # the loss casts it in blocks

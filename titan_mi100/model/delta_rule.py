@@ -32,7 +32,7 @@ from torch.utils.flop_counter import register_flop_formula
 from titan_mi100.attention.base import Documents, boundaries
 from titan_mi100.device.accelerator import to_device
 from titan_mi100.model.elementwise import at_least_fp32
-from titan_mi100.shapes.delta_rule import CHUNK, SUBSTITUTED, DeltaRuleCost
+from titan_mi100.shapes.delta_rule import CHUNK, SUBSTITUTED, tokens_at_once
 
 _EPS = 1e-6  # of the norms of queries and keys
 
@@ -154,8 +154,7 @@ def delta_rule(
     assert chunk & (chunk - 1) == 0, "the inverse halves its blocks"
     state = _zeros(v, k) if state is None else state
     ids = ids if ids is not None else torch.zeros(v.shape[:2], dtype=torch.int32, device=v.device)
-    batch, seq, heads, size = v.shape
-    tokens = DeltaRuleCost(batch, seq, k.shape[2], heads, k.shape[3], size, chunk).at_once
+    tokens = tokens_at_once(len(v), v.shape[2], chunk)
     outs, before = [], ids[:, :1]
     for own, *inputs in zip(*(x.split(tokens, 1) for x in (ids, q, k, v, g, beta)), strict=True):
         output, state = _DeltaRule.apply(chunk, keeps, before, own, state, *inputs)

@@ -16,9 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.device import accelerator
-from titan_mi100.planning.memory import HEAD_BLOCK, HEAD_SHARE
-
-_LEAST_BLOCK = 1024  # columns of a block; narrower matrix products are slow
+from titan_mi100.planning.memory import HEAD_BLOCK, HEAD_BLOCK_CPU, HEAD_BYTES_PER_LOGIT, HEAD_COLUMNS
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class HeadMemory:
             them again.
     """
 
-    block_elements: int = 1 << 20  # 4 MiB in fp32, which fits into a CPU's caches
+    block_elements: int = HEAD_BLOCK_CPU
     kept_elements: int = 0
 
     @classmethod
@@ -44,7 +42,7 @@ class HeadMemory:
     @classmethod
     def of_gpu(cls, total_memory: int) -> "HeadMemory":
         """The setting for a GPU of `total_memory` bytes."""
-        return cls(HEAD_BLOCK, total_memory // HEAD_SHARE)  # kept 16-bit logits take at most 1/32 of the memory
+        return cls(HEAD_BLOCK, total_memory // HEAD_BYTES_PER_LOGIT)
 
 
 class Targets(NamedTuple):
@@ -202,7 +200,7 @@ class _Blocks:
     def __init__(self, hidden: Tensor, weight: Tensor, memory: HeadMemory) -> None:
         self._hidden, self._weight = hidden, weight
         tokens, vocabulary = len(hidden), len(weight)
-        self._size = min(max(_LEAST_BLOCK, memory.block_elements // tokens), vocabulary)
+        self._size = min(max(HEAD_COLUMNS, memory.block_elements // tokens), vocabulary)
         self.keeps_logits = tokens * vocabulary <= memory.kept_elements  # there is a place for every block
         self.holds_logits = False  # forward has filled them all
         self.wide = torch.promote_types(hidden.dtype, torch.float32)

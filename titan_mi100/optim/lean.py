@@ -32,10 +32,11 @@ from titan_mi100.log import log
 from titan_mi100.optim.formats import block_size, split_24_bits
 from titan_mi100.optim.plain import Scalars, Scratch, update_with_torch, update_with_torch_fused
 from titan_mi100.optim.state import NamedState, Read
+from titan_mi100.planning.memory import UPDATED_AT_ONCE
 from titan_mi100.wording import shortened
 
-# Elements that are updated at a time. CPU: the buffers fit into its caches. GPU: the buffers take 128 MiB.
-ELEMENTS = {False: 1 << 17, True: 1 << 22}  # by whether it is a GPU
+# Elements that are updated at a time, by whether it is a GPU. The buffers fit into a CPU's caches.
+ELEMENTS = {False: 1 << 17, True: UPDATED_AT_ONCE}
 
 Kernel = Callable[[dict[str, Tensor], int, int, Scalars, str], None]  # see fused.update
 

@@ -48,7 +48,7 @@ def size_gib(text: str) -> float:
 
 
 def _number(text: str) -> float:
-    """The number that a text stands for; 0 if it is none."""
+    """The text as a number; 0 if it is not one."""
     try:
         return float(text)
     except ValueError:

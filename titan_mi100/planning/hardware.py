@@ -28,7 +28,7 @@ _INSTRUCTIONS = {  # by which a CPU multiplies in a dtype: the names that Linux 
 
 
 def dtype_advice(dtype: str, gpu: Gpu | None, is_cpu: bool, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """What speaks against computing in a dtype on this hardware; "": nothing that is known."""
+    """Why this dtype is a bad choice on this hardware; "" if nothing is known against it."""
     if gpu and dtype not in gpu.tflops:
         return f"{gpu.name} has no {dtype} instructions; take float16"
     if gpu and dtype == "bfloat16" and (ratio := gpu.tflops["float16"] / gpu.tflops[dtype]) > 1.5:

@@ -19,7 +19,8 @@ from titan_mi100.config.layout import (
 )
 from titan_mi100.config.settings import NF4_BLOCK, Config
 from titan_mi100.planning.costs import stage_costs
-from titan_mi100.shapes.base import EXPERTS, LayerShape, ModelSpec, Values
+from titan_mi100.shapes.base import EXPERTS, LayerShape, ModelSpec
+from titan_mi100.shapes.saved import ValuesPerToken
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 ACTIVATIONS, HEAD_LOSS, COMMUNICATION = "activations", "head loss", "communication"
@@ -33,10 +34,13 @@ _SPARE = 0.05  # a card is almost full if less than this share of it would be le
 HOST = "host"  # besides these categories: memory that is not on the device
 
 _BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
-_AT_A_TIME, _UPDATE_BYTES = 1 << 22, 40  # optim/lean.py: values, and bytes a value, on a GPU without Triton
-_ON_THE_WAY = 1 << 30  # bytes of gradients that wait to be copied to the host, see parallel/offload.py
-# model/loss.py: logits in one block; a GPU of n bytes may keep n / 64 logits, in 16 bits 1/32 of its memory
-HEAD_BLOCK, HEAD_SHARE = 1 << 25, 64
+_ON_THE_WAY = 1 << 30  # bytes of gradients that wait to be copied to the host; the same in parallel/offload.py
+# Values that a GPU updates at a time (optim/lean.py reads it), and bytes of each in buffers, without Triton
+UPDATED_AT_ONCE, _UPDATE_BYTES = 1 << 22, 40
+# Read by model/loss.py: logits of a block on a GPU, and on a CPU, into whose caches 4 MiB in fp32 fit; columns that a
+# block has at least, as narrower products are slow; bytes of a GPU's memory for each logit that it may keep, so that
+# logits of 16 bits take at most 1/32 of the memory.
+HEAD_BLOCK, HEAD_BLOCK_CPU, HEAD_COLUMNS, HEAD_BYTES_PER_LOGIT = 1 << 25, 1 << 20, 1024, 64
 
 
 @dataclass(frozen=True)
@@ -74,8 +78,8 @@ def _peaks(config: Config, spec: ModelSpec, ranks: int, device_memory: int, coun
     layout, batch, peaks = config.layout(ranks), config.batch(ranks), []
     cuts = stages_of(counts)
     for rank, numbers in enumerate(_on_ranks(config, layout.pp, len(cuts))):
-        one = _RankMemory(config, spec, layout, batch, device_memory, rank, [cuts[index] for index in numbers])
-        moments = (Memory(*moment, one.on_host()) for moment in one.moments())
+        here = _RankMemory(config, spec, layout, batch, device_memory, rank, [cuts[index] for index in numbers])
+        moments = (Memory(*moment, here.on_host()) for moment in here.moments())
         peaks.append(max(moments, key=lambda memory: memory.peak))
     return peaks
 
@@ -144,34 +148,36 @@ class _RankMemory:
         self.stages, self.rank, self.device_memory = stages, rank, device_memory
         training = config.training
         self.tokens = training.local_batch_size * training.seq_len
-        self.compute = _BYTES[training.mixed_precision_param]
-        self.first, self.last = any(s.first for s in stages), any(s.last for s in stages)
+        self.compute_bytes = _BYTES[training.mixed_precision_param]
+        self.has_first, self.has_last = any(s.first for s in stages), any(s.last for s in stages)
         self.mode, numbers = config.activation_checkpoint.mode, {n for stage in stages for n in stage.layers}
         self.layers = [spec.layers[number] for number in sorted(numbers)]
-        self.tied, self.lora = spec.tie_word_embeddings, config.lora.rank
+        self.tied, self.lora_rank = spec.tie_word_embeddings, config.lora.rank
         self.offload, self.inputs_on_host = config.memory.offload, config.memory.offload_activations
         self.is_fsdp = layout.zero_stage > 0 and (layout.dp_degree > 1 or self.offload == "weights")
-        self.shard = layout.dp_shard if self.is_fsdp else 1
-        self.weights = sum(layer.size for layer in self.layers) / layout.tp
+        self.shards = layout.dp_shard if self.is_fsdp else 1
+        self.layer_values = sum(layer.size for layer in self.layers) / layout.tp
         small = (p.size for layer in self.layers for p in layer.parameters.values() if p.role == "router")
-        self.routers = 0.0 if training.train_router else sum(small) / layout.tp  # not trained
-        self.block = max((layer.size for layer in self.layers), default=0) / layout.tp
-        self.vocabulary = spec.vocab_size * spec.hidden_size / layout.tp
-        self.ends = self.first + self.last - (self.tied and self.first and self.last and len(stages) == 1)
+        self.router_values = 0.0 if training.train_router else sum(small) / layout.tp  # not trained
+        self.block_values = max((layer.size for layer in self.layers), default=0) / layout.tp
+        self.vocab_values = spec.vocab_size * spec.hidden_size / layout.tp
+        self.is_tied_here = self.tied and self.has_first and self.has_last
+        self.vocab_matrices = self.has_first + self.has_last - (self.is_tied_here and len(stages) == 1)
         # bytes in the dtype in which they are gathered and multiplied
         self.is_nf4 = config.lora.base == "nf4"
-        self.bytes_each = 0.5 + self.compute / NF4_BLOCK if self.is_nf4 else self.compute
-        self.block_bytes = self.block * self.bytes_each
-        self.end_bytes = self.vocabulary * self.compute
-        adapters = config.lora.shapes(spec) if self.lora else {}
+        self.weight_bytes = 0.5 + self.compute_bytes / NF4_BLOCK if self.is_nf4 else self.compute_bytes
+        self.block_bytes = self.block_values * self.weight_bytes
+        self.vocab_bytes = self.vocab_values * self.compute_bytes
+        self.all_bytes = self.layer_values * self.weight_bytes + self.vocab_matrices * self.vocab_bytes
+        adapters = config.lora.shapes(spec) if self.lora_rank else {}
         adapter_sizes = [math.prod(shape) for name, shape in adapters.items() if int(name.split(".")[2]) in numbers]
-        self.adapters = sum(adapter_sizes) / layout.tp
-        largest = [layer.largest / layout.tp for layer in self.layers] + [self.vocabulary] * (self.ends > 0)
-        self.largest = max(adapter_sizes if self.lora else largest, default=0)  # values of the largest trained matrix
-        master, self.beside = config.optimizer.master_bytes
-        self.master = max(master, self.compute) if self.compute > 4 else master
+        self.adapter_values = sum(adapter_sizes) / layout.tp
+        largest = [*(layer.largest / layout.tp for layer in self.layers), *[self.vocab_values][: self.vocab_matrices]]
+        self.largest_trained = max(adapter_sizes if self.lora_rank else largest, default=0)  # values of a matrix
+        master, self.residual_bytes = config.optimizer.master_bytes
+        self.master_bytes = max(master, self.compute_bytes) if self.compute_bytes > 4 else master
         # bytes of a gradient value where it is reduced
-        self.reduce = max(_BYTES[training.mixed_precision_reduce], 8 if self.compute == 8 else 2)
+        self.reduce_bytes = max(_BYTES[training.mixed_precision_reduce], 8 if self.compute_bytes == 8 else 2)
 
     def moments(self) -> Iterator[tuple[str, dict[str, float]]]:
         """The moments of the last microbatch and of the update at which the peak can be, with their categories."""
@@ -179,88 +185,85 @@ class _RankMemory:
         sums = self._gradient_sums(trained)
         is_all_here = self.offload == "nothing"
         # ZeRO-1 keeps gradients until the last microbatch; so does FSDP2 with replicas, after its reduction.
-        stay_so_long = is_all_here or (self.is_fsdp and (self.layout.zero_stage == 1 or self.layout.dp_replicate > 1))
-        held = {
+        sums_stay = is_all_here or (self.is_fsdp and (self.layout.zero_stage == 1 or self.layout.dp_replicate > 1))
+        always = {
             PARAMETERS: weights if self.offload != "weights" else 0.0, OPTIMIZER: state if is_all_here else 0.0,
             COMMUNICATION: self._received(), HEAD_LOSS: 0.0, GRADIENTS: 0.0, ACTIVATIONS: 0.0,
         }  # fmt: skip
-        several = self.batch.gradient_accumulation_steps > 1
-        before = sums if several and stay_so_long else 0.0
+        accumulates = self.batch.gradient_accumulation_steps > 1
+        earlier_sums = sums if accumulates and sums_stay else 0.0  # of the microbatches before the last
         # bytes of each weight's copy in the dtype of the computation, if FSDP2 does not gather them
-        is_cast = not self.is_fsdp and not self.lora and self.master != self.compute
-        copies = self.compute if is_cast else 0.0
+        is_cast = not self.is_fsdp and not self.lora_rank and self.master_bytes != self.compute_bytes
+        copy_bytes = self.compute_bytes if is_cast else 0.0
         is_kept = self.mode == "none"
-        some = self.layers[-2 if self.inputs_on_host else 0 :]
-        by_layer = [self._bytes(layer.kept[self.mode]) + self._for_lora(layer, "none") for layer in some]
-        kept = sum(by_layer) * self._in_flight() + self._rotary()
-        kept += self.weights * copies if is_kept else 0.0
+        layers_on_card = self.layers[-2 if self.inputs_on_host else 0 :]
+        kept_by_layer = [self._bytes(x.kept[self.mode]) + self._added_by_lora(x, "none") for x in layers_on_card]
+        rotary = self._bytes(self.spec.per_forward) * self.layout.tp  # each rank has all of it
+        kept = sum(kept_by_layer) * self._in_flight() + rotary
+        kept += self.layer_values * copy_bytes if is_kept else 0.0
 
-        def at(**more: float) -> dict[str, float]:
-            names = {name.replace(" ", "_"): name for name in CATEGORIES}
-            return {**held, **{names[key]: held[names[key]] + value for key, value in more.items()}}
+        def moment_with(gradients: float, activations: float, **others: float) -> dict[str, float]:
+            added = {"gradients": gradients, "activations": activations, **others}
+            return {name: size + added.get(name.replace(" ", "_"), 0.0) for name, size in always.items()}
 
         if len(self.layers) > 2 and self.layout.zero_stage == 3:  # one block computes, two are on their way
             gathered = self._gathered(3 * self.block_bytes)
-            yield "forward of a block", at(gradients=before, activations=kept, communication=gathered)
+            yield "forward of a block", moment_with(earlier_sums, kept, communication=gathered)
         # the gradient of a vocabulary matrix, before its reduction
-        end = 0.0 if self.lora else self.vocabulary * (self.compute if self.is_fsdp else self.master)
-        if self.last:
-            final = 24 * self.spec.hidden_size * self.tokens / self.layout.tp
-            loss = {"gradients": before, "activations": kept + final}
-            gathered = self._gathered(self.end_bytes + self.block_bytes, 0.0 if self.tied else self.end_bytes)
-            yield "forward of the head", at(**loss, head_loss=self._head(), communication=gathered)
-            gathered = self._gathered(self.end_bytes + self.block_bytes)
-            yield "backward of the head", at(**loss, head_loss=self._head() + end, communication=gathered)
+        bytes_each = 0.0 if self.lora_rank else self.compute_bytes if self.is_fsdp else self.master_bytes
+        vocab_gradient = self.vocab_values * bytes_each
+        if self.has_last:
+            final = kept + 24 * self.spec.hidden_size * self.tokens / self.layout.tp
+            by_head, logits = self.vocab_bytes + self.block_bytes, self._head()
+            gathered = self._gathered(by_head, 0.0 if self.tied else self.vocab_bytes)
+            yield "forward of the head", moment_with(earlier_sums, final, head_loss=logits, communication=gathered)
+            gathered, logits = self._gathered(by_head), logits + vocab_gradient
+            yield "backward of the head", moment_with(earlier_sums, final, head_loss=logits, communication=gathered)
             if self.is_fsdp and not self.tied and self.layout.zero_stage > 1:
-                yield "reduction of the head's gradient", at(
-                    gradients=before + end, activations=kept,
-                    communication=self._reduced(self.vocabulary) + self._gathered(self.block_bytes),
-                )  # fmt: skip
+                gradients = earlier_sums + vocab_gradient
+                reduced = self._reduced(self.vocab_values) + self._gathered(self.block_bytes)
+                yield "reduction of the head's gradient", moment_with(gradients, kept, communication=reduced)
             if self.layout.tp > 1 and not self.is_fsdp:  # autograd adds DTensors out of place
-                yield "sum of the head's gradient", at(gradients=before + 3 * end, activations=kept)
+                yield "sum of the head's gradient", moment_with(earlier_sums + 3 * vocab_gradient, kept)
         # the head's gradient waits for the embedding's: one weight
-        waiting = end if self.tied and self.first and self.last else 0.0
-        if self.first and end and not stay_so_long:  # the embedding's gradient is not there yet
-            sums = self._gradient_sums(trained - self.vocabulary)
+        waiting = vocab_gradient if self.is_tied_here else 0.0
+        if self.has_first and vocab_gradient and not sums_stay:  # the embedding's gradient is not there yet
+            sums = self._gradient_sums(trained - self.vocab_values)
         if self.layers:
-            inside = max(map(self._inside, self.layers)) + (0.0 if is_kept else self.block * copies)
-            one = 0.0 if self.lora else self.block * self.compute
-            gathered = self._gathered(2 * self.block_bytes, self.end_bytes if self.tied else 0.0)
-            gathered += self._reduced(self.block)
-            of_head = self._gradient_sums(self.vocabulary) if self.last and not self.tied and not self.lora else 0.0
-            first = max(before, of_head) + waiting + one
-            last = at(gradients=first, activations=kept + inside, communication=gathered)
-            yield "backward of the last block", last
+            computing = max(map(self._inside, self.layers)) + (0.0 if is_kept else self.block_values * copy_bytes)
+            block_gradient = 0.0 if self.lora_rank else self.block_values * self.compute_bytes
+            gathered = self._gathered(2 * self.block_bytes, self.vocab_bytes if self.tied else 0.0)
+            gathered += self._reduced(self.block_values)
+            is_head_summed = self.has_last and not self.tied and not self.lora_rank
+            head_sum = self._gradient_sums(self.vocab_values) if is_head_summed else 0.0
+            gradients = max(earlier_sums, head_sum) + waiting + block_gradient
+            yield "backward of the last block", moment_with(gradients, kept + computing, communication=gathered)
             # From here on as many gradients wait as may, while each block frees what it has kept; else the last moment.
-            behind = int(sums / self._gradient_sums(self.block)) if self.offload == "optimizer" else len(by_layer)
-            for name, left in (("a block in the middle", max(1, len(by_layer) - behind)), ("the first block", 1)):
-                yield f"backward of {name}", at(
-                    gradients=sums + waiting + one, activations=kept - sum(by_layer[left:]) + inside,
-                    communication=gathered,
-                )  # fmt: skip
-        if self.first and end:
-            several_ends = 3 if waiting else 1  # head's, embedding's and their sum
-            yield "backward of the embedding", at(
-                gradients=sums + several_ends * end, activations=self._rotary(),
-                communication=self._gathered(self.end_bytes if self.tied else 0.0),
-            )  # fmt: skip
+            count, gradients = len(kept_by_layer), sums + waiting + block_gradient
+            done = int(sums / self._gradient_sums(self.block_values)) if self.offload == "optimizer" else count
+            for name, left in (("a block in the middle", max(1, count - done)), ("the first block", 1)):
+                activations = kept - sum(kept_by_layer[left:]) + computing
+                yield f"backward of {name}", moment_with(gradients, activations, communication=gathered)
+        if self.has_first and vocab_gradient:
+            gradients = sums + (3 if waiting else 1) * vocab_gradient  # head's, embedding's and their sum
+            gathered = self._gathered(self.vocab_bytes if self.tied else 0.0)
+            yield "backward of the embedding", moment_with(gradients, rotary, communication=gathered)
             if self.is_fsdp:
-                one = 0.0 if several else self._gradient_sums(self.vocabulary)
-                reduced = self._reduced(self.vocabulary)
-                more = at(gradients=sums - one + end, activations=self._rotary(), communication=reduced)
-                yield "reduction of the embedding's gradient", more
+                gradients = sums - (0.0 if accumulates else self._gradient_sums(self.vocab_values)) + vocab_gradient
+                reduced = self._reduced(self.vocab_values)
+                yield "reduction of the embedding's gradient", moment_with(gradients, rotary, communication=reduced)
         has_buffers = self.offload == "optimizer" or (self.config.optimizer.is_lean and is_all_here)
-        buffers = min(_AT_A_TIME, self.largest / self.shard) * _UPDATE_BYTES if has_buffers else 0.0
-        yield "update", at(gradients=sums if is_all_here else 0.0, optimizer=buffers)
+        buffers = min(UPDATED_AT_ONCE, self.largest_trained / self.shards) * _UPDATE_BYTES if has_buffers else 0.0
+        yield "update", moment_with(sums if is_all_here else 0.0, 0.0, optimizer=buffers)
 
     def _held(self) -> tuple[float, float, float]:
         """Trained elements; bytes of this rank's weights and of its optimizer state."""
-        trained = self.adapters if self.lora else self.weights - self.routers + self.ends * self.vocabulary
-        frozen = max(4, self.compute) * self.routers
-        if self.lora:
-            frozen = self.weights * self.bytes_each + self.ends * self.end_bytes
-        state = trained * (self.config.optimizer.state_bytes + self.beside)
-        return trained, (trained * self.master + frozen) / self.shard, state / self.shard
+        trained, frozen = self.adapter_values, self.all_bytes
+        if not self.lora_rank:
+            trained = self.layer_values - self.router_values + self.vocab_matrices * self.vocab_values
+            frozen = max(4, self.compute_bytes) * self.router_values
+        state = trained * (self.config.optimizer.state_bytes + self.residual_bytes)
+        return trained, (trained * self.master_bytes + frozen) / self.shards, state / self.shards
 
     def on_host(self) -> float:
         """Bytes that are in the host's memory instead of the device's."""
@@ -268,12 +271,13 @@ class _RankMemory:
         each = (self._pinned(self._bytes(layer.kept[self.mode])) for layer in self.layers)
         total = sum(each) * self._in_flight() if self.inputs_on_host else 0.0
         if self.offload == "optimizer":
-            total += trained * self.master / self.shard + state
+            total += trained * self.master_bytes / self.shards + state
         if self.offload == "weights":
-            is_added = self.batch.gradient_accumulation_steps > 1 and self.layout.zero_stage > 1 and not self.lora
-            coming = max(self.block, self.ends and self.vocabulary) * self.master / self.shard
+            is_added = self.batch.gradient_accumulation_steps > 1 and self.layout.zero_stage > 1 and not self.lora_rank
+            largest = max(self.block_values, self.vocab_matrices and self.vocab_values)
+            coming = largest * self.master_bytes / self.shards if is_added else 0.0
             rounded = self._weights_pinned() / weights if self.device_memory else 1.0
-            total += rounded * (weights + (trained * self.master / self.shard) + (coming if is_added else 0.0)) + state
+            total += rounded * (weights + (trained * self.master_bytes / self.shards) + coming) + state
         return total
 
     def _pinned(self, size: float) -> float:
@@ -282,18 +286,18 @@ class _RankMemory:
 
     def _weights_pinned(self) -> float:
         """Pinned bytes of all weights: each matrix is rounded up separately."""
-        bytes_each = (self.compute if self.lora else self.master) / self.shard / self.layout.tp
+        bytes_each = (self.compute_bytes if self.lora_rank else self.master_bytes) / self.shards / self.layout.tp
         matrices = (parameter.size for parameter in self.spec.parameters.values() if parameter.role != "norm")
         return sum(self._pinned(size * bytes_each) for size in matrices)
 
     def _gradient_sums(self, trained: float) -> float:
         """Bytes of gradients that are accumulated over microbatches, or wait to be copied to the host."""
         if self.is_fsdp and self.layout.zero_stage == 1 and self.batch.gradient_accumulation_steps > 1:
-            return trained * max(self.reduce, self.compute)
+            return trained * max(self.reduce_bytes, self.compute_bytes)
         twice = self.layout.zero_stage == 0 and self.batch.gradient_accumulation_steps > 1
         limit = {"nothing": math.inf, "optimizer": _ON_THE_WAY, "weights": 0.0}[self.offload]
         limit = math.inf if self.is_fsdp and self.layout.dp_replicate > 1 else limit
-        return min(limit, trained * self.master / self.shard * (2 if twice else 1))
+        return min(limit, trained * self.master_bytes / self.shards * (2 if twice else 1))
 
     def _in_flight(self) -> int:
         """Microbatches whose activations wait for their backward."""
@@ -307,13 +311,16 @@ class _RankMemory:
             return min(microbatches, pp + 1)
         return min(microbatches, pp - self.rank)
 
-    def _bytes(self, values: Values) -> float:
+    def _bytes(self, values: ValuesPerToken) -> float:
         """Bytes on this rank of values per token."""
-        return self.tokens * (values.compute * self.compute + values.fp32 * 4) / self.layout.tp
+        return self.tokens * (values.compute * self.compute_bytes + values.fp32 * 4) / self.layout.tp
 
-    def _for_lora(self, layer: LayerShape, mode: str) -> float:
-        """Bytes that a mode holds more with LoRA: what dropout leaves, and its mask; less for the norms' weights."""
-        if not self.lora or self.mode != mode:
+    def _added_by_lora(self, layer: LayerShape, mode: str) -> float:
+        """Extra bytes under LoRA: dropout's outputs and masks, minus what frozen norms do not save.
+
+        Args: mode: if activation checkpointing has another one, the result is 0.
+        """
+        if not self.lora_rank or self.mode != mode:
             return 0.0
         targets = self.config.lora.target_modules if self.config.lora.dropout else ()
         dropped = 0.0  # where outputs are split, each rank has all inputs
@@ -323,33 +330,31 @@ class _RankMemory:
                 dropped += 1.5 * layer.slots * inputs  # half: the gradient of one, which waits for its mask
             elif name.split(".")[-2] in targets and not p.experts:
                 dropped += p.shape[1] / (self.layout.tp if p.split.dim == 1 else 1)
-        return self.tokens * dropped * (self.compute + 1) - self._bytes(layer.for_norms)
+        for_norms = ValuesPerToken.of(tensor for tensor in layer.saved if tensor.is_for_norm)
+        return self.tokens * dropped * (self.compute_bytes + 1) - self._bytes(for_norms)
 
     def _inside(self, layer: LayerShape) -> float:
         """Bytes that a layer's backward needs besides what was kept."""
-        total = self._bytes(layer.inside[self.mode]) + self._for_lora(layer, "full")
+        total = self._bytes(layer.inside[self.mode]) + self._added_by_lora(layer, "full")
         # one dequantised matrix, and the indices of its lookup
-        return total + (layer.largest / self.layout.tp * (self.compute + 2) if self.is_nf4 else 0.0)
-
-    def _rotary(self) -> float:
-        return self._bytes(self.spec.per_forward) * self.layout.tp  # each rank has all of it
+        return total + (layer.largest / self.layout.tp * (self.compute_bytes + 2) if self.is_nf4 else 0.0)
 
     def _received(self) -> float:
         """Bytes of receive buffers: torch's pipeline keeps hidden states and gradients of each microbatch."""
-        one = self.tokens * self.compute * self.spec.hidden_size / self.layout.tp
-        return self.batch.gradient_accumulation_steps * received_per_microbatch(self.stages) * one
+        hidden_bytes = self.tokens * self.compute_bytes * self.spec.hidden_size / self.layout.tp
+        return self.batch.gradient_accumulation_steps * received_per_microbatch(self.stages) * hidden_bytes
 
     def _head(self) -> float:
         """Buffers of the head's loss, see model/loss.py."""
-        c, logits = self.compute, self.tokens * self.spec.vocab_size // self.layout.tp
-        block = min(max(1024 * self.tokens, HEAD_BLOCK if self.device_memory else 1 << 20), logits)
-        wide, kept = max(4, c), self.device_memory // HEAD_SHARE
+        c, logits = self.compute_bytes, self.tokens * self.spec.vocab_size // self.layout.tp
+        block = min(max(HEAD_COLUMNS * self.tokens, HEAD_BLOCK if self.device_memory else HEAD_BLOCK_CPU), logits)
+        wide, kept_logits = max(4, c), self.device_memory // HEAD_BYTES_PER_LOGIT
         schedule = SCHEDULES[self.config.parallelism.pipeline_parallel_schedule]
         keeps_all = schedule.forwards_first and self.layout.pp > 1
-        waiting = self.batch.gradient_accumulation_steps if keeps_all else 1
+        microbatches = self.batch.gradient_accumulation_steps if keeps_all else 1
         rows = self.tokens * self.spec.hidden_size * (2 * c + 4)
-        if logits <= kept // waiting:
-            return rows + waiting * (logits * c + block * wide)
+        if logits <= kept_logits // microbatches:
+            return rows + microbatches * (logits * c + block * wide)
         return rows + block * (c + (wide if c < 4 else 0))
 
     def _gathered(self, by_group: float, more: float = 0.0) -> float:
@@ -361,12 +366,12 @@ class _RankMemory:
         if not self.is_fsdp:
             return 0.0
         if self.layout.zero_stage < 3:
-            return self.weights * self.bytes_each + self.ends * self.end_bytes
+            return self.all_bytes
         return by_group + more
 
     def _reduced(self, elements: float) -> float:
         """Bytes of FSDP2's buffers: it copies a group's gradients into one, reduces into a second, casts the second."""
-        if not self.is_fsdp or self.lora or self.layout.pp > 1:
+        if not self.is_fsdp or self.lora_rank or self.layout.pp > 1:
             return 0.0
-        other = self.master if self.master != self.reduce else 0
-        return elements * (self.reduce + (self.reduce + other) / self.shard)
+        other = self.master_bytes if self.master_bytes != self.reduce_bytes else 0
+        return elements * (self.reduce_bytes + (self.reduce_bytes + other) / self.shards)

@@ -56,7 +56,8 @@ class Plan:
     efficiency: float = EFFICIENCY
 
     @property
-    def worst(self) -> Memory:
+    def fullest(self) -> Memory:
+        """The peak of the rank that needs most."""
         return max(self.memory, key=lambda memory: memory.peak)
 
     @property
@@ -72,12 +73,12 @@ class Plan:
     @property
     def least(self) -> float:
         """Bytes that a card needs at least: the plan, if it is too high by its largest known error."""
-        return self.worst.peak / (1 + ABOVE)
+        return self.fullest.peak / (1 + ABOVE)
 
     @property
     def most(self) -> float:
         """Bytes that a card needs at most: the plan, if it is too low by its largest known error, with the unseen."""
-        return with_overhead(self.worst.peak * (1 + BELOW))
+        return with_overhead(self.fullest.peak * (1 + BELOW))
 
     @property
     def fits(self) -> bool:
@@ -117,10 +118,8 @@ def make_plan(
             trained = config.lora.shapes(spec) if config.lora.rank else parameter_shapes(spec)
             update = sum(map(math.prod, trained.values())) / layout.dp_shard * _HOST_UPDATE[config.optimizer.is_lean]
         computing = max(computing, computing - hiding + with_host)
-        spread = sent["data parallel"] - sent_at_once
-        waits = exposed_seconds(
-            sent_at_once / data_parallel, spread / data_parallel, computing, microbatches, gpu.overlap
-        )
+        once, spread = sent_at_once / data_parallel, (sent["data parallel"] - sent_at_once) / data_parallel
+        waits = exposed_seconds(once, spread, computing, microbatches, gpu.overlap)
         tensor = sent["tensor parallel"] / reached(range(layout.tp), gpu)
         pipeline = sent["pipeline"] / reached(range(0, ranks, ranks // layout.pp), gpu)
         step = computing + waits + tensor + pipeline + update
@@ -192,7 +191,7 @@ _RANDOM = {"state": "8bit", "master": "bf16_sr"}
 
 
 def _changes(layout: Layout, batch: Batch, rank: int) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
-    """Changes that save memory: words, and settings; those that compute the same first, then the faster.
+    """Changes that save memory: words, and settings; first those that leave results unchanged, then by speed.
 
     Args:
         rank: of LoRA; 0: all weights are trained.

@@ -42,10 +42,6 @@ class Transfer:
         """Where its bytes travel: the slowest link of the ring. Args: per_node: GPUs of a node."""
         return "inside a node" if _is_inside(self.group, per_node) else "between nodes"
 
-    def seconds(self, gpu: Gpu) -> float:
-        """Predicted seconds of one such transfer."""
-        return self.ring_bytes / reached(self.group, gpu)
-
 
 def reached(group: range, gpu: Gpu) -> float:
     """Bytes per second that a rank sends around the ring of a group.

@@ -86,7 +86,7 @@ class Forecast:
             self._write({})
         if self._steps != _COMPARED:
             return
-        peak, worst = result.peak_memory_gib - self._before, self.plan.worst
+        peak, worst = result.peak_memory_gib - self._before, self.plan.fullest
         planned = (worst.peak + (worst.host if self._before else 0)) / GIB
         measured: dict[str, Any] = {"step": step, "peak_memory_gib": peak, "step_seconds": result.seconds}
         scope = ", of the process" if self._before else ""
@@ -110,7 +110,7 @@ class Forecast:
 
     def describe(self, measured_gib: float) -> str:
         """The plan's categories and what was measured, for when memory has run out."""
-        worst = self.plan.worst
+        worst = self.plan.fullest
         parts = ", ".join(f"{name} {worst.categories[name] / GIB:.2f}" for name in CATEGORIES)
         return f"planned {worst.peak / GIB:.2f} GiB ({worst.moment}): {parts}; measured so far {measured_gib:.2f} GiB"
 

@@ -6,9 +6,11 @@ LoRA, tensor parallel, pipeline stages, conversion and decoding read these data;
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import Field, asdict, replace
+from dataclasses import Field, asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
+
+from titan_mi100.shapes.saved import AFTER, MIX, Saved, ValuesPerToken
 
 ALL_LINEAR = "all-linear"  # peft's word for all linear layers that can have an adapter
 EXPERTS = "experts"  # all matrices of all experts of a layer, as a target of LoRA
@@ -88,18 +90,8 @@ class Piece(NamedTuple):
     whole_shape: tuple[int, ...]
 
 
-class Values(NamedTuple):
-    """Values per token, of all tensor-parallel ranks together: in the computation's dtype, and in fp32."""
-
-    compute: int
-    fp32: int = 0
-
-    def __add__(self, other: object) -> "Values":
-        assert isinstance(other, Values)
-        return Values(self.compute + other.compute, self.fp32 + other.fp32)
-
-
-class LayerShape(NamedTuple):
+@dataclass(frozen=True)
+class LayerShape:
     """A layer.
 
     Attributes:
@@ -109,9 +101,9 @@ class LayerShape(NamedTuple):
         products: weights that a token is multiplied with in forward.
         last_product: of these, the weights of the last product, which no backward recomputes.
         pair_flops: FLOPs in forward for each pair of a query and a key inside a document.
-        kept: activation_checkpoint.mode -> what a layer keeps from forward to backward.
-        inside: the same for what its backward needs besides.
-        for_norms: of what it keeps with "none", what the gradients of the norms' weights alone need.
+        input: values per token of the layer's input, from which a recomputation begins.
+        saved: what it keeps for its backward if nothing is recomputed.
+        temporaries: what its backward allocates besides.
         slots: experts that a token goes to.
     """
 
@@ -121,10 +113,24 @@ class LayerShape(NamedTuple):
     products: int
     last_product: int
     pair_flops: int
-    kept: Mapping[str, Values]
-    inside: Mapping[str, Values]
-    for_norms: Values = Values(0)
+    input: int
+    saved: tuple[Saved, ...]
+    temporaries: tuple[Saved, ...]
     slots: int = 0
+
+    @cached_property
+    def kept(self) -> Mapping[str, ValuesPerToken]:
+        """activation_checkpoint.mode -> what the layer keeps from forward to backward."""
+        mixing, start = (tensor for tensor in self.saved if tensor.part == MIX), Saved("input", self.input)
+        kept = {"none": self.saved, "selective": (start, *mixing), "full": (start,)}
+        return {mode: ValuesPerToken.of(tensors) for mode, tensors in kept.items()}
+
+    @cached_property
+    def inside(self) -> Mapping[str, ValuesPerToken]:
+        """activation_checkpoint.mode -> what its backward needs besides."""
+        after = tuple(tensor for tensor in self.saved if tensor.part == AFTER)
+        again = {"none": (), "selective": after, "full": self.saved}
+        return {mode: ValuesPerToken.of((*tensors, *self.temporaries)) for mode, tensors in again.items()}
 
     @property
     def size(self) -> int:
@@ -161,7 +167,11 @@ class ModelSpec:
     logits_error: ClassVar[float] = 1e-5  # the order of sums of thousands of products matters
     vocab_size: int
     hidden_size: int
+    intermediate_size: int
     num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
     tie_word_embeddings: bool
     rms_norm_eps: float
     max_position_embeddings: int
@@ -180,20 +190,23 @@ class ModelSpec:
 
     @property
     def attention(self) -> AttentionShape:
-        raise NotImplementedError
+        return AttentionShape(self.num_attention_heads, self.num_key_value_heads, self.head_dim)
 
     @property
-    def per_forward(self) -> Values:
+    def per_forward(self) -> ValuesPerToken:
         """What a forward computes once for all layers, such as rotary tables, and keeps until its backward."""
-        return Values(0)
+        return ValuesPerToken(0)
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
         """Names and sizes that the tensor-parallel degree must divide."""
-        return {"vocab_size": self.vocab_size}
+        names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+        return {name: getattr(self, name) for name in names}
 
     def input_sizes(self) -> dict[str, tuple[int, bool]]:
         """Names and input sizes of the matrices, which 4-bit blocks must divide; whether tensor parallel splits it."""
-        return {"hidden_size": (self.hidden_size, False)}
+        heads = self.num_attention_heads * self.head_dim
+        split = {"num_attention_heads x head_dim": (heads, True), "intermediate_size": (self.intermediate_size, True)}
+        return {"hidden_size": (self.hidden_size, False), **split}
 
     def problems(self) -> list[str]:
         """What is wrong with this shape, one clause each; empty: nothing."""
@@ -214,14 +227,11 @@ class ModelSpec:
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
         """Every parameter by its HF name, a tied weight once."""
-        norm, shape = (
-            Parameter((self.hidden_size,), WHOLE, "norm", self.norm_start),
-            (self.vocab_size, self.hidden_size),
-        )
+        shape = self.vocab_size, self.hidden_size
         by_name = {"model.embed_tokens.weight": Parameter(shape, OUTPUTS, "embedding")}
         for number, layer in enumerate(self.layers):
             by_name |= {f"model.layers.{number}.{name}": parameter for name, parameter in layer.parameters.items()}
-        by_name["model.norm.weight"] = norm
+        by_name["model.norm.weight"] = Parameter(shape[1:], WHOLE, "norm", self.norm_start)
         if not self.tie_word_embeddings:
             by_name["lm_head.weight"] = Parameter(shape, OUTPUTS, "head")
         return by_name

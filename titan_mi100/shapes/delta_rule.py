@@ -1,57 +1,22 @@
-"""What the delta rule of model/delta_rule.py costs: its products, and its bytes. Imports no torch."""
-
-from typing import NamedTuple
+"""What the delta rule of model/delta_rule.py costs: the size of its parts, and its products. Imports no torch."""
 
 CHUNK = 64  # tokens of a chunk; a power of two
 AT_ONCE = 1 << 15  # tokens x value heads that are computed at once: this bounds the temporaries
 SUBSTITUTED = 16  # rows of a block that is inverted without splitting it
 
 
-class DeltaRuleCost(NamedTuple):
-    """The cost of one call of `delta_rule`.
+def tokens_at_once(rows: int, v_heads: int, chunk: int) -> int:
+    """Tokens of a row that are computed at once."""
+    return max(AT_ONCE // (rows * v_heads) // chunk, 1) * chunk
 
-    Attributes:
-        k_heads, v_heads: on this rank.
-        key, value: sizes of a head.
-        wide: bytes of a value in its computation: 4; 8 for fp64.
-    """
 
-    rows: int
-    seq: int
-    k_heads: int
-    v_heads: int
-    key: int
-    value: int
-    chunk: int = CHUNK
-    wide: int = 4
-
-    @property
-    def at_once(self) -> int:
-        """Tokens of a row that are computed at once."""
-        return max(AT_ONCE // (self.rows * self.v_heads) // self.chunk, 1) * self.chunk
-
-    @property
-    def _chunks(self) -> int:
-        return self.rows * -(-self.seq // self.chunk)
-
-    @property
-    def _common(self) -> int:
-        """Multiplications per chunk for key and value heads alike: sums of g, q k^T, k k^T, and the inverse."""
-        chunk, block = self.chunk, min(self.chunk, SUBSTITUTED)
-        inverse = 2 * chunk * block**2 * max(block.bit_length() - 2, 0)
-        while block < chunk:  # a merge has two products
-            inverse += chunk * block**2
-            block *= 2
-        return self.v_heads * (chunk**2 + inverse) + 2 * self.k_heads * chunk**2 * self.key
-
-    @property
-    def forward_flops(self) -> int:
-        """FLOPs of the products, two per multiplication."""
-        states, pairs = self.chunk * self.key * self.value, self.chunk**2 * self.value
-        return 2 * self._chunks * (self.v_heads * (3 * states + 2 * pairs) + self._common)
-
-    @property
-    def state_bytes(self) -> int:
-        """Kept for backward besides the arguments: the states at each chunk, and the last one of each part."""
-        states = self._chunks + self.rows * -(-self.seq // self.at_once)
-        return states * self.v_heads * self.key * self.value * self.wide
+def products_of_chunk(k_heads: int, v_heads: int, key: int, value: int, chunk: int) -> int:
+    """Multiplications of a chunk in forward. Args: key, value: sizes of a head."""
+    pairs, block = chunk**2, min(chunk, SUBSTITUTED)
+    inverse = 2 * chunk * block**2 * max(block.bit_length() - 2, 0)
+    while block < chunk:  # a merge has two products
+        inverse += chunk * block**2
+        block *= 2
+    # the states and their outputs; pairs of values; sums of g, and the inverse; q k^T and k k^T
+    of_values = 3 * chunk * key * value + 2 * pairs * value + pairs + inverse
+    return v_heads * of_values + 2 * k_heads * pairs * key

@@ -15,7 +15,8 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from titan_mi100.errors import UserError
-from titan_mi100.shapes.base import EXPERTS, INPUTS, WHOLE, LayerShape, ModelSpec, Parameter, Values
+from titan_mi100.shapes.base import EXPERTS, INPUTS, WHOLE, LayerShape, ModelSpec, Parameter
+from titan_mi100.shapes.saved import FP32, Saved
 
 INSIDE = ".mlp.experts."  # in the names of their tensors
 # peft takes these names, in any layer of such a model, for the experts'; so an MLP has no adapters
@@ -24,7 +25,7 @@ _SEPARATE = re.compile(r"\.mlp\.experts\.\d+\.\w+_proj\.weight$")
 _FUSED = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
 
 
-class Place(NamedTuple):
+class StackPosition(NamedTuple):
     """Where a file has an expert's matrix.
 
     Attributes:
@@ -59,19 +60,24 @@ def with_experts(
     if is_shared:
         shared = {n.replace("mlp.", "mlp.shared_expert."): p for n, p in layer.parameters.items() if n[:4] == "mlp."}
         parameters |= shared | {"mlp.shared_expert_gate.weight": small._replace(shape=(1, hidden))}
-    gone = 0 if is_shared else mlp
-    # rows, gate, up, their products and weights; probabilities and the order of rows
-    kept = Values(slots * (hidden + 5 * inner) + experts - 4 * gone, experts + 8 * slots)
-    moving = Values(2 * slots * (inner + hidden) - 2 * gone - 2 * hidden)
-    return layer._replace(
+    gone, names = 0 if is_shared else mlp, ("gate", "up", "silu(gate)", "silu(gate) x up", "the same x weights")
+    saved = (
+        *(tensor for tensor in layer.saved if is_shared or not tensor.name.startswith("mlp.")),
+        *(Saved("experts.rows", slots * hidden), *(Saved(f"experts.{name}", slots * inner) for name in names)),
+        *(Saved("router.logits", experts), Saved("router.probabilities", experts, dtype=FP32)),
+        Saved("router.order of rows", 8 * slots, dtype=FP32),  # four tensors of 8 bytes a value
+    )
+    gradients = Saved("mlp.gradients", 2 * slots * (inner + hidden) + 2 * (mlp - gone))
+    return replace(
+        layer,
         kind=kind,
         parameters=parameters,
         adapted=(*(name for name in layer.adapted if name not in _MLP), EXPERTS),
         products=layer.products + hidden * (3 * slots * inner + experts + is_shared - 3 * gone),
         last_product=hidden * (slots * inner + is_shared * mlp),
         slots=slots,
-        kept={**layer.kept, "none": layer.kept["none"] + kept},
-        inside={mode: v + moving + (Values(0) if mode == "none" else kept) for mode, v in layer.inside.items()},
+        saved=saved,
+        temporaries=(*(each for each in layer.temporaries if not each.name.startswith("mlp.")), gradients),
     )
 
 
@@ -83,17 +89,17 @@ def is_fused(spec: ModelSpec, stored: Iterable[str]) -> bool | None:
     return False if any(map(_SEPARATE.search, names)) else None
 
 
-def places(name: str, parameter: Parameter, fused: bool) -> Iterator[Place]:
+def places(name: str, parameter: Parameter, fused: bool) -> Iterator[StackPosition]:
     """Where a file has each expert of one of our matrices."""
     (rows, inner), experts, is_transposed = parameter.shape, parameter.experts, parameter.is_transposed
     hidden, (module, _, kind) = rows // experts, name.removesuffix(".weight").rpartition(".")
     if not fused:
         shape = (inner, hidden) if is_transposed else (hidden, inner)
-        return (Place(f"{module}.{expert}.{kind}.weight", shape, None, 0) for expert in range(experts))
+        return (StackPosition(f"{module}.{expert}.{kind}.weight", shape, None, 0) for expert in range(experts))
     start = inner if kind == "up_proj" else 0
     fused_name = f"{module}.gate_up_proj" if is_transposed else f"{module}.down_proj"
     rows, columns = (2 * inner, hidden) if is_transposed else (hidden, inner)
-    return (Place(fused_name, (experts, rows, columns), expert, start) for expert in range(experts))
+    return (StackPosition(fused_name, (experts, rows, columns), expert, start) for expert in range(experts))
 
 
 def stacks(spec: ModelSpec) -> Iterator[tuple[str, Parameter]]:

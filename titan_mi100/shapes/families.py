@@ -39,10 +39,9 @@ class Family(NamedTuple):
 _QWEN3_5 = Family(
     qwen3_5.Qwen3_5Spec, qwen3_5.PRESETS, qwen3_5.LINEARS, qwen3_5.read, qwen3_5.to_hf, qwen3_5.NOT_ADAPTED
 )
-_QWEN3_5_MOE = Family(
-    qwen3_5_moe.Qwen3_5MoeSpec, qwen3_5_moe.PRESETS, qwen3_5_moe.LINEARS, qwen3_5_moe.read, qwen3_5.to_hf,
-    qwen3_5.NOT_ADAPTED,
-)  # fmt: skip
+_QWEN3_5_MOE = _QWEN3_5._replace(
+    spec=qwen3_5_moe.Qwen3_5MoeSpec, presets=qwen3_5_moe.PRESETS, adapted=qwen3_5_moe.LINEARS, read=qwen3_5_moe.read
+)
 FAMILIES = {
     "qwen3": Family(qwen3.Qwen3Spec, qwen3.PRESETS, qwen3.LINEARS, qwen3.read, qwen3.to_hf),
     "qwen3_moe": Family(qwen3_moe.Qwen3MoeSpec, qwen3_moe.PRESETS, qwen3_moe.LINEARS, qwen3_moe.read, qwen3_moe.to_hf),
@@ -98,7 +97,7 @@ def fingerprint(spec: ModelSpec) -> dict[str, Any]:
 
 
 def of_fingerprint(saved: Mapping[str, Any]) -> ModelSpec:
-    """The shape that `fingerprint` has stored. Raises ValueError: it is none."""
+    """The shape that `fingerprint` has stored. Raises ValueError: not a stored shape."""
     model_type = saved.get("model_type", _FIRST)
     if model_type not in FAMILIES:
         raise ValueError(f"fingerprints.model: model_type = {shown(model_type)} is not known here")

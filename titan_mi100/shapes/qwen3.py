@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from titan_mi100.shapes import hf_config
-from titan_mi100.shapes.base import INPUTS, OUTPUTS, WHOLE, AttentionShape, LayerShape, ModelSpec, Parameter, Values
+from titan_mi100.shapes.base import INPUTS, OUTPUTS, WHOLE, LayerShape, ModelSpec, Parameter
+from titan_mi100.shapes.saved import BEFORE, FP32, MIX, Saved, ValuesPerToken
 from titan_mi100.wording import shortened
 
 # The linear layers of a layer, in the order of the computation: those that LoRA can adapt.
@@ -35,9 +36,9 @@ class Qwen3Spec(ModelSpec):
 
     @cached_property
     def layers(self) -> tuple[LayerShape, ...]:
-        hidden, mlp = self.hidden_size, self.intermediate_size
+        hidden = self.hidden_size
         q, k = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        norm, norm_of_head = (Parameter((size,), WHOLE, "norm", "ones") for size in (hidden, self.head_dim))
+        norm_of_head = Parameter((self.head_dim,), WHOLE, "norm", self.norm_start)
         parameters = {
             "self_attn.q_proj.weight": Parameter((q, hidden), OUTPUTS),
             "self_attn.k_proj.weight": Parameter((k, hidden), OUTPUTS),
@@ -45,50 +46,63 @@ class Qwen3Spec(ModelSpec):
             "self_attn.o_proj.weight": Parameter((hidden, q), INPUTS),
             "self_attn.q_norm.weight": norm_of_head,
             "self_attn.k_norm.weight": norm_of_head,
-            "mlp.gate_proj.weight": Parameter((mlp, hidden), OUTPUTS),
-            "mlp.up_proj.weight": Parameter((mlp, hidden), OUTPUTS),
-            "mlp.down_proj.weight": Parameter((hidden, mlp), INPUTS),
-            "input_layernorm.weight": norm,
-            "post_attention_layernorm.weight": norm,
         }
-        matrices = [parameter.size for parameter in parameters.values() if parameter.role == "matrix"]
-        saved = Values(6 * hidden + 2 * q + 2 * k + 4 * mlp, 2 * (hidden + q + k))  # norms are in fp32
-        moving = Values(2 * mlp + 2 * hidden)
-        layer = LayerShape(
-            kind="attention",
-            parameters=parameters,
-            adapted=LINEARS,
-            products=sum(matrices),
-            last_product=hidden * mlp,
-            pair_flops=4 * q,
-            kept={"none": saved, "selective": Values(hidden + 2 * q + 2 * k), "full": Values(hidden)},
-            inside={"none": moving, "selective": Values(3 * hidden + 4 * mlp, hidden) + moving, "full": saved + moving},
-            for_norms=Values(0, 2 * hidden + q + k),
+        saved = (
+            Saved("input in fp32", 2 * hidden, BEFORE),  # norms are in fp32
+            Saved("normed input in fp32", hidden, BEFORE, FP32, is_for_norm=True),
+            Saved("normed input", hidden, BEFORE),
+            Saved("q in fp32", q, BEFORE, FP32),
+            Saved("normed q in fp32", q, BEFORE, FP32, is_for_norm=True),
+            Saved("k in fp32", k, BEFORE, FP32),
+            Saved("normed k in fp32", k, BEFORE, FP32, is_for_norm=True),
+            *(Saved("q", q, MIX), Saved("k", k, MIX), Saved("v", k, MIX), Saved("attention's output", q, MIX)),
         )
+        layer = with_mlp(self, "attention", parameters, LINEARS, saved, 4 * q)
         return (layer,) * self.num_hidden_layers
 
     @property
-    def attention(self) -> AttentionShape:
-        return AttentionShape(self.num_attention_heads, self.num_key_value_heads, self.head_dim)
-
-    @property
-    def per_forward(self) -> Values:
-        return Values(0, 2 * self.head_dim)  # cos and sin
-
-    def tensor_parallel_sizes(self) -> dict[str, int]:
-        split = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-        return {name: getattr(self, name) for name in split} | super().tensor_parallel_sizes()
-
-    def input_sizes(self) -> dict[str, tuple[int, bool]]:
-        heads = self.num_attention_heads * self.head_dim
-        split = {"num_attention_heads x head_dim": (heads, True), "intermediate_size": (self.intermediate_size, True)}
-        return super().input_sizes() | split
+    def per_forward(self) -> ValuesPerToken:
+        return ValuesPerToken(0, 2 * self.head_dim)  # cos and sin
 
     def problems(self) -> list[str]:
         messages = super().problems() or self.uneven("num_attention_heads", "num_key_value_heads")
         if not messages and self.head_dim % 2:
             messages.append(f"head_dim = {self.head_dim} is odd; rotary embeddings rotate pairs")
         return messages
+
+
+def with_mlp(
+    spec: ModelSpec, kind: str, parameters: Mapping[str, Parameter], adapted: tuple[str, ...], saved: tuple[Saved, ...],
+    pair_flops: int, temporaries: tuple[Saved, ...] = (),
+) -> LayerShape:  # fmt: skip
+    """A layer that mixes positions, then SwiGLU, each behind a norm and added to the residual stream.
+
+    Args:
+        parameters, saved, temporaries: those of the mixing; `saved` has those of the norm before it, too.
+    """
+    hidden, mlp = spec.hidden_size, spec.intermediate_size
+    norm = Parameter((hidden,), WHOLE, "norm", spec.norm_start)
+    parameters = {
+        **parameters,
+        "mlp.gate_proj.weight": Parameter((mlp, hidden), OUTPUTS),
+        "mlp.up_proj.weight": Parameter((mlp, hidden), OUTPUTS),
+        "mlp.down_proj.weight": Parameter((hidden, mlp), INPUTS),
+        "input_layernorm.weight": norm,
+        "post_attention_layernorm.weight": norm,
+    }
+    saved = (
+        *saved,
+        Saved("residual in fp32", 2 * hidden),  # norms are in fp32
+        Saved("normed residual in fp32", hidden, dtype=FP32, is_for_norm=True),
+        Saved("normed residual", hidden),
+        *(Saved(f"mlp.{name}", mlp) for name in ("gate", "up", "silu(gate)", "silu(gate) x up")),
+    )
+    gradients = Saved("mlp.gradients", 2 * (mlp + hidden))  # of gate and up, and of two hidden states
+    products = sum(parameter.size for parameter in parameters.values() if len(parameter.shape) == 2)
+    return LayerShape(
+        kind=kind, parameters=parameters, adapted=adapted, products=products, last_product=hidden * mlp,
+        pair_flops=pair_flops, input=hidden, saved=saved, temporaries=(gradients, *temporaries),
+    )  # fmt: skip
 
 
 def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> Qwen3Spec:

@@ -4,25 +4,17 @@ Three of four layers mix positions by the gated delta rule, the fourth by attent
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 from titan_mi100.shapes import hf_config
-from titan_mi100.shapes.base import (
-    INPUTS,
-    OUTPUTS,
-    WHOLE,
-    AttentionShape,
-    LayerShape,
-    ModelSpec,
-    Parameter,
-    Split,
-    Values,
-)
-from titan_mi100.shapes.delta_rule import CHUNK, DeltaRuleCost
+from titan_mi100.shapes.base import INPUTS, OUTPUTS, WHOLE, LayerShape, ModelSpec, Parameter, Split
+from titan_mi100.shapes.delta_rule import CHUNK, products_of_chunk
+from titan_mi100.shapes.qwen3 import with_mlp
+from titan_mi100.shapes.saved import BEFORE, FP32, MIX, Saved, ValuesPerToken
 from titan_mi100.wording import shortened, shown
 
 LINEARS = (
@@ -99,20 +91,11 @@ class Qwen3_5Spec(ModelSpec):
 
     @cached_property
     def layers(self) -> tuple[LayerShape, ...]:
-        hidden, mlp = self.hidden_size, self.intermediate_size
-        norm = Parameter((hidden,), WHOLE, "norm", "zeros")
-        common = {
-            "mlp.gate_proj.weight": Parameter((mlp, hidden), OUTPUTS),
-            "mlp.up_proj.weight": Parameter((mlp, hidden), OUTPUTS),
-            "mlp.down_proj.weight": Parameter((hidden, mlp), INPUTS),
-            "input_layernorm.weight": norm,
-            "post_attention_layernorm.weight": norm,
-        }
-        kinds = {FULL: self._attention(common), LINEAR: self._delta(common)}
+        kinds = {FULL: self._attention(), LINEAR: self._delta()}
         return tuple(kinds[kind] for kind in self.layer_types)
 
-    def _attention(self, common: Mapping[str, Parameter]) -> LayerShape:
-        hidden, mlp = self.hidden_size, self.intermediate_size
+    def _attention(self) -> LayerShape:
+        hidden = self.hidden_size
         q, k = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         norm_of_head = Parameter((self.head_dim,), WHOLE, "norm", "zeros")
         parameters = {
@@ -123,13 +106,20 @@ class Qwen3_5Spec(ModelSpec):
             "self_attn.q_norm.weight": norm_of_head,
             "self_attn.k_norm.weight": norm_of_head,
         }
-        kept = Values(4 * hidden + 5 * q + 2 * k + 4 * mlp, 2 * (hidden + q + k))  # norms are in fp32
-        selective = Values(hidden + 3 * q + 2 * k)
+        saved = (  # up to a quarter more than autograd saves in 16 bits; tests/test_memory.py compares
+            *(Saved("normed input in fp32", hidden, BEFORE, FP32, True), Saved("normed input", hidden, BEFORE)),
+            *(Saved(f"{name} in fp32", q, BEFORE, FP32) for name in ("q", "normed q")),
+            *(Saved(f"{name} in fp32", k, BEFORE, FP32) for name in ("k", "normed k")),
+            *(Saved("q", q, MIX), Saved("k", k, MIX), Saved("v", k, MIX), Saved("gate", q, MIX)),
+            Saved("attention's output", q, MIX),
+            # computed after the mixing; "selective" is planned without them
+            *(Saved("sigmoid(gate)", q, BEFORE), Saved("gated output", q, BEFORE)),
+        )
         adapted = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-        return self._layer(FULL, {**parameters, **common}, adapted, 0, 4 * q, kept, selective, Values(q))
+        return with_mlp(self, FULL, parameters, adapted, saved, 4 * q, (Saved("gradient of the gate", q),))
 
-    def _delta(self, common: Mapping[str, Parameter]) -> LayerShape:
-        hidden, mlp, heads = self.hidden_size, self.intermediate_size, self.linear_num_value_heads
+    def _delta(self) -> LayerShape:
+        hidden, heads = self.hidden_size, self.linear_num_value_heads
         keys, values, dims = self.keys, self.values, (self.linear_key_head_dim, self.linear_value_head_dim)
         parts = Split(0, (keys, keys, values))  # queries, keys, values
         channels, each_head = 2 * keys + values, Parameter((heads,), OUTPUTS, "other", "ones")
@@ -144,39 +134,26 @@ class Qwen3_5Spec(ModelSpec):
             "linear_attn.norm.weight": Parameter((dims[1],), WHOLE, "norm", "ones", in_fp32=True),
             "linear_attn.out_proj.weight": Parameter((hidden, values), INPUTS),
         }
-        cost = DeltaRuleCost(1, self.chunk, self.linear_num_key_heads, heads, *dims, chunk=self.chunk)
-        rule, states = cost.forward_flops // 2 // self.chunk, cost.state_bytes // 4 // self.chunk // 2  # of a token
-        kept = Values(4 * hidden + 3 * channels + 4 * values + 4 * mlp, 2 * hidden + 2 * values + states + 4 * heads)
-        selective = Values(hidden + 3 * channels + 2 * values, states + 4 * heads)
-        adapted = ("in_proj_qkv", "in_proj_z", "out_proj", "gate_proj", "up_proj", "down_proj")
-        inside = Values(0, 3 * channels + 2 * states)
-        return self._layer(LINEAR, {**parameters, **common}, adapted, rule, 0, kept, selective, inside)
-
-    def _layer(
-        self, kind: str, parameters: Mapping[str, Parameter], adapted: tuple[str, ...], rule: int, pair_flops: int,
-        kept: Values, selective: Values, inside: Values,
-    ) -> LayerShape:  # fmt: skip
-        hidden, mlp = self.hidden_size, self.intermediate_size
-        moving = Values(2 * mlp + 2 * hidden) + inside
-        return LayerShape(
-            kind=kind,
-            parameters=parameters,
-            adapted=adapted,
-            products=rule + sum(p.size for p in parameters.values() if len(p.shape) == 2),
-            last_product=hidden * mlp,
-            pair_flops=pair_flops,
-            kept={"none": kept, "selective": selective, "full": Values(hidden)},
-            inside={"none": moving, "selective": Values(3 * hidden + 4 * mlp, hidden) + moving, "full": kept + moving},
-            for_norms=Values(0, 2 * hidden),
+        rule = products_of_chunk(self.linear_num_key_heads, heads, *dims, self.chunk) // self.chunk  # of a token
+        states = heads * dims[0] * dims[1] // self.chunk  # one for each chunk
+        saved = (
+            *(Saved("normed input in fp32", hidden, BEFORE, FP32, True), Saved("normed input", hidden, BEFORE)),
+            *(Saved(name, channels, MIX) for name in ("qkv before the convolution", "qkv before silu", "qkv")),
+            *(Saved(name, values, MIX) for name in ("z", "the rule's output")),
+            Saved("states of the rule", states, MIX, FP32),
+            Saved("decays and betas, and what they are of", 4 * heads, MIX, FP32),
+            # computed after the mixing; "selective" is planned without them
+            *(Saved(name, values, BEFORE) for name in ("normed output", "gated output")),
+            *(Saved(f"{name} in fp32", values, BEFORE, FP32) for name in ("the rule's output", "z")),
         )
+        adapted = ("in_proj_qkv", "in_proj_z", "out_proj", "gate_proj", "up_proj", "down_proj")
+        temporaries = Saved("qkv in fp32", 3 * channels, MIX, FP32), Saved("states again", 2 * states, MIX, FP32)
+        layer = with_mlp(self, LINEAR, parameters, adapted, saved, 0, temporaries)
+        return replace(layer, products=layer.products + rule)
 
     @property
-    def attention(self) -> AttentionShape:
-        return AttentionShape(self.num_attention_heads, self.num_key_value_heads, self.head_dim)
-
-    @property
-    def per_forward(self) -> Values:
-        return Values(0, 2 * self.rotated)  # cos and sin
+    def per_forward(self) -> ValuesPerToken:
+        return ValuesPerToken(0, 2 * self.rotated)  # cos and sin
 
     def carries(self, name: str) -> bool:
         return name.startswith(("model.visual.", "mtp."))
@@ -190,15 +167,10 @@ class Qwen3_5Spec(ModelSpec):
         return name.replace("model.", _WRAPPED, 1) if is_inside else name
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
-        split = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "intermediate_size")
-        return {name: getattr(self, name) for name in split} | super().tensor_parallel_sizes()
+        return {"linear_num_key_heads": self.linear_num_key_heads, **super().tensor_parallel_sizes()}
 
     def input_sizes(self) -> dict[str, tuple[int, bool]]:
-        return super().input_sizes() | {
-            "num_attention_heads x head_dim": (self.num_attention_heads * self.head_dim, True),
-            "linear_num_value_heads x linear_value_head_dim": (self.values, True),
-            "intermediate_size": (self.intermediate_size, True),
-        }
+        return {**super().input_sizes(), "linear_num_value_heads x linear_value_head_dim": (self.values, True)}
 
     def problems(self) -> list[str]:
         messages = super().problems()

@@ -56,8 +56,14 @@ def _rehearse(options: argparse.Namespace, settings: Sequence[str]) -> int:
         raise UserError(message) from None
     _refuse(config.compile, config.parallelism, ranks, options.ranks)
     from titan_mi100.workshop.rehearsal.counter import ranks_of_stages  # imported after the checks: torch takes seconds
+    from titan_mi100.workshop.rehearsal.saved import as_code, saved_by_kind
     from titan_mi100.workshop.rehearsal.session import rehearse
 
+    if options.saved:
+        by_kind = saved_by_kind(config.spec())
+        as_dicts = {kind: [tensor._asdict() for tensor in tensors] for kind, tensors in by_kind.items()}
+        print(json.dumps(as_dicts) if options.json else "\n".join(as_code(config.spec(), by_kind)))
+        return 0
     chosen = options.ranks or ranks_of_stages(config.layout(ranks))
     rehearsals = [rehearse(config, ranks, rank, card) for rank in chosen]
     most = with_overhead(max(rehearsed.memory.peak for rehearsed in rehearsals))
@@ -161,6 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", default="", metavar="NAME", help=f"{NAMES}; default mi250x, with --memory none")
     add("--memory", type=size_gib, default=0, metavar="32GB", help="memory of a device, in GiB; default: the device's")
     add("--ranks", type=_ranks, default=(), metavar="0,8", help="ranks to rehearse; default: one per pipeline stage")
+    add("--saved", action="store_true", help="print what a layer saves for its backward instead, for shapes/")
     add("--json", action="store_true", help="print JSON, with sizes in bytes")
     return parser
 

@@ -124,7 +124,7 @@ class TensorLedger(TorchDispatchMode):
         if function.namespace == "fsdp" and "chunk_cat" in function.name():
             self.label(tree_leaves(args), GRADIENTS)  # FSDP2 copies unsharded gradients into the buffer for reduction
         output = function(*args, **(kwargs or {}))
-        for storage in _storages(output):
+        for storage in storages(output):
             if storage._cdata not in self._blocks:
                 self._note(storage, storage.nbytes())
         return output
@@ -148,7 +148,7 @@ class TensorLedger(TorchDispatchMode):
 
     def label(self, tensors: Iterable[Any], category: str) -> None:
         """Set the category of tensors, whichever code allocated them. Memory on the host stays HOST."""
-        for storage in _storages([t.to_local() if isinstance(t, DTensor) else t for t in tensors]):
+        for storage in storages([t.to_local() if isinstance(t, DTensor) else t for t in tensors]):
             if storage._cdata not in self._blocks:
                 self._note(storage, storage.nbytes())
             block = self._blocks[storage._cdata]
@@ -215,7 +215,7 @@ class TensorLedger(TorchDispatchMode):
         return sum(change for block, change in self.events if block.category != HOST)
 
 
-def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
+def storages(tree: Any) -> Iterator[torch.UntypedStorage]:
     for tensor in tree_leaves(tree):
         if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
             is_sparse = tensor.layout is torch.sparse_coo
@@ -256,14 +256,6 @@ def ranks_of_stages(layout: Layout) -> list[int]:
     return [stage * layout.ranks_per_stage for stage in range(math.prod(layout.shape()) // layout.ranks_per_stage)]
 
 
-def count(config: Config, ranks: int, rank: int, device_memory: int = 0, backend: Backend | None = None) -> Count:
-    """Count the memory of one rank in a step; see `as_rank` for the arguments."""
-    schedule = config.parallelism.pipeline_parallel_schedule
-    microbatches = enough_microbatches(config.layout(ranks), config.batch(ranks), schedule)
-    with as_rank(config, ranks, rank, microbatches, device_memory, backend) as fake:
-        return fake.count_step()
-
-
 @dataclass(frozen=True)
 class FakeRank:
     """One rank of a run, with tensors without values and collectives that do nothing.
@@ -288,15 +280,12 @@ class FakeRank:
         is_on_host, rows = config.memory.offload == "weights", inputs(self.config, self.microbatches)
         kept, *edges = _step(model, config.optimizer, is_on_host, rows, ledger, is_gpu)
         # A pipeline's receive buffers grow with the microbatches; add those of the microbatches that were not run.
-        receive_bytes = _receive_buffer_bytes(
-            model, config.batch(self.ranks).gradient_accumulation_steps - self.microbatches
-        )
-        phases = {
-            name: ledger.peak(*part)[0] + receive_bytes for name, part in zip(PHASES, pairwise(edges), strict=True)
-        }
+        missing = config.batch(self.ranks).gradient_accumulation_steps - self.microbatches
+        received = missing * model.receiving_bytes if isinstance(model, PipelinedModel) else 0
+        phases = {name: ledger.peak(*part)[0] + received for name, part in zip(PHASES, pairwise(edges), strict=True)}
         peak, categories = ledger.peak(edges[0], edges[-1])
-        categories[COMMUNICATION] += receive_bytes
-        return Count(self.rank, peak + receive_bytes, categories, kept + receive_bytes, phases, ledger.on_host())
+        categories[COMMUNICATION] += received
+        return Count(self.rank, peak + received, categories, kept + received, phases, ledger.on_host())
 
 
 class _FakePlacement(Placement):
@@ -418,11 +407,6 @@ def _copy_between_devices(
 def _add_labelled(host: HostGradients, ledger: TensorLedger, gradient: Tensor, entry: Any) -> None:
     ledger.label([gradient], GRADIENTS)
     _ADD(host, gradient, entry)
-
-
-def _receive_buffer_bytes(model: ParallelModel, microbatches: int) -> int:
-    """Bytes of the receive buffers of so many microbatches; 0 without a pipeline."""
-    return microbatches * model.receiving_bytes if isinstance(model, PipelinedModel) else 0
 
 
 def enough_microbatches(layout: Layout, batch: Batch, schedule: str) -> int:

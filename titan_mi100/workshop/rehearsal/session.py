@@ -53,7 +53,7 @@ def rehearse(config: Config, ranks: int, rank: int, device_memory: int, spec: Mo
     With many microbatches, two smaller numbers of them are rehearsed, and FLOPs and collectives are extrapolated
     linearly.
 
-    Args: see memory.counter.as_rank.
+    Args: see counter.as_rank.
     """
     layout, batch, schedule = config.layout(ranks), config.batch(ranks), config.parallelism.pipeline_parallel_schedule
     microbatches, many = batch.gradient_accumulation_steps, enough_microbatches(layout, batch, schedule)
@@ -130,7 +130,8 @@ def _trainer_of(fake: FakeRank) -> trainer.Trainer:
     shape = fake.microbatches, 1 + len(model.objective.measures)
     losses = functools.partial(torch.zeros, shape, dtype=torch.float64)
     model.forward_backward = in_fake_mode(forward_backward, losses)  # type: ignore[method-assign]
-    model.measure_gradients = in_fake_mode(measure, _no_gradient)  # type: ignore[method-assign]
+    no_gradient = Gradients(torch.zeros((), dtype=torch.float64), torch.tensor(True))
+    model.measure_gradients = in_fake_mode(measure, lambda: no_gradient)  # type: ignore[method-assign]
     optimizer.update = in_fake_mode(update, lambda: None)  # type: ignore[method-assign]
     batch = replace(config.batch(fake.ranks), gradient_accumulation_steps=fake.microbatches)
     rules = trainer.UpdateRules(config.training.max_norm)
@@ -142,10 +143,6 @@ class _AsInARun(trainer.Hooks):
 
     def flags(self) -> dict[str, bool]:
         return dict.fromkeys(_FLAGS, False)
-
-
-def _no_gradient() -> Gradients:
-    return Gradients(torch.zeros((), dtype=torch.float64), torch.tensor(True))
 
 
 def _gather_same_values(tally: Tally, mine: Tensor, device: torch.device) -> Tensor:

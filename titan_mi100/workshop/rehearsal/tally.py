@@ -68,8 +68,8 @@ class Tally(TorchDispatchMode):
         if isinstance(args[-1], str):
             group = _resolve_process_group(args[-1])  # type: ignore[arg-type]
         else:
-            boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject) and _is_group(arg))
-            group = dist.ProcessGroup.unbox(boxed)
+            boxed = (arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()))
+            group = dist.ProcessGroup.unbox(next(boxed))
         members = dist.get_process_group_ranks(group)
         if len(members) == 1:
             return  # a group of one rank sends nothing
@@ -78,10 +78,6 @@ class Tally(TorchDispatchMode):
             payload *= len(ranks)  # the argument is this rank's part; the payload is the full tensor
         axis = WORLD if self.is_beside_mesh else axis_of(ranks, self._layout)
         self.traffic[Transfer(axis, operation, ranks, payload if operation != "barrier" else 0)] += 1
-
-
-def _is_group(value: Any) -> bool:
-    return "ProcessGroup" in str(value._type())
 
 
 def _as_range(ranks: list[int]) -> range:

@@ -1,0 +1,39 @@
+"""The tensors that a layer saves for its backward, by name. Imports no torch."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+COMPUTE, FP32 = "compute", "fp32"  # dtype of a saved tensor: the computation's, or 4 bytes
+BEFORE, MIX, AFTER = "before", "mix", "after"  # the parts of a layer, see model/decoder.py
+
+
+class Saved(NamedTuple):
+    """A tensor that a layer saves for its backward; `titan-mi100 plan --rehearse N --saved` lists those of a family.
+
+    Attributes:
+        name: for readers; "mlp.X" if experts replace the tensor together with the MLP.
+        values: per token, of all tensor-parallel ranks together. An fp32 copy of a tensor in 16 bits may be written as
+            twice as many values of 16 bits.
+        part: "selective" checkpointing keeps what MIX saves and what AFTER reads of it; all of AFTER is there again at
+            its peak.
+        is_for_norm: only the gradient of a norm's weight needs it, so it is not saved if the weight is frozen.
+    """
+
+    name: str
+    values: int
+    part: str = AFTER
+    dtype: str = COMPUTE
+    is_for_norm: bool = False
+
+
+class ValuesPerToken(NamedTuple):
+    """Values per token, of all tensor-parallel ranks together: in the computation's dtype, and in fp32."""
+
+    compute: int
+    fp32: int = 0
+
+    @classmethod
+    def of(cls, tensors: Iterable[Saved]) -> "ValuesPerToken":
+        """The sum of the tensors."""
+        sizes = [(tensor.values, tensor.dtype) for tensor in tensors]
+        return cls(*(sum(values for values, dtype in sizes if dtype == wanted) for wanted in (COMPUTE, FP32)))
