@@ -2,7 +2,8 @@
 
 from titan_mi100.config.bundled import FOLDER
 from titan_mi100.config.load import load_config
-from titan_mi100.planning.plan import GIB, make_plan, with_settings
+from titan_mi100.planning.plan import GIB, make_plan
+from titan_mi100.planning.workload import Workload, with_settings
 from titan_mi100.tools.new_config import METHODS
 
 CARDS = (8, 12, 16, 24, 32, 64, 80)  # GiB
@@ -25,7 +26,9 @@ def table() -> list[str]:
     for model in MODELS:
         start = ["--job.config_file", str(FOLDER / "finetune.toml"), "--model.flavor", model]
         config = load_config(start, 1, with_files=False)
-        needs = [make_plan(with_settings(config, change), ranks=1, card=0).most / GIB for change in COLUMNS.values()]
+        needs = [
+            make_plan(Workload.of(with_settings(config, change), 1), card=0).most / GIB for change in COLUMNS.values()
+        ]
         cells = [next((f"{card} GB ({need:.1f})" for card in CARDS if need <= card), "-") for need in needs]
         name = model.replace("qwen", "Qwen") if model.startswith("qwen") else f"Qwen3-{model}"
         lines.append(f"| {name} | {' | '.join(cells)} |")

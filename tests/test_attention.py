@@ -14,7 +14,7 @@ from titan_mi100.attention.backends import make_backend
 from titan_mi100.attention.base import NO_KERNEL, Backend, Documents, Shape
 from titan_mi100.attention.plain import Eager, Sdpa
 from titan_mi100.attention.running import running_kernel
-from titan_mi100.config.layout import Batch, Layout
+from titan_mi100.config.layout import Layout
 from titan_mi100.config.settings import Config
 from titan_mi100.data.microbatch import Microbatch, collate, for_the_model
 from titan_mi100.model.loss import HeadMemory
@@ -23,6 +23,7 @@ from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import describe_on_host, model_inputs, supervised_index
 from titan_mi100.parallel.build import Computation, Placement, build_model
 from titan_mi100.parallel.distributed import World
+from titan_mi100.planning.workload import Workload
 from titan_mi100.workshop.made_up import packed
 
 CPU = torch.device("cpu")
@@ -123,9 +124,8 @@ def test_forward_and_backward_ask_the_device_for_no_value(name: str, head: str) 
 
 
 def test_the_host_reads_its_tensors_before_fsdp_moves_them(world: World) -> None:
-    mesh, two = distributed.build_mesh(Layout(), CPU), Layout(dp_shard=2)  # one rank alone would not be sharded
-    computation, placement = Computation(Sdpa(), HeadMemory()), Placement(mesh, CPU)
-    sharded = build_model(Config(), SPECS["tied"], two, Batch(1, 1, 1), computation, placement)
+    mesh, two = distributed.build_mesh(Layout(), CPU), Workload(Config(), 2, SPECS["tied"])  # one rank is not sharded
+    sharded = build_model(two, Computation(Sdpa(), HeadMemory()), Placement(mesh, CPU))
     model = sharded.parts[0]
     distributed.fill_parameters(sharded.named_parameters(), lambda name, shape, offset, size: torch.ones(size))
     seen: list[dict[str, Any]] = []

@@ -23,6 +23,7 @@ from titan_mi100.model.init import initial_values
 from titan_mi100.parallel.distributed import World, fill_parameters
 from titan_mi100.planning.costs import train_flops
 from titan_mi100.planning.memory import estimate
+from titan_mi100.planning.workload import Workload
 from titan_mi100.shapes.base import adapter_shapes
 from titan_mi100.shapes.families import to_hf_config
 from titan_mi100.weights import convert
@@ -307,7 +308,7 @@ def test_a_plan_reads_the_layers(tmp_path: Path) -> None:
     base = hf_folder("untied", tmp_path / "base")
     options = ["--checkpoint.initial_load_path", str(base)]
     config = load_config(["--job.config_file", "debug.toml", "--model.flavor", "", *options], with_files=False)
-    (memory,) = estimate(config, 1, 0)
+    (memory,) = estimate(Workload.of(config, 1), 0)
     spec, tokens = SPECS["untied"], 100
     size = sum(tensor.numel() for tensor in stored("untied").values())
     assert memory.categories["parameters"] == 4 * (size - 32)  # the final norm is not counted

@@ -25,6 +25,7 @@ from titan_mi100.optim.lean import LeanAdamW
 from titan_mi100.parallel import distributed, offload
 from titan_mi100.planning import memory
 from titan_mi100.planning.memory import ABOVE, BELOW, CATEGORIES, estimate
+from titan_mi100.planning.workload import Workload
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.families import PRESETS
 from titan_mi100.shapes.qwen3_5 import FULL as FULL_ATTENTION
@@ -56,7 +57,7 @@ def count(config: Config, ranks: int, rank: int, device_memory: int = 0, backend
     """Count the memory of one rank in a step; see `as_rank` for the arguments."""
     schedule = config.parallelism.pipeline_parallel_schedule
     microbatches = counter.enough_microbatches(config.layout(ranks), config.batch(ranks), schedule)
-    with as_rank(config, ranks, rank, microbatches, device_memory, backend) as fake:
+    with as_rank(Workload.of(config, ranks), rank, microbatches, device_memory, backend) as fake:
         return fake.count_step()
 
 
@@ -202,13 +203,13 @@ def compare(config: Config, ranks: int, least: float, most: float, apart: float)
         apart: of a category, as a share of the peak.
     """
     layout = config.layout(ranks)
-    cuts = stages_of(memory.layers_per_stage(config, config.spec(), ranks, 1.0, GPU))
-    mine = [[cuts[index] for index in numbers] for numbers in memory._on_ranks(config, layout.pp, len(cuts))]
-    planned = zip(estimate(config, ranks, GPU), mine, strict=True)
+    cuts = stages_of(memory.layers_per_stage(Workload.of(config, ranks), 1.0, GPU))
+    mine = [[cuts[index] for index in numbers] for numbers in memory._on_ranks(Workload.of(config, ranks), len(cuts))]
+    planned = zip(estimate(Workload.of(config, ranks), GPU), mine, strict=True)
     for number, ((peak, stages), rank) in enumerate(zip(planned, ranks_of_stages(layout), strict=True)):
         counted = count(config, ranks, rank, GPU)
         assert least <= peak.peak / counted.peak - 1 <= most, (peak, counted)
-        one = memory._RankMemory(config, config.spec(), layout, config.batch(ranks), GPU, number, stages)
+        one = memory._RankMemory(Workload.of(config, ranks), GPU, number, stages)
         off = [
             max(abs(at[name] - counted.categories[name]) for name in CATEGORIES) / counted.peak
             for _, at in one.moments()
@@ -257,13 +258,14 @@ def test_stages_are_cut_by_bytes_where_a_card_would_be_almost_full(
     cut = "parallelism.pipeline_parallel_layers_per_stage"
     peaks = []
     for card in (0, 40 << 30, GPU):  # 0: by cost alone
-        counts = tuple(memory.layers_per_stage(config, config.spec(), 2, 1.0, card))
+        counts = tuple(memory.layers_per_stage(Workload.of(config, 2), 1.0, card))
         given = config_of(PRESETS["qwen3.5-9B"], {**settings, cut: counts}, monkeypatch)
-        peaks.append((counts, max(m.peak for m in estimate(given, 2, GPU)), given))
+        peaks.append((counts, max(m.peak for m in estimate(Workload.of(given, 2), GPU)), given))
     (by_cost, most, one), roomy, (by_bytes, less, other) = peaks
     assert sum(by_bytes) == 32 and roomy[0] == by_cost != by_bytes and less < most - (1 << 30)
-    assert [m.peak for m in estimate(config, 2, GPU)] == [m.peak for m in estimate(other, 2, GPU)]  # the plan knows it
-    with as_rank(config, 2, 1, 2, GPU) as fake:  # and the counter, which builds as a run does
+    planned = [[m.peak for m in estimate(Workload.of(each, 2), GPU)] for each in (config, other)]
+    assert planned[0] == planned[1]  # the plan knows it
+    with as_rank(Workload.of(config, 2), 1, 2, GPU) as fake:  # and the counter, which builds as a run does
         assert sum(len(part.model.layers) for part in fake.model.parts) == sum(by_bytes[1::2])
     if full and schedule == "1F1B":
         short = [replace(c, training=replace(c.training, seq_len=64)) for c in (one, other)]  # quickly counted
@@ -345,7 +347,7 @@ def test_a_shipped_configs_peak_is_what_it_says(name: str, full: bool, monkeypat
     cards = 1 if name.endswith("_1gpu") or one_card else 2
     memory = int(one_card[1]) << 30 if one_card else GPU
     config = load_config(["--job.config_file", str(REPO / "train_configs" / f"{name}.toml")], cards, with_files=False)
-    worst = max(each.peak for each in estimate(config, cards, memory)) / 2**30
+    worst = max(each.peak for each in estimate(Workload.of(config, cards), memory)) / 2**30
     assert -0.03 <= worst / COUNTED[name] - 1 <= 0.10
     if full:  # counted of a few layers, as more of them add equally
         spec = config.spec()
@@ -370,5 +372,5 @@ def test_the_goals_are_counted() -> None:
 
 def test_of_inputs_on_the_host_two_blocks_are_on_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     deep = (config_of(replace(WIDE, num_hidden_layers=n), {**INPUTS_ON_HOST, **FULL}, monkeypatch) for n in (6, 12))
-    few, many = (estimate(config, 1, GPU)[0].categories["activations"] for config in deep)
+    few, many = (estimate(Workload.of(config, 1), GPU)[0].categories["activations"] for config in deep)
     assert few == many

@@ -21,7 +21,8 @@ from titan_mi100.config.settings import Config, TrainingConfig
 from titan_mi100.data.packing import pack_rows
 from titan_mi100.data.survey import Survey
 from titan_mi100.errors import UserError
-from titan_mi100.planning.plan import GIB, make_plan, with_settings
+from titan_mi100.planning.plan import GIB, make_plan
+from titan_mi100.planning.workload import Workload, with_settings
 from titan_mi100.shapes.families import PRESETS, to_hf_config
 from titan_mi100.tools import new_config as new
 from titan_mi100.wording import plural
@@ -70,7 +71,7 @@ def test_options_alone_write_a_config_that_fits_and_name_the_next_commands(run: 
     config = load_config(["--job.config_file", "mine.toml"], 2)
     assert config.data.path == (str(tmp_path / "train.jsonl"),) and not config.lora.rank
     assert "chosen for them: " in out and config.data.validation_fraction == 0.1
-    plan = make_plan(config, 2, 32 * GIB)
+    plan = make_plan(Workload.of(config, 2), 32 * GIB)
     assert plan.fits and f"{plan.most / GIB:.1f} of 32 GiB" in out and "no GPU is here" not in out
     if not new.count_gpus():
         assert "for 2 processes on the CPU" in run(*given[:4], "--output", "cpu.toml")[1]
@@ -278,7 +279,7 @@ def test_settings_change_until_the_run_fits(
     for name, value in expected.items():
         section, key = name.split(".")
         assert getattr(getattr(config, section), key) == value
-    assert make_plan(config, int(cards), int(memory.removesuffix("GB")) * GIB).fits
+    assert make_plan(Workload.of(config, int(cards)), int(memory.removesuffix("GB")) * GIB).fits
 
 
 def test_what_fits_in_no_way_is_refused_with_what_would(run: Run) -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titan_mi100.attention.plain import Sdpa
-from titan_mi100.config.layout import Batch, Layout
+from titan_mi100.config.layout import Layout
 from titan_mi100.config.settings import (
     ActivationCheckpointConfig,
     CompileConfig,
@@ -34,6 +34,7 @@ from titan_mi100.parallel.build import Computation, Placement, build_model
 from titan_mi100.parallel.distributed import World
 from titan_mi100.parallel.fsdp import apply_fsdp
 from titan_mi100.planning.memory import layers_per_stage
+from titan_mi100.planning.workload import Workload
 from titan_mi100.shapes.families import PRESETS
 
 LAYERS = 3
@@ -65,7 +66,7 @@ def build(world: World, mode: str, compile_config: CompileConfig, dtype: str = "
     training = TrainingConfig(mixed_precision_param=dtype)
     config = Config(training=training, activation_checkpoint=ActivationCheckpointConfig(mode), compile=compile_config)
     computation, placement = Computation(Sdpa(), HeadMemory()), Placement(mesh, world.device)
-    sharded = build_model(config, spec, Layout(), Batch(1, 1, 1), computation, placement)
+    sharded = build_model(Workload(config, 1, spec), computation, placement)
     distributed.fill_parameters(sharded.named_parameters(), partial(initial_values, spec, 1))
     return sharded.parts[0]
 
@@ -150,7 +151,7 @@ def test_stages_are_balanced_by_what_is_recomputed_and_trained() -> None:
             activation_checkpoint=ActivationCheckpointConfig(mode=mode),
             lora=LoRAConfig(rank=lora),
         )
-        return list(layers_per_stage(config, PRESETS["0.6B"], 2, supervised_share=1.0))
+        return list(layers_per_stage(Workload(config, 2, PRESETS["0.6B"]), supervised_share=1.0))
 
     # every token supervised: the head costs many blocks; fewer where blocks are recomputed, more where they are frozen
     assert (counts(), counts("full"), counts(lora=8), counts(given=(14, 14))) == ([22, 6], [20, 8], [23, 5], [14, 14])
@@ -178,7 +179,7 @@ def test_a_built_model_that_lacks_a_tensor_of_its_shape_is_an_error(
     """As a wrapper that replaces modules might drop one, such as a bias."""
     config, spec, layout = Config(lora=LoRAConfig(**lora)), PRESETS["debug"], Layout()
     mesh, before = distributed.build_mesh(layout, world.device), building.parallelize
-    given = config, spec, layout, Batch(1, 1, 1), Computation(Sdpa(), HeadMemory()), Placement(mesh, world.device)
+    given = Workload(config, 1, spec), Computation(Sdpa(), HeadMemory()), Placement(mesh, world.device)
     assert build_model(*given).parts
 
     def drops(model: Any, *rest: Any) -> None:

@@ -28,8 +28,9 @@ from titan_mi100.config.settings import (
 )
 from titan_mi100.errors import is_out_of_memory
 from titan_mi100.planning.cards import DEVICES
-from titan_mi100.planning.plan import GIB, make_plan, search, with_settings
+from titan_mi100.planning.plan import GIB, make_plan, search
 from titan_mi100.planning.published import PUBLISHED
+from titan_mi100.planning.workload import Workload, with_settings
 from titan_mi100.run import forecast
 from titan_mi100.run.machine import Machine
 from titan_mi100.tools import plan as planner
@@ -87,7 +88,7 @@ def cell(method: str, model: str, gib: int) -> str:
         config = Config(
             model=ModelConfig(flavor=model), training=training, activation_checkpoint=mode, **METHODS[method]
         )
-        if (plan := make_plan(config, 1, gib << 30, None)).most <= gib << 30:
+        if (plan := make_plan(Workload.of(config, 1), gib << 30)).most <= gib << 30:
             return f"{rows} [{plan.host / 2**30:.0f}]" if method == "full, host" else str(rows)
     return "-"
 
@@ -262,7 +263,9 @@ def test_a_search_starts_from_the_rows_of_the_config_on_all_cards(capsys: pytest
     few += ["--training.gradient_accumulation_steps", "2"]
     assert planner.main([*PIPELINE, *few, "--search", "--json"]) == 0
     of_two = json.loads(capsys.readouterr().out)
-    of_one = search(load_config([*PIPELINE, *few], None, with_files=False), 1, 2, 32 * GIB, DEVICES["mi100"])
+    of_one = search(
+        Workload.of(load_config([*PIPELINE, *few], None, with_files=False), 1), 2, 32 * GIB, DEVICES["mi100"]
+    )
     layouts = [*(plan["layout"] for plan in of_two), *(planner._as_json(plan)["layout"] for plan in of_one)]
     assert {one["local_batch_size"] * one["gradient_accumulation_steps"] * one["dp_degree"] for one in layouts} == {2}
     assert of_two[0]["ranks"] == 2 and layouts[-1]["dp_degree"] == 1
@@ -317,7 +320,7 @@ def test_the_page_has_the_plans_of_the_published_rows() -> None:
             "training": {**training, "mixed_precision_param": dtype, "seq_len": 1024},
             "activation_checkpoint": {"mode": mode}, "parallelism": {"pipeline_parallel_schedule": schedule},
         }  # fmt: skip
-        worst = make_plan(with_settings(config, change), 2, 32 * GIB, DEVICES["mi100"]).fullest
+        worst = make_plan(Workload.of(with_settings(config, change), 2), 32 * GIB, DEVICES["mi100"]).fullest
         planned, kept = worst.peak / 1e9, worst.categories["activations"] / 1e9
         row = f"| {batch} | {ga} | {mode} | {dtype} | {theirs.peak_gb:g} | {planned:.2f} | {kept:.2f} |\n"
         assert row in page, row

@@ -26,6 +26,7 @@ from titan_mi100.optim.optimizer import build_optimizer
 from titan_mi100.parallel.build import Computation, Placement, build_model
 from titan_mi100.parallel.distributed import World, build_mesh
 from titan_mi100.planning.memory import HOST, PARAMETERS
+from titan_mi100.planning.workload import Workload
 from titan_mi100.shapes.base import parameter_shapes
 from titan_mi100.shapes.families import PRESETS, read_hf_config, to_hf_config
 from titan_mi100.weights import convert, load
@@ -306,13 +307,13 @@ def test_loading_for_qlora_reads_each_tensor_once_and_holds_parts_of_a_layer(
         return read(self, name, *more)
 
     monkeypatch.setattr(StoredTensors, "read", counted)
-    mesh, layout = build_mesh(config.layout(1), world.device), (config.layout(1), config.batch(1))
+    on_meta = OnMeta(build_mesh(config.layout(1), world.device), world.device)
     with ByDevice() as ledger:
-        model = build_model(config, spec, *layout, Computation(FusedKernel(), HeadMemory()), OnMeta(mesh, world.device))
+        model = build_model(Workload(config, 1, spec), Computation(FusedKernel(), HeadMemory()), on_meta)
         optimizer = build_optimizer(model.trained_parameters(), config.optimizer, 0, world.device)
         ledger.label((parameter for _, parameter in model.named_parameters()), PARAMETERS)
         start = len(ledger.events)
-        load.load_weights(model, optimizer, config, spec, None)
+        load.load_weights(model, optimizer, Workload(config, 1, spec), None)
     held, layer = ledger.kept(), 2 * spec.layers[0].size
     print(f"card {held:,} + {ledger.peak(start, len(ledger.events))[0] - held:,}, host {ledger.on_host():,}, {layer:,}")
     assert sum(p.nbytes for _, p in model.named_parameters()) <= held

@@ -24,9 +24,10 @@ from titan_mi100.launch import launcher as launch
 from titan_mi100.planning.cards import DEVICES, Gpu
 from titan_mi100.planning.costs import recomputed_flops, train_flops
 from titan_mi100.planning.device import find_card
-from titan_mi100.planning.plan import make_plan, with_settings
+from titan_mi100.planning.plan import make_plan
 from titan_mi100.planning.scaling import bubble_share
 from titan_mi100.planning.traffic import OPERATIONS, Transfer, Work, axis_of, by_axis, reached
+from titan_mi100.planning.workload import Workload, with_settings
 from titan_mi100.shapes.families import PRESETS
 from titan_mi100.workshop import rehearse
 from titan_mi100.workshop.rehearsal import saved, session
@@ -82,7 +83,7 @@ def assert_equals_real_runs(
             if name != "PP4" and rank not in ((0, 3) if "PP" in name else (0,)):  # does as one of the others
                 continue
             monkeypatch.setattr(Config, "spec", lambda _, spec=case["spec"]: spec)
-            rehearsed = session.rehearse(config_of(case, case["split"]), RANKS, rank, 0)
+            rehearsed = session.rehearse(Workload.of(config_of(case, case["split"]), RANKS), rank, 0)
             mine: Counter[Any] = Counter()
             for transfer, count in rehearsed.work.traffic.items():
                 mine[transfer.operation, tuple(transfer.group), transfer.payload] += count
@@ -108,8 +109,8 @@ def test_many_microbatches_are_a_few_and_the_rest_multiplied(name: str, monkeypa
     case, wanted = case_of(name), 9 if name.startswith("PP") else 3
     monkeypatch.setattr(Config, "spec", lambda _: case["spec"])
     config = config_of(case, {**case["split"], "accumulation": wanted})
-    multiplied = session.rehearse(config, RANKS, 0, 0)
-    _, whole = session._second_step(config, RANKS, 0, wanted, 0, None)
+    multiplied = session.rehearse(Workload.of(config, RANKS), 0, 0)
+    _, whole = session._second_step(Workload.of(config, RANKS), 0, wanted, 0)
     assert multiplied.work.by_microbatch  # fewer were taken
     assert (dict(multiplied.work.traffic), multiplied.work.flops) == (dict(whole.traffic), whole.flops)
 
@@ -123,7 +124,7 @@ def test_the_flops_of_all_ranks_are_what_arithmetic_gives(
     tokens, pairs = rows * SEQ_LEN, rows * SEQ_LEN * (SEQ_LEN + 1) // 2
     for mode in ("none", "selective", "full") if full else ("selective",):
         split = {"local_batch_size": 2, "accumulation": 1, "checkpointing": mode, "param": param, "parallelism": TP}
-        rehearsed = session.rehearse(config_of({"seq_len": SEQ_LEN}, split), RANKS, 0, GPU)
+        rehearsed = session.rehearse(Workload.of(config_of({"seq_len": SEQ_LEN}, split), RANKS), 0, GPU)
         expected = train_flops(SPEC, tokens, tokens - rows, pairs) + recomputed_flops(SPEC, tokens, pairs, mode)
         assert RANKS * rehearsed.work.flops == expected, mode
 
@@ -157,9 +158,9 @@ def test_the_planner_sends_on_each_axis_what_a_rehearsal_counts(full: bool, monk
         seen.add(layout)
         counted: Counter[str] = Counter()
         for rank in range(0, RANKS, RANKS // layout.pp):
-            for one, _, _, ring in by_axis(session.rehearse(config, RANKS, rank, GPU).work.traffic):
+            for one, _, _, ring in by_axis(session.rehearse(Workload.of(config, RANKS), rank, GPU).work.traffic):
                 counted[one.axis.removesuffix("_shard").removesuffix("_replicate")] += ring / layout.pp
-        planned = make_plan(config, RANKS, GPU).sent
+        planned = make_plan(Workload.of(config, RANKS), GPU).sent
         for axis, name, least, most in (
             ("dp", "data parallel", 1.0, 1.3 if layout.zero_stage == 3 else 1.0),
             ("tp", "tensor parallel", 0.75, 1.0), ("pp", "pipeline", 1.0, 1.0),
@@ -328,7 +329,7 @@ def test_a_shipped_configs_peak_is_what_the_table_says(name: str, ranks: str, pe
     for layers in (2, 3):
         enough = enough_microbatches(config.layout(int(ranks)), config.batch(int(ranks)), "1F1B")
         smaller = replace(spec, num_hidden_layers=layers)
-        with as_rank(config, int(ranks), 0, enough, GPU, spec=smaller) as fake:
+        with as_rank(Workload(config, int(ranks), smaller), 0, enough, GPU) as fake:
             found.append(fake.count_step().peak)
     whole = found[1] + (spec.num_hidden_layers - 3) * (found[1] - found[0])
     assert whole / 2**30 == pytest.approx(float(peak), rel=0.02)

@@ -38,6 +38,7 @@ from titan_mi100.optim.optimizer import build_optimizer, scale_lr
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
 from titan_mi100.planning.hardware import find_gpu
+from titan_mi100.planning.workload import Workload
 from titan_mi100.run.forecast import Forecast
 from titan_mi100.run.progress import Progress
 from titan_mi100.shapes.qwen3 import Qwen3Spec
@@ -200,8 +201,8 @@ def test_a_runs_mfu_is_a_share_of_its_cards_peak(
     run = opened(world)  # before: else the card's kernels are tried
     monkeypatch.setattr(distributed, "data_sheet", lambda _: find_gpu(arch, 120))
     config = Config(training=TrainingConfig(seq_len=16, mixed_precision_param="float16"))
-    three, layout, batch = replace(world, size=3), run.config.layout(1), run.stream.batch
-    inputs = RunInputs(config, three, tmp_path, SPEC, run.data, {}, None, run.progress, layout, batch)
+    workload, three = Workload(config, 3, SPEC), replace(world, size=3)
+    inputs = RunInputs(workload, three, tmp_path, run.data, {}, None, run.progress)
     reporter = open_record(inputs, run.model, run.stream.source, 4)
     assert reporter is not None
     assert reporter._peak_flops == (pytest.approx(3 * 184.6e12) if arch == "gfx908" else None)
@@ -300,7 +301,7 @@ def test_a_card_that_others_use_is_warned_of(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=40 * gib))
     config = Config(training=TrainingConfig(seq_len=1 << 14, local_batch_size=256))
     card = replace(world, device=torch.device("cuda"))
-    Forecast(config, card, SPEC, None)
+    Forecast(Workload(config, 1, SPEC), card, None)
     assert ("only 0.6 GiB of the card are free: other programs, or a display" in caplog.text) == warned
 
 

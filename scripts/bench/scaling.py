@@ -23,6 +23,7 @@ from titan_mi100.config.settings import Config
 from titan_mi100.planning.cards import DEVICES, Gpu
 from titan_mi100.planning.scaling import bubble_share, exposed_seconds
 from titan_mi100.planning.traffic import WORLD, Traffic, Work, reached
+from titan_mi100.planning.workload import Workload
 from titan_mi100.shapes.base import ModelSpec, parameter_shapes
 from titan_mi100.shapes.qwen3 import Qwen3Spec
 from titan_mi100.workshop.rehearsal.session import rehearse
@@ -124,7 +125,7 @@ class Run:
     def work(self) -> Work:
         """Of rank 0, for a pipeline of its first stage: its stages are balanced."""
         card = int(DEVICES[self.device].memory_gib) << 30
-        return rehearse(self.loaded, self.ranks, 0, card, self.spec).work
+        return rehearse(Workload(self.loaded, self.ranks, self.spec), 0, card).work
 
     @property
     def tokens(self) -> float:

@@ -18,7 +18,7 @@ from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import World, from_rank_zero, raise_together
 from titan_mi100.planning.memory import layers_per_stage
-from titan_mi100.planning.plan import with_settings
+from titan_mi100.planning.workload import Workload, with_settings
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.text.assets import ending_turns, run_assets
 
@@ -51,7 +51,9 @@ def keep_stages(config: Config, world: World, spec: ModelSpec, data: Prepared, m
     if not layout.is_pipeline or manifest["layout"].get("pp") != layout.pp:
         return config
     share = data.train_counts.supervised_share(config.training.seq_len)
-    by_cost = layers_per_stage(config, spec, world.size, share)  # the only cut of earlier versions, which kept no note
+    by_cost = layers_per_stage(
+        Workload(config, world.size, spec), share
+    )  # the only cut of earlier versions, which kept no note
     if config.parallelism.pipeline_parallel_layers_per_stage or len(saved or by_cost) != len(by_cost):
         return config
     return with_settings(config, {"parallelism": {"pipeline_parallel_layers_per_stage": tuple(saved or by_cost)}})

@@ -46,6 +46,7 @@ from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.build import Computation, Placement, build_model
 from titan_mi100.parallel.distributed import World, from_rank_zero, raise_together, same_on_all_ranks
 from titan_mi100.planning.memory import layers_per_stage
+from titan_mi100.planning.workload import Workload
 from titan_mi100.run.answers import PreferenceWatch
 from titan_mi100.run.expert_load import ExpertLoad
 from titan_mi100.run.faults import FaultWatch
@@ -90,7 +91,7 @@ def open_run(
     heartbeat, wants_to_stop = supervision.heartbeat, supervision.wants_to_stop
     inputs = add_columns(read_inputs(config, world, folder, spec, data, checkpoint, heartbeat))
     config, spec, progress = inputs.config, inputs.spec, inputs.progress
-    forecast = Forecast(config, world, spec, folder)
+    forecast = Forecast(inputs.workload, world, folder)
     rows = open_rows(config.training, config.data, inputs.data, inputs.batch, progress, config.parallelism.is_pipeline)
     about = about_run(inputs, rows.fingerprint)
     steps = fit_to_rows(inputs, rows, about)
@@ -186,12 +187,9 @@ def read_inputs(
         config = keep_global_batch(config, world, start.manifest)
         progress = Progress.of_trainer_state(start.trainer_state, start.path / TRAINER)
         config = keep_stages(config, world, spec, data, start.manifest)
-    layout, batch = config.layout(world.size), config.batch(world.size)
-    log_layout(layout, batch, config.training, config.memory.offload)
-    return RunInputs(
-        config=config, world=world, folder=folder, spec=spec, data=data, columns={}, found=start,
-        progress=progress, layout=layout, batch=batch,
-    )  # fmt: skip
+    workload = Workload(config, world.size, spec)
+    log_layout(workload.layout, workload.batch, config.training, config.memory.offload)
+    return RunInputs(workload, world, folder, data, columns={}, found=start, progress=progress)
 
 
 def add_columns(inputs: RunInputs) -> RunInputs:
@@ -224,7 +222,7 @@ def choose_stages(inputs: RunInputs, card: int) -> dict[str, Any]:
     """
     if not inputs.layout.is_pipeline:
         return {}
-    cut = partial(layers_per_stage, inputs.config, inputs.spec, inputs.world.size, inputs.supervised_share, card)
+    cut = partial(layers_per_stage, inputs.workload, inputs.supervised_share, card)
     return {"stages": list(from_rank_zero(cut))}
 
 
@@ -235,7 +233,7 @@ def make_model(
     """The model in its layout, not filled. A collective. Args: stages: see choose_stages."""
     computation, placement = Computation(attention.make(), head, objective), Placement(mesh, inputs.world.device)
     layers = stages.get("stages", ())
-    return build_model(inputs.config, inputs.spec, inputs.layout, inputs.batch, computation, placement, layers)
+    return build_model(inputs.workload, computation, placement, layers)
 
 
 def open_reference(inputs: RunInputs, dp_rank: int, attention: str) -> Reference:
@@ -254,7 +252,7 @@ def load_model(
         tokens: some tokens of the rows, see load_weights.
     """
     resumed = inputs.found.path if inputs.found and not (reference and reference.needs_base) else None
-    load_weights(model, optimizer, inputs.config, inputs.spec, resumed, tokens)
+    load_weights(model, optimizer, inputs.workload, resumed, tokens)
     if reference is not None:
         beat = partial(heartbeat.begin, VALIDATION, "reference")
         reference.read(model, wants_to_stop, beat, cache_folder(inputs.config.data))

@@ -44,13 +44,13 @@ def write_teacher(
     if k > n_vocab:
         raise UserError(f"--top_k {k}: the tokenizer has {n_vocab:,} ids; the usual is 32")
     attention, head = choose_backend(inputs)
-    stages = choose_stages(inputs, Forecast(config, world, inputs.spec, folder).plan.card)
+    stages = choose_stages(inputs, Forecast(inputs.workload, world, folder).plan.card)
     mesh = distributed.build_mesh(inputs.layout, world.device)
     model = make_model(inputs, mesh, SFT, attention, head, stages)
     # of adapters that change nothing; it takes no step
     trained, seed = model.trained_parameters(), config.training.seed
     optimizer = build_optimizer(trained, config.optimizer, seed, model.weights_device)
-    load_weights(model, optimizer, config, inputs.spec, None)
+    load_weights(model, optimizer, inputs.workload, None)
     child.end()  # no more files from elsewhere are read
     reading = LogprobPass(inputs, distributed.data_parallel_rank(mesh))
     about = reading.about("teacher", k, attention.name)

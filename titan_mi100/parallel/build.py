@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from titan_mi100.attention.base import Backend
-from titan_mi100.config.layout import SCHEDULES, Batch, Layout, Stage, stages_of
+from titan_mi100.config.layout import SCHEDULES, Layout, Stage, stages_of
 from titan_mi100.config.settings import CompileConfig, Config, LoRAConfig, MemoryConfig
 from titan_mi100.log import log
 from titan_mi100.model.decoder import CausalLM
@@ -26,6 +26,7 @@ from titan_mi100.parallel.dtypes import compute_dtype, master_dtype
 from titan_mi100.parallel.fsdp import ShardedModel, apply_fsdp
 from titan_mi100.parallel.offload import HostGradients, inputs_on_host
 from titan_mi100.parallel.tensor_parallel import apply_tensor_parallel, tensor_parallel_ranks
+from titan_mi100.planning.workload import Workload
 from titan_mi100.shapes.base import ModelSpec, held_names
 from titan_mi100.wording import some
 
@@ -62,14 +63,14 @@ class Placement:
 
 
 def build_model(
-    config: Config, spec: ModelSpec, layout: Layout, batch: Batch, computation: Computation, placement: Placement,
-    layers: Sequence[int] = (),
-) -> ParallelModel:  # fmt: skip
+    workload: Workload, computation: Computation, placement: Placement, layers: Sequence[int] = ()
+) -> ParallelModel:
     """Build the model in its layout, on this rank's device. The weights are not initialised.
 
     Args:
         layers: of each pipeline stage, see layers_per_stage; empty without a pipeline.
     """
+    config, spec, layout, batch = workload.config, workload.spec, workload.layout, workload.batch
     mesh, device, objective, head_memory = placement.mesh, placement.device, computation.objective, computation.head
     if layout.pp > 1 and SCHEDULES[config.parallelism.pipeline_parallel_schedule].forwards_first:
         # the kept logits of all microbatches exist at once

@@ -9,17 +9,16 @@ from dataclasses import dataclass
 
 from titan_mi100.config.layout import (
     SCHEDULES,
-    Batch,
-    Layout,
     Stage,
     received_per_microbatch,
     split_layers,
     stages_of,
     stages_on,
 )
-from titan_mi100.config.settings import NF4_BLOCK, Config
+from titan_mi100.config.settings import NF4_BLOCK
 from titan_mi100.planning.costs import stage_costs
-from titan_mi100.shapes.base import EXPERTS, LayerShape, ModelSpec
+from titan_mi100.planning.workload import Workload
+from titan_mi100.shapes.base import EXPERTS, LayerShape
 from titan_mi100.shapes.saved import ValuesPerToken
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
@@ -62,23 +61,20 @@ class Memory:
         return sum(self.categories.values())
 
 
-def estimate(config: Config, ranks: int, device_memory: int, spec: ModelSpec | None = None) -> list[Memory]:
+def estimate(workload: Workload, device_memory: int) -> list[Memory]:
     """The peak of each pipeline rank. Without a pipeline one entry: all ranks are alike.
 
     Args:
         device_memory: bytes of a card; 0: a CPU.
-        spec: the model's shape; None: the config's.
     """
-    spec = spec or config.spec()
-    return _peaks(config, spec, ranks, device_memory, layers_per_stage(config, spec, ranks, 1.0, device_memory))
+    return _peaks(workload, device_memory, layers_per_stage(workload, 1.0, device_memory))
 
 
-def _peaks(config: Config, spec: ModelSpec, ranks: int, device_memory: int, counts: Sequence[int]) -> list[Memory]:
+def _peaks(workload: Workload, device_memory: int, counts: Sequence[int]) -> list[Memory]:
     """As estimate. Args: counts: layers of each stage."""
-    layout, batch, peaks = config.layout(ranks), config.batch(ranks), []
-    cuts = stages_of(counts)
-    for rank, numbers in enumerate(_on_ranks(config, layout.pp, len(cuts))):
-        here = _RankMemory(config, spec, layout, batch, device_memory, rank, [cuts[index] for index in numbers])
+    cuts, peaks = stages_of(counts), []
+    for rank, numbers in enumerate(_on_ranks(workload, len(cuts))):
+        here = _RankMemory(workload, device_memory, rank, [cuts[index] for index in numbers])
         moments = (Memory(*moment, here.on_host()) for moment in here.moments())
         peaks.append(max(moments, key=lambda memory: memory.peak))
     return peaks
@@ -89,25 +85,22 @@ def with_overhead(peak: float) -> float:
     return peak * (1 + _LOST) + _CONTEXT
 
 
-def _on_ranks(config: Config, pp: int, stages: int) -> list[list[int]]:
+def _on_ranks(workload: Workload, stages: int) -> list[list[int]]:
     """The numbers of each pipeline rank's stages."""
-    is_v_shaped = SCHEDULES[config.parallelism.pipeline_parallel_schedule].v_shaped
+    is_v_shaped, pp = SCHEDULES[workload.config.parallelism.pipeline_parallel_schedule].v_shaped, workload.layout.pp
     return [stages_on(rank, pp, stages, is_v_shaped) for rank in range(pp)]
 
 
-def layers_per_stage(
-    config: Config, spec: ModelSpec, ranks: int, supervised_share: float, card: int = 0
-) -> Sequence[int]:
+def layers_per_stage(workload: Workload, supervised_share: float, card: int = 0) -> Sequence[int]:
     """Layers of each pipeline stage: as configured, or balanced by the estimated cost of a microbatch per stage. Where
     that would almost fill a card, the peak of the fullest card is lowered instead.
 
     Args:
-        ranks: of the run. A schedule with several stages per rank has more stages than the pipeline has ranks.
         supervised_share: supervised tokens per token of a row; the head runs on these only.
         card: bytes of a card's memory; 0: the cost alone counts.
     """
+    config, spec, pp = workload.config, workload.spec, workload.layout.pp
     parallelism, training, recompute = config.parallelism, config.training, config.activation_checkpoint.mode != "none"
-    pp = config.layout(ranks).pp
     if pp == 1:
         return [spec.num_hidden_layers]
     if parallelism.pipeline_parallel_layers_per_stage:
@@ -115,16 +108,16 @@ def layers_per_stage(
     rows, is_frozen = training.local_batch_size, config.lora.rank > 0
     costs = stage_costs(spec, rows, training.seq_len, supervised_share, recompute, is_frozen)
     counts = split_layers(*costs, pp * SCHEDULES[parallelism.pipeline_parallel_schedule].stages_per_rank)
-    return _by_bytes(config, spec, ranks, card, counts) if card else counts
+    return _by_bytes(workload, card, counts) if card else counts
 
 
-def _by_bytes(config: Config, spec: ModelSpec, ranks: int, card: int, counts: list[int]) -> list[int]:
+def _by_bytes(workload: Workload, card: int, counts: list[int]) -> list[int]:
     """Move layers from the fullest card to the emptiest, until the fullest has room or nothing helps any more."""
 
     def peaks(counts: list[int]) -> list[float]:
-        return [memory.peak for memory in _peaks(config, spec, ranks, card, counts)]
+        return [memory.peak for memory in _peaks(workload, card, counts)]
 
-    now, stages = peaks(counts), _on_ranks(config, config.layout(ranks).pp, len(counts))
+    now, stages = peaks(counts), _on_ranks(workload, len(counts))
     while with_overhead(max(now) * (1 + BELOW)) > card * (1 - _SPARE):
         full, empty = stages[now.index(max(now))], stages[now.index(min(now))]
         moves = [(source, target) for source in full for target in empty if counts[source] > 1]
@@ -140,11 +133,9 @@ def _by_bytes(config: Config, spec: ModelSpec, ranks: int, card: int, counts: li
 class _RankMemory:
     """What one rank holds, and when."""
 
-    def __init__(
-        self, config: Config, spec: ModelSpec, layout: Layout, batch: Batch, device_memory: int, rank: int,
-        stages: list[Stage],
-    ) -> None:  # fmt: skip
-        self.config, self.spec, self.layout, self.batch = config, spec, layout, batch
+    def __init__(self, workload: Workload, device_memory: int, rank: int, stages: list[Stage]) -> None:
+        config, spec, layout = workload.config, workload.spec, workload.layout
+        self.config, self.spec, self.layout, self.batch = config, spec, layout, workload.batch
         self.stages, self.rank, self.device_memory = stages, rank, device_memory
         training = config.training
         self.tokens = training.local_batch_size * training.seq_len

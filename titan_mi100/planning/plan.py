@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from titan_mi100.config.check import check
@@ -15,7 +15,8 @@ from titan_mi100.planning.costs import flops_of_steps, recomputed_flops
 from titan_mi100.planning.memory import ABOVE, BELOW, Memory, estimate, with_overhead
 from titan_mi100.planning.scaling import bubble_share, exposed_seconds
 from titan_mi100.planning.traffic import REACHED, reached
-from titan_mi100.shapes.base import ModelSpec, parameter_shapes
+from titan_mi100.planning.workload import Workload
+from titan_mi100.shapes.base import parameter_shapes
 
 GIB = 1 << 30
 # share of the peak rate that a step reaches while it computes: assumed, as long as nothing was measured
@@ -26,7 +27,7 @@ _HOST_UPDATE = {False: 0.6e-9, True: 8.5e-9}
 
 @dataclass(frozen=True)
 class Plan:
-    """A run on `ranks` cards. Times are seconds, for full rows of which every token is learned.
+    """A run, one process on each card. Times are seconds, for full rows of which every token is learned.
 
     Attributes:
         memory: the peak of each pipeline rank.
@@ -42,8 +43,7 @@ class Plan:
         efficiency: share of the peak rate that a card reaches while it computes.
     """
 
-    config: Config
-    ranks: int
+    workload: Workload
     memory: Sequence[Memory]
     card: int
     flops: float
@@ -54,6 +54,14 @@ class Plan:
     hidden_from: float = 0.0
     update: float = 0.0
     efficiency: float = EFFICIENCY
+
+    @property
+    def config(self) -> Config:
+        return self.workload.config
+
+    @property
+    def ranks(self) -> int:
+        return self.workload.ranks
 
     @property
     def fullest(self) -> Memory:
@@ -85,25 +93,24 @@ class Plan:
         return self.most <= self.card
 
 
-def make_plan(
-    config: Config, ranks: int, card: int, gpu: Gpu | None = None, spec: ModelSpec | None = None,
-    efficiency: float = EFFICIENCY,
-) -> Plan:  # fmt: skip
-    """Plan a run on `ranks` cards.
+def make_plan(workload: Workload, card: int, gpu: Gpu | None = None, efficiency: float = EFFICIENCY) -> Plan:
+    """Plan a run, one process on each card.
 
     Args:
         card: bytes of a card's memory.
         gpu: its speed; None: not known.
         efficiency: see Plan.
     """
-    spec = spec or config.spec()
-    layout, batch, training = config.layout(ranks), config.batch(ranks), config.training
+    config, ranks, spec, layout, batch = (
+        workload.config, workload.ranks, workload.spec, workload.layout, workload.batch
+    )  # fmt: skip
+    training = config.training
     rows = batch.global_batch_size
     tokens = rows * training.seq_len
     pairs = rows * training.seq_len * (training.seq_len + 1) // 2
     flops = float(flops_of_steps(spec, config.lora)(tokens, tokens, pairs))
     done = flops + recomputed_flops(spec, tokens, pairs, config.activation_checkpoint.mode)
-    sent, sent_at_once = _sent(config, spec, ranks)
+    sent, sent_at_once = _sent(workload)
     microbatches = batch.gradient_accumulation_steps
     bubble = bubble_share(config.parallelism.pipeline_parallel_schedule, layout.pp, microbatches)
     step, hidden_from, update = None, 0.0, 0.0
@@ -111,7 +118,7 @@ def make_plan(
     if gpu and rate:
         computing = done / ranks / (rate * 1e12 * efficiency) / (1 - bubble)
         data_parallel = reached(range(0, layout.dp_degree * layout.tp, layout.tp), gpu)
-        with_host, update = (size / (gpu.host_gbs * 1e9 * REACHED) for size in _moved(config, spec, ranks))
+        with_host, update = (size / (gpu.host_gbs * 1e9 * REACHED) for size in _moved(workload))
         hiding = computing * (1 if config.memory.offload == "weights" else 1 - flops / done / 3)  # backward
         hidden_from = training.local_batch_size * training.seq_len * with_host / hiding
         if config.memory.offload == "weights":
@@ -123,24 +130,24 @@ def make_plan(
         tensor = sent["tensor parallel"] / reached(range(layout.tp), gpu)
         pipeline = sent["pipeline"] / reached(range(0, ranks, ranks // layout.pp), gpu)
         step = computing + waits + tensor + pipeline + update
-    memory = estimate(config, ranks, card, spec)
-    return Plan(config, ranks, memory, card, flops, sent, bubble, step, tokens, hidden_from, update, efficiency)
+    memory = estimate(workload, card)
+    return Plan(workload, memory, card, flops, sent, bubble, step, tokens, hidden_from, update, efficiency)
 
 
-def measured_efficiency(config: Config, ranks: int, card: int, gpu: Gpu, tokens_per_second: float) -> float:
+def measured_efficiency(workload: Workload, card: int, gpu: Gpu, tokens_per_second: float) -> float:
     """The efficiency with which the plan of a run takes as long as the run did. Args: as of make_plan.
 
     Raises:
         UserError: no card of this kind is so fast, or its speed in this dtype is not known.
     """
-    low, high, spec = 0.0, 1.0, config.spec()
+    low, high = 0.0, 1.0
 
     def rate(efficiency: float) -> float:
-        plan = make_plan(config, ranks, card, gpu, spec, efficiency)
+        plan = make_plan(workload, card, gpu, efficiency)
         return plan.tokens / plan.seconds
 
     if rate(high) < tokens_per_second:
-        problem = f"the data sheet of {ranks} x {gpu.name} allows {rate(high):,.0f} tokens/s of this config"
+        problem = f"the data sheet of {workload.ranks} x {gpu.name} allows {rate(high):,.0f} tokens/s of this config"
         raise UserError(f"--measured {tokens_per_second:,.0f}: {problem}; name the config and the cards of that run")
     for _ in range(30):
         middle = (low + high) / 2
@@ -148,11 +155,11 @@ def measured_efficiency(config: Config, ranks: int, card: int, gpu: Gpu, tokens_
     return high
 
 
-def _moved(config: Config, spec: ModelSpec, ranks: int) -> tuple[float, float]:
+def _moved(workload: Workload) -> tuple[float, float]:
     """Bytes between a card and the host's memory in a step: during forward and backward, and for the update."""
-    layout, optimizer = config.layout(ranks), config.optimizer
-    microbatches = config.batch(ranks).gradient_accumulation_steps
-    weights = sum(map(math.prod, parameter_shapes(spec).values())) / layout.dp_shard / layout.tp
+    config, layout, optimizer = workload.config, workload.layout, workload.config.optimizer
+    microbatches = workload.batch.gradient_accumulation_steps
+    weights = sum(map(math.prod, parameter_shapes(workload.spec).values())) / layout.dp_shard / layout.tp
     master, beside = optimizer.master_bytes
     reductions = 1 if layout.zero_stage == 1 else microbatches
     if config.memory.offload == "optimizer":  # each sum but the first goes there and back
@@ -165,9 +172,10 @@ def _moved(config: Config, spec: ModelSpec, ranks: int) -> tuple[float, float]:
     return 0.0, 0.0
 
 
-def _sent(config: Config, spec: ModelSpec, ranks: int) -> tuple[dict[str, float], float]:
+def _sent(workload: Workload) -> tuple[dict[str, float], float]:
     """Bytes that a rank sends in a step; and how many of data parallel's it sends during a single microbatch."""
-    layout, batch, training = config.layout(ranks), config.batch(ranks), config.training
+    config, spec, layout, batch = workload.config, workload.spec, workload.layout, workload.batch
+    training = config.training
     microbatches, c = batch.gradient_accumulation_steps, 4 if training.mixed_precision_param == "float32" else 2
     r = 2 if training.mixed_precision_reduce == "bfloat16" else 4
     weights = sum(map(math.prod, parameter_shapes(spec).values())) / layout.tp / layout.pp
@@ -226,19 +234,14 @@ def _changes(layout: Layout, batch: Batch, rank: int) -> Iterator[tuple[str, dic
     yield quantised
 
 
-def with_settings(config: Config, change: dict[str, dict[str, Any]]) -> Config:
-    sections = {name: replace(getattr(config, name), **values) for name, values in change.items()}
-    return replace(config, **sections)
-
-
 def remedy(plan: Plan) -> str:
     """The change to propose, in words: the first after which the run fits; else the one that saves most memory."""
     config, least, best = plan.config, plan.most, "more cards, or a smaller model"
-    for words, change in _changes(config.layout(plan.ranks), config.batch(plan.ranks), config.lora.rank):
-        changed = with_settings(config, change)
-        if changed == config or check(changed, plan.ranks, with_files=False):
+    for words, change in _changes(plan.workload.layout, plan.workload.batch, config.lora.rank):
+        changed = plan.workload.changed(change)
+        if changed.config == config or check(changed.config, plan.ranks, with_files=False):
             continue
-        proposal = make_plan(changed, plan.ranks, plan.card)
+        proposal = make_plan(changed, plan.card)
         if proposal.most >= least:
             continue
         settings = [(getattr(config, name), name, key, value) for name, v in change.items() for key, value in v.items()]
@@ -259,15 +262,13 @@ _KINDS = (  # optimizer.state, optimizer.master, memory.offload
 )
 
 
-def search(
-    config: Config, ranks: int, rows: int, card: int, gpu: Gpu | None, efficiency: float = EFFICIENCY
-) -> Iterator[Plan]:
+def search(workload: Workload, rows: int, card: int, gpu: Gpu | None, efficiency: float = EFFICIENCY) -> Iterator[Plan]:
     """Plans of so many rows per step, in other layouts, batch sizes, with other recomputation and optimizer state."""
-    spec = config.spec()
+    ranks = workload.ranks
     degrees = [n for n in range(1, ranks + 1) if ranks % n == 0]
     sizes = [size for size in (1, 2, 4, 8, 16) if rows % size == 0]
     modes, reductions = ("none", "selective", "full"), ("float32", "bfloat16")
-    kinds = _KINDS if not config.lora.rank else _KINDS[:1]
+    kinds = _KINDS if not workload.config.lora.rank else _KINDS[:1]
     for pp, tp, size, mode, kind, reduction in itertools.product(degrees, degrees, sizes, modes, kinds, reductions):
         per_forward = size * (ranks // (pp * tp))
         is_reduced = ranks > pp * tp
@@ -285,6 +286,6 @@ def search(
         optimizer = {"state": kind[0], "master": kind[1]}
         change = {"training": training, "parallelism": parallelism, "optimizer": optimizer}
         change |= {"activation_checkpoint": {"mode": mode}, "memory": {"offload": kind[2]}}
-        candidate = with_settings(config, change)
-        if not check(candidate, ranks, with_files=False):
-            yield make_plan(candidate, ranks, card, gpu, spec, efficiency)
+        candidate = workload.changed(change)
+        if not check(candidate.config, ranks, with_files=False):
+            yield make_plan(candidate, card, gpu, efficiency)

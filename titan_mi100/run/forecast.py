@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from titan_mi100.config.settings import Config, MemoryConfig
+from titan_mi100.config.settings import MemoryConfig
 from titan_mi100.device import accelerator
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import replace
@@ -16,7 +16,7 @@ from titan_mi100.parallel.distributed import World, data_sheet, raise_together
 from titan_mi100.planning.costs import flops_of_steps
 from titan_mi100.planning.memory import CATEGORIES
 from titan_mi100.planning.plan import GIB, make_plan, remedy
-from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.planning.workload import Workload
 from titan_mi100.trainer import StepResult, peak_memory_gib
 
 FILE = "plan.json"
@@ -27,7 +27,7 @@ _COMPARED = 3  # number of the step to compare with: the first two also allocate
 class Forecast:
     """The plan of a run's memory and time, and its comparison with a measured step. An observer of steps."""
 
-    def __init__(self, config: Config, world: World, spec: ModelSpec, folder: Path | None) -> None:
+    def __init__(self, workload: Workload, world: World, folder: Path | None) -> None:
         """Make the plan, and set the config's memory limit for the device. A collective.
 
         Args:
@@ -36,7 +36,7 @@ class Forecast:
         Raises:
             UserError: a step does not fit the device, on all ranks.
         """
-        is_gpu = accelerator.is_gpu(world.device)
+        config, is_gpu = workload.config, accelerator.is_gpu(world.device)
         self._free, card = accelerator.memory(world.device) if is_gpu else (sys.maxsize, 0)
         if config.memory.limit_gib:
             limit = round(config.memory.limit_gib * GIB)
@@ -44,9 +44,9 @@ class Forecast:
                 accelerator.module(world.device).set_per_process_memory_fraction(limit / card, world.device)
             card = min(card or limit, limit)
         gpu = data_sheet(world.device)
-        self.plan = make_plan(config, world.size, card if is_gpu else 0, gpu, spec)
+        self.plan = make_plan(workload, card if is_gpu else 0, gpu)
         tflops = gpu.tflops.get(config.training.mixed_precision_param, 0) if gpu else 0
-        self._flops, self._peak_flops = flops_of_steps(spec, config.lora), tflops * 1e12 * world.size
+        self._flops, self._peak_flops = flops_of_steps(workload.spec, config.lora), tflops * 1e12 * world.size
         self._card, self._folder, self._steps = card, folder if world.rank == 0 else None, 0
         # memory of the process and its libraries before the model
         self._before = 0.0 if is_gpu else peak_memory_gib(world.device)

@@ -35,7 +35,8 @@ from titan_mi100.files.durable import write_output
 from titan_mi100.files.patterns import matching_files
 from titan_mi100.planning.device import positive, size_gib
 from titan_mi100.planning.hardware import count_gpus, dtype_advice
-from titan_mi100.planning.plan import GIB, Plan, make_plan, remedy, with_settings
+from titan_mi100.planning.plan import GIB, Plan, make_plan, remedy
+from titan_mi100.planning.workload import Workload, with_settings
 from titan_mi100.run.next_commands import command
 from titan_mi100.shapes.families import read_hf_config
 from titan_mi100.text.assets import has_tokenizer
@@ -376,7 +377,7 @@ def _first_fitting(
         changed = with_settings(config, change)
         refused = check(changed, answers.gpus, with_files=False)
         if not refused:
-            plans.append((make_plan(changed, answers.gpus, round(answers.memory * GIB)), (words, change)))
+            plans.append((make_plan(Workload.of(changed, answers.gpus), round(answers.memory * GIB)), (words, change)))
             if plans[-1][0].fits:
                 return plans[-1]
     if not plans:

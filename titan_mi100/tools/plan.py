@@ -8,14 +8,13 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from titan_mi100 import cli as tool
 from titan_mi100.config.as_text import settings_parser, to_toml
 from titan_mi100.config.load import load_config
-from titan_mi100.config.settings import Config
 from titan_mi100.doors import door
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import check_output, write_output
@@ -25,6 +24,7 @@ from titan_mi100.planning.device import NAMES, find_card, positive, positive_flo
 from titan_mi100.planning.memory import ABOVE, BELOW, CATEGORIES
 from titan_mi100.planning.plan import EFFICIENCY, GIB, Plan, make_plan, measured_efficiency, remedy, search
 from titan_mi100.planning.published import beside
+from titan_mi100.planning.workload import Workload
 from titan_mi100.wording import bytes_in_words, duration_in_words, plural
 
 _SHOWN = 10  # layouts that --search prints
@@ -49,27 +49,29 @@ def _plan(options: argparse.Namespace, settings: Sequence[str]) -> int:
     if (options.search or options.tokens) and not gpu.tflops:
         raise UserError(f"--search and --tokens need the speed of the card, too; add --device: {NAMES}")
     config = load_config(settings, None if options.search else options.gpus, with_files=False)
-    efficiency, origin = _efficiency(options, config, card, gpu)
+    workload = Workload.of(config, options.gpus)
+    efficiency, origin = _efficiency(options.measured, workload, card, gpu)
     if options.search:
-        return _search(options, config, card, gpu, efficiency, origin)
-    plan = make_plan(config, options.gpus, card, gpu, efficiency=efficiency)
+        return _search(options, workload, card, gpu, efficiency, origin)
+    plan = make_plan(workload, card, gpu, efficiency)
     print(json.dumps(_as_json(plan)) if options.json else "\n".join(_lines(plan, gpu, options.tokens, origin)))
     return 0 if plan.fits else 1
 
 
-def _efficiency(options: argparse.Namespace, config: Config, card: int, gpu: Gpu) -> tuple[float, str]:
+def _efficiency(measured: float | Path | None, workload: Workload, card: int, gpu: Gpu) -> tuple[float, str]:
     """The share of a card's peak rate that a step reaches, and where it is from, in words.
 
     Raises:
         UserError: --measured is no number and no certificate of this card, or faster than the card.
     """
-    if not options.measured:
+    if not measured:
         return EFFICIENCY, "assumed, not measured"
     if not gpu.tflops:
         raise UserError(f"--measured needs the speed of the card, too; add --device: {NAMES}")
-    if isinstance(rate := options.measured, float):
-        return measured_efficiency(config, options.gpus, card, gpu, rate), f"from {rate:,.0f} tokens/s of this config"
-    share, origin = door("plan --measured")(rate, gpu)
+    if isinstance(measured, float):
+        share = measured_efficiency(workload, card, gpu, measured)
+        return share, f"from {measured:,.0f} tokens/s of this config"
+    share, origin = door("plan --measured")(measured, gpu)
     return share, origin
 
 
@@ -153,15 +155,17 @@ def _rate_or_certificate(text: str) -> float | Path:
     raise argparse.ArgumentTypeError(f"{text!r} must be tokens/s, such as 6303, or a certificate")
 
 
-def _search(options: argparse.Namespace, config: Config, card: int, gpu: Gpu, efficiency: float, origin: str) -> int:
+def _search(
+    options: argparse.Namespace, workload: Workload, card: int, gpu: Gpu, efficiency: float, origin: str
+) -> int:
     """Print the ten fastest layouts that fit; with --write also write the first as TOML.
 
     Raises:
         UserError: no layout fits.
     """
-    counts, rows = {options.gpus, 1}, config.batch(options.gpus).global_batch_size
+    counts, rows = {options.gpus, 1}, workload.batch.global_batch_size
     # one card can be faster than several with a slow link
-    plans = [plan for ranks in counts for plan in search(config, ranks, rows, card, gpu, efficiency)]
+    plans = [plan for ranks in counts for plan in search(replace(workload, ranks=ranks), rows, card, gpu, efficiency)]
     fitting = sorted((plan for plan in plans if plan.fits), key=lambda plan: (plan.seconds, plan.most))
     if options.json:
         print(json.dumps([{**_as_json(plan), "ranks": plan.ranks} for plan in fitting[:_SHOWN]]))

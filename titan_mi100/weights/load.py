@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titan_mi100.config.settings import Config, LoRAConfig
+from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.errors import UserError
 from titan_mi100.log import log
 from titan_mi100.model.init import Read, initial_values
@@ -22,6 +22,7 @@ from titan_mi100.optim.state import NamedState
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import raise_together
+from titan_mi100.planning.workload import Workload
 from titan_mi100.shapes.base import EXPERTS, ModelSpec, parameter_count, parameter_shapes, stored_shapes
 from titan_mi100.text.assets import folder_of, read_assets
 from titan_mi100.text.load import load_tokenizer
@@ -38,7 +39,7 @@ _QUANTIZED_ROWS = 1 << 14  # of a matrix at once: experts are one matrix of many
 
 
 def load_weights(
-    model: ParallelModel, optimizer: NamedState, config: Config, spec: ModelSpec, checkpoint: Path | None,
+    model: ParallelModel, optimizer: NamedState, workload: Workload, checkpoint: Path | None,
     tokens: Callable[[], Collection[int]] = tuple,
 ) -> None:  # fmt: skip
     """Fill the model, each rank its own shards, with the weights that the config names, or at random.
@@ -52,6 +53,7 @@ def load_weights(
     Raises:
         UserError: on all ranks; the weights cannot be read, or belong to another model.
     """
+    config, spec = workload.config, workload.spec
     source = config.checkpoint.initial_load_path
     origin = f"resumed from {checkpoint}"
     if checkpoint is None or config.lora.rank:

@@ -22,6 +22,7 @@ from titan_mi100.planning.device import NAMES, find_card, positive, size_gib
 from titan_mi100.planning.memory import CATEGORIES, with_overhead
 from titan_mi100.planning.plan import GIB, make_plan, remedy
 from titan_mi100.planning.traffic import by_axis
+from titan_mi100.planning.workload import Workload
 from titan_mi100.wording import bytes_in_words, plural
 
 if TYPE_CHECKING:
@@ -64,19 +65,20 @@ def _rehearse(options: argparse.Namespace, settings: Sequence[str]) -> int:
         as_dicts = {kind: [tensor._asdict() for tensor in tensors] for kind, tensors in by_kind.items()}
         print(json.dumps(as_dicts) if options.json else "\n".join(as_code(config.spec(), by_kind)))
         return 0
-    chosen = options.ranks or ranks_of_stages(config.layout(ranks))
-    rehearsals = [rehearse(config, ranks, rank, card) for rank in chosen]
+    workload = Workload.of(config, ranks)
+    chosen = options.ranks or ranks_of_stages(workload.layout)
+    rehearsals = [rehearse(workload, rank, card) for rank in chosen]
     most = with_overhead(max(rehearsed.memory.peak for rehearsed in rehearsals))
     if options.json:
         print(json.dumps(_as_json(rehearsals, gpu, card, most)))
     else:
-        lines = _lines(config.layout(ranks), config.batch(ranks), config.training.seq_len, rehearsals, gpu, card, most)
+        lines = _lines(workload.layout, workload.batch, config.training.seq_len, rehearsals, gpu, card, most)
         print("\n".join(lines))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         print(f"\nrehearsed in {time.perf_counter() - started:.0f} s and {peak / GIB:.1f} GiB of this machine's memory")
     if most <= card:
         return 0
-    advice = remedy(make_plan(config, ranks, card, gpu))
+    advice = remedy(make_plan(workload, card, gpu))
     tool.say(f"a step needs {most / GIB:.1f} GiB, {gpu.name} has {card / GIB:.1f}; what helps most: {advice}")
     return _OUT_OF_MEMORY
 

@@ -9,7 +9,8 @@ from titan_mi100.cli import version_of
 from titan_mi100.config.check import check
 from titan_mi100.config.kernels import AUTO, KERNELS
 from titan_mi100.config.settings import Config
-from titan_mi100.planning.plan import GIB, make_plan, with_settings
+from titan_mi100.planning.plan import GIB, make_plan
+from titan_mi100.planning.workload import Workload, with_settings
 from titan_mi100.run.machine import Machine
 from titan_mi100.shapes.families import PRESETS
 from titan_mi100.tools.new_config import METHODS, Change
@@ -111,7 +112,7 @@ def _steps(machine: Machine, models: Sequence[str], some: bool, seq: int, parts:
         changes = [{**first, "model": {"flavor": model}}, change]
         config: Config = reduce(with_settings, changes, Config())
         problems = [str(problem) for problem in check(config, ranks, with_files=False)]
-        if gpu and not problems and not (plan := make_plan(config, ranks, machine.memory)).fits:
+        if gpu and not problems and not (plan := make_plan(Workload.of(config, ranks), machine.memory)).fits:
             problems = [f"does not fit: {plan.most / GIB:.1f} GiB by plan, of {machine.memory / GIB:.1f}"]
         dtype = config.training.mixed_precision_param
         changes.append({"model": {"attention_backend": backends.get(f"{models[0]}/{dtype}/{seq}", AUTO)}})

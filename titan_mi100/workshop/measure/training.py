@@ -11,7 +11,8 @@ from titan_mi100.files.schema import if_finite
 from titan_mi100.open_run.run import Run
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World, init_distributed
-from titan_mi100.planning.plan import GIB, with_settings
+from titan_mi100.planning.plan import GIB
+from titan_mi100.planning.workload import with_settings
 from titan_mi100.workshop.made_up import made_up, random_rows
 from titan_mi100.workshop.measure.communication import communication
 from titan_mi100.workshop.measure.parts import parity

@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partialmethod
 from itertools import pairwise
 from typing import Any
@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from titan_mi100.attention.base import Backend, Documents
 from titan_mi100.config.layout import SCHEDULES, Batch, Layout
-from titan_mi100.config.settings import Config, OptimizerConfig
+from titan_mi100.config.settings import ObjectiveConfig, OptimizerConfig, TrainingConfig
 from titan_mi100.data.answers import LABEL, REFERENCE, TEACHER_IDS, TEACHER_LOG_P
 from titan_mi100.data.microbatch import Microbatch, one_document_per_row
 from titan_mi100.model.decoder import CausalLM
@@ -56,7 +56,7 @@ from titan_mi100.planning.memory import (
     PARAMETERS,
     layers_per_stage,
 )
-from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.planning.workload import Workload
 from titan_mi100.workshop.rehearsal import lone_group as no_others
 
 CPU = torch.device("cpu")
@@ -265,8 +265,7 @@ class FakeRank:
         device_memory: bytes of the GPU's memory; 0: a CPU.
     """
 
-    config: Config
-    ranks: int
+    workload: Workload
     rank: int
     microbatches: int
     device_memory: int
@@ -276,11 +275,14 @@ class FakeRank:
 
     def count_step(self) -> Count:
         """Run one step with a new optimizer and count its memory."""
-        config, model, ledger, is_gpu = self.config, self.model, self.ledger, self.device_memory > 0
-        is_on_host, rows = config.memory.offload == "weights", inputs(self.config, self.microbatches)
+        config, model, ledger, is_gpu = self.workload.config, self.model, self.ledger, self.device_memory > 0
+        is_on_host, rows = (
+            config.memory.offload == "weights",
+            inputs(config.training, config.objective, self.microbatches),
+        )
         kept, *edges = _step(model, config.optimizer, is_on_host, rows, ledger, is_gpu)
         # A pipeline's receive buffers grow with the microbatches; add those of the microbatches that were not run.
-        missing = config.batch(self.ranks).gradient_accumulation_steps - self.microbatches
+        missing = self.workload.batch.gradient_accumulation_steps - self.microbatches
         received = missing * model.receiving_bytes if isinstance(model, PipelinedModel) else 0
         phases = {name: ledger.peak(*part)[0] + received for name, part in zip(PHASES, pairwise(edges), strict=True)}
         peak, categories = ledger.peak(edges[0], edges[-1])
@@ -309,28 +311,25 @@ class _FakePlacement(Placement):
 
 @contextmanager
 def as_rank(
-    config: Config, ranks: int, rank: int, microbatches: int, device_memory: int = 0, backend: Backend | None = None,
-    spec: ModelSpec | None = None,
-) -> Iterator[FakeRank]:  # fmt: skip
+    workload: Workload, rank: int, microbatches: int, device_memory: int = 0, backend: Backend | None = None
+) -> Iterator[FakeRank]:
     """Build one rank of a run on fake tensors. This process must not be in a process group.
 
     Args:
-        config: its layout must fit the number of ranks.
         microbatches: per step.
         device_memory: bytes of memory of the GPU to count for; 0: a CPU.
         backend: the attention backend; None: a fused kernel.
-        spec: the model's shape; None: that of the config.
     """
-    spec, layout = spec or config.spec(), config.layout(ranks)
-    batch = replace(config.batch(ranks), gradient_accumulation_steps=microbatches)
+    config, ranks, layout = workload.config, workload.ranks, workload.layout
+    accumulation = {"gradient_accumulation_steps": microbatches, "target_tokens_per_step": 0}
     head = HeadMemory.of_gpu(device_memory) if device_memory else HeadMemory()
-    layers = layers_per_stage(config, spec, ranks, 1.0, device_memory) if layout.is_pipeline else ()
+    layers = layers_per_stage(workload, 1.0, device_memory) if layout.is_pipeline else ()
     with no_others.group(rank, ranks), TensorLedger() as ledger:
         mesh = build_mesh(layout, CPU)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             computation = Computation(backend or FusedKernel(), head, choose(config.objective))
             placement = _FakePlacement(mesh, device_memory)
-            model = build_model(config, spec, layout, batch, computation, placement, layers)
+            model = build_model(workload.changed({"training": accumulation}), computation, placement, layers)
             if isinstance(model, ReplicatedModel):
                 no_others.patch_ddp(model.ddp)
             where = HOST if config.memory.offload == "weights" else PARAMETERS
@@ -343,7 +342,7 @@ def as_rank(
                 if where == HOST
                 else nullcontext(),
             ):
-                yield FakeRank(config, ranks, rank, microbatches, device_memory, model, ledger, mode)
+                yield FakeRank(workload, rank, microbatches, device_memory, model, ledger, mode)
 
 
 def _step(
@@ -421,10 +420,10 @@ def enough_microbatches(layout: Layout, batch: Batch, schedule: str) -> int:
     return min(microbatches, 4 * layout.fewest_microbatches if layout.is_pipeline else 2)
 
 
-def inputs(config: Config, microbatches: int) -> list[Microbatch]:
+def inputs(training: TrainingConfig, objective: ObjectiveConfig, microbatches: int) -> list[Microbatch]:
     """The microbatches that need most memory: each row is one document, and all tokens but the last are supervised."""
-    shape, k = (config.training.local_batch_size, config.training.seq_len), config.objective.ids_per_token
+    shape, k = (training.local_batch_size, training.seq_len), objective.ids_per_token
     extras = {REFERENCE: torch.zeros(shape, dtype=torch.float64), LABEL: torch.ones(shape, dtype=torch.int8)}
     extras |= {TEACHER_IDS: torch.zeros(*shape, k, dtype=torch.int32), TEACHER_LOG_P: torch.zeros(*shape, k)}
-    columns = {name: extras[name] for name in choose(config.objective).columns if name in extras}
+    columns = {name: extras[name] for name in choose(objective).columns if name in extras}
     return [{**one_document_per_row(*shape), **columns}] * microbatches

@@ -17,7 +17,7 @@ from titan_mi100.data.microbatch import Microbatch
 from titan_mi100.optim.optimizer import build_optimizer
 from titan_mi100.parallel.distributed import Gradients, gather_values
 from titan_mi100.planning.traffic import Work, extrapolated
-from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.planning.workload import Workload
 from titan_mi100.workshop.rehearsal.counter import (
     CPU,
     Count,
@@ -47,7 +47,7 @@ class Rehearsed:
     work: Work
 
 
-def rehearse(config: Config, ranks: int, rank: int, device_memory: int, spec: ModelSpec | None = None) -> Rehearsed:
+def rehearse(workload: Workload, rank: int, device_memory: int) -> Rehearsed:
     """Run two steps as one rank of a run. This process must not be in a process group.
 
     With many microbatches, two smaller numbers of them are rehearsed, and FLOPs and collectives are extrapolated
@@ -55,13 +55,14 @@ def rehearse(config: Config, ranks: int, rank: int, device_memory: int, spec: Mo
 
     Args: see counter.as_rank.
     """
-    layout, batch, schedule = config.layout(ranks), config.batch(ranks), config.parallelism.pipeline_parallel_schedule
+    layout, batch = workload.layout, workload.batch
+    schedule = workload.config.parallelism.pipeline_parallel_schedule
     microbatches, many = batch.gradient_accumulation_steps, enough_microbatches(layout, batch, schedule)
     few = layout.fewest_microbatches  # every schedule runs with as many microbatches as pipeline ranks
-    memory, work = _second_step(config, ranks, rank, many, device_memory, spec)
+    memory, work = _second_step(workload, rank, many, device_memory)
     if many == 1 or (microbatches == many and few >= many):
         return Rehearsed(rank, memory, Work(work.flops, work.traffic, {}))
-    _, fewer = _second_step(config, ranks, rank, few, device_memory, spec)
+    _, fewer = _second_step(workload, rank, few, device_memory)
     traffic = extrapolated(fewer.traffic, work.traffic, (few, many), microbatches)
     one_more = extrapolated(fewer.traffic, work.traffic, (few, many), few + 1)
     added = {transfer: count - fewer.traffic[transfer] for transfer, count in one_more.items()}
@@ -89,14 +90,12 @@ class _Attention(FusedKernel):
         self.flops += flops
 
 
-def _second_step(
-    config: Config, ranks: int, rank: int, microbatches: int, device_memory: int, spec: ModelSpec | None
-) -> tuple[Count, Tally]:
+def _second_step(workload: Workload, rank: int, microbatches: int, device_memory: int) -> tuple[Count, Tally]:
     """Run two steps: the memory of the first is counted, the operations of the second."""
     attention = _Attention()
-    with as_rank(config, ranks, rank, microbatches, device_memory, attention, spec) as fake:
+    with as_rank(workload, rank, microbatches, device_memory, attention) as fake:
         memory = fake.count_step()
-        tally = Tally(config.layout(ranks))
+        tally = Tally(workload.layout)
         gather = functools.partial(_gather_same_values, tally)
         with unset_fake_temporarily(), patch.object(trainer, "gather_values", gather):
             step = _trainer_of(fake).step
@@ -113,7 +112,7 @@ def _trainer_of(fake: FakeRank) -> trainer.Trainer:
     The trainer reads values (losses, norms), so it must get real tensors. Model and optimizer run in fake mode, and the
     wrappers below return real zeros in place of their results.
     """
-    config, model = fake.config, fake.model
+    config, model = fake.workload.config, fake.model
     named, seed = model.trained_parameters(), config.training.seed
     with fake.mode:
         optimizer = build_optimizer(named, config.optimizer, seed, CPU, model.host_gradients)
@@ -133,7 +132,7 @@ def _trainer_of(fake: FakeRank) -> trainer.Trainer:
     no_gradient = Gradients(torch.zeros((), dtype=torch.float64), torch.tensor(True))
     model.measure_gradients = in_fake_mode(measure, lambda: no_gradient)  # type: ignore[method-assign]
     optimizer.update = in_fake_mode(update, lambda: None)  # type: ignore[method-assign]
-    batch = replace(config.batch(fake.ranks), gradient_accumulation_steps=fake.microbatches)
+    batch = replace(fake.workload.batch, gradient_accumulation_steps=fake.microbatches)
     rules = trainer.UpdateRules(config.training.max_norm)
     return trainer.Trainer(model, optimizer, _Rows(config, batch), rules, 0, _AsInARun())  # type: ignore[arg-type]
 
@@ -163,4 +162,4 @@ class _Rows:
         return lambda: self.step(first_row)
 
     def step(self, first_row: int) -> list[Microbatch]:
-        return inputs(self._config, self.batch.gradient_accumulation_steps)
+        return inputs(self._config.training, self._config.objective, self.batch.gradient_accumulation_steps)

@@ -33,6 +33,7 @@ from titan_mi100.planning.cards import Gpu
 from titan_mi100.planning.device import find_card, positive, positive_float, size_gib
 from titan_mi100.planning.hardware import count_gpus, default_process_count, find_gpu
 from titan_mi100.planning.plan import EFFICIENCY, GIB, Plan, make_plan, remedy
+from titan_mi100.planning.workload import Workload
 from titan_mi100.run.columns import SETTINGS
 from titan_mi100.wording import duration_in_words
 from titan_mi100.workshop.measure import children
@@ -189,7 +190,7 @@ def _sweep(options: argparse.Namespace, settings: Sequence[str]) -> int:
     refused = {row: why for row, config in rows.items() if (why := refusal(row, config))}
     planned = {row: config for row, config in rows.items() if card and row not in refused}
     cards = {row: min(card, round(config.memory.limit_gib * GIB) or card) for row, config in planned.items()}
-    plans = {row: make_plan(config, row.processes, cards[row], gpu) for row, config in planned.items()}
+    plans = {row: make_plan(Workload.of(config, row.processes), cards[row], gpu) for row, config in planned.items()}
     verdicts = {row: verdict(plan) for row, plan in plans.items()}
     if options.dry_run:
         print(_dry_run(options, rows, refused, plans, gpu, card))

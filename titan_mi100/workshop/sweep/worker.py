@@ -9,7 +9,7 @@ import torch.distributed as dist
 from titan_mi100.config.load import load_config
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import init_distributed
-from titan_mi100.planning.plan import with_settings
+from titan_mi100.planning.workload import with_settings
 from titan_mi100.workshop.made_up import made_up, random_rows
 from titan_mi100.workshop.measure.communication import communication
 from titan_mi100.workshop.sweep.table import SUPERVISED
