@@ -18,8 +18,8 @@ from faulty_parts import sweep_figures
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
-from titan_mi100.run.columns import FIGURES, SETTINGS
 from titan_mi100.tools import plan
+from titan_mi100.workshop.columns import FIGURES, SETTINGS
 from titan_mi100.workshop.measure.children import Task
 from titan_mi100.workshop.sweep import command, rows, table
 from titan_mi100.workshop.sweep.rows import LAYOUTS, Row, refusal

@@ -33,8 +33,8 @@ from titan_mi100.planning.cards import Gpu
 from titan_mi100.planning.device import find_card, positive, positive_float, size_gib
 from titan_mi100.planning.hardware import count_gpus, default_process_count, find_gpu
 from titan_mi100.planning.plan import EFFICIENCY, GIB, Plan, make_plan, remedy
-from titan_mi100.run.columns import SETTINGS
 from titan_mi100.wording import duration_in_words
+from titan_mi100.workshop.columns import SETTINGS
 from titan_mi100.workshop.measure import children
 from titan_mi100.workshop.measure.parts import PASS, UNAVAILABLE
 from titan_mi100.workshop.sweep import table
