@@ -147,7 +147,7 @@ def run(asked: dict[Row, Config], path: Path, outcomes: dict[Row, str], **option
         return status, "" if status == "ok" else "why", sweep_figures(row.processes) if status == "ok" else {}
 
     skipped = {row: ("refused", why) for row, config in asked.items() if (why := refusal(row, config))}
-    options = {"skipped": skipped, "limits": dict.fromkeys(asked, 1.0), "machine": CPU, "fresh": False, **options}
+    options = {"skipped": skipped, "limits": dict.fromkeys(asked, 1.0), "machine": CPU, **options}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "launch", launch)
         try:
@@ -169,8 +169,7 @@ def test_a_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     assert run(asked, path, outcomes) == (statuses, [b, c])
     assert run(asked, path, outcomes) == (statuses, [c])  # a failed one is tried again, want of memory is a result
     only = {a: asked[a]}
-    assert run(only, path, {a: "failed"}, fresh=True) == (["failed"], [a])
-    assert run(asked, path, {}) == (["ok", "out of memory", "ok", "refused"], [a, c])  # fresh kept what it did not run
+    assert run(asked, path, {}) == (["ok", "out of memory", "ok", "refused"], [c])
     other = {**CPU, "torch": "2.8.0"}
     assert run(only, path, {}, machine=other) == (["ok"], [a])
     assert run(only, path, {}) == (["ok"], [])
@@ -334,7 +333,6 @@ def test_published_figures_stand_beside_ours_only_on_the_same_hardware() -> None
         ("--layout pp --parallelism.zero_stage 1", "--parallelism.zero_stage is set by --layout, too"),
         ("--preset teff --parallelism.zero_stage 1", "--parallelism.zero_stage is set by --preset teff, too"),
         ("--device mi100", "--device and --memory are for --dry-run: a sweep measures the cards that are here"),
-        ("--warmup 1", "must be at least 2"),
         ("--job.config_file qwen3_4b_dpo_lora_1gpu", "needs rows of its own; a sweep has random ones"),
         ("--optim.x y", "--optim.x"),
         ("--flavor 8B", "--model.flavor"),

@@ -46,6 +46,7 @@ _MACHINE = children.Task(
     "machine", "titan_mi100.workshop.measure.device:machine"
 )  # to ask a device for its name can hang
 _FINISHED = ("ok", "out of memory")  # not run again
+_WARMUP = 2  # steps before the timed ones: the first allocates, and PowerSGD begins with the second
 _PROFILED = 3  # steps after the timed ones
 _LEAST_SECONDS = 1800  # of a row's time limit
 _NO_MEMORY = ("out of memory", "killed: SIGKILL", "bad_alloc")  # SIGKILL: as the kernel ends a process for its memory
@@ -127,7 +128,7 @@ def check_record(record: Record) -> None:
 
 def sweep(
     rows: Mapping[Row, Config], skipped: Mapping[Row, tuple[str, str]], limits: Mapping[Row, float], machine: Record,
-    path: Path, fresh: bool,
+    path: Path,
 ) -> list[Record]:  # fmt: skip
     """Each row's record, in order; those that are finished on this machine are taken from the file.
 
@@ -143,7 +144,7 @@ def sweep(
         today = datetime.date.today().isoformat()
         return {"row": asdict(row), "machine": machine, "date": today, "status": status, "why": why}
 
-    kept = [record for record in read_records(path) if not (fresh and any(of(row, record) for row in rows))]
+    kept = read_records(path)
     records = {row: record_of(row, *reason) for row, reason in skipped.items()}
     for row in (row for row in rows if row not in skipped):
         finished = [record for record in kept if of(row, record) and record["status"] in _FINISHED]
@@ -202,7 +203,7 @@ def _sweep(options: argparse.Namespace, settings: Sequence[str]) -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     launcher.set_defaults(next(iter(rows)).processes)  # a row gets the environment that `train` would give it
     limits = {row: options.timeout or max(_LEAST_SECONDS, 10 * _seconds(row, plans.get(row))) for row in rows}
-    records = sweep(rows, skipped, limits, machine, options.output / "rows.jsonl", options.fresh)
+    records = sweep(rows, skipped, limits, machine, options.output / "rows.jsonl")
     text = table.markdown(records, with_published=options.preset == "published")
     replace(options.output / "sweep.md", text)
     replace(options.output / "sweep.csv", table.to_csv(records))
@@ -221,8 +222,6 @@ def asked_rows(options: argparse.Namespace, settings: Sequence[str]) -> dict[Row
     cells = list(preset.cells) if preset else [{}]
     if EITHER.keys() <= {*axes, *cells[0]}:
         raise UserError("--tokens and GA (of --ga or the preset) both set a step's forwards; leave one of them out")
-    if options.warmup < 2:
-        raise UserError("--warmup must be at least 2: the first step allocates, and PowerSGD begins with the second")
     if both := [axis for axis in axes if axis in cells[0]]:
         raise UserError(f"--{both[0]} is set by --preset {options.preset}; leave one of them out")
     if preset and preset.tokens and "ga" not in axes:
@@ -238,7 +237,7 @@ def asked_rows(options: argparse.Namespace, settings: Sequence[str]) -> dict[Row
     if config.objective.name != "sft":
         problem = f'[objective] name = "{config.objective.name}" needs rows of its own; a sweep has random ones'
         raise UserError(f"{problem}: set --objective.name sft, or name a config that learns texts")
-    return rows_of(config, processes, layouts, cells, axes, steps=options.steps, warmup=options.warmup)
+    return rows_of(config, processes, layouts, cells, axes, steps=options.steps, warmup=_WARMUP)
 
 
 def _start(preset: str, settings: Sequence[str]) -> list[str]:
@@ -316,7 +315,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", nargs="+", choices=dtypes, metavar="T", help=f"of the computation: {', '.join(dtypes)}")
     add("--gpus", type=positive, default=0, metavar="N", help="processes; default: the cards, or 2 on a CPU")
     add("--steps", type=positive, default=5, metavar="N", help="that are timed (default 5)")
-    add("--warmup", type=positive, default=2, metavar="N", help="steps before these, at least 2 (default 2)")
     add(
         "--timeout",
         type=positive_float,
@@ -325,7 +323,6 @@ def _parser() -> argparse.ArgumentParser:
         help="seconds for a row; default: 10 times the plan's, at least 1800",
     )
     add("--output", type=Path, default=Path("outputs/sweep"), metavar="FOLDER", help="default: outputs/sweep")
-    add("--fresh", action="store_true", help="run finished rows again")
     add("--dry-run", action="store_true", help="list the rows, with what the plan says of each")
     add("--device", default="", metavar="NAME", help="with --dry-run: a card that is not here, as for plan")
     add("--memory", type=size_gib, default=0, metavar="32GB", help="with --dry-run: memory of a card, in GiB")
