@@ -7,7 +7,7 @@ operators on the host, "user_annotation" named sections of code. Imports no torc
 import gzip
 import json
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,14 +135,14 @@ def _is_on_host(span: Span) -> bool:
     return span.category == "user_annotation" and _COLLECTIVE_ON_HOST.match(span.name) is not None
 
 
-def _shares(kinds: Sequence[Iterable[Span]], start: float, stop: float) -> Counter[tuple[bool, ...]]:
+def _shares(kinds: Sequence[Iterable[Span]], start: float, stop: float) -> dict[tuple[bool, ...], float]:
     """Of the time from start to stop: whether each kind of spans runs -> seconds."""
     spans = [(number, span) for number, kind in enumerate(kinds) for span in kind]
     edges = [(max(span.start, start), number, 1) for number, span in spans]
     edges += [(min(span.stop, stop), number, -1) for number, span in spans]
-    running, shares, last = [0] * len(kinds), Counter[tuple[bool, ...]](), start
+    running, shares, last = [0] * len(kinds), defaultdict[tuple[bool, ...], float](float), start
     for time, number, change in [*sorted(edges), (stop, 0, 0)]:
-        shares[tuple(map(bool, running))] += (time - last) / 1e6  # type: ignore[assignment]
+        shares[tuple(map(bool, running))] += (time - last) / 1e6
         running[number] += change
         last = time
     return shares
