@@ -35,12 +35,11 @@ from titan_mi100.data.corpora.shards import (
     make_shard,
     read_shard,
     remove_temporary_files,
-    write_atomically,
 )
 from titan_mi100.data.formats import IDENTIFIERS, first_row, holds_identifiers
 from titan_mi100.errors import UserError
 from titan_mi100.files.child import end
-from titan_mi100.files.durable import probe
+from titan_mi100.files.durable import probe, replace
 from titan_mi100.files.patterns import matching_files, unusable
 from titan_mi100.files.plain import parse_object, read_plain
 from titan_mi100.files.pool import forked_pool, kill_workers
@@ -182,7 +181,7 @@ def _write_or_check_plan(folder: Path, plan: ShardPlan, by_time: bool) -> None:
         if others and not path.exists():  # looked at again: another part may have written it in the meantime
             raise UserError(f"{folder}: is not empty and is not a corpus; name a new --output_dir")
         if not path.exists():
-            write_atomically(path, text)
+            replace(path, text, is_synced=True)
     # If two parts write it at the same time, the last one wins, and both compare with that one here.
     if (content := read_plain(path, LARGEST_MANIFEST)) == text.encode():
         return
@@ -277,7 +276,7 @@ def _complete_corpus(folder: Path, plan: ShardPlan, shards: list[Shard], most_ba
         log.warning(f"{words}; they are left out")
     if not any(shard.tokens for shard in shards):
         raise UserError(f"{some(plan.files, 3)}: no document is left")
-    content = _content(shard.sha256["bin"] for shard in shards)
+    content = hashlib.sha256("".join(shard.sha256["bin"] for shard in shards).encode()).hexdigest()
     corpus = Corpus(
         FORMAT, plan.key, content, plan.tokenizer, plan.n_vocab, plan.pad_id, plan.bos, plan.eos,
         first_files=[unit.first for unit in plan.units], tokens=[shard.tokens for shard in shards],
@@ -288,7 +287,7 @@ def _complete_corpus(folder: Path, plan: ShardPlan, shards: list[Shard], most_ba
     with suppress(UserError):  # it is missing or damaged
         if read_corpus(folder)[0] == corpus:
             return
-    write_atomically(folder / CORPUS, json.dumps(asdict(corpus)))
+    replace(folder / CORPUS, json.dumps(asdict(corpus)), is_synced=True)
 
 
 def _bad_rows(folder: Path, plan: ShardPlan, shards: list[Shard], numbers: Sequence[int]) -> Any:
@@ -334,8 +333,3 @@ def _write_table(path: Path, heading: list[str], rows: Iterable[Any]) -> None:
         csv.writer(text).writerows(rows)
         text.flush()
         text.detach()  # otherwise closing `text` would close the file before atomic_file has synced it
-
-
-def _content(hashes: Iterable[str]) -> str:
-    """The hash of a corpus, of its shards' hashes."""
-    return hashlib.sha256("".join(hashes).encode()).hexdigest()
