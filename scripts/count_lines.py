@@ -36,9 +36,9 @@ CORE = (
     ),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )
-BUDGETS = {"core": 9935, "titan_mi100": 27715, "scripts": 1155}  # lines of code
+BUDGETS = {"core": 9935, "titan_mi100": 27725, "scripts": 1155}  # lines of code
 FOLDERS = {  # the same, of folders in titan_mi100/ with all below them
-    "attention": 935, "checkpoint": 720, "config": 1900, "data": 4230, "device": 105, "files": 1185,
+    "attention": 935, "checkpoint": 720, "config": 1900, "data": 4240, "device": 105, "files": 1185,
     "generation": 275, "launch": 1300, "model": 1455, "objectives": 190, "open_run": 1105, "optim": 615,
     "parallel": 1155, "planning": 765, "run": 1370, "shapes": 955, "text": 1440, "tools": 1250, "watch": 645,
     "weights": 1205, "workshop": 4090,

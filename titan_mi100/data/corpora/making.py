@@ -35,11 +35,12 @@ from titan_mi100.data.corpora.shards import (
     make_shard,
     read_shard,
     remove_temporary_files,
+    write_atomically,
 )
 from titan_mi100.data.formats import IDENTIFIERS, first_row, holds_identifiers
 from titan_mi100.errors import UserError
 from titan_mi100.files.child import end
-from titan_mi100.files.durable import probe, replace
+from titan_mi100.files.durable import probe
 from titan_mi100.files.patterns import matching_files, unusable
 from titan_mi100.files.plain import parse_object, read_plain
 from titan_mi100.files.pool import forked_pool, kill_workers
@@ -181,7 +182,7 @@ def _write_or_check_plan(folder: Path, plan: ShardPlan, by_time: bool) -> None:
         if others and not path.exists():  # looked at again: another part may have written it in the meantime
             raise UserError(f"{folder}: is not empty and is not a corpus; name a new --output_dir")
         if not path.exists():
-            replace(path, text, is_synced=True)
+            write_atomically(path, text)
     # If two parts write it at the same time, the last one wins, and both compare with that one here.
     if (content := read_plain(path, LARGEST_MANIFEST)) == text.encode():
         return
@@ -287,7 +288,7 @@ def _complete_corpus(folder: Path, plan: ShardPlan, shards: list[Shard], most_ba
     with suppress(UserError):  # it is missing or damaged
         if read_corpus(folder)[0] == corpus:
             return
-    replace(folder / CORPUS, json.dumps(asdict(corpus)), is_synced=True)
+    write_atomically(folder / CORPUS, json.dumps(asdict(corpus)))
 
 
 def _bad_rows(folder: Path, plan: ShardPlan, shards: list[Shard], numbers: Sequence[int]) -> Any:

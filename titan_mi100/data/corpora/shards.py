@@ -26,8 +26,9 @@ from titan_mi100.data.files import LONGEST_LINE, NoRowsError, Record, RecordRead
 from titan_mi100.data.formats import parse_record
 from titan_mi100.data.strict_json import TO_UTF8, BadRecord, expect, listed
 from titan_mi100.errors import UserError
-from titan_mi100.files.durable import HashingStream, replace
-from titan_mi100.files.plain import read_checked
+from titan_mi100.files.durable import HashingStream, sync
+from titan_mi100.files.plain import read_object
+from titan_mi100.files.schema import validated
 from titan_mi100.text.base import Tokenizer
 
 # Bytes of the smallest and the largest unit; between them, the size grows so that a corpus has about this many units.
@@ -125,7 +126,12 @@ def read_shard(folder: Path, number: int, key: str) -> Shard | None:
     path = shard_path(folder, number, "json")
     if not path.exists():
         return None
-    shard: Shard = read_checked(path, Shard, "remove it; the shard is then made again")
+    remedy = "remove it; the shard is then made again"
+    content = read_object(path, remedy)
+    try:
+        shard: Shard = validated(content, Shard)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; {remedy}") from None
     if shard.plan != key:
         raise UserError(f"{path}: was made with another plan; name another --output_dir")
     return shard
@@ -155,6 +161,12 @@ def _open_part(path: Path) -> BinaryIO:
         if os.fstat(file.fileno()).st_nlink:
             return file
         file.close()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a small file of a corpus atomically."""
+    with atomic_file(path) as file:
+        file.write(text.encode())
 
 
 def remove_temporary_files(folder: Path) -> None:
@@ -218,10 +230,11 @@ def make_shard(folder: Path, plan: ShardPlan, number: int, tokenizer: Tokenizer)
         np.lib.format.write_array(origins_out, np.array(origins, np.int64).reshape(-1, 2), allow_pickle=False)
         if before != [_stamp(file) for file in plan.files[unit.first : unit.stop]]:
             raise UserError(f"{plan.files[unit.first]}: changes while it is read; start again when it is complete")
-    replace(shard_path(folder, number, "bad.jsonl"), "".join(f"{row}\n" for row in counts.rows), is_synced=True)
+    write_atomically(shard_path(folder, number, "bad.jsonl"), "".join(f"{row}\n" for row in counts.rows))
+    sync(shard_path(folder, number, "bin").parent)
     hashes = {"bin": values_out.hexdigest(), "origins.npy": origins_out.hexdigest()}
     shard = Shard(plan.key, position, len(origins), counts.lines, counts.text_bytes, dict(counts.bad), hashes)
-    replace(shard_path(folder, number, "json"), json.dumps(asdict(shard), indent=1), is_synced=True)
+    write_atomically(shard_path(folder, number, "json"), json.dumps(asdict(shard), indent=1))
     return shard
 
 
