@@ -10,10 +10,10 @@ from titan_mi100.config.settings import CheckpointConfig, Config, MetricsConfig,
 from titan_mi100.open_run.record import _write_explanation
 from titan_mi100.planning.costs import train_flops
 from titan_mi100.run import metrics
-from titan_mi100.run.columns import figures
 from titan_mi100.run.metrics import Reporter
 from titan_mi100.shapes.families import PRESETS
 from titan_mi100.trainer import StepResult
+from titan_mi100.workshop.columns import figures
 
 RESULT = StepResult(
     first_row=0,

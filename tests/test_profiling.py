@@ -4,11 +4,9 @@ import gzip
 import json
 import random
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from conftest import REPO, torchrun
@@ -21,7 +19,6 @@ from titan_mi100.errors import UserError
 from titan_mi100.open_run import start as open_run
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run import profiling
-from titan_mi100.run.intervals import subtract, union
 from titan_mi100.run.trace_summary import STEP, Summary, read_trace, summarise
 from titan_mi100.workshop.measure.communication import communication
 from titan_mi100.workshop.summarise_trace import main
@@ -123,33 +120,6 @@ def test_a_pipeline_on_a_cpu_posts_from_the_computing_thread_and_waits_inside_of
     ])  # fmt: skip
     assert (found.communication, found.exposed) == (pytest.approx(80e-6), pytest.approx((20 + 27 + 20) * 1e-6))
     assert found.compute == pytest.approx((15 + 3) * 1e-6)
-
-
-def points(intervals: list[tuple[float, float]]) -> set[int]:
-    return {point for start, end in intervals for point in range(int(start), int(end))}
-
-
-def test_interval_arithmetic_agrees_with_counting_points() -> None:
-    random = np.random.default_rng(0)
-    for _ in range(500):
-        a, b = (
-            [(int(start), int(start + length)) for start, length in random.integers(0, (30, 9), (number, 2))]
-            for number in random.integers(0, 7, 2)
-        )
-        for found, expected in (
-            (union(a), points(a)),
-            (subtract(a, b), points(a) - points(b)),
-        ):
-            assert points(found) == expected, (a, b)
-            assert all(before[1] < after[0] for before, after in pairwise(found)), "not disjoint"
-            assert all(start < end for start, end in found)
-
-
-def test_interval_arithmetic_of_nested_and_touching_intervals() -> None:
-    assert union([(5, 6), (0, 10), (2, 3), (10, 12), (20, 20)]) == [(0, 12)]
-    assert subtract([(0, 10), (2, 4)], [(1, 2), (3, 5), (4, 6), (9, 20)]) == [(0, 1), (2, 3), (6, 9)]
-    assert subtract([(0, 4), (6, 9)], [(3, 7)]) == [(0, 3), (7, 9)]  # one that reaches into two
-    assert subtract([(0, 4)], []) == [(0, 4)] and subtract([], [(0, 4)]) == []
 
 
 def test_shares_are_those_of_a_count_of_every_microsecond() -> None:

@@ -51,7 +51,9 @@ class Tensors(Weights):
         self.source, self.tensors = Path("memory"), tensors
         self.kinds = {name: Kind(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
-    def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+    def read(
+        self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...], exactly: bool = False
+    ) -> Tensor:
         return self.tensors[name][tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))]
 
 

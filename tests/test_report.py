@@ -20,11 +20,11 @@ from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import MetricsConfig
 from titan_mi100.run import forecast
-from titan_mi100.run.columns import FIGURES, SETTINGS
 from titan_mi100.run.folder import RunState, write_run_state
 from titan_mi100.run.metrics import Reporter, _drop_after
 from titan_mi100.trainer import StepResult
 from titan_mi100.watch.outcome import append_to_log
+from titan_mi100.workshop.columns import FIGURES, SETTINGS
 from titan_mi100.workshop.pages import collect as collecting
 from titan_mi100.workshop.pages import long_files as tables
 from titan_mi100.workshop.pages.bins import Bins, usable

@@ -29,7 +29,7 @@ from titan_mi100.parallel.distributed import World
 from titan_mi100.run.folder import RunFolder
 from titan_mi100.run.next_commands import _serve, after_run, command, shown_path, to_resume
 from titan_mi100.run.progress import Progress
-from titan_mi100.tools import exact_match, generate, inspect_data
+from titan_mi100.tools import generate, inspect_data
 from titan_mi100.tools.convert import dcp_to_hf
 from titan_mi100.train import train
 from titan_mi100.watch.outcome import Outcome, Restarts, RunState, write_run_state
@@ -164,37 +164,29 @@ def test_the_commands_at_the_end_of_a_run_work(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "/usr/bin:/bin")  # no environment is active
-    folder, gold = tmp_path / "a b", tmp_path / "it's gold.jsonl"
-    gold.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
-    held_out = {"data.validation_fraction": 0, "data.validation_path": gold, "training.steps": 1}
-    run_to_its_end(world, folder, **held_out, **{"metrics.enable_tensorboard": False})
-    config = load_config(settings(folder, **held_out), 1)
+    folder = tmp_path / "a b"
+    run_to_its_end(world, folder, **{"training.steps": 1, "metrics.enable_tensorboard": False})
+    config = load_config(settings(folder, **{"training.steps": 1}), 1)
 
     commands = dict(after_run(folder, config, 1))
-    assert list(commands) == ["chat", "evaluate", "export", "report", "data page", "curves"]
+    assert list(commands) == ["chat", "export", "report", "data page", "curves"]
     assert commands["curves"].endswith("/tensorboard --logdir 'a b/tensorboard'")
     generated = ["--prompt", "1 + 1", "--max_new_tokens", "2", "--device", "cpu"]
     for purpose, program, more in (
         ("chat", generate.main, generated),
-        ("evaluate", exact_match.main, generated[2:]),
         ("report", report.main, []),
         ("data page", inspect_data.main, []),
     ):
         ours, *words = shlex.split(commands[purpose])
-        name = " ".join(words[:2]) if purpose == "evaluate" else words[0]
-        arguments = words[2 if purpose == "evaluate" else 1 :]
-        assert f"titan_mi100.{COMMANDS[name][0]}" == program.__module__
+        assert f"titan_mi100.{COMMANDS[words[0]][0]}" == program.__module__
         assert Path(ours) == Path(sys.executable).parent / "titan-mi100"
-        assert program([*arguments, *more]) == 0, capsys.readouterr().err
-    assert "0 of 1 correct" in capsys.readouterr().out
+        assert program([*words[1:], *more]) == 0, capsys.readouterr().err
     assert (folder / "report.html").exists() and (folder / "data.html").exists()
     monkeypatch.setattr(sys, "argv", ["x", *shlex.split(commands["export"])[3:], "--verify", "bytes"])
     dcp_to_hf()
 
     with_export = dict(after_run(folder, config, 1))  # which is what is used from now on, and not made again
     assert "export" not in with_export and with_export["chat"].endswith("titan-mi100 generate --model 'a b/hf-step-1'")
-    gold.write_text('{"question": "1 + 1?", "answer": "two"}\n')
-    assert "evaluate" not in dict(after_run(folder, config, 1))
 
 
 def test_only_commands_that_can_work_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

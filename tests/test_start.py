@@ -281,7 +281,9 @@ class Held(Weights):
         self.held, self.source = held, Path("held")
         self.kinds = {name: Kind(tuple(tensor.shape), tensor.dtype) for name, tensor in held.items()}
 
-    def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
+    def read(
+        self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...], exactly: bool = False
+    ) -> torch.Tensor:
         return self.held[name][box(offset, size)]
 
 

@@ -42,7 +42,6 @@ ELSEWHERE = {  # file -> why it writes by itself
     "run/sinks.py": _RUN,
     "streams.py": "standard streams that are closed become /dev/null",
     "text/assets.py": "in a temporary folder",
-    "workshop/harness.py": "lm_eval's output, piece by piece, beside its results",
     "workshop/measure/children.py": "in a temporary folder",
     "workshop/sweep/command.py": "in a temporary folder",
     "watch/heartbeat.py": "in node-local memory",

@@ -6,6 +6,7 @@ checks skip it. `torch_build` asks torch itself.
 
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,19 +27,10 @@ VARIABLES = (
 
 def group_of(path: Path) -> str:
     """The name of the group that owns a file, or its number if the name is unknown, as in a container."""
-    import grp  # rarely needed, and does not exist on Windows
-
-    number = path.stat().st_gid
     try:
-        return grp.getgrgid(number).gr_name
+        return path.group()
     except KeyError:
-        return str(number)
-
-
-def free_bytes(path: Path) -> int:
-    """Free bytes of the file system that has this path."""
-    status = os.statvfs(path)
-    return status.f_bavail * status.f_frsize
+        return str(path.stat().st_gid)
 
 
 @dataclass(frozen=True)
@@ -49,7 +41,7 @@ class System:
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     may_use: Callable[[Path], bool] = lambda path: os.access(path, os.R_OK | os.W_OK)
     group_of: Callable[[Path], str] = group_of
-    free_bytes: Callable[[Path], int] = free_bytes
+    free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free
     cannot_compile: Callable[[Mapping[str, str]], tuple[str, str]] = cannot_compile
 
     def text(self, path: str | Path) -> str | None:
@@ -246,23 +238,18 @@ def _card(system: System, vendor: str, name: str, arch: str | None, address: str
     cap, default, most = (system.number(f"{monitor}/power1_cap{end}") for end in ("", "_default", "_max"))
     # Radeon cards can be set above their default. But some MI100s are sold with 178 W as default, and can take 290.
     most = most if default and most and default < _LEAST_DEFAULT * most else default or most
+    is_on_bus = bool(address) and (system.root / device).exists()
+    has_group = is_on_bus and (system.root / device / "iommu_group").exists()
     return Card(
         vendor=vendor,
         name=name,
         arch=arch,
         device_file=file,
         address=address,
-        iommu=_iommu(system, device) if address and (system.root / device).exists() else None,
+        iommu=system.text(f"{device}/iommu_group/type") if has_group else "" if is_on_bus else None,
         watts=cap / 1e6 if cap else None,  # the files have microwatts
         full_watts=most / 1e6 if most else None,
     )
-
-
-def _iommu(system: System, device: str) -> str | None:
-    """See Card.iommu."""
-    if not (system.root / device / "iommu_group").exists():
-        return ""
-    return system.text(f"{device}/iommu_group/type")
 
 
 def _driverless(system: System, known: set[str]) -> tuple[str, ...]:
@@ -313,17 +300,10 @@ def _shm_free(system: System) -> int | None:
 
 
 def _properties(system: System, path: str) -> dict[str, int]:
+    """The lines "name number" of a file."""
     return {
-        name: int(digits)
-        for name, digits in _name_value_lines(system.text(path)).items()
-        if re.fullmatch(r"\d{1,18}", digits)
+        name: int(digits) for name, digits in re.findall(r"^(\S+) (\d{1,18})$", system.text(path) or "", re.M | re.A)
     }
-
-
-def _name_value_lines(text: str | None) -> dict[str, str]:
-    """Parse lines of the form "name value"."""
-    lines = [line.split() for line in (text or "").splitlines()]
-    return {line[0]: line[1] for line in lines if len(line) == 2}
 
 
 def _colon_lines(text: str) -> dict[str, str]:

@@ -1,10 +1,9 @@
-"""The commands that make sense after a run: to chat, evaluate, export, report, look at the data, or resume.
+"""The commands that make sense after a run: to chat, export, report, look at the data, or resume.
 
 Each is printed as it can be pasted into a shell: with the run's paths, quoted where needed. A command that cannot work
 for this run is left out.
 """
 
-import json
 import os
 import shlex
 import shutil
@@ -13,15 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_mi100.config.settings import Config, LoRAConfig
-from titan_mi100.data.files import LONGEST_LINE
-from titan_mi100.errors import UserError
-from titan_mi100.files.patterns import matching_files
-from titan_mi100.files.plain import open_plain
 from titan_mi100.text.assets import is_corpus
 
 CONFIG = "config.toml"  # in the run folder: the resolved settings
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
-_GOLD = "####"  # before the correct number, in the rows that exact_match reads
 
 
 def after_run(folder: Path, config: Config, step: int) -> list[tuple[str, str]]:
@@ -36,8 +30,6 @@ def after_run(folder: Path, config: Config, step: int) -> list[tuple[str, str]]:
     commands = []
     if model:
         commands.append(("chat", command("generate", *model)))
-    if model and (rows := _rows_with_gold(config.data.validation_path)):
-        commands.append(("evaluate", command("evaluate exact-match", *model, "--data", shown_path(rows))))
     if export.exists():
         commands.append(("serve", _serve(config.lora, base, shown_path(export))))
     else:
@@ -117,15 +109,3 @@ def _serve(lora: LoRAConfig, base: str, export: str) -> str:
     rank = next(allowed for allowed in _VLLM_RANKS if allowed >= least or allowed == _VLLM_RANKS[-1])
     adapter = ("--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", f"tuned={export}")
     return shlex.join(["vllm", "serve", shown_path(base), "--tokenizer", export, *adapter])
-
-
-def _rows_with_gold(patterns: Sequence[str]) -> str:
-    """The first of these files, if `exact_match` reads its first row; "": it does not."""
-    file = next((name for pattern in patterns for name in matching_files(pattern)[0] if name.endswith(".jsonl")), "")
-    try:
-        with open_plain(Path(file)) as rows:
-            row = json.loads(rows.readline(LONGEST_LINE))
-        question, answer = row["question"], row["answer"]
-    except (OSError, UserError, ValueError, KeyError, TypeError, RecursionError):
-        return ""
-    return file if isinstance(question, str) and isinstance(answer, str) and _GOLD in answer else ""

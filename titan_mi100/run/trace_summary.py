@@ -7,12 +7,11 @@ operators on the host, "user_annotation" named sections of code. Imports no torc
 import gzip
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from titan_mi100.run.intervals import Interval, subtract, union
 
 STEP = "titan_mi100 step "  # begins the name of the section around a traced step
 
@@ -107,16 +106,20 @@ def summarise(events: Iterable[Mapping[str, Any]]) -> Summary:
         computing = [span for span in inside if span.name.startswith("aten::") and span.thread not in others]
         waits = [span for span in inside if span.name.endswith("::wait_tensor")]
         copies = []
-    compute, communication, copying = (_union(kind, start, stop) for kind in (computing, collectives, copies))
-    compute = subtract(compute, _union(waits, start, stop))
+    shares = _shares((computing, collectives, copies, waits), start, stop)
+
+    def seconds(counts: Callable[[bool, bool, bool], bool]) -> float:
+        """Args: counts: what of (compute, communication, copies) runs; an operator that waits computes nothing."""
+        return sum(share for (on, sent, copied, held), share in shares.items() if counts(on and not held, sent, copied))
+
     return Summary(
         on_gpu=bool(on_device),
         seconds=(stop - start) / 1e6,
-        compute=_length(compute),
-        communication=_length(communication),
-        exposed=_length(subtract(communication, compute)),
-        copies=_length(copying),
-        idle=_length(subtract([(start, stop)], [*compute, *communication, *copying])),
+        compute=seconds(lambda computed, sent, copied: computed),
+        communication=seconds(lambda computed, sent, copied: sent),
+        exposed=seconds(lambda computed, sent, copied: sent and not computed),
+        copies=seconds(lambda computed, sent, copied: copied),
+        idle=seconds(lambda computed, sent, copied: not (computed or sent or copied)),
     )
 
 
@@ -132,10 +135,14 @@ def _is_on_host(span: Span) -> bool:
     return span.category == "user_annotation" and _COLLECTIVE_ON_HOST.match(span.name) is not None
 
 
-def _union(spans: Iterable[Span], start: float, stop: float) -> list[Interval]:
-    return union((max(span.start, start), min(span.stop, stop)) for span in spans)
-
-
-def _length(intervals: Iterable[Interval]) -> float:
-    """Total length of disjoint intervals in microseconds, in seconds."""
-    return sum(stop - start for start, stop in intervals) / 1e6
+def _shares(kinds: Sequence[Iterable[Span]], start: float, stop: float) -> dict[tuple[bool, ...], float]:
+    """Of the time from start to stop: whether each kind of spans runs -> seconds."""
+    spans = [(number, span) for number, kind in enumerate(kinds) for span in kind]
+    edges = [(max(span.start, start), number, 1) for number, span in spans]
+    edges += [(min(span.stop, stop), number, -1) for number, span in spans]
+    running, shares, last = [0] * len(kinds), defaultdict[tuple[bool, ...], float](float), start
+    for time, number, change in [*sorted(edges), (stop, 0, 0)]:
+        shares[tuple(map(bool, running))] += (time - last) / 1e6
+        running[number] += change
+        last = time
+    return shares

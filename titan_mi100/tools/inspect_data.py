@@ -17,7 +17,7 @@ from titan_mi100.config.load import load_config
 from titan_mi100.doors import door
 from titan_mi100.log import setup_logging
 from titan_mi100.tools.prepared.report import make_report
-from titan_mi100.tools.prepared.view import report_lines, terminal_text
+from titan_mi100.tools.prepared.view import report_lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,8 +33,7 @@ def _show(options: argparse.Namespace, settings: Sequence[str]) -> None:
         report = make_report(load_config(settings, world_size=None), options)
     if options.json:
         return print(json.dumps(report, ensure_ascii=False))
-    in_color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    for line in terminal_text(report_lines(report), in_color):
+    for line in report_lines(report, in_color=sys.stdout.isatty() and not os.environ.get("NO_COLOR")):
         print(line)
     return None
 

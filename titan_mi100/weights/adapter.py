@@ -24,7 +24,7 @@ from titan_mi100.text.assets import (
 )
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights import peft as peft_io
-from titan_mi100.weights.base import Weights, box
+from titan_mi100.weights.base import Box, Weights, box
 from titan_mi100.weights.source import ModelSource, open_source, verify_files
 
 
@@ -91,7 +91,7 @@ class MergedWeights(Weights):
         self.source, self.kinds = base.source, base.kinds
         self._base, self._adapter, self._lora = base, adapter, lora
 
-    def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+    def read(self, name: str, shape: torch.Size, offset: Box, size: Box, exactly: bool = False) -> Tensor:
         # Only the requested part is merged, so a rank that reads its shard never holds a whole matrix of the base.
         part = self._base.read(name, shape, offset, size)
         a, b = (f"{name.removesuffix('weight')}lora_{matrix}.weight" for matrix in "AB")

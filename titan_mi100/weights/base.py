@@ -26,6 +26,7 @@ class Kind(NamedTuple):
 
 
 Kinds = dict[str, Kind]
+Box = tuple[int, ...]  # where a part begins, or its size: a number per dimension
 
 
 class Weights(ABC):
@@ -42,7 +43,7 @@ class Weights(ABC):
     named: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
-    def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+    def read(self, name: str, shape: torch.Size, offset: Box, size: Box, exactly: bool = False) -> Tensor:
         """Read a box (a slice in every dimension) of a tensor; few other bytes are read.
 
         The signature is that of distributed.fill_parameters.
@@ -50,19 +51,16 @@ class Weights(ABC):
         Args:
             shape: the shape of the whole tensor.
             offset, size: begin and size of the box in the tensor, one number per dimension.
+            exactly: in fp32 if a run has kept more bits of the weight than its tensor has (24-bit masters).
 
         Returns:
             A tensor of shape `size`.
         """
 
-    def read_exactly(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-        """As `read`, but in fp32 if a run has kept more bits of the weight than its tensor has (24-bit masters)."""
-        return self.read(name, shape, offset, size)
-
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Read a whole tensor. Args: dtype: to cast to; None: as returned by `read`."""
-        shape = self.kinds[name].shape
-        loaded = self.read(name, torch.Size(shape), (0,) * len(shape), shape)
+        """Read a whole tensor. Args: dtype: to cast to, from all bits that there are; None: as returned by `read`."""
+        shape, exactly = self.kinds[name].shape, dtype in (torch.float32, torch.float64)
+        loaded = self.read(name, torch.Size(shape), (0,) * len(shape), shape, exactly)
         return loaded if dtype is None else loaded.to(dtype)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], with_values: bool = True) -> None:
@@ -102,7 +100,7 @@ class StoredWeights(Weights):
         self._names = {name: name for name in stored.kinds} if names is None else names
         self.kinds = {name: Kind(*stored.kinds[own]) for name, own in self._names.items()}
 
-    def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+    def read(self, name: str, shape: torch.Size, offset: Box, size: Box, exactly: bool = False) -> Tensor:
         return self._stored.read(self._names[name], offset, size)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:

@@ -21,7 +21,7 @@ from titan_mi100.checkpoint.keys import OPTIMIZER, is_weight
 from titan_mi100.files.stored import open_dcp, open_torch
 from titan_mi100.optim.formats import join_24_bits
 from titan_mi100.shapes.families import own_name
-from titan_mi100.weights.base import EMBEDDING, StoredWeights, raw_bytes
+from titan_mi100.weights.base import EMBEDDING, Box, StoredWeights, Weights, raw_bytes
 
 MODEL_FILE = "model.pt"
 _WRAPPERS = ("model.", "state_dict.", "module.", "_orig_mod.")  # DDP and torch.compile add the last two
@@ -65,19 +65,16 @@ class DCPWeights(StoredWeights):
             if stored.kinds.get(own := f"{OPTIMIZER}{name}.residual") == (shape, torch.int8) and dtype is torch.bfloat16
         }
 
-    def read_exactly(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-        weight = self.read(name, shape, offset, size)
-        if name not in self._residuals:
+    def read(self, name: str, shape: torch.Size, offset: Box, size: Box, exactly: bool = False) -> Tensor:
+        weight = super().read(name, shape, offset, size)
+        if not exactly or name not in self._residuals:
             return weight
         residual = self._stored.read(self._residuals[name], offset, size)
         return join_24_bits(weight, residual, torch.empty(size))
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """As in StoredWeights; in a wider dtype than the stored one, with all 24 bits of a run's weight."""
-        if name in self._residuals and dtype in (torch.float32, torch.float64):
-            shape = self.kinds[name].shape
-            return self.read_exactly(name, torch.Size(shape), (0,) * len(shape), shape).to(dtype)
-        return super().tensor(name, dtype)
+        """As in StoredWeights; of a weight with 24 bits, as in Weights."""
+        return Weights.tensor(self, name, dtype) if name in self._residuals else super().tensor(name, dtype)
 
 
 def read_torch_weights(path: Path) -> StoredWeights:

@@ -9,7 +9,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.model import tensor_problems
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.experts import INSIDE, MixtureSpec, places, stacks
-from titan_mi100.weights.base import Kind, Weights, box, dtype_name
+from titan_mi100.weights.base import Box, Kind, Weights, box, dtype_name
 
 # peft's: gate_up_proj is wrapped first, so it is the inner one, `experts.base_layer`; down_proj is `experts` itself
 TARGET_PARAMETERS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -37,7 +37,7 @@ class StackedWeights(Weights):
         if problems:
             raise UserError("\n".join(f"{self.source}: {problem}" for problem in problems))
 
-    def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+    def read(self, name: str, shape: torch.Size, offset: Box, size: Box, exactly: bool = False) -> Tensor:
         if name not in self._places:
             return self._stored.read(name, shape, offset, size)
         (positions, is_transposed), (first, column), (rows, columns) = self._places[name], offset, size
@@ -118,7 +118,7 @@ class AdapterOfExperts(Weights):
                 self._places[own] = name, slice(number * rows, (number + 1) * rows), is_b
                 self.kinds[own] = Kind((columns, rows) if is_b else (rows, columns), kind.dtype)
 
-    def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+    def read(self, name: str, shape: torch.Size, offset: Box, size: Box, exactly: bool = False) -> Tensor:
         stored, rows, is_b = self._places[name]
         matrix = self._stored.tensor(stored)[rows]
         if is_b:

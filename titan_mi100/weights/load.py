@@ -75,7 +75,7 @@ def load_weights(
                         message = f"rows of {plural(len(odd), 'token')} in the data look untrained, such as {spelt}"
                         log.warning(f"{source}: {message}; LoRA does not train them: {_INSTEAD}")
                 is_narrow = config.lora.rank or config.optimizer.master == "bf16_sr"
-                read, origin = base.read if is_narrow else base.read_exactly, f"weights from {source}"
+                read, origin = partial(base.read, exactly=not is_narrow), f"weights from {source}"
                 # each rank hashes a share of a sealed checkpoint's files
                 verify_files(Path(source), dist.get_rank(), dist.get_world_size())
                 if dist.get_rank() == 0 and not config.lora.rank:
@@ -154,7 +154,8 @@ def _load_adapter(
         origin = f"fresh, seed {seed}"
         if lora.initial_load_path:
             with raise_together():
-                read, origin = open_adapter(lora, shapes).read_exactly, f"from {lora.initial_load_path}"
+                adapter = open_adapter(lora, shapes)
+                read, origin = partial(adapter.read, exactly=True), f"from {lora.initial_load_path}"
         read = optimizer.keep_residuals(read_pieces(spec, read, lora.rank))
         distributed.fill_parameters(model.trained_parameters(), read)
     trained, modules = sum(map(math.prod, shapes.values())), (n[: -len(".lora_B.weight")] for n in shapes if "_B." in n)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.model.init import Read
 from titan_mi100.shapes.base import ModelSpec, Piece, adapter_pieces
 from titan_mi100.shapes.experts import INSIDE, is_fused, stacks
-from titan_mi100.weights.base import Kind, Weights, box
+from titan_mi100.weights.base import Box, Kind, Weights, box
 from titan_mi100.weights.experts import StackedWeights
 from titan_mi100.wording import some
 
@@ -67,11 +68,8 @@ class RenamedWeights(Weights):
         self.source, self._stored, self.named = stored.source, stored, names
         self.kinds = {own: stored.kinds[name] for own, name in names.items()}
 
-    def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-        return self._stored.read(self.named[name], shape, offset, size)
-
-    def read_exactly(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-        return self._stored.read_exactly(self.named[name], shape, offset, size)
+    def read(self, name: str, shape: torch.Size, offset: Box, size: Box, exactly: bool = False) -> Tensor:
+        return self._stored.read(self.named[name], shape, offset, size, exactly)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         return self._stored.tensor(self.named[name], dtype)
@@ -87,24 +85,11 @@ class JoinedWeights(Weights):
             if name in stored.kinds:
                 self.kinds[piece.whole] = Kind(piece.whole_shape, stored.kinds[name].dtype)
 
-    def read(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-        return self._joined(self._stored.read, name, shape, offset, size)
-
-    def read_exactly(self, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-        return self._joined(self._stored.read_exactly, name, shape, offset, size)
-
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """As in Weights; in fp32 with all bits that the checkpoint has of it."""
-        if name in self._stored.kinds:
-            return self._stored.tensor(name, dtype)
-        shape = self.kinds[name].shape
-        read = self.read_exactly if dtype in (torch.float32, torch.float64) else self.read
-        loaded = read(name, torch.Size(shape), (0,) * len(shape), shape)
-        return loaded if dtype is None else loaded.to(dtype)
+        return self._stored.tensor(name, dtype) if name in self._stored.kinds else super().tensor(name, dtype)
 
-    def _joined(
-        self, read: Read, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]
-    ) -> Tensor:
+    def read(self, name: str, shape: torch.Size, offset: Box, size: Box, exactly: bool = False) -> Tensor:
+        read: Read = partial(self._stored.read, exactly=exactly)
         pieces = {held: p for held, p in self._pieces.items() if p.whole == name and held in self._stored.kinds}
         if not pieces:
             return read(name, shape, offset, size)

@@ -45,7 +45,6 @@ class Carried:
     Attributes:
         names: their keys.
         lines: those at the top level -> their lines.
-        notes: lines about the file.
         settings: "section.key" of ours -> its value, as words of a command line.
         sources: the same -> their key, or whose default it is.
         loose: those of ours that an exact value replaces.
@@ -53,13 +52,13 @@ class Carried:
         lost: their key -> why it is not carried over.
         idle: those of them that have no effect there, either.
         fetch: commands that fetch what is not here.
+        notes: further lines.
     """
 
     path: str
     trainer: str
     names: Sequence[str]
     lines: Mapping[str, int]
-    notes: list[str]
     is_packed: bool = False
     has_data: bool = True
     has_texts: bool = False
@@ -70,6 +69,7 @@ class Carried:
     lost: dict[str, str] = field(default_factory=dict)
     idle: list[str] = field(default_factory=list)
     fetch: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def model(self) -> str:
@@ -202,7 +202,7 @@ def carry(path: str, trainer: str, model: str, data: Sequence[str]) -> Carried:
     file = read_yaml(path)
     trainer = _trainer(path, file, trainer)
     values = dict(_flat(file.values, trainer))
-    carried = Carried(path, trainer, [*values], file.lines, file.notes)
+    carried = Carried(path, trainer, [*values], file.lines)
     packs = any(values.get(name) is True for name in _ALL["overruled"][0]["keys"] if not name.startswith("eval"))
     carried.is_packed = packs or values.get("stage") == "pt"  # LLaMA-Factory's pretraining always packs
     if model:

@@ -10,13 +10,12 @@ TASKS  names of lm_eval's tasks, separated by commas; or a YAML file or folder w
        without network, and paths of data files in them are relative to their folder.
 
 All other arguments go to lm_eval: --limit 100, --batch_size 16, --apply_chat_template for a chat model, --model_args
-dtype=float32. Results and lm_eval's log are written to CKPT-eval, or to --output_path.
+dtype=float32. The results are written to CKPT-eval, or to --output_path.
 Exit codes: 0 done; 1 the export or lm_eval failed; 2 the arguments or the checkpoint are wrong.
 """
 
 import argparse
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -25,7 +24,6 @@ from pathlib import Path
 
 from titan_mi100 import cli
 from titan_mi100.errors import UserError
-from titan_mi100.files.durable import check_output
 from titan_mi100.files.library import try_library
 from titan_mi100.files.plain import read_object
 from titan_mi100.text.assets import PromptSettings, prompt_settings, read_assets
@@ -113,40 +111,15 @@ def _system_as_trained(trained: PromptSettings, rest: Sequence[str]) -> list[str
 
 
 def _evaluate(arguments: Sequence[str], results: Path, folder: str | None) -> int:
-    """Run lm_eval. Its output is shown and also written to lm_eval.log.
-
-    Args:
-        arguments: lm_eval's arguments.
-        results: folder of the results and the log.
-        folder: the folder of local tasks, in which lm_eval runs. None: no local tasks.
-    """
+    """Run lm_eval. Args: folder: of local tasks, in which lm_eval runs. None: no local tasks."""
     # Safe path: lm_eval must not import Python files that lie in the folder of the tasks.
     own = {"PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false", **(_OFFLINE if folder else {})}
-    results.mkdir(parents=True, exist_ok=True)
-    log = results / "lm_eval.log"
-    check_output(log, "--output_path", lambda start: True)
-    output = bytearray()
-    with (
-        log.open("wb") as kept,
-        subprocess.Popen(
-            [sys.executable, "-m", "lm_eval", *arguments], cwd=folder, env={**os.environ, **own},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        ) as process,
-    ):  # fmt: skip
-        assert process.stdout is not None
-        while piece := process.stdout.read1(1 << 16):  # type: ignore[attr-defined]  # as it arrives, for the progress bar
-            for target in (kept, sys.stdout.buffer):
-                target.write(piece)
-                target.flush()
-            output += piece
-    if process.returncode == 0:
-        _say(f"results: {results}")
-        return 0
-    if missing := re.findall(rb"Tasks not found.*", output):
-        words = missing[-1].decode(errors="replace")  # the last match: earlier ones may be source lines of a traceback
-        raise UserError(f"{words}; list the known tasks with: python -m lm_eval ls tasks")
-    cli.say(f"lm_eval failed with exit code {process.returncode}; see its output in {log}")
-    return 2 if process.returncode == 2 else 1
+    results.mkdir(parents=True, exist_ok=True)  # before the hours, not after them
+    code = subprocess.run(
+        [sys.executable, "-m", "lm_eval", *arguments], cwd=folder, env={**os.environ, **own}
+    ).returncode
+    _say(f"lm_eval failed with exit code {code}; its last lines say why" if code else f"results: {results}")
+    return code if code in (0, 2) else 1
 
 
 def _say(words: str) -> None:

@@ -19,7 +19,6 @@ _PLAIN = {f"{_TAG}{name}" for name in ("str", "int", "float", "bool", "null", "t
 class YamlFile(NamedTuple):
     values: dict[str, Any]  # texts, numbers, booleans, None, dates, and lists and dicts of them
     lines: dict[str, int]  # of the keys at the top level
-    notes: list[str]  # aliases and merges, which were resolved
 
 
 def read_yaml(path: str) -> YamlFile:
@@ -43,13 +42,11 @@ def read_yaml(path: str) -> YamlFile:
         top = loader.get_single_node()
         if not isinstance(top, yaml.MappingNode):
             raise UserError(f"{path}:1: has no keys at its top level; expected lines such as learning_rate: 2e-5")
-        notes = []
-        for number, note in enumerate(_checked(path, top, "", set(), loader)):
+        for number, _ in enumerate(_checked(path, top, "", loader)):
             if number == _MOST:
                 raise UserError(f"{path}: has more than {_MOST:,} values, with those that its aliases repeat")
-            notes += [note] * bool(note)
         lines = {key.value: _line(key) for key, _ in top.value}
-        return YamlFile(loader.construct_document(top), lines, notes)
+        return YamlFile(loader.construct_document(top), lines)
     except UserError:
         raise
     except (yaml.YAMLError, ValueError, LookupError, RecursionError) as error:
@@ -62,21 +59,12 @@ def _line(node: "yaml.Node") -> int:
     return node.start_mark.line + 1
 
 
-def _checked(
-    path: str,
-    node: "yaml.Node",
-    where: str,
-    seen: set[int],
-    loader: "yaml.SafeLoader | None",
-    is_repeated: bool = False,
-) -> Iterator[str]:
-    """A note, or "", for each value in a node; a value that an alias names is there again.
+def _checked(path: str, node: "yaml.Node", where: str, loader: "yaml.SafeLoader | None") -> Iterator[None]:
+    """Look at each value in a node, one by one; a value that an alias names is there again.
 
     Args:
         where: the keys that lead to it.
-        seen: the nodes so far.
         loader: makes the values; None: it is a key, which stays a text.
-        is_repeated: it is inside of a node that an alias names.
 
     Raises:
         UserError: it is no plain value, or repeats a key.
@@ -96,18 +84,16 @@ def _checked(
             ) from None
         if is_long:
             raise UserError(f"{path}:{_line(node)}: {where} is a number that no setting has; correct it")
-    is_alias = id(node) in seen and not is_repeated
-    yield f"{where}: an alias, with the value of line {_line(node)}" if is_alias else ""
-    seen.add(id(node))
+    yield
     names = set[str]()
     for number, member in enumerate(node.value if isinstance(node.value, list) else ()):
         key, value_node = member if isinstance(member, tuple) else (None, member)
         name = f"{where}[{number}]"
         if key is not None:
-            yield from _checked(path, key, f"a key of {where or 'the file'}", seen, None, is_repeated=True)
+            yield from _checked(path, key, f"a key of {where or 'the file'}", None)
             if not isinstance(key.value, str) or key.value in names:
                 raise UserError(f"{path}:{_line(key)}: {as_key(str(key.value))} is given twice, or no text; delete it")
             names.add(key.value)
             key.tag = key.tag if key.tag == f"{_TAG}merge" else f"{_TAG}str"  # `on` is a name here, not true
             name = f"{where}.{as_key(key.value)}".lstrip(".")
-        yield from _checked(path, value_node, name, seen, loader, is_repeated or is_alias)
+        yield from _checked(path, value_node, name, loader)

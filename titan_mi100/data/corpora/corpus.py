@@ -15,7 +15,6 @@ the first token of each document and of the row. A row of 1,024 tokens, or a mul
 """
 
 import functools
-import hashlib
 import mmap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -27,7 +26,8 @@ import numpy as np
 from titan_mi100.data.prepared import PADDING_ROW
 from titan_mi100.data.rows import Row, packed_row
 from titan_mi100.errors import UserError
-from titan_mi100.files.plain import parse_object, read_object, read_plain
+from titan_mi100.files.durable import sha256_of
+from titan_mi100.files.plain import read_object
 from titan_mi100.files.schema import validated
 from titan_mi100.text.assets import CORPUS, PLAN
 
@@ -43,8 +43,9 @@ _OPEN = 64  # shards that are memory-mapped at a time
 
 @dataclass(frozen=True)
 class Shard:
-    """Counts and hashes of a complete shard, as stored in its .json."""
+    """The content of a complete shard's .json."""
 
+    plan: str  # key of the plan that it was made by
     tokens: int
     documents: int
     lines: int  # input lines that were read for it
@@ -91,19 +92,16 @@ def read_corpus(folder: Path) -> tuple[Corpus, str]:
     """
     remedy = "finish titan-mi100 prepare, or copy the folder again"
     path = folder / CORPUS
+    manifest = read_object(path, remedy, LARGEST_MANIFEST)
+    manifest.pop("files", None)  # older versions repeated the names that plan.json has
     try:
-        content = read_plain(path, LARGEST_MANIFEST)
-        manifest = parse_object(content, path, remedy)
-        manifest.pop("files", None)  # older versions repeated the names that plan.json has
         corpus: Corpus = validated(manifest, Corpus)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}; {remedy}") from None
     except ValueError as error:
-        raise UserError(str(error) if isinstance(error, UserError) else f"{path}: {error}; {remedy}") from None
+        raise UserError(f"{path}: {error}; {remedy}") from None
     columns = (corpus.first_files, corpus.tokens, corpus.documents, corpus.lines)
     if corpus.format != FORMAT or len({*map(len, columns)}) != 1 or not any(corpus.tokens):
         raise UserError(f"{path}: was written by another version, or the corpus is empty; prepare it again")
-    return corpus, hashlib.sha256(content).hexdigest()
+    return corpus, sha256_of(path)
 
 
 def shard_path(folder: Path, number: int, suffix: str) -> Path:

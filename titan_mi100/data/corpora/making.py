@@ -277,7 +277,7 @@ def _complete_corpus(folder: Path, plan: ShardPlan, shards: list[Shard], most_ba
         log.warning(f"{words}; they are left out")
     if not any(shard.tokens for shard in shards):
         raise UserError(f"{some(plan.files, 3)}: no document is left")
-    content = _content(shard.sha256["bin"] for shard in shards)
+    content = hashlib.sha256("".join(shard.sha256["bin"] for shard in shards).encode()).hexdigest()
     corpus = Corpus(
         FORMAT, plan.key, content, plan.tokenizer, plan.n_vocab, plan.pad_id, plan.bos, plan.eos,
         first_files=[unit.first for unit in plan.units], tokens=[shard.tokens for shard in shards],
@@ -334,8 +334,3 @@ def _write_table(path: Path, heading: list[str], rows: Iterable[Any]) -> None:
         csv.writer(text).writerows(rows)
         text.flush()
         text.detach()  # otherwise closing `text` would close the file before atomic_file has synced it
-
-
-def _content(hashes: Iterable[str]) -> str:
-    """The hash of a corpus, of its shards' hashes."""
-    return hashlib.sha256("".join(hashes).encode()).hexdigest()

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from titan_mi100.data.corpora.corpus import FORMAT, LARGEST_MANIFEST, VALUE, Shard, Unit, origin, shard_path
+from titan_mi100.data.corpora.corpus import FORMAT, VALUE, Shard, Unit, origin, shard_path
 from titan_mi100.data.file_type import HEAD, PACKED, first_byte, refusal
 from titan_mi100.data.files import LONGEST_LINE, NoRowsError, Record, RecordReader
 from titan_mi100.data.formats import parse_record
@@ -127,13 +127,13 @@ def read_shard(folder: Path, number: int, key: str) -> Shard | None:
     if not path.exists():
         return None
     remedy = "remove it; the shard is then made again"
-    content = read_object(path, remedy, LARGEST_MANIFEST)
-    if content.pop("plan", "") != key:
-        raise UserError(f"{path}: was made with another plan; name another --output_dir")
+    content = read_object(path, remedy)
     try:
         shard: Shard = validated(content, Shard)
     except ValueError as error:
         raise UserError(f"{path}: {error}; {remedy}") from None
+    if shard.plan != key:
+        raise UserError(f"{path}: was made with another plan; name another --output_dir")
     return shard
 
 
@@ -233,8 +233,8 @@ def make_shard(folder: Path, plan: ShardPlan, number: int, tokenizer: Tokenizer)
     write_atomically(shard_path(folder, number, "bad.jsonl"), "".join(f"{row}\n" for row in counts.rows))
     sync(shard_path(folder, number, "bin").parent)
     hashes = {"bin": values_out.hexdigest(), "origins.npy": origins_out.hexdigest()}
-    shard = Shard(position, len(origins), counts.lines, counts.text_bytes, dict(counts.bad), hashes)
-    write_atomically(shard_path(folder, number, "json"), json.dumps({"plan": plan.key, **asdict(shard)}, indent=1))
+    shard = Shard(plan.key, position, len(origins), counts.lines, counts.text_bytes, dict(counts.bad), hashes)
+    write_atomically(shard_path(folder, number, "json"), json.dumps(asdict(shard), indent=1))
     return shard
 
 

@@ -1,61 +1,48 @@
 """Renders the report of `inspect_data` as lines of text for a terminal."""
 
-from collections.abc import Iterable, Iterator
-from itertools import groupby
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from itertools import groupby, islice
+from typing import Any
 
 from titan_mi100.wording import plural, printable
 
 
-class Piece(NamedTuple):
-    """A part of a line.
+def report_lines(report: dict[str, Any], in_color: bool) -> Iterator[str]:
+    """The lines of a report.
 
-    Attributes:
-        kind: a key of `_COLORS`, or "" for plain text.
+    Args:
+        report: as returned by `make_report`.
+        in_color: supervised text is green; else it is in brackets.
     """
 
-    text: str
-    kind: str = ""
+    def painted(text: str, code: str) -> str:
+        """Set for each line, because pagers reset the color at the end of a line."""
+        lines = printable(text).split("\n")
+        return "\n".join(f"\033[{code}m{line}\033[0m" if line and in_color else line for line in lines)
 
+    def learned(text: str) -> str:
+        return painted(text, "32") if in_color else f"⟦{printable(text)}⟧"
 
-Line = list[Piece]
-
-# kind -> the terminal's color code
-_COLORS = {"heading": "1", "document": "1;36", "soft": "2", "supervised": "32"}
-
-
-def terminal_text(lines: Iterable[Line], color: bool) -> Iterator[str]:
-    """The lines for a terminal. With `color`, styles are colors; without, supervised text is in brackets ⟦ ⟧."""
-    for line in lines:
-        shown = ""
-        for kind, parts in groupby(line, lambda part: part.kind):
-            text = printable("".join(part.text for part in parts))
-            if kind and color:  # set for each line, because pagers reset the color at the end of a line
-                text = "\n".join(f"\033[{_COLORS[kind]}m{row}\033[0m" if row else "" for row in text.split("\n"))
-            shown += f"⟦{text}⟧" if kind == "supervised" and not color else text
-        yield shown
-
-
-def report_lines(report: dict[str, Any]) -> Iterator[Line]:
-    """The lines of a report. Args: report: as returned by `make_report`."""
     if "read" in report:
-        yield from ([Piece(text)] for text in report["read"])
-        yield from ([Piece(f"{name}: {origin}")] for name, origin in report["from"].items())
-        yield from ([Piece(f"warning: {line}")] for line in report["warnings"])
-    yield from ([Piece(line["says"])] for line in report["where"])
+        yield from map(printable, report["read"])
+        yield from (printable(f"{name}: {origin}") for name, origin in report["from"].items())
+        yield from (printable(f"warning: {line}") for line in report["warnings"])
+    yield from (printable(line["says"]) for line in report["where"])
     for row in report["shown"]:
         real = len(row["id"]) - row["padding"]
         holds = f"{plural(len(row['documents']), 'document')}, {plural(real, 'token')}"
-        yield [Piece("\n"), Piece(f"row {row['row']} of {report['set']}: {holds}", "heading")]
-        yield [Piece("supervised: "), Piece("so", "supervised")]
-        start = 0
+        yield "\n" + painted(f"row {row['row']} of {report['set']}: {holds}", "1")
+        yield f"supervised: {learned('so')}"
+        tokens = iter(zip(row["text"], row["supervised"], strict=True))
         for index, document in enumerate(row["documents"]):
-            inside = range(start, start := start + document["tokens"])
             count = f"{plural(document['tokens'], 'token')}, {document['supervised']:,} supervised"
             role = document["role"]
             name = f"pair {index // 2}, {role}" if role else f"document {index}"
-            yield [Piece(f"── {name}: {document['where']}: {count} ──", "document")]
-            kinds = ("", "supervised")
-            yield [Piece(row["text"][i].replace("↵", "↵\n"), kinds[row["supervised"][i]]) for i in inside]
+            yield painted(f"── {name}: {document['where']}: {count} ──", "1;36")
+            shown = ""
+            for is_learned, run in groupby(islice(tokens, document["tokens"]), lambda token: token[1]):
+                text = "".join(text.replace("↵", "↵\n") for text, _ in run)
+                shown += learned(text) if is_learned else printable(text)
+            yield shown
         if row["padding"]:
-            yield [Piece(f"── padding: {row['padding']:,} tokens, id {row['id'][-1]} ──", "soft")]
+            yield painted(f"── padding: {row['padding']:,} tokens, id {row['id'][-1]} ──", "2")

@@ -9,8 +9,8 @@ from contextlib import suppress
 from typing import Any
 
 from titan_mi100.config.layout import AXES, resolve_batch, resolve_layout
-from titan_mi100.run.columns import SETTINGS, figures
 from titan_mi100.wording import duration_in_words
+from titan_mi100.workshop.columns import SETTINGS, figures
 from titan_mi100.workshop.pages.charts import charts
 from titan_mi100.workshop.pages.document import html_document, text
 from titan_mi100.workshop.pages.sections import (
@@ -120,7 +120,7 @@ def headline(run: dict[str, Any]) -> dict[str, tuple[str, str] | None]:
 
 
 def columns_of(run: dict[str, Any]) -> dict[str, str]:
-    """The run's cells of all tables about steps, see run/columns.py; "": the run does not say it."""
+    """The run's cells of all tables about steps, see workshop/columns.py; "": the run does not say it."""
     config, environment, metrics = run["config"], run["environment"], run["metrics"]
     series, total = metrics.get("series", {}), metrics.get("total", {})
     known = {"layout": environment.get("layout", ""), "N": environment.get("processes", ""), "GA": "", "T_eff": ""}

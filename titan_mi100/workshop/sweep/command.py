@@ -34,8 +34,8 @@ from titan_mi100.planning.device import find_card, positive, positive_float, siz
 from titan_mi100.planning.hardware import count_gpus, default_process_count, find_gpu
 from titan_mi100.planning.plan import EFFICIENCY, GIB, Plan, make_plan, remedy
 from titan_mi100.planning.workload import Workload
-from titan_mi100.run.columns import SETTINGS
 from titan_mi100.wording import duration_in_words
+from titan_mi100.workshop.columns import SETTINGS
 from titan_mi100.workshop.measure import children
 from titan_mi100.workshop.measure.parts import PASS, UNAVAILABLE
 from titan_mi100.workshop.sweep import table
@@ -47,6 +47,7 @@ _MACHINE = children.Task(
     "machine", "titan_mi100.workshop.measure.device:machine"
 )  # to ask a device for its name can hang
 _FINISHED = ("ok", "out of memory")  # not run again
+_WARMUP = 2  # steps before the timed ones: the first allocates, and PowerSGD begins with the second
 _PROFILED = 3  # steps after the timed ones
 _LEAST_SECONDS = 1800  # of a row's time limit
 _NO_MEMORY = ("out of memory", "killed: SIGKILL", "bad_alloc")  # SIGKILL: as the kernel ends a process for its memory
@@ -128,7 +129,7 @@ def check_record(record: Record) -> None:
 
 def sweep(
     rows: Mapping[Row, Config], skipped: Mapping[Row, tuple[str, str]], limits: Mapping[Row, float], machine: Record,
-    path: Path, fresh: bool,
+    path: Path,
 ) -> list[Record]:  # fmt: skip
     """Each row's record, in order; those that are finished on this machine are taken from the file.
 
@@ -144,7 +145,7 @@ def sweep(
         today = datetime.date.today().isoformat()
         return {"row": asdict(row), "machine": machine, "date": today, "status": status, "why": why}
 
-    kept = [record for record in read_records(path) if not (fresh and any(of(row, record) for row in rows))]
+    kept = read_records(path)
     records = {row: record_of(row, *reason) for row, reason in skipped.items()}
     for row in (row for row in rows if row not in skipped):
         finished = [record for record in kept if of(row, record) and record["status"] in _FINISHED]
@@ -193,7 +194,7 @@ def _sweep(options: argparse.Namespace, settings: Sequence[str]) -> int:
     plans = {row: make_plan(Workload.of(config, row.processes), cards[row], gpu) for row, config in planned.items()}
     verdicts = {row: verdict(plan) for row, plan in plans.items()}
     if options.dry_run:
-        print(_dry_run(options, rows, refused, plans, gpu, card))
+        print(_dry_run(rows, refused, plans, gpu, card))
         return 0
     skipped = {row: ("refused", why) for row, why in refused.items()}
     skipped |= {row: ("does not fit", f"{words}, by plan") for row, (starts, words) in verdicts.items() if not starts}
@@ -203,11 +204,11 @@ def _sweep(options: argparse.Namespace, settings: Sequence[str]) -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     launcher.set_defaults(next(iter(rows)).processes)  # a row gets the environment that `train` would give it
     limits = {row: options.timeout or max(_LEAST_SECONDS, 10 * _seconds(row, plans.get(row))) for row in rows}
-    records = sweep(rows, skipped, limits, machine, options.output / "rows.jsonl", options.fresh)
+    records = sweep(rows, skipped, limits, machine, options.output / "rows.jsonl")
     text = table.markdown(records, with_published=options.preset == "published")
     replace(options.output / "sweep.md", text)
     replace(options.output / "sweep.csv", table.to_csv(records))
-    print(json.dumps(records, indent=1) if options.json else text)
+    print(text)
     return 1 if any(record["status"] == "failed" for record in records) else 0
 
 
@@ -222,8 +223,6 @@ def asked_rows(options: argparse.Namespace, settings: Sequence[str]) -> dict[Row
     cells = list(preset.cells) if preset else [{}]
     if EITHER.keys() <= {*axes, *cells[0]}:
         raise UserError("--tokens and GA (of --ga or the preset) both set a step's forwards; leave one of them out")
-    if options.warmup < 2:
-        raise UserError("--warmup must be at least 2: the first step allocates, and PowerSGD begins with the second")
     if both := [axis for axis in axes if axis in cells[0]]:
         raise UserError(f"--{both[0]} is set by --preset {options.preset}; leave one of them out")
     if preset and preset.tokens and "ga" not in axes:
@@ -239,7 +238,7 @@ def asked_rows(options: argparse.Namespace, settings: Sequence[str]) -> dict[Row
     if config.objective.name != "sft":
         problem = f'[objective] name = "{config.objective.name}" needs rows of its own; a sweep has random ones'
         raise UserError(f"{problem}: set --objective.name sft, or name a config that learns texts")
-    return rows_of(config, processes, layouts, cells, axes, steps=options.steps, warmup=options.warmup)
+    return rows_of(config, processes, layouts, cells, axes, steps=options.steps, warmup=_WARMUP)
 
 
 def _start(preset: str, settings: Sequence[str]) -> list[str]:
@@ -270,18 +269,14 @@ def _seconds(row: Row, plan: Plan | None) -> float:
 
 
 def _dry_run(
-    options: argparse.Namespace, rows: Mapping[Row, Config], refused: Mapping[Row, str], plans: Mapping[Row, Plan],
-    gpu: Gpu | None, card: int,
-) -> str:  # fmt: skip
-    """Each row with the plan's verdict, memory and time, as a table or as JSON."""
+    rows: Mapping[Row, Config], refused: Mapping[Row, str], plans: Mapping[Row, Plan], gpu: Gpu | None, card: int
+) -> str:
+    """A table of each row with the plan's verdict, memory and time."""
     words = {
         **{row: verdict(plan)[1] for row, plan in plans.items()},
         **{r: f"refused: {w}" for r, w in refused.items()},
     }
     steps = {row: plan.step for row, plan in plans.items() if plan.step}
-    if options.json:
-        about = [{"row": asdict(row), "verdict": words[row], "planned_step_seconds": steps.get(row)} for row in rows]
-        return json.dumps(about, indent=1)
     body = [
         [*table.settings_cells(asdict(row)), f"{1000 * steps[row]:,.0f}" if row in steps else "", words[row]]
         for row in rows
@@ -317,7 +312,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", nargs="+", choices=dtypes, metavar="T", help=f"of the computation: {', '.join(dtypes)}")
     add("--gpus", type=positive, default=0, metavar="N", help="processes; default: the cards, or 2 on a CPU")
     add("--steps", type=positive, default=5, metavar="N", help="that are timed (default 5)")
-    add("--warmup", type=positive, default=2, metavar="N", help="steps before these, at least 2 (default 2)")
     add(
         "--timeout",
         type=positive_float,
@@ -326,11 +320,9 @@ def _parser() -> argparse.ArgumentParser:
         help="seconds for a row; default: 10 times the plan's, at least 1800",
     )
     add("--output", type=Path, default=Path("outputs/sweep"), metavar="FOLDER", help="default: outputs/sweep")
-    add("--fresh", action="store_true", help="run finished rows again")
     add("--dry-run", action="store_true", help="list the rows, with what the plan says of each")
     add("--device", default="", metavar="NAME", help="with --dry-run: a card that is not here, as for plan")
     add("--memory", type=size_gib, default=0, metavar="32GB", help="with --dry-run: memory of a card, in GiB")
-    add("--json", action="store_true", help="print JSON instead of the table")
     return parser
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from titan_mi100.planning.cards import DEVICES
 from titan_mi100.planning.published import CARD, FLAVOR, PUBLISHED, RANKS, SEQ_LEN, PublishedStep
-from titan_mi100.run.columns import FIGURES, SETTINGS, figures
+from titan_mi100.workshop.columns import FIGURES, SETTINGS, figures
 
 SUPERVISED = 0.5  # share of the tokens
 Record = dict[str, Any]  # a row, what became of it, and what was measured
