@@ -194,7 +194,7 @@ def _sweep(options: argparse.Namespace, settings: Sequence[str]) -> int:
     plans = {row: make_plan(Workload.of(config, row.processes), cards[row], gpu) for row, config in planned.items()}
     verdicts = {row: verdict(plan) for row, plan in plans.items()}
     if options.dry_run:
-        print(_dry_run(rows, refused, plans, gpu, card))
+        print(_dry_run(options, rows, refused, plans, gpu, card))
         return 0
     skipped = {row: ("refused", why) for row, why in refused.items()}
     skipped |= {row: ("does not fit", f"{words}, by plan") for row, (starts, words) in verdicts.items() if not starts}
@@ -208,7 +208,7 @@ def _sweep(options: argparse.Namespace, settings: Sequence[str]) -> int:
     text = table.markdown(records, with_published=options.preset == "published")
     replace(options.output / "sweep.md", text)
     replace(options.output / "sweep.csv", table.to_csv(records))
-    print(text)
+    print(json.dumps(records, indent=1) if options.json else text)
     return 1 if any(record["status"] == "failed" for record in records) else 0
 
 
@@ -269,14 +269,18 @@ def _seconds(row: Row, plan: Plan | None) -> float:
 
 
 def _dry_run(
-    rows: Mapping[Row, Config], refused: Mapping[Row, str], plans: Mapping[Row, Plan], gpu: Gpu | None, card: int
-) -> str:
-    """A table of each row with the plan's verdict, memory and time."""
+    options: argparse.Namespace, rows: Mapping[Row, Config], refused: Mapping[Row, str], plans: Mapping[Row, Plan],
+    gpu: Gpu | None, card: int,
+) -> str:  # fmt: skip
+    """Each row with the plan's verdict, memory and time, as a table or as JSON."""
     words = {
         **{row: verdict(plan)[1] for row, plan in plans.items()},
         **{r: f"refused: {w}" for r, w in refused.items()},
     }
     steps = {row: plan.step for row, plan in plans.items() if plan.step}
+    if options.json:
+        about = [{"row": asdict(row), "verdict": words[row], "planned_step_seconds": steps.get(row)} for row in rows]
+        return json.dumps(about, indent=1)
     body = [
         [*table.settings_cells(asdict(row)), f"{1000 * steps[row]:,.0f}" if row in steps else "", words[row]]
         for row in rows
@@ -323,6 +327,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dry-run", action="store_true", help="list the rows, with what the plan says of each")
     add("--device", default="", metavar="NAME", help="with --dry-run: a card that is not here, as for plan")
     add("--memory", type=size_gib, default=0, metavar="32GB", help="with --dry-run: memory of a card, in GiB")
+    add("--json", action="store_true", help="print JSON instead of the table")
     return parser
 
 
