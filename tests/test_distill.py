@@ -80,7 +80,7 @@ def arrays_of(documents: np.ndarray, k: int) -> dict[str, np.ndarray]:
 
 def write_store(folder: Path, k: int, **other: Any) -> LogprobStore:
     """All parts of a teacher's folder."""
-    about = replace(wanted().about("teacher", "made up", "none", k, "float64"), **other)
+    about = replace(wanted().about("made up", "none", k, "float64"), **other)
     store = LogprobStore(folder, about, "make it anew")
     store.begin()
     for number in range(about.parts):
@@ -329,7 +329,7 @@ _OF_REFERENCES = {
 def test_no_array_of_a_store_is_believed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer_store, "_ROWS_OF_A_PART", 3)
     fits, k = wanted(), 4 if kind == "teacher" else 0
-    about = fits.about(kind, "made up", "none", k, "float64")
+    about = fits.about("made up", "none", k, "float64")
     sound = LogprobStore(tmp_path / "sound", about, "make it anew")
     sound.begin()
     for number in range(about.parts):
@@ -404,7 +404,7 @@ def test_parts_that_belong_to_no_store_are_refused(tmp_path: Path, monkeypatch: 
     with pytest.raises(UserError, match="cannot be read \\(Not a directory\\)"):
         opened(tmp_path / "file")
     with pytest.raises(UserError, match="cannot be written \\(Not a directory\\)"):
-        LogprobStore(tmp_path / "file" / "teacher", wanted().about("teacher", "", "", 4, ""), "").begin()
+        LogprobStore(tmp_path / "file" / "teacher", wanted().about("", "", 4, ""), "").begin()
     left = tmp_path / "sound" / ".part-00003"  # of an earlier version that was killed: a link is not followed
     left.symlink_to(tmp_path / "file")
     opened(tmp_path / "sound").begin()

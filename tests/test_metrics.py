@@ -10,7 +10,7 @@ from titan_mi100.config.settings import CheckpointConfig, Config, MetricsConfig,
 from titan_mi100.open_run.record import _write_explanation
 from titan_mi100.planning.costs import train_flops
 from titan_mi100.run import metrics
-from titan_mi100.run.metrics import Reporter
+from titan_mi100.run.metrics import Reporter, RunFigures
 from titan_mi100.shapes.families import PRESETS
 from titan_mi100.trainer import StepResult
 from titan_mi100.workshop.columns import figures
@@ -36,7 +36,7 @@ def open_reporter(
 ) -> Reporter:  # fmt: skip
     config = MetricsConfig(enable_tensorboard=False, log_freq=log_freq)
     flops = partial(train_flops, PRESETS["0.6B"])
-    return Reporter(folder, config, steps, 64, flops, peak_flops, "bf16", last_step, validation_due)
+    return Reporter(folder, config, RunFigures(steps, 64, flops, peak_flops, "bf16"), last_step, validation_due)
 
 
 def report(

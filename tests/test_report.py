@@ -21,7 +21,7 @@ from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import MetricsConfig
 from titan_mi100.run import forecast
 from titan_mi100.run.folder import RunState, write_run_state
-from titan_mi100.run.metrics import Reporter, _drop_after
+from titan_mi100.run.metrics import Reporter, RunFigures, _drop_after
 from titan_mi100.trainer import StepResult
 from titan_mi100.watch.outcome import append_to_log
 from titan_mi100.workshop.columns import FIGURES, SETTINGS
@@ -51,9 +51,8 @@ def write_lines(path: Path, *entries: object) -> None:
 def write_run(folder: Path, steps: int = 100, loss: Callable[[int], float] = lambda step: 2 + 4 / step) -> Path:
     """A run folder, its metrics and its state written by the trainer's own code, the rest by hand."""
     folder.mkdir(parents=True)
-    reporter = Reporter(
-        folder, MetricsConfig(enable_tensorboard=False, log_freq=10**9), steps, 40, lambda *_: 10**9, 1e11, "bf16"
-    )
+    figures = RunFigures(steps, 40, lambda *_: 10**9, 1e11, "bf16")
+    reporter = Reporter(folder, MetricsConfig(enable_tensorboard=False, log_freq=10**9), figures)
     for step in range(1, steps + 1):
         reporter.after_step(step, result(step, loss(step)))
         if step % (steps // 5 or 1) == 0:

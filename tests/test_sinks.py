@@ -19,7 +19,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.log import log
 from titan_mi100.open_run.record import _flat, _write_explanation
 from titan_mi100.run import sinks
-from titan_mi100.run.metrics import Reporter
+from titan_mi100.run.metrics import Reporter, RunFigures
 from titan_mi100.run.sinks import Explanation, open_sinks
 
 ABOUT = Explanation({"training.steps": 4, "data.format": "auto"}, {"config": "[job]", "layout": "FSDP2 over 2"})
@@ -107,7 +107,8 @@ def record(
 ) -> None:
     """Steps `first` to `last` of a run of `steps` steps, then a validation."""
     opened = open_sinks(folder, tensorboard, True, about, first - 1)
-    reporter = Reporter(folder, MetricsConfig(), steps, 64, lambda *_: 1, None, "fp32", first - 1, False, opened)
+    figures = RunFigures(steps, 64, lambda *_: 1, None, "fp32")
+    reporter = Reporter(folder, MetricsConfig(), figures, first - 1, False, opened)
     for step in range(first, last + 1):
         reporter.after_step(step, replace(RESULT, loss=loss + step / 10))
     reporter.validation(last, {"loss": loss}, None, {"chats": loss})

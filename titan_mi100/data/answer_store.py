@@ -112,11 +112,12 @@ class Wanted:
         self.packing = hashlib.sha256(self._starts.tobytes() + self._documents.tobytes()).hexdigest()
 
     def about(
-        self, kind: str, weights: str, tokenizer: str, k: int, dtype: str, attention: str = "", layout: str = ""
+        self, weights: str, tokenizer: str, k: int, dtype: str, attention: str = "", layout: str = ""
     ) -> Identity:
+        """Identify a store of these rows: with k ids per token a teacher's, with 0 a reference's sums."""
         rows, packing = (self.count, VLLM) if dtype == VLLM else (len(self._starts) - 1, self.packing)
         return Identity(
-            kind, weights, tokens_hash(self.sets), tokenizer, documents=self.count, rows=rows,
+            "teacher" if k else "reference", weights, tokens_hash(self.sets), tokenizer, self.count, rows=rows,
             seq_len=self.sets[0].seq_len, k=k, dtype=dtype, attention=attention, layout=layout, packing=packing,
         )  # fmt: skip
 

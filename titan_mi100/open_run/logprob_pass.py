@@ -73,14 +73,14 @@ class LogprobPass:
         self._vocabulary = inputs.data.facts.n_vocab or inputs.spec.vocab_size  # without the model's padding
         self.wanted = Wanted(self._rows.sets, self._vocabulary)
 
-    def about(self, kind: str, k: int, attention: str) -> Identity:
-        """Identify a store of this pass. A collective. Args: attention: name of the backend."""
+    def about(self, k: int, attention: str) -> Identity:
+        """Identify a store of this pass. A collective. Args: k: ids per token; 0: sums. attention: the backend's name."""
         config, layout, make = self._inputs.config, self._inputs.layout.describe(), self.wanted.about
         adapters = from_rank_zero(partial(_adapters_of, config.lora))
         base = base_identity(config.checkpoint.initial_load_path, config.training.seed, self._inputs.spec)
         weights, dtype = base + adapters, config.training.mixed_precision_param
         tokenizer = self._inputs.data.facts.tokenizer
-        about: Identity = from_rank_zero(lambda: make(kind, weights, tokenizer, k, dtype, attention, layout))
+        about: Identity = from_rank_zero(lambda: make(weights, tokenizer, k, dtype, attention, layout))
         return about
 
     def fill(

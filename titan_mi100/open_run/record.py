@@ -36,7 +36,7 @@ from titan_mi100.planning import hardware
 from titan_mi100.planning.costs import flops_of_steps
 from titan_mi100.run.faults import FILE, SPIKES
 from titan_mi100.run.machine import describe
-from titan_mi100.run.metrics import Reporter
+from titan_mi100.run.metrics import Reporter, RunFigures
 from titan_mi100.run.next_commands import after_run, shown_path
 from titan_mi100.run.progress import Progress
 from titan_mi100.run.sinks import Explanation, open_sinks
@@ -71,19 +71,10 @@ def open_record(inputs: RunInputs, model: ParallelModel, rows: RowSource, steps:
             about = replace(about, settings=_flat(asdict(config), inputs.layout, inputs.batch))
             metrics = config.metrics
             sinks = open_sinks(folder, metrics.enable_tensorboard, metrics.enable_wandb, about, progress.step)
-            reporter = Reporter(
-                folder,
-                config.metrics,
-                steps,
-                rows.rows_per_epoch,
-                flops_of_steps(spec, config.lora),
-                tflops * 1e12 * world.size if tflops else None,
-                dtype,
-                progress.step,
-                progress.validation_due,
-                sinks,
-                model.objective.printed,
-            )
+            peak = tflops * 1e12 * world.size if tflops else None
+            flops, printed = flops_of_steps(spec, config.lora), model.objective.printed
+            figures = RunFigures(steps, rows.rows_per_epoch, flops, peak, dtype, printed)
+            reporter = Reporter(folder, config.metrics, figures, progress.step, progress.validation_due, sinks)
             warn_of_higher_rate(config.optimizer, config.lr_scheduler, reporter.last_entry, progress.step, steps)
             return reporter
     return None

@@ -239,7 +239,7 @@ def make_model(
 def open_reference(inputs: RunInputs, dp_rank: int, attention: str) -> Reference:
     """The run's reference. A collective. Args: attention: name of the backend."""
     reading = LogprobPass(inputs, dp_rank)
-    return Reference(reading, inputs.folder, reading.about("reference", 0, attention), inputs.columns)
+    return Reference(reading, inputs.folder, reading.about(0, attention), inputs.columns)
 
 
 def load_model(

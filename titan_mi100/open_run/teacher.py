@@ -53,7 +53,7 @@ def write_teacher(
     load_weights(model, optimizer, inputs.workload, None)
     child.end()  # no more files from elsewhere are read
     reading = LogprobPass(inputs, distributed.data_parallel_rank(mesh))
-    about = reading.about("teacher", k, attention.name)
+    about = reading.about(k, attention.name)
     with raise_together():
         store = LogprobStore(folder, about, "name another folder with --out, or delete this one")
     beat = partial(supervision.heartbeat.begin, VALIDATION, "teacher")

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -45,6 +46,27 @@ def sample_line(number: int, entry: dict[str, Any]) -> str:
     return f"prompt {number}: {asked!r}  answer: {shortened(repr(answer), _SHOWN)}  ({verdict})"
 
 
+@dataclass(frozen=True)
+class RunFigures:
+    """What a run's reports are computed from.
+
+    Attributes:
+        steps: the run's last step.
+        rows_per_epoch: None: a stream without epochs.
+        flops: FLOPs of a step, from its tokens, supervised tokens and attention pairs; see costs.train_flops.
+        peak_flops: FLOP/s of all ranks together in the compute dtype; None: unknown.
+        dtype: the compute dtype, for the printed line.
+        printed: measures of the objective that the step's line shows.
+    """
+
+    steps: int
+    rows_per_epoch: int | None
+    flops: Callable[[int, int, int], int]
+    peak_flops: float | None
+    dtype: str
+    printed: Sequence[str] = ()
+
+
 class Reporter:
     """Reports the run's metrics, on rank 0: `metrics.jsonl`, sinks, printed lines, and a bar on a terminal."""
 
@@ -52,42 +74,31 @@ class Reporter:
         self,
         folder: Path,
         config: MetricsConfig,
-        steps: int,
-        rows_per_epoch: int | None,
-        flops: Callable[[int, int, int], int],
-        peak_flops: float | None,
-        dtype: str,
+        figures: RunFigures,
         last_step: int = 0,
         validation_due: bool = False,
         sinks: Sequence[Sink] = (),
-        printed: Sequence[str] = (),
     ) -> None:
         """Open the files. Lines that an earlier start wrote after its last checkpoint are removed.
 
         Args:
-            steps: the run's last step.
-            rows_per_epoch: None: a stream without epochs.
-            flops: FLOPs of a step, from its tokens, supervised tokens and attention pairs; see costs.train_flops.
-            peak_flops: FLOP/s of all ranks together in the compute dtype; None: unknown.
-            dtype: the compute dtype, for the printed line.
             last_step: step of the checkpoint that the run resumes from; 0: none.
             validation_due: the validation of that step is still to be done.
             sinks: receive the same values.
-            printed: measures of the objective that the step's line shows.
 
         Attributes:
             last_entry: the last step in metrics.jsonl, of an earlier start; empty: there is none.
         """
-        self._config, self._steps, self._rows_per_epoch = config, steps, rows_per_epoch
-        self._flops, self._peak_flops, self._dtype = flops, peak_flops, dtype
+        self._config, self._steps, self._rows_per_epoch = config, figures.steps, figures.rows_per_epoch
+        self._flops, self._peak_flops, self._dtype = figures.flops, figures.peak_flops, figures.dtype
         path, self._samples = folder / "metrics.jsonl", folder / SAMPLES
         self.last_entry = _drop_after(path, last_step, validation_due)
         _drop_after(self._samples, last_step, validation_due, _LONGEST_SAMPLE)
         self._file = path.open("a", encoding="utf-8")
         self._writes = True
-        self._sinks, self._step, self._first, self._printed = sinks, last_step, last_step + 1, printed
+        self._sinks, self._step, self._first, self._printed = sinks, last_step, last_step + 1, figures.printed
         self._bar = tqdm(
-            total=steps, initial=last_step, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True
+            total=figures.steps, initial=last_step, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True
         )
 
     def after_step(self, step: int, result: StepResult) -> None:

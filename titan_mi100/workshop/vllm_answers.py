@@ -58,7 +58,7 @@ def read_answers(config: Config, path: Path, out: Path, k: int) -> None:
     expected, tokenizer = _rows(config)
     if k > expected.vocabulary:
         raise UserError(f"--top_k {k}: the tokenizer has {expected.vocabulary:,} ids; the usual is 32")
-    lines, about = _Lines(path, expected), expected.about("teacher", f"vLLM: {path.name}", tokenizer, k, VLLM)
+    lines, about = _Lines(path, expected), expected.about(f"vLLM: {path.name}", tokenizer, k, VLLM)
     with atomic_output_folder(out) as aside, ByteProgress("reading vLLM's answers", expected.count) as progress:
         store = LogprobStore(aside, about, "")
         store.begin()
