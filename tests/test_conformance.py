@@ -407,6 +407,7 @@ def test_every_conversation_is_rendered_and_tokenised_as_transformers_does_it(pa
             assert pair.candidate.tokenizer.encode(text) == theirs["input_ids"], name
 
 
+@pytest.mark.full
 def test_every_conversation_is_supervised_in_every_mode_as_the_reference_says(pair: Pair) -> None:
     conversations, different = hand_written(), []
     for each in conversations:

@@ -106,6 +106,7 @@ def test_the_config_names_its_run_folder_and_export_and_a_folder_that_is_there_i
     assert run(*GIVEN, *CARDS)[0] == 0 and Path("qwen3-0.6b-full-2.toml").exists()
 
 
+@pytest.mark.full
 def test_on_a_cpu_without_bfloat16_it_is_float32_but_not_for_cards(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(new, "count_gpus", lambda: 0)
     Path("x.yaml").write_text("base_model: Qwen3-0.6B\ndatasets: [{path: train.jsonl}]\nbf16: true\n")

@@ -267,6 +267,7 @@ def test_an_unchanged_schedule_warns_at_no_step(decay: str, caplog: pytest.LogCa
     assert not caplog.text
 
 
+@pytest.mark.full
 def test_a_resume_drops_what_was_recorded_after_its_checkpoint_and_an_unfinished_one(
     config: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:

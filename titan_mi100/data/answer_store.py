@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from titan_mi100.config.layout import IGNORE
-from titan_mi100.data.answers import TEACHER_IDS, TEACHER_LOG_P
+from titan_mi100.data.answers import COLUMNS, TEACHER_IDS, TEACHER_LOG_P
 from titan_mi100.data.cache import cached_text, content_hash
 from titan_mi100.data.prepared import PackedDataset
 from titan_mi100.data.rows import Row
@@ -373,7 +373,7 @@ def by_document(values: np.ndarray) -> Column:
     return column
 
 
-def by_token(teacher: Teacher, name: str, k: int, dtype: type) -> Column:
+def by_token(teacher: Teacher, name: str, k: int, dtype: str) -> Column:
     """A teacher's arrays at the tokens that predict the learned ones, (seq_len, k)."""
 
     def column(documents: np.ndarray, row: Row) -> np.ndarray:
@@ -393,8 +393,8 @@ def teacher_columns(store: LogprobStore, sets: Iterable[PackedDataset]) -> dict[
         problem = f"has nothing about {lacking:,} documents of the rows, which other settings of [data] left out"
         raise UserError(f"{store.folder}: {problem}; {store.remedy}")
     return {
-        TEACHER_IDS: by_token(teacher, "ids", k, np.int32),
-        TEACHER_LOG_P: by_token(teacher, "log_p", k, np.float32),
+        TEACHER_IDS: by_token(teacher, "ids", k, COLUMNS[TEACHER_IDS]),
+        TEACHER_LOG_P: by_token(teacher, "log_p", k, COLUMNS[TEACHER_LOG_P]),
     }
 
 

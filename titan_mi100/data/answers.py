@@ -19,6 +19,8 @@ from titan_mi100.data.strict_json import BadRecord, expect, kind_of, listed
 # Further arrays of a row, see data.rows: per document of the row the sum of log p under the reference, and 1 (wanted)
 # or -1 (not); per token the ids that the teacher thinks likeliest to follow, and their log p, (seq, k).
 REFERENCE, LABEL, TEACHER_IDS, TEACHER_LOG_P = "reference", "label", "teacher_ids", "teacher_log_p"
+COLUMNS = {REFERENCE: "float64", LABEL: "int8", TEACHER_IDS: "int32", TEACHER_LOG_P: "float32"}  # and their dtypes
+PER_ID = (TEACHER_IDS, TEACHER_LOG_P)  # these have k values per token
 
 PAIRS, LABELS = "pairs", "labels"  # kinds of rows, see ObjectiveConfig.answers
 PAIR_KEYS = frozenset({"chosen", "rejected"})

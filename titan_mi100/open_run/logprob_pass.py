@@ -74,7 +74,7 @@ class LogprobPass:
         self.wanted = Wanted(self._rows.sets, self._vocabulary)
 
     def about(self, k: int, attention: str) -> Identity:
-        """Identify a store of this pass. A collective. Args: k: ids per token; 0: sums. attention: the backend's name."""
+        """Identify a store of this pass. A collective. Args: k: ids per token; 0: sums. attention: backend."""
         config, layout, make = self._inputs.config, self._inputs.layout.describe(), self.wanted.about
         adapters = from_rank_zero(partial(_adapters_of, config.lora))
         base = base_identity(config.checkpoint.initial_load_path, config.training.seed, self._inputs.spec)

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from titan_mi100.attention.base import Backend, Documents
 from titan_mi100.config.layout import SCHEDULES, Batch, Layout
 from titan_mi100.config.settings import ObjectiveConfig, OptimizerConfig, TrainingConfig
-from titan_mi100.data.answers import LABEL, REFERENCE, TEACHER_IDS, TEACHER_LOG_P
+from titan_mi100.data.answers import COLUMNS, PER_ID
 from titan_mi100.data.microbatch import Microbatch, one_document_per_row
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.model.loss import HeadMemory
@@ -423,7 +423,9 @@ def enough_microbatches(layout: Layout, batch: Batch, schedule: str) -> int:
 def inputs(training: TrainingConfig, objective: ObjectiveConfig, microbatches: int) -> list[Microbatch]:
     """The microbatches that need most memory: each row is one document, and all tokens but the last are supervised."""
     shape, k = (training.local_batch_size, training.seq_len), objective.ids_per_token
-    extras = {REFERENCE: torch.zeros(shape, dtype=torch.float64), LABEL: torch.ones(shape, dtype=torch.int8)}
-    extras |= {TEACHER_IDS: torch.zeros(*shape, k, dtype=torch.int32), TEACHER_LOG_P: torch.zeros(*shape, k)}
-    columns = {name: extras[name] for name in choose(objective).columns if name in extras}
+    columns = {
+        name: torch.ones(*shape, *[k] * (name in PER_ID), dtype=getattr(torch, COLUMNS[name]))
+        for name in choose(objective).columns
+        if name in COLUMNS
+    }
     return [{**one_document_per_row(*shape), **columns}] * microbatches
