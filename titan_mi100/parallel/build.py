@@ -175,7 +175,7 @@ def apply_compile(model: CausalLM, config: CompileConfig, is_whole: bool) -> Non
     if config.enable:
         for layer in model.model.blocks():
             is_one = one_graph and "forward" in layer.compiled
-            for name in ("forward",) if is_one else {"before", "after"}.intersection(layer.compiled):
+            for name in ("forward",) if is_one else {"project", "output"}.intersection(layer.compiled):
                 part, dynamic = getattr(layer, name), layer.is_dynamic
                 setattr(layer, name, torch.compile(part, backend=config.backend, fullgraph=True, dynamic=dynamic))
 
@@ -188,11 +188,11 @@ def apply_activation_checkpointing(model: CausalLM, mode: str, is_random: bool, 
         is_random: there is dropout, so the recomputation must draw the same random numbers.
         on_host: with `full`: the input of a block, the only tensor it saves, waits in host memory.
     """
-    parts = {"none": (), "selective": ("before", "after"), "full": ("forward",)}[mode]
+    parts = {"none": (), "selective": ("project", "output"), "full": ("forward",)}[mode]
     for layer in model.model.blocks():
         for name in parts:
-            method = getattr(layer, name)
+            method, contexts = getattr(layer, name), layer.recompute_contexts
             recomputed = functools.partial(
-                checkpoint, method, use_reentrant=False, preserve_rng_state=is_random, context_fn=layer.contexts
+                checkpoint, method, use_reentrant=False, preserve_rng_state=is_random, context_fn=contexts
             )
             setattr(layer, name, inputs_on_host(recomputed) if on_host else recomputed)

@@ -10,7 +10,7 @@ from dataclasses import Field, asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
-from titan_mi100.shapes.saved import AFTER, MIX, Saved, ValuesPerToken
+from titan_mi100.shapes.saved import MIX, OUTPUT, Saved, ValuesPerToken
 
 ALL_LINEAR = "all-linear"  # peft's word for all linear layers that can have an adapter
 EXPERTS = "experts"  # all matrices of all experts of a layer, as a target of LoRA
@@ -128,7 +128,7 @@ class LayerShape:
     @cached_property
     def inside(self) -> Mapping[str, ValuesPerToken]:
         """activation_checkpoint.mode -> what its backward needs besides."""
-        after = tuple(tensor for tensor in self.saved if tensor.part == AFTER)
+        after = tuple(tensor for tensor in self.saved if tensor.part == OUTPUT)
         again = {"none": (), "selective": after, "full": self.saved}
         return {mode: ValuesPerToken.of((*tensors, *self.temporaries)) for mode, tensors in again.items()}
 
