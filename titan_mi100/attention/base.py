@@ -3,8 +3,8 @@
 In every backend a token attends to itself and to the earlier tokens of its own document. A kernel that cannot separate
 documents must not become a backend. Tensors are (batch, seq, heads, head_dim).
 
-`plain.py` has the backends that need only PyTorch; `choice.py` decides which one a run uses. To add a kernel, add a
-file with a subclass of Backend, and a line in `config/kernels.py`.
+`torch_backends.py` has the backends that need only PyTorch; `choice.py` decides which one a run uses. To add a kernel,
+add a file with a subclass of Backend, and a line in `config/kernels.py`.
 """
 
 from abc import ABC, abstractmethod

@@ -37,7 +37,7 @@ from titan_mi100.checkpoint.hashed_files import HashedFiles
 from titan_mi100.checkpoint.keys import OPTIMIZER, parameter_of, rank_of, rank_prefix
 from titan_mi100.checkpoint.resume import TRAINER, open_checkpoint
 from titan_mi100.config.layout import Layout
-from titan_mi100.device import accelerator, host
+from titan_mi100.device import accelerator, pinned
 from titan_mi100.errors import NumericalError, SaveError, UserError
 from titan_mi100.files.durable import sync
 from titan_mi100.files.stored import open_dcp
@@ -407,7 +407,7 @@ class Checkpointer:
 
     def _host_memory(self, like: Tensor) -> Tensor:
         try:
-            return host.page_locked_zeros(like.shape, like.dtype, like.device)
+            return pinned.page_locked_zeros(like.shape, like.dtype, like.device)
         except (MemoryError, RuntimeError, AssertionError) as error:  # the last two: torch has no such driver
             if not self._is_slow:
                 log.warning(f"saves in the background copy more slowly, from memory that is not locked: {error}")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import noop_context_fn
 
 from titan_mi100.attention.base import Backend, Documents
-from titan_mi100.attention.plain import Eager, cached
+from titan_mi100.attention.torch_backends import Eager, cached
 from titan_mi100.config.layout import Stage
 from titan_mi100.model.layers import RMSNorm, local_weight, multiply
 from titan_mi100.model.loss import head_loss

@@ -1,10 +1,11 @@
-"""plain.py's update as one Triton kernel: each number is read and written once. The same bits as plain.py's.
+"""The update of reference_update.py as one Triton kernel: each number is read and written once. The bits are the same.
 
 It is to be compiled without fusing sums and products (`enable_fp_fusion=False`): fp32 operations are then those that
-IEEE 754 rounds in one way, as in plain.py. bf16 tensors come as int16, whose bits are moved by hand; what is rounded at
-random, is so by integer arithmetic. The steps and their names are those of plain.py and formats.py, which say why.
+IEEE 754 rounds in one way, as in reference_update.py. bf16 tensors come as int16, whose bits are moved by hand; what
+is rounded at random, is so by integer arithmetic. The steps and their names are those of reference_update.py and
+formats.py, which say why.
 
-This file needs Triton and knows nothing of torch; `fused.py` calls it.
+This file needs Triton and knows nothing of torch; `triton_update.py` calls it.
 """
 
 import triton

@@ -19,13 +19,13 @@ from titan_mi100.model.lora import apply_lora
 from titan_mi100.model.loss import HeadMemory
 from titan_mi100.objectives.base import Objective
 from titan_mi100.objectives.sft import SFT
-from titan_mi100.parallel.alone import UnshardedModel
 from titan_mi100.parallel.base import ParallelModel, read_on_host
 from titan_mi100.parallel.ddp import ReplicatedModel
 from titan_mi100.parallel.dtypes import compute_dtype, master_dtype
 from titan_mi100.parallel.fsdp import ShardedModel, apply_fsdp
 from titan_mi100.parallel.offload import HostGradients, inputs_on_host
 from titan_mi100.parallel.tensor_parallel import apply_tensor_parallel, tensor_parallel_ranks
+from titan_mi100.parallel.unsharded import UnshardedModel
 from titan_mi100.planning.workload import Workload
 from titan_mi100.shapes.base import ModelSpec, held_names
 from titan_mi100.wording import some
