@@ -115,7 +115,7 @@ class MadeUpSpec(ModelSpec):
     def attention(self) -> AttentionShape:
         return AttentionShape(self.heads, self.kv_heads, self.head_size)
 
-    def carries(self, name: str) -> bool:
+    def passes_through(self, name: str) -> bool:
         return name == CARRIED
 
     def tensor_parallel_sizes(self) -> dict[str, int]:

@@ -25,7 +25,7 @@ from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper
 from titan_mi100.attention import torch_backends
 from titan_mi100.errors import UserError
 from titan_mi100.generation import engine as inference
-from titan_mi100.generation.answers import read_rows
+from titan_mi100.generation.batch import read_rows
 from titan_mi100.model import decode
 from titan_mi100.model.decode import Cache, Generated, Sampling, check_lengths
 from titan_mi100.model.qwen3 import Qwen3

@@ -146,7 +146,7 @@ class Checkpointer:
         """
         self.wait()
         extra = self._extra_state()
-        if broken := first_found(_not_finite(dict(self._tensors()) | extra, self._model.carried)):
+        if broken := first_found(_not_finite(dict(self._tensors()) | extra, self._model.passed_through)):
             raise NumericalError(f"step {step}: {broken} is not finite; no checkpoint was made of it")
         tensors = self._written_here() | extra
         size = sum(local_part(tensor)[0].nbytes for tensor in tensors.values())
@@ -376,15 +376,15 @@ class Checkpointer:
         """The checkpoint's tensors that this rank holds, by their names, which are the same in every layout."""
         for name, parameter in self._model.saved_parameters():
             yield name, parameter.detach()
-        yield from self._model.carried.items()
+        yield from self._model.passed_through.items()
         for name, tensor in self._optimizer.named_state():
             yield OPTIMIZER + name, tensor
 
     def _written_here(self) -> dict[str, Tensor]:
         """The tensors that this rank writes: those of which it is the first holder."""
-        copies = set(map(id, self._model.copies()))
-        owned = {name for name, parameter in self._model.saved_parameters() if id(parameter) not in copies}
-        owned |= self._model.carried.keys()
+        replicas = set(map(id, self._model.replicated_parameters()))
+        owned = {name for name, parameter in self._model.saved_parameters() if id(parameter) not in replicas}
+        owned |= self._model.passed_through.keys()
 
         def is_first(tensor: Tensor) -> bool:
             return local_part(tensor)[1] if isinstance(tensor, DTensor) else self._first_of_stage

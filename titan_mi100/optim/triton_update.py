@@ -43,7 +43,7 @@ def update(tensors: dict[str, Tensor], number: int, whole: int, values: Any, mas
         values.correction, values.eps, values.rate, values.kept, values.decay,
     )  # fmt: skip
     fixed = {"MASTER": master, "CODED": exponents is not None, "BLOCK": block, "BLOCKS": blocks}
-    with accelerator.current(weight.device):
+    with accelerator.device_guard(weight.device):
         kernels.update_kernel[(programs,)](
             *pointers, rows, columns, number, whole, values.key, *map(float, scalars), **fixed, **LAUNCH
         )

@@ -236,8 +236,8 @@ class ModelSpec:
             by_name["lm_head.weight"] = Parameter(shape, OUTPUTS, "head")
         return by_name
 
-    def carries(self, name: str) -> bool:
-        """Whether a tensor of a folder, by its name there, is not used, such as a vision tower's. It goes along through
+    def passes_through(self, name: str) -> bool:
+        """Whether a tensor of a folder, by its name there, is not used, such as a vision tower's, and passes through
         checkpoints and exports byte for byte.
         """
         return False
@@ -280,8 +280,8 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def stored_shapes(spec: ModelSpec, stored: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[int, ...]]:
-    """As parameter_shapes, with those of the carried tensors. Args: stored: what a folder has: name -> shape, ..."""
-    return parameter_shapes(spec) | {name: kind[0] for name, kind in stored.items() if spec.carries(name)}
+    """Names and shapes of parameters and passed-through tensors. Args: stored: a folder's, name -> (shape, ...)."""
+    return parameter_shapes(spec) | {name: kind[0] for name, kind in stored.items() if spec.passes_through(name)}
 
 
 def parameter_count(spec: ModelSpec) -> int:

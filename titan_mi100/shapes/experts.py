@@ -83,7 +83,7 @@ def with_experts(
 
 def is_fused(spec: ModelSpec, stored: Iterable[str]) -> bool | None:
     """The form of a folder with tensors of these names; None: ours, as in a run's checkpoints."""
-    names = [name for name in stored if not spec.carries(name)]
+    names = [name for name in stored if not spec.passes_through(name)]
     if any(name.endswith(_FUSED) for name in names):
         return True
     return False if any(map(_SEPARATE.search, names)) else None

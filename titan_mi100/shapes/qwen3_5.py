@@ -155,7 +155,7 @@ class Qwen3_5Spec(ModelSpec):
     def per_forward(self) -> ValuesPerToken:
         return ValuesPerToken(0, 2 * self.rotated)  # cos and sin
 
-    def carries(self, name: str) -> bool:
+    def passes_through(self, name: str) -> bool:
         return name.startswith(("model.visual.", "mtp."))
 
     @staticmethod
@@ -163,7 +163,7 @@ class Qwen3_5Spec(ModelSpec):
         return name.replace(_WRAPPED, "model.", 1) if name.startswith(_WRAPPED) else name
 
     def stored_name(self, name: str) -> str:
-        is_inside = self.is_wrapped and name.startswith("model.") and not self.carries(name)
+        is_inside = self.is_wrapped and name.startswith("model.") and not self.passes_through(name)
         return name.replace("model.", _WRAPPED, 1) if is_inside else name
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
@@ -218,7 +218,7 @@ _DEFAULTS = {
     "linear_num_value_heads": 32, "rope_theta": 10_000.0, "partial_rotary_factor": 0.25,
 }  # fmt: skip
 _ONLY = {**hf_config.ONLY, "attn_output_gate": True, "output_gate_type": "swish", "mlp_only_layers": []}
-# The vision tower's and the draft head's, which are carried along; the delta rule's dtype, which is fp32 here anyway.
+# The vision tower's and the draft head's, which are passed through; the delta rule's dtype, which is fp32 here anyway.
 _WITHOUT_EFFECT = (
     "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "unsloth_fixed_mtp",
 )  # fmt: skip
