@@ -92,7 +92,7 @@ class Backend(ABC):
 
     @abstractmethod
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any) -> Tensor:
-        """softmax(q k^T / sqrt(head_dim)) v inside documents.
+        """Computes softmax(q k^T / sqrt(head_dim)) v inside documents.
 
         Args:
             q: (batch, seq, heads, head_dim). k, v: (batch, seq, kv_heads, head_dim); heads is a multiple of kv_heads.
@@ -104,7 +104,7 @@ class Backend(ABC):
 
 
 def boundaries(documents: Documents) -> np.ndarray:
-    """For each token of the flattened batch: the first token of its document, and the token after its last one.
+    """Bounds of each token's document in the flattened batch: its first token, and the token after its last one.
 
     Returns:
         (2, batch x seq) int32.

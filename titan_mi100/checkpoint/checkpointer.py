@@ -63,7 +63,7 @@ _PATIENCE = timedelta(hours=2)  # how long a background writer waits for the oth
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """How checkpoints are saved.
+    """Options of saving.
 
     Attributes:
         keep_latest_k: how many intact checkpoints to keep; 0: all.

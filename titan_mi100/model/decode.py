@@ -23,7 +23,7 @@ from titan_mi100.shapes.base import ModelSpec
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. The filters apply in this order, as in transformers.
+    """Choice of the next token. The filters apply in this order, as in transformers.
 
     Raises:
         UserError: values out of range, or filters with greedy decoding, where they have no effect; one line each.
@@ -127,8 +127,8 @@ def check_lengths(spec: ModelSpec, lengths: Mapping[str, int], max_new_tokens: i
 
 
 class Cache:
-    """What each layer keeps of earlier tokens. Prompts are padded on the left, so that the newest token of every row is
-    in the last used column.
+    """KV caches and recurrent states of all layers. Prompts are padded on the left, so that the newest token of every
+    row is in the last used column.
     """
 
     def __init__(self, model: CausalLM, prompts: Sequence[list[int]], max_new_tokens: int) -> None:

@@ -168,7 +168,7 @@ class Decoder(nn.Module):
         return x if self.norm is None else self.norm(x)
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """(batch, seq) -> (batch, seq, hidden)."""
+        """Embeds the tokens: (batch, seq) -> (batch, seq, hidden)."""
         assert self.embed_tokens is not None
         x = self.embed_tokens(input_ids)
         return x if self.dtype is None else x.to(self.dtype)

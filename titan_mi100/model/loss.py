@@ -21,7 +21,7 @@ from titan_mi100.planning.memory import HEAD_BLOCK, HEAD_BLOCK_CPU, HEAD_BYTES_P
 
 @dataclass(frozen=True)
 class HeadMemory:
-    """How many logits `token_losses` holds. The block size sets the order of additions: it must not change on resume.
+    """Number of logits that `token_losses` holds. The block size sets the order of sums: it must not change on resume.
 
     Attributes:
         block_elements: logits (tokens x columns) per block.
@@ -46,7 +46,7 @@ class HeadMemory:
 
 
 class Targets(NamedTuple):
-    """What tokens should predict.
+    """Ids that tokens should predict.
 
     Attributes:
         tokens: (n,), n > 0: their positions in the flattened batch. The host computes it; counting labels on the device
@@ -59,7 +59,7 @@ class Targets(NamedTuple):
 
 
 class Predicted(NamedTuple):
-    """What the model predicts for tokens, in fp32 or fp64.
+    """Predictions of the model for tokens, in fp32 or fp64.
 
     Attributes:
         losses: (n, k): minus the log probability of each of a token's ids; 0 for IGNORE.
@@ -235,7 +235,7 @@ class _Blocks:
         return logits if logits.dtype == self.wide else self._scratch(logits).copy_(logits)
 
     def exponential(self, logits: Tensor, highest: Tensor) -> Tensor:
-        """exp(logits - highest). Overwrites the logits unless they are kept."""
+        """Computes exp(logits - highest). Overwrites the logits unless they are kept."""
         return torch.sub(logits, highest[:, None], out=self._scratch(logits)).exp_()
 
     def _scratch(self, like: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ RANGE = tl.constexpr(15)
 
 @triton.jit
 def _float(x):
-    """fp32 from what is kept: fp32, or bf16 as int16."""
+    """Converts a stored number to fp32: fp32, or bf16 as int16."""
     if x.dtype == tl.int16:
         x = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return x

@@ -181,7 +181,7 @@ class LeanAdamW(NamedState):
 
 
 def rows_at_a_time(is_gpu: bool, columns: int, is_on_host: bool) -> int:
-    """How many rows are updated at a time.
+    """Number of rows that are updated at a time.
 
     Args:
         is_gpu: whether the update runs on a GPU.

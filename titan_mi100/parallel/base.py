@@ -89,7 +89,7 @@ class ParallelModel(ABC):
         yield
 
     def _after_backward(self) -> None:
-        """After a step's last backward, before its gradients are read."""
+        """Hook after a step's last backward, before its gradients are read."""
         sum_replicated_gradients(self.parts, self._tp)
 
     def evaluate(self, microbatches: Iterator[Microbatch]) -> Tensor:
@@ -152,7 +152,7 @@ class ParallelModel(ABC):
 
     @property
     def weights_device(self) -> torch.device:
-        """Where the parameters are: `device`, or the CPU if weights are offloaded."""
+        """The device of the parameters: `device`, or the CPU if weights are offloaded."""
         return next(self.named_parameters())[1].device
 
     @property
@@ -176,7 +176,7 @@ class ParallelModel(ABC):
             self.host_gradients.clear()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(HF name, parameter) of every parameter that this rank holds."""
+        """Pairs (HF name, parameter) of every parameter that this rank holds."""
         for part in self.parts:
             yield from part.named_parameters()
 

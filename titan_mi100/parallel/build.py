@@ -33,7 +33,7 @@ from titan_mi100.wording import some
 
 @dataclass(frozen=True)
 class Computation:
-    """What a model computes, and how."""
+    """Attention, loss and objective that a model computes."""
 
     backend: Backend  # of attention
     head: HeadMemory  # memory of the loss
@@ -41,7 +41,7 @@ class Computation:
 
 
 class Placement:
-    """Where a model is put: this rank's device, and its mesh (see distributed.build_mesh)."""
+    """The device of this rank, and its mesh (see distributed.build_mesh)."""
 
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
         self.mesh, self.device = mesh, device

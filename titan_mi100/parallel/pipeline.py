@@ -27,7 +27,7 @@ from titan_mi100.parallel.tensor_parallel import sum_replicated_gradients, tenso
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """How a model is cut into stages, and what they exchange.
+    """Division of a model into stages, and the tensors that they exchange.
 
     Attributes:
         cuts: the layers of each stage of the pipeline.

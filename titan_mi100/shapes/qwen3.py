@@ -142,7 +142,7 @@ def read(path: Path, raw: Mapping[str, Any]) -> Qwen3Spec:
 
 
 def checked_rope(raw: Mapping[str, Any], found: list[str]) -> dict[str, Any]:
-    """rope_theta, if the rotary embedding's dict has it. Args: found: receives problems, also of layer_types."""
+    """Reads rope_theta, if the rotary embedding's dict has it. Args: found: receives problems, also of layer_types."""
     layers, count = raw.get("layer_types"), raw.get("num_hidden_layers")
     is_full = isinstance(layers, list) and len(layers) == count and {*map(str, layers)} == {"full_attention"}
     if layers is not None and not is_full:
