@@ -137,17 +137,17 @@ class UpdateReport:
 
 
 def compile_update(arch: str, state: str, master: str) -> UpdateReport:
-    from titan_mi100.optim import fused
+    from titan_mi100.optim import triton_update
 
     compiled = compiled_update(arch, state, master)
     registers, spilled, shared, _ = _read(compiled, arch)
-    threads = fused.LAUNCH["num_warps"] * wave(arch)
+    threads = triton_update.LAUNCH["num_warps"] * wave(arch)
     alone = _SUMS[master == "24bit"] * 4 * 256 // threads - _count_sums(compiled.asm)
     return UpdateReport(arch, state, master, registers, spilled, shared, alone)
 
 
 def compiled_update(arch: str, state: str, master: str) -> Any:
-    from titan_mi100.optim import fused, kernels
+    from titan_mi100.optim import kernels, triton_update
 
     kernel, moment = kernels.update_kernel, {"fp32": "*fp32", "bf16": "*i16", "8bit": "*u8"}[state]
     weight = "*fp32" if master == "fp32" else "*i16"
@@ -159,7 +159,7 @@ def compiled_update(arch: str, state: str, master: str) -> Any:
     constants = {(place,): fixed[name] for place, name in enumerate(kernel.arg_names) if name in fixed}
     aligned = [place for place, (name, kind) in enumerate(signature.items()) if kind[0] == "*" or name == "columns"]
     divisible = {(place,): [["tt.divisibility", 16]] for place in aligned}
-    return _compile(kernel, arch, signature, constants, divisible, dict(fused.LAUNCH))
+    return _compile(kernel, arch, signature, constants, divisible, dict(triton_update.LAUNCH))
 
 
 # Of an element: both moments, the divisor, the weight. 24-bit weights have three more: decay, noise, both together.

@@ -15,7 +15,7 @@ def wrong_kernel(shape: dict[str, Any], fault: str) -> dict[str, Any]:
     from torch import Tensor
 
     from titan_mi100.attention.base import Documents, Shape
-    from titan_mi100.attention.plain import Sdpa
+    from titan_mi100.attention.torch_backends import Sdpa
     from titan_mi100.workshop.measure.attention import judged
 
     class Wrong(Sdpa):

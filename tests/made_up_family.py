@@ -35,7 +35,7 @@ from titan_mi100.shapes.base import (
     Split,
 )
 from titan_mi100.shapes.families import FAMILIES, Family
-from titan_mi100.shapes.saved import BEFORE, FP32, MIX, Saved
+from titan_mi100.shapes.saved import FP32, MIX, PROJECT, Saved
 
 KERNEL, EXPERTS, CARRIED = 3, 2, "mtp.extra.weight"
 
@@ -84,7 +84,7 @@ class MadeUpSpec(ModelSpec):
             "o_proj.weight": Parameter((hidden, 2 * c), INPUTS),
         }
         # as `titan-mi100 plan --rehearse N --saved` lists it
-        before = (*[Saved("norm", hidden, BEFORE, FP32)] * 2, Saved("projections", hidden, BEFORE))
+        before = (*[Saved("norm", hidden, PROJECT, FP32)] * 2, Saved("projections", hidden, PROJECT))
         by_attention = Saved("q", q, MIX), Saved("k", k, MIX), Saved("v", k, MIX), Saved("output", q, MIX)
         by_delta = (*[Saved("mix", c, MIX)] * 11, *[Saved("mix", 2 * c, MIX)] * 2, *[Saved("mix", hidden, MIX)] * 4)
         after = (
@@ -115,7 +115,7 @@ class MadeUpSpec(ModelSpec):
     def attention(self) -> AttentionShape:
         return AttentionShape(self.heads, self.kv_heads, self.head_size)
 
-    def carries(self, name: str) -> bool:
+    def passes_through(self, name: str) -> bool:
         return name == CARRIED
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
@@ -163,8 +163,8 @@ class Experts(nn.Module):
 class Common(Layer):
     """The second half of both kinds of layers. Under tensor parallel o_proj and the experts give partial sums."""
 
-    gathers = ("norm", "second_norm")
-    scatters = ("o_proj", "experts")
+    sequence_gathered_after = ("norm", "second_norm")
+    sequence_scattered_after = ("o_proj", "experts")
 
     def __init__(self, spec: MadeUpSpec, shape: LayerShape, backend: Backend) -> None:
         super().__init__(spec, shape, backend)
@@ -174,10 +174,10 @@ class Common(Layer):
         self.experts = Experts(spec)
 
     @staticmethod
-    def where(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, ...]:
+    def rotary_tables(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, ...]:
         return ()
 
-    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
+    def output(self, x: Tensor, mixed: Tensor) -> Tensor:
         x = x + self.o_proj(mixed.flatten(2))
         return x + self.experts(self.second_norm(x))
 
@@ -189,7 +189,7 @@ class Attention(Common, AttentionLayer):
         self.q_proj = Linear(spec.hidden_size, spec.heads * spec.head_size, bias=True)
         self.k_proj, self.v_proj = (Linear(spec.hidden_size, spec.kv_heads * spec.head_size) for _ in range(2))
 
-    def before(self, x: Tensor, where: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def project(self, x: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x = self.norm(x)
         return tuple(p(x).unflatten(-1, (-1, self.head_size)) for p in (self.q_proj, self.k_proj, self.v_proj))
 
@@ -209,7 +209,7 @@ class DeltaLayer(Common):
         positions = np.concatenate([np.arange(length) for length in documents.lengths])
         return torch.from_numpy(positions.reshape(documents.batch, documents.seq)).to(device)
 
-    def before(self, x: Tensor, where: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def project(self, x: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x = self.norm(x)
         return tuple(projection(x) for projection in self.in_proj)
 
@@ -232,7 +232,7 @@ class DeltaLayer(Common):
             outputs.append(q[:, t, :, None] * state)
         return torch.stack(outputs, 1).flatten(2), state
 
-    def state(self, spec: ModelSpec, batch: int, length: int, dtype: torch.dtype, device: torch.device) -> dict:
+    def new_decode_state(self, spec: ModelSpec, batch: int, seq: int, dtype: torch.dtype, device: torch.device) -> dict:
         return {}
 
     def decode_step(self, parts: tuple[Tensor, ...], prepared: Any, state: Any, used: int, visible: Tensor) -> Tensor:

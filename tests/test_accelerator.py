@@ -54,5 +54,5 @@ def test_the_cpu_and_fake_tensors_are_no_gpu() -> None:
         found = torch.device(name)
         assert (accelerator.is_gpu(found), accelerator.is_cuda(found)) == (is_gpu, is_cuda)
     accelerator.synchronize(torch.device("cpu"))
-    with accelerator.current(torch.device("cpu")):
+    with accelerator.device_guard(torch.device("cpu")):
         assert accelerator.to_device(torch.ones(2), torch.device("cpu")).tolist() == [1, 1]

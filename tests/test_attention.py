@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map_only
 
 from titan_mi100.attention.backends import make_backend
 from titan_mi100.attention.base import NO_KERNEL, Backend, Documents, Shape
-from titan_mi100.attention.plain import Eager, Sdpa
 from titan_mi100.attention.running import running_kernel
+from titan_mi100.attention.torch_backends import Eager, Sdpa
 from titan_mi100.config.layout import Layout
 from titan_mi100.config.settings import Config
 from titan_mi100.data.microbatch import Microbatch, collate, for_the_model

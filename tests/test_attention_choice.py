@@ -14,7 +14,7 @@ from titan_mi100.attention import choice, trial
 from titan_mi100.attention.backends import make_backend
 from titan_mi100.attention.base import NO_KERNEL, Backend, Documents, Shape
 from titan_mi100.attention.choice import Choice, choose
-from titan_mi100.attention.plain import Eager, Sdpa
+from titan_mi100.attention.torch_backends import Eager, Sdpa
 from titan_mi100.attention.trial import Trial, judge, try_backend
 from titan_mi100.errors import UserError
 

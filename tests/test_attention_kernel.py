@@ -15,7 +15,7 @@ from titan_mi100.attention import trial
 from titan_mi100.attention.backends import make_backend
 from titan_mi100.attention.base import Backend, Documents, Shape, boundaries
 from titan_mi100.attention.launches import TABLES, Candidates, Launch, Tile, candidates
-from titan_mi100.attention.plain import Eager, Sdpa
+from titan_mi100.attention.torch_backends import Eager, Sdpa
 from titan_mi100.attention.trial import judge
 from titan_mi100.model.qwen3 import Qwen3
 

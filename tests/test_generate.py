@@ -22,10 +22,10 @@ from test_model import ours
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from titan_mi100.attention import plain
+from titan_mi100.attention import torch_backends
 from titan_mi100.errors import UserError
 from titan_mi100.generation import engine as inference
-from titan_mi100.generation.answers import read_rows
+from titan_mi100.generation.batch import read_rows
 from titan_mi100.model import decode
 from titan_mi100.model.decode import Cache, Generated, Sampling, check_lengths
 from titan_mi100.model.qwen3 import Qwen3
@@ -142,7 +142,7 @@ def test_the_head_runs_on_one_token_per_row_and_keys_are_read_where_they_are(mon
         read.extend((tensor.shape[1], tensor.untyped_storage().data_ptr(), 0 in tensor.stride()) for tensor in (k, v))
         return sdpa(q, k, v, **mask)
 
-    monkeypatch.setattr(plain.F, "scaled_dot_product_attention", recorded)
+    monkeypatch.setattr(torch_backends.F, "scaled_dot_product_attention", recorded)
     decode.forward(model, torch.tensor([[1], [2]]), cache)
     assert seen == [(2, 1, 64)] * 2
     assert read == [(2, state.untyped_storage().data_ptr(), False) for state in cache.states for _ in range(2)]

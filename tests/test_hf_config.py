@@ -18,7 +18,7 @@ from test_model import PAD, SPECS, reference
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from titan_mi100.attention.plain import Eager
+from titan_mi100.attention.torch_backends import Eager
 from titan_mi100.errors import UserError
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.shapes.base import parameter_shapes

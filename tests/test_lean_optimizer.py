@@ -185,8 +185,8 @@ def test_updates_are_torchs_in_fp64(kind: tuple[str, str]) -> None:
 
 
 def test_without_triton_it_is_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "titan_mi100.optim.fused", None)
-    monkeypatch.delattr("titan_mi100.optim.fused", raising=False)
+    monkeypatch.setitem(sys.modules, "titan_mi100.optim.triton_update", None)
+    monkeypatch.delattr("titan_mi100.optim.triton_update", raising=False)
     kernel, how = lean.choose_kernel(OptimizerConfig(state="8bit", master="24bit"), torch.device("cpu"))
     assert kernel is None and how.startswith("plain torch operations: ")
 

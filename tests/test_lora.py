@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from titan_mi100.attention.plain import Chunked
+from titan_mi100.attention.torch_backends import Chunked
 from titan_mi100.checkpoint.resume import FoundCheckpoint, check_same_run
 from titan_mi100.config.check import check
 from titan_mi100.config.layout import check_schedule

@@ -237,12 +237,12 @@ def test_files_have_whole_tensors_and_what_is_carried(world: World, tmp_path: Pa
     assert config.spec() == SPECS["untied"]
     case = split("untied", 2, 1)
     run = open_split(world, make_case("untied"), {**case, "load": str(base)})
-    assert dict(run.model.carried).keys() == {CARRIED}
+    assert dict(run.model.passed_through).keys() == {CARRIED}
     run.step()
     save(run, tmp_path / "saved")
     after = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     resumed = open_split(world, make_case("untied"), case, checkpoint=tmp_path / "saved" / "step-1")
-    assert resumed.model.carried[CARRIED].view(torch.int16).equal(carried.view(torch.int16))
+    assert resumed.model.passed_through[CARRIED].view(torch.int16).equal(carried.view(torch.int16))
     source = open_source(tmp_path / "saved" / "step-1")
     assert source.spec == SPECS["untied"]
     convert.to_hf(source, tmp_path / "hf", "keep", verify="bytes")

@@ -15,7 +15,7 @@ from made_up_family import MadeUpSpec
 from torch.profiler import ProfilerActivity, profile
 
 from titan_mi100.attention.base import Backend
-from titan_mi100.attention.plain import Sdpa
+from titan_mi100.attention.torch_backends import Sdpa
 from titan_mi100.config.check import check
 from titan_mi100.config.layout import stages_of
 from titan_mi100.config.load import load_config

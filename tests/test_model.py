@@ -9,7 +9,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from titan_mi100.attention.backends import make_backend
 from titan_mi100.attention.base import Documents
-from titan_mi100.attention.plain import document_mask
+from titan_mi100.attention.torch_backends import document_mask
 from titan_mi100.model import layers
 from titan_mi100.model.init import initial_values
 from titan_mi100.model.layers import multiply

@@ -10,7 +10,7 @@ from parity.table import LAYOUTS, Cell, launch
 from torch import nn
 
 from titan_mi100.config.load import load_config
-from titan_mi100.device import host
+from titan_mi100.device import pinned
 from titan_mi100.errors import UserError
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel import offload
@@ -170,13 +170,13 @@ def test_inputs_come_back_and_only_those_with_gradients_leave(monkeypatch: pytes
 
 
 def test_whole_pages_are_zeros_of_exactly_the_size_and_of_their_own() -> None:
-    found = host.whole_pages((3, 5), torch.bfloat16)
+    found = pinned.whole_pages((3, 5), torch.bfloat16)
     assert found.shape == (3, 5) and not found.any() and found.data_ptr() % 4096 == 0
     found.fill_(2)
-    assert not host.whole_pages((3, 5), torch.bfloat16).any() and found.sum() == 30
-    assert host.whole_pages((0, 5), torch.int8).shape == (0, 5)
+    assert not pinned.whole_pages((3, 5), torch.bfloat16).any() and found.sum() == 30
+    assert pinned.whole_pages((0, 5), torch.int8).shape == (0, 5)
     with pytest.raises(MemoryError, match="the host cannot allocate"):
-        host.whole_pages((1 << 46,), torch.float32)
+        pinned.whole_pages((1 << 46,), torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from interpreted import DEVICE
 from test_lean_optimizer import KINDS, dtype_of, optimizer_of, parameters, train
 from torch import Tensor
 
-from titan_mi100.optim import fused, lean
+from titan_mi100.optim import lean, triton_update
 
 
 def trained(kind: tuple[str, str], kernel: Any) -> list[Tensor]:
@@ -24,10 +24,10 @@ def trained(kind: tuple[str, str], kernel: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
 def test_the_kernel_leaves_the_bits_of_plain_torch_operations(kind: tuple[str, str]) -> None:
-    for plain, ours in zip(trained(kind, None), trained(kind, fused.update), strict=True):
+    for plain, ours in zip(trained(kind, None), trained(kind, triton_update.update), strict=True):
         assert torch.equal(plain, ours)
     kernel, how = lean.choose_kernel(lean.OptimizerConfig(state=kind[0], master=kind[1]), DEVICE)
-    assert kernel is fused.update and how == "one Triton kernel"
+    assert kernel is triton_update.update and how == "one Triton kernel"
 
 
 def test_it_is_not_compiled_again_for_numbers_that_change_with_each_step() -> None:
@@ -48,8 +48,8 @@ def test_a_kernel_that_differs_by_a_bit_is_not_used(
         if "residual" in tensors:
             tensors["residual"][0, 0] ^= 1
 
-    right = fused.update
-    monkeypatch.setattr(fused, "update", wrong)
+    right = triton_update.update
+    monkeypatch.setattr(triton_update, "update", wrong)
     kernel, how = lean.choose_kernel(lean.OptimizerConfig(state="8bit", master="24bit"), DEVICE)
     assert kernel is None and how == "plain torch operations"
     assert "gives other bits" in caplog.text
@@ -61,7 +61,7 @@ def test_a_kernel_that_cannot_be_built_is_replaced_and_the_remedy_named(
     def unbuilt(*_: Any) -> None:
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
 
-    monkeypatch.setattr(fused, "update", unbuilt)
+    monkeypatch.setattr(triton_update, "update", unbuilt)
     monkeypatch.setenv("CC", "no-compiler")
     kernel, how = lean.choose_kernel(lean.OptimizerConfig(state="8bit", master="24bit"), DEVICE)
     assert kernel is None and how == "plain torch operations"

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from titan_mi100.attention.plain import Sdpa
+from titan_mi100.attention.torch_backends import Sdpa
 from titan_mi100.config.layout import Layout
 from titan_mi100.config.settings import (
     ActivationCheckpointConfig,

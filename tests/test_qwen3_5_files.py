@@ -143,7 +143,7 @@ def test_what_was_trained_is_loaded_by_transformers_and_answers_alike(
     folder: Path, tmp_path: Path, world: World
 ) -> None:
     run = opened(folder, world)
-    assert {name.split(".")[0] for name in run.model.carried} == {"model", "mtp"}
+    assert {name.split(".")[0] for name in run.model.passed_through} == {"model", "mtp"}
     run.step()
     save(run, tmp_path / "saved")
     source = open_source(tmp_path / "saved" / "step-1", folder)
@@ -263,7 +263,7 @@ def test_tensors_are_named_as_the_folder_has_them(folder: Path, tmp_path: Path) 
     layer, of_vision = "model.language_model.layers.0.mlp.up_proj.weight", stored[f"model.{name}"]
 
     def check(path: Path) -> None:
-        check_weights(path, lambda _: parameter_shapes(spec), spec.own_name, spec.carries)
+        check_weights(path, lambda _: parameter_shapes(spec), spec.own_name, spec.passes_through)
 
     save_file({**text, f"model.language_model.{name}": of_vision}, given / "model.safetensors")
     check(given)

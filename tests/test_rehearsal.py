@@ -291,9 +291,9 @@ def test_it_lists_what_a_layer_saves_in_the_form_of_shapes(capsys: pytest.Captur
     assert rehearse.main([*SMALL, "--saved"]) == 0
     heading, *lines = capsys.readouterr().out.splitlines()
     assert re.match(r"# attention: [\d,]+ bytes per token in bf16; by its list in shapes/ [\d,]+$", heading)
-    assert 'Saved("input_layernorm", self.hidden_size, BEFORE, FP32),' in lines
-    assert lines.count('Saved("mlp", self.intermediate_size, AFTER),') == 3
-    names = {name: getattr(saved, name) for name in ("Saved", "BEFORE", "MIX", "AFTER", "FP32")}
+    assert 'Saved("input_layernorm", self.hidden_size, PROJECT, FP32),' in lines
+    assert lines.count('Saved("mlp", self.intermediate_size, OUTPUT),') == 3
+    names = {name: getattr(saved, name) for name in ("Saved", "PROJECT", "MIX", "OUTPUT", "FP32")}
     pasted = eval(f"[{''.join(lines)}]", {**names, "self": PRESETS["debug"]})
     assert rehearse.main([*SMALL, "--saved", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"attention": [tensor._asdict() for tensor in pasted]}

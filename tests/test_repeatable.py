@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_mi100.attention import choice
 from titan_mi100.attention.base import Documents, Shape
-from titan_mi100.attention.library import Flex, key_blocks
-from titan_mi100.attention.plain import Chunked, Sdpa
+from titan_mi100.attention.external_backends import Flex, key_blocks
+from titan_mi100.attention.torch_backends import Chunked, Sdpa
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,7 @@ class Settings(TorchDispatchMode):
 def test_deterministic_algorithms_are_on_in_attention_alone(
     warn_only: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("titan_mi100.attention.plain.differs", lambda _: True)  # as a CUDA device
+    monkeypatch.setattr("titan_mi100.attention.torch_backends.differs", lambda _: True)  # as a CUDA device
     q, k, v = (torch.randn(1, 8, heads, 16, requires_grad=True) for heads in (4, 2, 2))
     documents = Documents(1, 8, (3, 5))
     before = warn_only is not None
@@ -57,7 +57,7 @@ def test_deterministic_algorithms_are_on_in_attention_alone(
 
 def test_explicit_scores_are_not_asked_to_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuBLAS, which computes them on CUDA, refuses; their sums have one order anyway."""
-    monkeypatch.setattr("titan_mi100.attention.plain.differs", lambda _: True)
+    monkeypatch.setattr("titan_mi100.attention.torch_backends.differs", lambda _: True)
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **mask: 0)  # SDPBackend.MATH
     with Settings() as seen:
         q = torch.randn(1, 8, 2, 16, requires_grad=True)
@@ -127,5 +127,5 @@ def test_generation_takes_sdpa_where_torch_has_a_kernel_for_it(
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0] if kernel else q + k + v
 
     functional = SimpleNamespace(scaled_dot_product_attention=sdpa)
-    monkeypatch.setattr("titan_mi100.attention.plain.F", functional)
+    monkeypatch.setattr("titan_mi100.attention.torch_backends.F", functional)
     assert type(choice.without_trial(Shape(1, 64, 4, 2, 16, "float32"), CPU)) is expected

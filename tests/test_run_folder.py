@@ -387,12 +387,12 @@ def test_a_run_whose_folder_was_renamed_stops_and_writes_nothing_elsewhere(
         run.observers.append(renames)
         return run
 
-    def leave(code: int, _: bool) -> None:
+    def exit_process(code: int, _: bool) -> None:
         raise SystemExit(code)
 
     monkeypatch.setattr(train_module, "open_run", opened)
     monkeypatch.setattr(train_module.distributed, "init_distributed", lambda **_: world)
-    monkeypatch.setattr(train_module.distributed, "leave", leave)
+    monkeypatch.setattr(train_module.distributed, "exit_process", exit_process)
     heartbeat: Any = SimpleNamespace(note=lambda _: None, is_in=lambda _: None)
     with pytest.raises(SystemExit) as ended:
         train_module.main(load_config(settings(folder, **more), 1), NEVER, heartbeat)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from titan_mi100.config.settings import DataConfig
 from titan_mi100.data.encode import supervise
 from titan_mi100.data.prepare import prepare_data
 from titan_mi100.errors import UserError
-from titan_mi100.generation.answers import command_parser, template_variables
+from titan_mi100.generation.batch import command_parser, template_variables
 from titan_mi100.generation.engine import PromptBuilder
 from titan_mi100.shapes.families import PRESETS
 from titan_mi100.text.assets import PROMPTS, prompt_settings, read_assets, run_assets

@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 class Logps(NamedTuple):
-    """Of some answers, of the same shape, in fp32 or fp64."""
+    """Log probabilities of answers, of the same shape, in fp32 or fp64."""
 
     sums: Tensor  # log p of each
-    reference: Tensor  # the same of the reference; zeros without one
+    reference: Tensor  # the reference's log p; zeros without a reference
     tokens: Tensor  # learned tokens of each
 
     @property
     def mean(self) -> Tensor:
-        """log p per token."""
+        """Mean of log p per token."""
         return self.sums / self.tokens
 
     @property
     def ratio(self) -> Tensor:
-        """log p - reference."""
+        """Difference of log p and the reference's."""
         return self.sums - self.reference
 
     @property
@@ -47,8 +47,9 @@ class Loss:
     """A loss of pairs, or of single answers.
 
     Attributes:
-        of: (factors, chosen, rejected) -> loss of each pair; unpaired: (factors, answers, 1 wanted or -1 not).
-        defaults: of its factors; 0: it has none.
+        of: (settings, chosen, rejected) -> loss of each pair; unpaired: (settings, answers, sign); sign is +1 for a
+            wanted answer, else -1.
+        defaults: of its settings; 0: it does not have the setting.
         is_per_token: a reward is beta times the mean over an answer's tokens, not the sum.
     """
 
@@ -59,7 +60,7 @@ class Loss:
     is_per_token: bool = False
 
     def reward(self, beta: float, answers: Logps) -> Tensor:
-        """beta log(p / reference); without a reference, which is zero, beta log p."""
+        """The reward beta log(p / reference); without a reference, which is zero, beta log p."""
         return beta * (answers.mean_ratio if self.is_per_token else answers.ratio)
 
 
@@ -104,7 +105,7 @@ def _orpo(f: LossSettings, chosen: Logps, rejected: Logps) -> Tensor:
 
 
 def log_of_rest(log_p: Tensor) -> Tensor:
-    """log(1 - exp(log_p)), log_p <= 0, accurate on both sides of -log 2 (Maechler, "log1mexp", 2012); finite at 0."""
+    """Computes log(1 - exp(log_p)), accurate on both sides of -log 2 (Maechler, "log1mexp", 2012); finite at 0."""
     import torch
 
     log_p = log_p.clamp(max=-torch.finfo(log_p.dtype).eps)

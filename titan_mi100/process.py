@@ -88,7 +88,7 @@ def run_process(
     # Our launcher reads the exit code from a file. Exiting with 0 avoids torchrun's page about failed workers; also if
     # the launcher was killed (preemption.py takes the file's name away then).
     was_killed = "TITAN_LAUNCHER_PID" in os.environ and "TITAN_OUTCOME" not in os.environ
-    distributed.leave(0 if all_ranks and (was_killed or launcher_is_told()) else ended.exit_code, all_ranks)
+    distributed.exit_process(0 if all_ranks and (was_killed or launcher_is_told()) else ended.exit_code, all_ranks)
 
 
 _FIX = "fix the problem above"

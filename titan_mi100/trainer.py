@@ -73,7 +73,7 @@ class _Gathered(NamedTuple):
 
 
 class Hooks:
-    """What a step asks of the run around it. These do nothing; a run has its own."""
+    """Questions of a step to the run around it. These do nothing; a run has its own."""
 
     def begin(self, part: str) -> None:
         """Called when a part of a step begins. Args: part: its name."""
@@ -93,7 +93,7 @@ class Hooks:
 
 @dataclass(frozen=True)
 class UpdateRules:
-    """How a step's gradient becomes an update.
+    """Rules by which a step's gradient becomes an update.
 
     Attributes:
         max_norm: clip the gradient's global norm to this; 0: off.

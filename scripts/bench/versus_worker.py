@@ -114,7 +114,7 @@ def ours(options: argparse.Namespace) -> None:
         losses.append(run.step().loss)
         turns.end()
     turns.losses(losses)
-    distributed.leave(0)
+    distributed.exit_process(0)
 
 
 def trl(options: argparse.Namespace) -> None:

@@ -100,7 +100,7 @@ def worker(folder: Path, repeats: int, spec: ModelSpec) -> None:
     }
     if world.rank == 0:
         (folder / "figures.json").write_text(json.dumps(figures))
-    distributed.leave(0)
+    distributed.exit_process(0)
 
 
 class _NoHash:

@@ -45,4 +45,4 @@ if __name__ == "__main__":
         found = run_split(here, case, split, data=data_of(case)) if split.get("objective") else {}
         results.append({**found, "recorded": recorded(here, case, split) if "k" in split else None})
     torch.save(results, output / f"rank-{here.rank}.pt")
-    distributed.leave(0)
+    distributed.exit_process(0)

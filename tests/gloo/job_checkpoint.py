@@ -163,4 +163,4 @@ if __name__ == "__main__":
     result |= {f"wrong on {here}": refusals(runs[2], target, here) for here in (1, 3)}
     result |= {f"failing, {b}": failing(runs[2], target / f"failing-{b}", b) for b in (False, True)}
     (target / f"{everybody.rank}.json").write_text(json.dumps(result))
-    distributed.leave(0)
+    distributed.exit_process(0)

@@ -142,7 +142,7 @@ def main(folder: Path) -> None:
         "rank 4": run(world, folder / "rank-4", rank_4, 50, keep_at=(50,)),
     }
     torch.save(found, folder / f"rank-{world.rank}.pt")
-    distributed.leave(0)
+    distributed.exit_process(0)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def run(world: World, case: dict, split: dict, folder: Path) -> dict[str, Any]:
         "weights": {name: tensor for name, tensor in after.items() if is_adapter(name)},
         "changed": {name for name, tensor in after.items() if not torch.equal(tensor, base[name])},
         "dtypes": {name: tensor.dtype for name, tensor in after.items()},
-        "copies": len(run.model.copies()),
+        "copies": len(run.model.replicated_parameters()),
         "draw": torch.rand(1).item(),
     }
 
@@ -51,4 +51,4 @@ if __name__ == "__main__":
     splits = [run_split(here, job["cases"][split["case"]], split) for split in job["splits"]]
     runs = {name: run(here, job["cases"][split["case"]], split, output) for name, split in job["runs"].items()}
     torch.save({"splits": splits, "runs": runs}, output / f"rank-{here.rank}.pt")
-    distributed.leave(0)
+    distributed.exit_process(0)

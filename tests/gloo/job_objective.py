@@ -21,4 +21,4 @@ if __name__ == "__main__":
     start.choose = lambda _: PairLoss()
     results = [run_split(here, job["case"], split, data=data) for split in job["splits"]]
     torch.save(results, output / f"rank-{here.rank}.pt")
-    distributed.leave(0)
+    distributed.exit_process(0)

@@ -87,4 +87,4 @@ if __name__ == "__main__":
         found[name] = {"steps": first + last, "progress": progress, "again": again, "same": same}
         found[name]["cause"] = cause_of(resumed, folder, knows=int(name != "TP2"))
     torch.save(found, folder / f"rank-{here.rank}.pt")
-    distributed.leave(0)
+    distributed.exit_process(0)

@@ -131,4 +131,4 @@ if __name__ == "__main__":
     job = torch.load(sys.argv[1], weights_only=False)
     results = [run_split(here, job["cases"][split["case"]], split) for split in job["splits"]]
     torch.save(results, Path(sys.argv[2]) / f"rank-{here.rank}.pt")
-    distributed.leave(0)
+    distributed.exit_process(0)

@@ -57,4 +57,4 @@ if __name__ == "__main__":
     said += [crash_on_rank_zero(world.rank), meet_late(0, world.rank), meet_late(1, world.rank)]
     said += [str(distributed.sum_over_ranks([world.rank + 0.5, 2**53 - 1], world.device))]
     (Path(sys.argv[1]) / f"{world.rank}.txt").write_text("\n".join(said))
-    distributed.leave(0)
+    distributed.exit_process(0)

@@ -93,4 +93,4 @@ if __name__ == "__main__":
     job = torch.load(sys.argv[1], weights_only=False)
     results = [second_step(here, case) for case in job]
     torch.save(results, Path(sys.argv[2]) / f"rank-{here.rank}.pt")
-    distributed.leave(0)
+    distributed.exit_process(0)

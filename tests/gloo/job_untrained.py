@@ -29,4 +29,4 @@ if __name__ == "__main__":
     here = distributed.init_distributed()
     job, folder = torch.load(sys.argv[1], weights_only=False), Path(sys.argv[2])
     steps(here, job["splits"], folder)
-    distributed.leave(0)
+    distributed.exit_process(0)

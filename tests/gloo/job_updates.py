@@ -83,4 +83,4 @@ if __name__ == "__main__":
     here = distributed.init_distributed()
     results = [run_case(here, case) for case in json.loads(sys.argv[1])]
     torch.save(results, Path(sys.argv[2]) / f"rank-{here.rank}.pt")
-    distributed.leave(0)
+    distributed.exit_process(0)

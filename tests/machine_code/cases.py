@@ -19,10 +19,10 @@ from titan_mi100.attention import kernels
 from titan_mi100.attention.backends import make_backend
 from titan_mi100.attention.base import Documents
 from titan_mi100.attention.launches import Launch, candidates
-from titan_mi100.attention.plain import Eager
+from titan_mi100.attention.torch_backends import Eager
 from titan_mi100.errors import UserError
-from titan_mi100.optim import fused
 from titan_mi100.optim import kernels as optimizer_kernels
+from titan_mi100.optim import triton_update
 
 if "lld" not in REQUIRED and not (any(map(shutil.which, LINKERS)) and find_spec("triton.backends.amd")):
     pytest.skip("no ld.lld (apt-get install lld-16), or a triton without AMD's compiler", allow_module_level=True)
@@ -94,7 +94,7 @@ def updated(kind: tuple[str, str], kernel: Any) -> list[torch.Tensor]:
 def equals_plain_torch(kind: tuple[str, str], arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (compiled,) = compile_all([Update(arch, *kind)])
     monkeypatch.setattr(optimizer_kernels, "update_kernel", Emulated(compiled, "at random"))
-    for plain, ours in zip(updated(kind, None), updated(kind, fused.update), strict=True):
+    for plain, ours in zip(updated(kind, None), updated(kind, triton_update.update), strict=True):
         assert torch.equal(plain.reshape(-1).view(torch.uint8), ours.reshape(-1).view(torch.uint8))
 
 

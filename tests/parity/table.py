@@ -269,7 +269,7 @@ def worker(folder: Path) -> None:
     world = distributed.init_distributed()
     records = [run_cell(Cell(**cell), world) for cell in torch.load(folder / "cells.pt", weights_only=False)]
     torch.save(records, folder / f"rank-{world.rank}.pt")
-    distributed.leave(0)
+    distributed.exit_process(0)
 
 
 def measure(jobs: Sequence[Cell], folder: Path) -> list[Result]:

@@ -3,8 +3,8 @@
 In every backend a token attends to itself and to the earlier tokens of its own document. A kernel that cannot separate
 documents must not become a backend. Tensors are (batch, seq, heads, head_dim).
 
-`plain.py` has the backends that need only PyTorch; `choice.py` decides which one a run uses. To add a kernel, add a
-file with a subclass of Backend, and a line in `config/kernels.py`.
+`torch_backends.py` has the backends that need only PyTorch; `choice.py` decides which one a run uses. To add a kernel,
+add a file with a subclass of Backend, and a line in `config/kernels.py`.
 """
 
 from abc import ABC, abstractmethod
@@ -92,7 +92,7 @@ class Backend(ABC):
 
     @abstractmethod
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any) -> Tensor:
-        """softmax(q k^T / sqrt(head_dim)) v inside documents.
+        """Computes softmax(q k^T / sqrt(head_dim)) v inside documents.
 
         Args:
             q: (batch, seq, heads, head_dim). k, v: (batch, seq, kv_heads, head_dim); heads is a multiple of kv_heads.
@@ -104,7 +104,7 @@ class Backend(ABC):
 
 
 def boundaries(documents: Documents) -> np.ndarray:
-    """For each token of the flattened batch: the first token of its document, and the token after its last one.
+    """Bounds of each token's document in the flattened batch: its first token, and the token after its last one.
 
     Returns:
         (2, batch x seq) int32.

@@ -8,8 +8,8 @@ import torch
 
 from titan_mi100.attention.backends import make_backend
 from titan_mi100.attention.base import NO_KERNEL, Backend, Documents, Shape
-from titan_mi100.attention.plain import Chunked, Sdpa
 from titan_mi100.attention.running import running_kernel
+from titan_mi100.attention.torch_backends import Chunked, Sdpa
 from titan_mi100.attention.trial import PATIENCE, Trial, try_backend
 from titan_mi100.config.kernels import AUTO, EXPLICIT, FASTEST, KERNELS, OWN, REFERENCE
 from titan_mi100.errors import UserError

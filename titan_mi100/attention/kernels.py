@@ -54,7 +54,7 @@ def forward_kernel(
     q, k, v, out, lse, boundaries, scale, tokens, q_stride, k_stride, v_stride, out_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out = softmax(q k^T scale) v and lse = log2(sum(exp(scores))), for BLOCK_Q queries of one head."""
+    """Computes out = softmax(q k^T scale) v and lse = log2(sum(exp(scores))), for BLOCK_Q queries of one head."""
     rows, there, starts, first, last, latest_start = _own_queries(boundaries, tokens, BLOCK_Q)
     head = tl.program_id(1)
     k += head // GROUP * HEAD_DIM
@@ -90,7 +90,7 @@ def queries_gradient_kernel(
     scale, tokens, q_stride, k_stride, v_stride, out_stride, grad_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """grad_q, and delta = sum(out * grad), for BLOCK_Q queries of one head. grad is that of the output."""
+    """Computes grad_q, and delta = sum(out * grad), for BLOCK_Q queries of one head. grad is that of the output."""
     rows, there, starts, first, last, latest_start = _own_queries(boundaries, tokens, BLOCK_Q)
     head = tl.program_id(1)
     k += head // GROUP * HEAD_DIM
@@ -125,7 +125,7 @@ def keys_gradient_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """grad_k (if KEYS) and grad_v (if VALUES) for BLOCK_K keys of one key head; `delta` is from
+    """Computes grad_k (if KEYS) and grad_v (if VALUES) for BLOCK_K keys of one key head; `delta` is from
     queries_gradient_kernel. Tiles are (keys, queries) here: their scores are transposed, so that they are the left
     factor of both sums as they are."""
     first = tl.program_id(0) * BLOCK_K

@@ -1,7 +1,7 @@
 """Launch settings of our Triton kernels, by architecture, head size and dtype. Needs neither Triton nor torch.
 
 tests/compile_report.py compiles every launch for the cards that it is for: none needs more shared memory than there is,
-and none keeps registers in memory, but for one of gfx1100, see there. docs/PERFORMANCE.md says with which Triton. A
+and none spills registers, except one on gfx1100 (see its table). docs/PERFORMANCE.md says with which Triton. A
 trial on the card decides between them (trial.py), and refuses one that is wrong there.
 """
 
@@ -119,7 +119,7 @@ def candidates(arch: str, head_dim: int, itemsize: int) -> Candidates:
         itemsize: bytes of an element of q, k and v.
 
     Raises:
-        UserError: there is none, and why.
+        UserError: no launch fits; the message says why.
     """
     known = {arch for arch, _, _ in TABLES}
     family = next((name for start, name in _FAMILIES.items() if arch not in known and arch.startswith(start)), arch)

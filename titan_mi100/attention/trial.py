@@ -27,8 +27,8 @@ from torch import Tensor
 from titan_mi100.attention.backends import make_backend
 from titan_mi100.attention.base import Backend, Documents, Shape
 from titan_mi100.attention.launches import Launch, candidates
-from titan_mi100.attention.plain import Chunked
 from titan_mi100.attention.running import running_kernel
+from titan_mi100.attention.torch_backends import Chunked
 from titan_mi100.config.kernels import KERNELS, OWN
 from titan_mi100.device import accelerator
 from titan_mi100.device.compiler import cannot_compile

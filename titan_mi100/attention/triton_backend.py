@@ -33,7 +33,7 @@ def _start(
     """Launch a kernel on a grid of `programs`."""
     blocks = {"BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, **fixed}
     shape = {"GROUP": q.shape[2] // k.shape[2], "HEAD_DIM": q.shape[3], **blocks}
-    with accelerator.current(q.device):
+    with accelerator.device_guard(q.device):
         kernel[programs](*arguments, **shape, **options(tile, _arch(q.device)))
 
 

@@ -37,7 +37,7 @@ from titan_mi100.checkpoint.hashed_files import HashedFiles
 from titan_mi100.checkpoint.keys import OPTIMIZER, parameter_of, rank_of, rank_prefix
 from titan_mi100.checkpoint.resume import TRAINER, open_checkpoint
 from titan_mi100.config.layout import Layout
-from titan_mi100.device import accelerator, host
+from titan_mi100.device import accelerator, pinned
 from titan_mi100.errors import NumericalError, SaveError, UserError
 from titan_mi100.files.durable import sync
 from titan_mi100.files.stored import open_dcp
@@ -63,7 +63,7 @@ _PATIENCE = timedelta(hours=2)  # how long a background writer waits for the oth
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """How checkpoints are saved.
+    """Options of saving.
 
     Attributes:
         keep_latest_k: how many intact checkpoints to keep; 0: all.
@@ -146,7 +146,7 @@ class Checkpointer:
         """
         self.wait()
         extra = self._extra_state()
-        if broken := first_found(_not_finite(dict(self._tensors()) | extra, self._model.carried)):
+        if broken := first_found(_not_finite(dict(self._tensors()) | extra, self._model.passed_through)):
             raise NumericalError(f"step {step}: {broken} is not finite; no checkpoint was made of it")
         tensors = self._written_here() | extra
         size = sum(local_part(tensor)[0].nbytes for tensor in tensors.values())
@@ -376,15 +376,15 @@ class Checkpointer:
         """The checkpoint's tensors that this rank holds, by their names, which are the same in every layout."""
         for name, parameter in self._model.saved_parameters():
             yield name, parameter.detach()
-        yield from self._model.carried.items()
+        yield from self._model.passed_through.items()
         for name, tensor in self._optimizer.named_state():
             yield OPTIMIZER + name, tensor
 
     def _written_here(self) -> dict[str, Tensor]:
         """The tensors that this rank writes: those of which it is the first holder."""
-        copies = set(map(id, self._model.copies()))
-        owned = {name for name, parameter in self._model.saved_parameters() if id(parameter) not in copies}
-        owned |= self._model.carried.keys()
+        replicas = set(map(id, self._model.replicated_parameters()))
+        owned = {name for name, parameter in self._model.saved_parameters() if id(parameter) not in replicas}
+        owned |= self._model.passed_through.keys()
 
         def is_first(tensor: Tensor) -> bool:
             return local_part(tensor)[1] if isinstance(tensor, DTensor) else self._first_of_stage
@@ -407,7 +407,7 @@ class Checkpointer:
 
     def _host_memory(self, like: Tensor) -> Tensor:
         try:
-            return host.page_locked_zeros(like.shape, like.dtype, like.device)
+            return pinned.page_locked_zeros(like.shape, like.dtype, like.device)
         except (MemoryError, RuntimeError, AssertionError) as error:  # the last two: torch has no such driver
             if not self._is_slow:
                 log.warning(f"saves in the background copy more slowly, from memory that is not locked: {error}")

@@ -12,7 +12,7 @@ def rank_prefix(kind: str, rank: int) -> str:
 
 
 def rank_of(name: str) -> tuple[str, int] | None:
-    """(kind, rank) of a tensor that is per-rank state; None: it belongs to the whole job."""
+    """Kind and rank of a tensor that is per-rank state; None: it belongs to the whole job."""
     match = _OF_A_RANK.match(name)
     return (match[1], int(match[2])) if match else None
 

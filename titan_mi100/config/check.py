@@ -162,7 +162,7 @@ def check_start(config: Config) -> None:
     if load:
         try:
             shapes = lambda names: spec.as_stored(names, {}).in_files(parameter_shapes(spec))  # noqa: E731
-            check_weights(Path(load), shapes, spec.own_name, spec.carries)
+            check_weights(Path(load), shapes, spec.own_name, spec.passes_through)
         except UserError as error:
             raise UserError(f"{error}{hub_hint(load)}") from None
         assets.check_generation(assets.folder_of(load))

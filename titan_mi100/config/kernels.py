@@ -14,12 +14,12 @@ class Kernel(NamedTuple):
 
 KERNELS = {
     "triton": Kernel("triton_backend:Triton", packages=("triton", "pytorch-triton-rocm", "triton-rocm")),
-    "varlen": Kernel("library:TorchVarlen"),
-    "flash_attn": Kernel("library:FlashAttention", packages=("flash_attn",)),
-    "flex": Kernel("library:Flex"),
-    "sdpa": Kernel("plain:Sdpa", is_plain=True),
-    "chunked": Kernel("plain:Chunked", is_plain=True),
-    "eager": Kernel("plain:Eager", is_plain=True),
+    "varlen": Kernel("external_backends:TorchVarlen"),
+    "flash_attn": Kernel("external_backends:FlashAttention", packages=("flash_attn",)),
+    "flex": Kernel("external_backends:Flex"),
+    "sdpa": Kernel("torch_backends:Sdpa", is_plain=True),
+    "chunked": Kernel("torch_backends:Chunked", is_plain=True),
+    "eager": Kernel("torch_backends:Eager", is_plain=True),
 }
 OWN, EXPLICIT, REFERENCE = "triton", "chunked", "eager"  # our kernels; needs no kernel; S x S scores in full
 AUTO = "auto"

@@ -31,7 +31,7 @@ def count() -> int:
 
 
 def unsupported_accelerator() -> str:
-    """An accelerator of this machine that no run takes; "": there is none."""
+    """Name of an accelerator of this machine that is not supported (xpu, mps); "" if there is none."""
     others = {"Intel's GPU (xpu)": torch.xpu.is_available(), "Apple's GPU (mps)": torch.backends.mps.is_available()}
     return next((name for name, is_there in others.items() if is_there), "") if kind() == "cpu" else ""
 
@@ -44,13 +44,13 @@ def select(index: int) -> torch.device:
 
 
 def group_backend() -> str:
-    """For init_process_group: collectives on the device's tensors by its own library, on the CPU's by gloo."""
+    """The backend for init_process_group: the device's own library for its tensors, gloo for those of the CPU."""
     library = torch.distributed.Backend.default_device_backend_map.get(kind(), "")
     return "gloo" if kind() == "cpu" else f"cpu:gloo,{kind()}:{library}"
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether it computes beside the host, with memory of its own."""
+    """Whether the device has its own memory and runs asynchronously."""
     return device.type not in ("cpu", "meta")
 
 
@@ -65,23 +65,23 @@ def is_rocm() -> bool:
 
 
 def runtimes() -> dict[str, str | None]:
-    """Versions of what this torch was built for; None: not for that."""
+    """Versions of HIP and CUDA that this torch was built for; None: not built for it."""
     return {"hip": torch.version.hip, "cuda": torch.version.cuda}
 
 
 def properties(device: torch.device) -> Any:
-    """As torch gives them: name, total_memory, multi_processor_count ..."""
+    """Torch's properties of the device: name, total_memory, multi_processor_count ..."""
     return module(device).get_device_properties(device)
 
 
 def memory(device: torch.device) -> tuple[int, int]:
-    """Bytes that are free, and all; of a GPU."""
+    """Free and total bytes of a GPU."""
     free, total = module(device).mem_get_info(device)
     return free, total
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that torch's allocator has held of a GPU."""
+    """Most bytes that torch's allocator has held of a GPU."""
     return int(module(device).max_memory_reserved(device))
 
 
@@ -91,8 +91,8 @@ def synchronize(device: torch.device) -> None:
         module(device).synchronize(device)
 
 
-def current(device: torch.device) -> AbstractContextManager[object]:
-    """Makes it the current device inside: Triton launches on that."""
+def device_guard(device: torch.device) -> AbstractContextManager[object]:
+    """Make it the current device inside the context: Triton launches on that."""
     return module(device).device(device) if is_gpu(device) else nullcontext()
 
 
@@ -104,16 +104,20 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def lock_pages(pages: Tensor) -> int:
-    """Register host memory with the driver, so that the device copies from and to it directly. The driver's error."""
+    """Register host memory with the driver, so that the device copies from and to it directly.
+
+    Returns:
+        The driver's error code; 0 is success.
+    """
     return int(torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.nbytes, 0))
 
 
 def activities(device: torch.device) -> list[ProfilerActivity]:
-    """What the profiler records."""
+    """The profiler activities of this device."""
     return [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * is_cuda(device)
 
 
 def remember_allocations(most: int) -> Callable[[str], None]:
-    """Record the allocator's history; a function that writes it, with what is allocated, to a file."""
+    """Record the allocator's history. Returns a function that writes it, with the current allocations, to a file."""
     torch.cuda.memory._record_memory_history(max_entries=most, stacks="python")
     return torch.cuda.memory._dump_snapshot

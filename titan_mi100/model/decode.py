@@ -1,6 +1,6 @@
 """Token generation with a cache of keys and values (KV cache).
 
-It runs the model's own modules: `Layer.before` and `after`, with `decode_step` between them, which
+It runs the model's own modules: `Layer.project` and `output`, with `decode_step` between them, which
 reads the cache. tests/test_generate.py compares it with transformers' `generate` and logits processors.
 """
 
@@ -23,7 +23,7 @@ from titan_mi100.shapes.base import ModelSpec
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. The filters apply in this order, as in transformers.
+    """Choice of the next token. The filters apply in this order, as in transformers.
 
     Raises:
         UserError: values out of range, or filters with greedy decoding, where they have no effect; one line each.
@@ -127,8 +127,8 @@ def check_lengths(spec: ModelSpec, lengths: Mapping[str, int], max_new_tokens: i
 
 
 class Cache:
-    """What each layer keeps of earlier tokens. Prompts are padded on the left, so that the newest token of every row is
-    in the last used column.
+    """KV caches and recurrent states of all layers. Prompts are padded on the left, so that the newest token of every
+    row is in the last used column.
     """
 
     def __init__(self, model: CausalLM, prompts: Sequence[list[int]], max_new_tokens: int) -> None:
@@ -145,8 +145,8 @@ class Cache:
         self.prompts = padded.to(weight.device)  # (batch, longest)
         self.padding = torch.tensor(padding, device=weight.device)[:, None]
         self.used = 0  # positions filled so far, padding included
-        dtype, length = decoder.dtype or weight.dtype, longest + max_new_tokens
-        self.states = [layer.state(decoder.spec, batch, length, dtype, weight.device) for layer in decoder.blocks()]
+        dtype, seq, device = decoder.dtype or weight.dtype, longest + max_new_tokens, weight.device
+        self.states = [layer.new_decode_state(decoder.spec, batch, seq, dtype, device) for layer in decoder.blocks()]
 
 
 def forward(model: CausalLM, ids: Tensor, cache: Cache) -> Tensor:
@@ -161,12 +161,12 @@ def forward(model: CausalLM, ids: Tensor, cache: Cache) -> Tensor:
     decoder, until = model.model, cache.used + ids.shape[1]
     assert decoder.norm is not None
     columns = torch.arange(until, device=ids.device)
-    where, visible = decoder.where(columns[cache.used :] - cache.padding), columns >= cache.padding
+    tables, visible = decoder.rotary_tables(columns[cache.used :] - cache.padding), columns >= cache.padding
     x = decoder.embed(ids)
     for layer, state in zip(decoder.blocks(), cache.states, strict=True):
         kind = layer.shape.kind
-        parts, prepared = layer.before(x, where[kind]), cache.documents[kind]
-        x = layer.after(x, layer.decode_step(parts, prepared, state, cache.used, visible))
+        parts, prepared = layer.project(x, tables[kind]), cache.documents[kind]
+        x = layer.output(x, layer.decode_step(parts, prepared, state, cache.used, visible))
     cache.used = until
     return model.head(decoder.norm(x[:, -1:]))[:, 0]  # logits of the last token only: the head is large
 

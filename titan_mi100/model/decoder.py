@@ -1,4 +1,4 @@
-"""What all model families share: embedding, layers, final norm, head. A family brings its layer (see qwen3.py).
+"""The part that model families share: embedding, layers, final norm, head. A family brings its layer (see qwen3.py).
 
 The model knows nothing of parallelism, except that a rank may hold a subset of the layers (a pipeline stage) and a
 shard of each weight (tensor parallel). Parameters carry HF's full names, so that a checkpoint's bytes move without
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import noop_context_fn
 
 from titan_mi100.attention.base import Backend, Documents
-from titan_mi100.attention.plain import Eager, cached
+from titan_mi100.attention.torch_backends import Eager, cached
 from titan_mi100.config.layout import Stage
 from titan_mi100.model.layers import RMSNorm, local_weight, multiply
 from titan_mi100.model.loss import head_loss
@@ -24,68 +24,69 @@ from titan_mi100.shapes.base import LayerShape, ModelSpec
 
 
 class Layer(nn.Module):
-    """One layer in three parts: before its positions mix, the mixing, after it. Wrappers assume no more than this.
+    """One layer in three parts: `project`, `mix` and `output`. Wrappers assume no more than this.
 
     The parts are separate because the mixing depends on the documents of each microbatch: torch.compile can include it
     only if the backend takes the documents as tensors (see build.apply_compile).
 
     Attributes:
         shape: the layer as data; its parameters say how tensor parallel splits them.
-        gathers: modules behind which tensor parallel gathers the sequence: what follows reads all of it.
-        scatters: modules whose outputs are partial sums under tensor parallel: they are summed over the ranks, and each
-            keeps a part of the sequence.
+        sequence_gathered_after: modules after which tensor parallel gathers the sequence: what follows reads all of it.
+        sequence_scattered_after: modules whose outputs are partial sums under tensor parallel: they are summed over the
+            ranks, and each keeps a part of the sequence.
         in_fp32: modules whose weights are fp32 in every computation; each is called as a module.
         routers: modules that are not trained unless training.train_router is set.
         compiled: methods that torch.compile can compile, each as one graph.
-        contexts: torch.utils.checkpoint's context_fn.
+        recompute_contexts: torch.utils.checkpoint's context_fn.
     """
 
     in_fp32: ClassVar[Collection[str]] = ()
     routers: ClassVar[Collection[str]] = ()
-    compiled: ClassVar[Collection[str]] = ("forward", "before", "after")
-    contexts: Callable[[], Any] = staticmethod(noop_context_fn)
+    compiled: ClassVar[Collection[str]] = ("forward", "project", "output")
+    recompute_contexts: Callable[[], Any] = staticmethod(noop_context_fn)
     is_dynamic: ClassVar[bool | None] = None  # torch.compile's `dynamic`; False: a graph for each batch and length
-    gathers: ClassVar[Collection[str]]
-    scatters: ClassVar[Collection[str]]
+    sequence_gathered_after: ClassVar[Collection[str]]
+    sequence_scattered_after: ClassVar[Collection[str]]
 
     def __init__(self, spec: Any, shape: LayerShape, backend: Backend) -> None:
         super().__init__()
         self.shape, self.backend = shape, backend
 
     @staticmethod
-    def where(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, ...]:
-        """What `before` reads of the positions, (batch, seq); computed once per forward for all layers."""
+    def rotary_tables(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, ...]:
+        """Rotary tables of the positions, (batch, seq), or (); computed once per forward for all layers of a kind."""
         raise NotImplementedError
 
     @staticmethod
     def prepare(backend: Backend, documents: Documents, device: torch.device) -> Any:
-        """What `mix` reads of a microbatch's documents; computed once per forward for all layers of a kind."""
+        """A microbatch's documents as `mix` reads them; computed once per forward for all layers of a kind."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor, where: tuple[Tensor, ...], prepared: Any) -> Tensor:
-        return self.after(x, self.mix(self.before(x, where), prepared))
+    def forward(self, x: Tensor, tables: tuple[Tensor, ...], prepared: Any) -> Tensor:
+        return self.output(x, self.mix(self.project(x, tables), prepared))
 
-    def before(self, x: Tensor, where: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What is mixed, each (batch, seq, ...)."""
+    def project(self, x: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The tensors to mix, each (batch, seq, ...); for attention queries, keys and values."""
         raise NotImplementedError
 
     def mix(self, parts: tuple[Tensor, ...], prepared: Any) -> Any:
-        """Let the positions of each document read each other. What it returns is what `after` reads."""
+        """Mix the tokens inside each document; returns the input of `output`."""
         raise NotImplementedError
 
-    def after(self, x: Tensor, mixed: Any) -> Tensor:
-        """(batch, seq, hidden), of the layer's input and the mixing's output."""
+    def output(self, x: Tensor, mixed: Any) -> Tensor:
+        """The layer's output, (batch, seq, hidden), from its input and the mixing's output."""
         raise NotImplementedError
 
-    def state(self, spec: ModelSpec, batch: int, length: int, dtype: torch.dtype, device: torch.device) -> Any:
-        """What decoding keeps of earlier tokens. Args: length: the most tokens of a row."""
+    def new_decode_state(self, spec: ModelSpec, batch: int, seq: int, dtype: torch.dtype, device: torch.device) -> Any:
+        """An empty KV cache or recurrent state for rows of up to `seq` tokens."""
         raise NotImplementedError
 
     def decode_step(self, parts: tuple[Tensor, ...], prepared: Any, state: Any, used: int, visible: Tensor) -> Any:
-        """`mix` for the next tokens of each row, while decoding; it keeps them in the state.
+        """Mix the next tokens of each row while decoding, and keep them in the state.
 
         Args:
-            prepared: of the first tokens, for which `used` is 0; a document may not start behind them.
+            prepared: as in `mix`, of the first tokens; read only by the first call (used = 0). No document starts after
+                them.
             used: tokens that the state has already.
             visible: (batch, used + new), False for padding on the left.
         """
@@ -95,12 +96,12 @@ class Layer(nn.Module):
         """See CausalLM.merge."""
 
     def fp32_parameters(self) -> list[nn.Parameter]:
-        """Those of `in_fp32`."""
+        """The parameters of the modules in `in_fp32`."""
         return [parameter for name in self.in_fp32 for parameter in self.get_submodule(name).parameters()]
 
 
 class AttentionLayer(Layer):
-    """A layer whose positions mix by attention: its parts are queries, keys and values, (batch, seq, heads, size)."""
+    """A layer that mixes tokens by attention: its parts are queries, keys and values, (batch, seq, heads, size)."""
 
     @staticmethod
     def prepare(backend: Backend, documents: Documents, device: torch.device) -> Any:
@@ -110,10 +111,10 @@ class AttentionLayer(Layer):
         q, k, v = parts
         return self.backend(q, k, v, prepared)
 
-    def state(self, spec: ModelSpec, batch: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Keys and values, (2, batch, kv_heads, length, size)."""
+    def new_decode_state(self, spec: ModelSpec, batch: int, seq: int, dtype: torch.dtype, device: torch.device) -> Any:
+        """Keys and values, (2, batch, kv_heads, seq, size)."""
         shape = spec.attention
-        return torch.empty(2, batch, shape.kv_heads, length, shape.head_dim, dtype=dtype, device=device)
+        return torch.empty(2, batch, shape.kv_heads, seq, shape.head_dim, dtype=dtype, device=device)
 
     def decode_step(self, parts: tuple[Tensor, ...], prepared: Any, state: Any, used: int, visible: Tensor) -> Any:
         q, k, v = parts
@@ -151,23 +152,23 @@ class Decoder(nn.Module):
         return [layer for layer in self.layers.values() if isinstance(layer, Layer)]
 
     def prepare(self, documents: Documents, device: torch.device) -> dict[str, Any]:
-        """What each kind of layer reads of a microbatch's documents."""
+        """A microbatch's documents as each kind of layer reads them."""
         return {name: kind.prepare(self.backend, documents, device) for name, kind in self.kinds.items()}
 
-    def where(self, positions: Tensor) -> dict[str, tuple[Tensor, ...]]:
-        """What each kind of layer reads of the positions, (batch, seq)."""
-        return {name: kind.where(self.spec, positions) for name, kind in self.kinds.items()}
+    def rotary_tables(self, positions: Tensor) -> dict[str, tuple[Tensor, ...]]:
+        """The rotary tables of each kind of layer for these positions, (batch, seq)."""
+        return {name: kind.rotary_tables(self.spec, positions) for name, kind in self.kinds.items()}
 
     def forward(self, x: Tensor, positions: Tensor, documents: Mapping[str, Any]) -> Tensor:
-        where = self.where(positions)
+        tables = self.rotary_tables(positions)
         if self.stage.first:
             x = self.embed(x)
         for layer in self.blocks():
-            x = layer(x, where[layer.shape.kind], documents[layer.shape.kind])
+            x = layer(x, tables[layer.shape.kind], documents[layer.shape.kind])
         return x if self.norm is None else self.norm(x)
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """(batch, seq) -> (batch, seq, hidden)."""
+        """Embeds the tokens: (batch, seq) -> (batch, seq, hidden)."""
         assert self.embed_tokens is not None
         x = self.embed_tokens(input_ids)
         return x if self.dtype is None else x.to(self.dtype)

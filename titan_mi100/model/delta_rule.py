@@ -68,7 +68,7 @@ def causal_convolution(
 
 
 class _Convolution(torch.autograd.Function):
-    """Of rows that begin with the first token. Saves its arguments, not the taps."""
+    """Convolution of rows without earlier inputs. Backward recomputes the taps."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
@@ -94,12 +94,12 @@ class _Convolution(torch.autograd.Function):
 
 
 def _taps(weight: Tensor) -> tuple[Tensor, ...]:
-    """Of the token itself, of the one before it, and so on. Each is contiguous: else a CPU would not vectorise."""
+    """Taps by distance: the token itself, the one before it, ... Each is contiguous: else a CPU would not vectorise."""
     return at_least_fp32(weight).flip(1).t().contiguous().unbind()
 
 
 def _same(ids: Tensor, distance: int, like: Tensor) -> Tensor:
-    """1 where a token is in the document of the token this far behind it."""
+    """Ones where a token and the one `distance` before it share a document, else zeros."""
     return (ids[:, distance:] == ids[:, :-distance]).to(like.dtype)[..., None]
 
 
@@ -295,7 +295,7 @@ class _Chunks(NamedTuple):
 
 @torch.library.custom_op("titan_mi100::delta_rule_states", mutates_args=())
 def forward_states(state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The state at each chunk and behind the last one, and V' of each chunk. Args: parts: of _Chunks."""
+    """The state before each chunk and after the last one, and V' of each chunk. Args: parts: of _Chunks."""
     k, beta, entry, last, inverse, v = parts
     states, changes = state.new_empty(len(v) + 1, *state.shape), torch.empty_like(v)
     states[0] = state
@@ -311,7 +311,7 @@ def backward_states(grad_state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor
     """The gradients of all states, of (I + A) V' of each chunk, and of its r.
 
     Args:
-        grad_state: of the state behind the last chunk.
+        grad_state: of the state after the last chunk.
         parts: of _Chunks; besides, `entering` and `inside`, the gradients of a Q S and of V' by the outputs of their
             own chunk, and `changes`, V'.
     """
@@ -346,7 +346,7 @@ def _(state: Any, parts: Any, **_: Any) -> int:
 
 
 def _queries_times_states(state: Tensor, keys: Tensor) -> Tensor:
-    """What keys or queries, (..., Hk, C, dk), read of states, (..., Hk, G, dv, dk): (..., Hk, G, dv, C)."""
+    """Products of keys or queries, (..., Hk, C, dk), and states, (..., Hk, G, dv, dk): (..., Hk, G, dv, C)."""
     return (state.flatten(-3, -2) @ keys.mT).unflatten(-2, state.shape[-3:-1])
 
 
@@ -387,7 +387,7 @@ def _exp(x: Tensor) -> Tensor:
 
 def _without_tiny(x: Tensor) -> Tensor:
     """x, with 0 for values below eps^2. Products of them become denormal numbers, which take a CPU a hundred times as
-    long: with the decays of fresh weights, two thirds of the time of the rule.
+    long: with freshly initialised decays they took two thirds of the rule's time.
     """
     return torch.nn.functional.hardshrink(x, torch.finfo(x.dtype).eps ** 2)
 
@@ -414,7 +414,7 @@ def _normalised_backward(x: Tensor, grad: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def _split(x: Tensor, chunk: int) -> Tensor:
-    """(B, seq, ...) -> (N, B, C, ...), with zeros behind the row."""
+    """(B, seq, ...) -> (N, B, C, ...), with zeros after the row."""
     if missing := -x.shape[1] % chunk:
         x = torch.cat((x, x.new_zeros(len(x), missing, *x.shape[2:])), 1)
     return x.unflatten(1, (-1, chunk)).transpose(0, 1)

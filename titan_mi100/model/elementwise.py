@@ -38,7 +38,7 @@ class _CPUNorm(torch.autograd.Function):
 
 
 def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles (RoPE; Su et al., 2021).
+    """Cosines and sines of the rotary angles (RoPE; Su et al., 2021).
 
     Args:
         positions: (batch, seq), restarting at 0 in each document.
@@ -81,5 +81,5 @@ def norm_and_rotate(x: Tensor, norm: Callable[[Tensor], Tensor], cos: Tensor, si
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up (Shazeer, 2020)."""
+    """Computes silu(gate) * up (Shazeer, 2020)."""
     return F.silu(gate) * up

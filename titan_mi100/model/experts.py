@@ -27,11 +27,11 @@ from titan_mi100.wording import shortened
 
 
 class Routes:
-    """Where the rows of a forward go.
+    """Assignment of a forward's rows to experts.
 
     Attributes:
         index: (tokens, k), the experts of each token, most probable first.
-        order: (tokens x k,), of each sorted row its number as token x k + slot; inverse: the other way.
+        order: (tokens x k,), original row (token x k + slot) of each sorted row; inverse: the inverse permutation.
         ends: (experts,) int32, where each expert's rows end.
     """
 
@@ -50,15 +50,15 @@ class Routes:
         return [end - start for start, end in zip((0, *ends), ends, strict=False)]
 
     def spread(self, x: Tensor) -> Tensor:
-        """(tokens, width) -> the sorted rows, (tokens x k, width)."""
+        """The sorted rows, (tokens x k, width), of (tokens, width)."""
         return _Permuted.apply(x, self.order // self.slots, self.inverse, self.slots, False)  # type: ignore[no-any-return]
 
     def sum(self, rows: Tensor) -> Tensor:
-        """Sorted rows -> the sum of each token's, (tokens, width)."""
+        """Sums of each token's rows, (tokens, width), from sorted rows."""
         return _Permuted.apply(rows, self.order // self.slots, self.inverse, self.slots, True)  # type: ignore[no-any-return]
 
     def sort(self, x: Tensor) -> Tensor:
-        """(tokens, k) -> (tokens x k, 1), sorted as the rows are."""
+        """Sorts values of the rows as the rows are: (tokens, k) -> (tokens x k, 1)."""
         return _Permuted.apply(x.reshape(-1, 1), self.order, self.inverse, 1, False)  # type: ignore[no-any-return]
 
 
@@ -77,7 +77,7 @@ class _Permuted(torch.autograd.Function):
 
 
 class _Loop(torch.autograd.Function):
-    """Rows times their expert's matrix, expert by expert. One in 4 bits is restored for each of its products."""
+    """Rows times their expert's matrix, expert by expert. A 4-bit matrix is dequantised for each of its products."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: list[int], is_transposed: bool, *stored: Tensor) -> Tensor:
@@ -143,14 +143,14 @@ class ExpertLinear(Linear):
 
 
 class NF4ExpertLinear(ExpertLinear, NF4Linear):  # type: ignore[misc]  # forward also takes routes
-    """The same in 4 bits."""
+    """ExpertLinear with NF4 weights."""
 
     def stored(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         return local_weight(self.weight, dtype), local_weight(self.largest, dtype), self._pairs
 
 
 def _by_kernel(x: Tensor, weight: Tensor, ends: Tensor, is_transposed: bool) -> Tensor:
-    """As _Loop, by torch's grouped product, which the host does not wait for."""
+    """Computes what _Loop does by torch's grouped product, for which the host does not wait."""
     product = getattr(F, "grouped_mm", None) or torch._grouped_mm
     matrices = weight.view(len(ends), -1, weight.shape[1])
     return product(x, matrices if is_transposed else matrices.mT, offs=ends)  # type: ignore[no-any-return]
@@ -207,7 +207,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, hidden))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(tokens, hidden) -> (tokens, experts), in fp32 or fp64."""
+        """Probabilities, (tokens, experts), of (tokens, hidden), in fp32 or fp64."""
         return at_least_fp32(F.linear(x, local_weight(self.weight, x.dtype))).softmax(-1)
 
 
@@ -267,7 +267,7 @@ class Mixture(nn.Module):
 
 class _RouteCache:
     """Context of a forward that keeps its routes, or of its recomputation, which takes them instead of computing them:
-    a rounding that differs would otherwise send a row elsewhere. Nor does the host wait again.
+    a rounding that differs would otherwise send a row elsewhere. It also avoids a second wait of the host.
     """
 
     def __init__(self, routes: list[Routes], is_again: bool) -> None:

@@ -24,7 +24,7 @@ def local_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def multiply(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T: (..., inputs) and (outputs, inputs) -> (..., outputs).
+    """Computes x @ weight.T: (..., inputs) and (outputs, inputs) -> (..., outputs).
 
     The special cases are for text generation on a CPU. There x has few rows, and reading the weight takes most of the
     time. With the weight as the left factor the product takes down to a third of the time, depending on dtype and CPU.

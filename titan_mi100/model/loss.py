@@ -21,7 +21,7 @@ from titan_mi100.planning.memory import HEAD_BLOCK, HEAD_BLOCK_CPU, HEAD_BYTES_P
 
 @dataclass(frozen=True)
 class HeadMemory:
-    """How many logits `token_losses` holds. The block size sets the order of additions: it must not change on resume.
+    """Number of logits that `token_losses` holds. The block size sets the order of sums: it must not change on resume.
 
     Attributes:
         block_elements: logits (tokens x columns) per block.
@@ -46,7 +46,7 @@ class HeadMemory:
 
 
 class Targets(NamedTuple):
-    """What tokens should predict.
+    """Ids that tokens should predict.
 
     Attributes:
         tokens: (n,), n > 0: their positions in the flattened batch. The host computes it; counting labels on the device
@@ -59,7 +59,7 @@ class Targets(NamedTuple):
 
 
 class Predicted(NamedTuple):
-    """What the model predicts for tokens, in fp32 or fp64.
+    """Predictions of the model for tokens, in fp32 or fp64.
 
     Attributes:
         losses: (n, k): minus the log probability of each of a token's ids; 0 for IGNORE.
@@ -133,7 +133,7 @@ class _BlockedCrossEntropy(torch.autograd.Function):
         highest = torch.full(ids.shape[:1], -torch.inf, dtype=blocks.wide, device=hidden.device)
         total, target = torch.zeros_like(highest), highest.new_zeros(ids.shape)
         for start, stop in blocks:
-            logits = blocks.widened(blocks.compute(blocks.weight(start, stop), start))
+            logits = blocks.in_fp32(blocks.compute(blocks.weight(start, stop), start))
             inside, column = _columns(ids, start, stop)
             target += torch.where(inside, logits.gather(1, column), 0.0)
             raised = torch.maximum(highest, logits.amax(dim=1))
@@ -167,9 +167,9 @@ class _BlockedCrossEntropy(torch.autograd.Function):
         rows = torch.arange(len(ids), device=ids.device)[:, None].expand(ids.shape)
         for start, stop in blocks:
             part = blocks.weight(start, stop)
-            logits = blocks.place(start, stop) if blocks.holds_logits else blocks.compute(part, start)
+            logits = blocks.buffer(start, stop) if blocks.holds_logits else blocks.compute(part, start)
             # d loss / d logit = sum of the gradients x softmax - gradient x one_hot(id), here (n, block)
-            delta = blocks.widened(logits).sub_(log_sum[:, None]).exp_()
+            delta = blocks.in_fp32(logits).sub_(log_sum[:, None]).exp_()
             inside, column = _columns(ids, start, stop)
             if scale is None:
                 delta.mul_(grad.sum(1, keepdim=True))
@@ -201,7 +201,7 @@ class _Blocks:
         self._hidden, self._weight = hidden, weight
         tokens, vocabulary = len(hidden), len(weight)
         self._size = min(max(HEAD_COLUMNS, memory.block_elements // tokens), vocabulary)
-        self.keeps_logits = tokens * vocabulary <= memory.kept_elements  # there is a place for every block
+        self.keeps_logits = tokens * vocabulary <= memory.kept_elements  # there is a buffer for every block
         self.holds_logits = False  # forward has filled them all
         self.wide = torch.promote_types(hidden.dtype, torch.float32)
         self._logits = hidden.new_empty(tokens * (vocabulary if self.keeps_logits else self._size))
@@ -219,23 +219,23 @@ class _Blocks:
         Args:
             weight: the block of the weight, (block, H). start: its first column of the vocabulary.
         """
-        return torch.mm(self._hidden, weight.t(), out=self.place(start, start + len(weight)))
+        return torch.mm(self._hidden, weight.t(), out=self.buffer(start, start + len(weight)))
 
     def weight(self, start: int, stop: int) -> Tensor:
         """A block of the weight, cast to the dtype of the activations. The full weight is never copied."""
         return self._weight[start:stop].to(self._hidden.dtype)
 
-    def place(self, start: int, stop: int) -> Tensor:
+    def buffer(self, start: int, stop: int) -> Tensor:
         """The buffer for a block's logits, (n, stop - start)."""
         tokens, first = len(self._hidden), start if self.keeps_logits else 0
         return self._logits[tokens * first : tokens * (first + stop - start)].view(tokens, stop - start)
 
-    def widened(self, logits: Tensor) -> Tensor:
+    def in_fp32(self, logits: Tensor) -> Tensor:
         """The logits in fp32 (or fp64): the same tensor if it is wide enough, else a copy in the second buffer."""
         return logits if logits.dtype == self.wide else self._scratch(logits).copy_(logits)
 
     def exponential(self, logits: Tensor, highest: Tensor) -> Tensor:
-        """exp(logits - highest). Overwrites the logits unless they are kept."""
+        """Computes exp(logits - highest). Overwrites the logits unless they are kept."""
         return torch.sub(logits, highest[:, None], out=self._scratch(logits)).exp_()
 
     def _scratch(self, like: Tensor) -> Tensor:
@@ -264,7 +264,7 @@ def likeliest(
         predicted: of these tokens, any ids.
         k: at most `vocabulary`, below which the ids are.
 
-    Others: see token_losses. Of equal logits any may be taken where only some fit.
+    Others: see token_losses. Ties at the k-th place are broken arbitrarily.
     """
     chosen = hidden.flatten(0, 1)[tokens]
     blocks = _Blocks(chosen, weight, memory)
@@ -273,7 +273,7 @@ def likeliest(
     highest = torch.full_like(predicted.best, -torch.inf)
     first = 0 if group is None else dist.get_rank(group) * len(weight)
     for start, stop in blocks:
-        logits = blocks.widened(blocks.compute(blocks.weight(start, stop), start))
+        logits = blocks.in_fp32(blocks.compute(blocks.weight(start, stop), start))
         highest = torch.maximum(highest, logits.amax(1))
         logits[:, max(0, vocabulary - first - start) :] = -torch.inf
         top = logits.topk(min(k, stop - start))

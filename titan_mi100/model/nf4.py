@@ -26,7 +26,7 @@ _VALUES = (
 
 
 def codes_per_value(dtype: torch.dtype) -> int:
-    """How many 4-bit codes fit into one element of the dtype: 4 for a 16-bit dtype."""
+    """Number of 4-bit codes that fit into one element of the dtype: 4 for a 16-bit dtype."""
     return 2 * dtype.itemsize
 
 

@@ -56,10 +56,10 @@ class MLP(nn.Module):
 
 
 class Block(AttentionLayer):
-    """Attention and SwiGLU, each behind a norm and added to the residual stream."""
+    """Attention and SwiGLU, each after a norm and added to the residual stream."""
 
-    gathers = ("input_layernorm", "post_attention_layernorm")
-    scatters = ("self_attn.o_proj", "mlp.down_proj")
+    sequence_gathered_after = ("input_layernorm", "post_attention_layernorm")
+    sequence_scattered_after = ("self_attn.o_proj", "mlp.down_proj")
 
     def __init__(self, spec: Qwen3Spec, shape: LayerShape, backend: Backend) -> None:
         super().__init__(spec, shape, backend)
@@ -69,14 +69,14 @@ class Block(AttentionLayer):
         self.mlp = MLP(spec)
 
     @staticmethod
-    def where(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, ...]:
+    def rotary_tables(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, ...]:
         assert isinstance(spec, Qwen3Spec)
         return rotary_tables(positions, spec.head_dim, spec.rope_theta)
 
-    def before(self, x: Tensor, where: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return self.self_attn.project(self.input_layernorm(x), *where)
+    def project(self, x: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self.self_attn.project(self.input_layernorm(x), *tables)
 
-    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
+    def output(self, x: Tensor, mixed: Tensor) -> Tensor:
         x = x + self.self_attn.o_proj(mixed.flatten(2))
         return x + self.mlp(self.post_attention_layernorm(x))
 

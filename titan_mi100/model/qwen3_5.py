@@ -128,7 +128,7 @@ class DeltaNet(nn.Module):
 
 
 class GatedBlock(Layer):
-    """What both kinds of layers share: the norms, and SwiGLU behind the mixing."""
+    """The part that both kinds of layers share: the norms, and SwiGLU after the mixing."""
 
     def __init__(self, spec: Qwen3_5Spec, shape: LayerShape, backend: Backend) -> None:
         super().__init__(spec, shape, backend)
@@ -136,7 +136,7 @@ class GatedBlock(Layer):
         self.post_attention_layernorm = ZeroCentredNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = MLP(spec)
 
-    gathers = ("input_layernorm", "post_attention_layernorm")
+    sequence_gathered_after = ("input_layernorm", "post_attention_layernorm")
 
     def add(self, x: Tensor, mixed: Tensor) -> Tensor:
         x = x + mixed
@@ -146,19 +146,19 @@ class GatedBlock(Layer):
 class AttentionBlock(GatedBlock, AttentionLayer):
     """Attention whose output is multiplied by a gate."""
 
-    scatters = ("self_attn.o_proj", "mlp.down_proj")
+    sequence_scattered_after = ("self_attn.o_proj", "mlp.down_proj")
 
     def __init__(self, spec: Qwen3_5Spec, shape: LayerShape, backend: Backend) -> None:
         super().__init__(spec, shape, backend)
         self.self_attn = GatedAttention(spec)
 
     @staticmethod
-    def where(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, ...]:
+    def rotary_tables(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, ...]:
         assert isinstance(spec, Qwen3_5Spec)
         return rotary_tables(positions, spec.rotated, spec.rope_theta)
 
-    def before(self, x: Tensor, where: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return self.self_attn.project(self.input_layernorm(x), *where)
+    def project(self, x: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self.self_attn.project(self.input_layernorm(x), *tables)
 
     def mix(self, parts: tuple[Tensor, ...], prepared: Any) -> Any:
         return super().mix(parts[:3], prepared), parts[3]
@@ -166,7 +166,7 @@ class AttentionBlock(GatedBlock, AttentionLayer):
     def decode_step(self, parts: tuple[Tensor, ...], prepared: Any, state: Any, used: int, visible: Tensor) -> Any:
         return super().decode_step(parts[:3], prepared, state, used, visible), parts[3]
 
-    def after(self, x: Tensor, mixed: Any) -> Tensor:
+    def output(self, x: Tensor, mixed: Any) -> Tensor:
         outputs, gate = mixed
         return self.add(x, self.self_attn.o_proj((outputs * gate.sigmoid()).flatten(2)))
 
@@ -179,7 +179,7 @@ class AttentionBlock(GatedBlock, AttentionLayer):
 class DeltaBlock(GatedBlock):
     """A layer whose positions mix by the gated delta rule."""
 
-    scatters = ("linear_attn.out_proj", "mlp.down_proj")
+    sequence_scattered_after = ("linear_attn.out_proj", "mlp.down_proj")
     in_fp32 = ("linear_attn.decay", "linear_attn.norm")
     is_dynamic = False  # torch 2.8 has no loop over parts of a row whose length it does not know
 
@@ -189,14 +189,14 @@ class DeltaBlock(GatedBlock):
         self.linear_attn = DeltaNet(spec, shape.parameters["linear_attn.in_proj_qkv.weight"].split.parts)
 
     @staticmethod
-    def where(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, ...]:
+    def rotary_tables(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, ...]:
         return ()
 
     @staticmethod
     def prepare(backend: Backend, documents: Documents, device: torch.device) -> Tensor:
         return document_ids(documents, device)
 
-    def before(self, x: Tensor, where: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def project(self, x: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self.linear_attn.project(self.input_layernorm(x))
 
     def mix(self, parts: tuple[Tensor, ...], prepared: Any) -> Any:
@@ -206,7 +206,7 @@ class DeltaBlock(GatedBlock):
         keeps = q.device.type == "cpu" and not isinstance(q, FakeTensor)
         return delta_rule(q, k, v, net.decay(a), b.sigmoid(), prepared, chunk=self.chunk, keeps=keeps)[0], z
 
-    def state(self, spec: ModelSpec, batch: int, length: int, dtype: torch.dtype, device: torch.device) -> Any:
+    def new_decode_state(self, spec: ModelSpec, batch: int, seq: int, dtype: torch.dtype, device: torch.device) -> Any:
         """The convolutions' last inputs, and the rule's state; empty before the first token."""
         return {}
 
@@ -218,7 +218,7 @@ class DeltaBlock(GatedBlock):
         state |= {"inputs": last, "rule": after}
         return mixed, z
 
-    def after(self, x: Tensor, mixed: Any) -> Tensor:
+    def output(self, x: Tensor, mixed: Any) -> Tensor:
         outputs, z = mixed
         net = self.linear_attn
         return self.add(x, net.out_proj(net.norm(outputs, z.view_as(outputs)).flatten(2)))

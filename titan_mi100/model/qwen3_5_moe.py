@@ -35,11 +35,11 @@ class SharedMixture(Mixture):
 
 
 class SparseBlock(GatedBlock):
-    """What both kinds of layers share."""
+    """The part that both kinds of layers share: experts in place of the MLP."""
 
     routers = ("mlp.gate",)
-    compiled = ("before",)  # how many rows an expert has is not known when a graph is made
-    contexts = staticmethod(keeping_routes)
+    compiled = ("project",)  # how many rows an expert has is not known when a graph is made
+    recompute_contexts = staticmethod(keeping_routes)
 
     def __init__(self, spec: Qwen3_5MoeSpec, shape: LayerShape, backend: Backend) -> None:
         super().__init__(spec, shape, backend)
@@ -49,13 +49,13 @@ class SparseBlock(GatedBlock):
 class SparseAttentionBlock(SparseBlock, AttentionBlock):
     """Attention, and experts."""
 
-    scatters = ("self_attn.o_proj", "mlp")
+    sequence_scattered_after = ("self_attn.o_proj", "mlp")
 
 
 class SparseDeltaBlock(SparseBlock, DeltaBlock):
     """The gated delta rule, and experts."""
 
-    scatters = ("linear_attn.out_proj", "mlp")
+    sequence_scattered_after = ("linear_attn.out_proj", "mlp")
 
 
 class Qwen3_5Moe(CausalLM):

@@ -17,10 +17,10 @@ from titan_mi100.shapes.qwen3_moe import SPARSE, Qwen3MoeSpec
 class SparseBlock(Block):
     """Attention, and a mixture of experts."""
 
-    scatters = ("self_attn.o_proj", "mlp")
+    sequence_scattered_after = ("self_attn.o_proj", "mlp")
     routers = ("mlp.gate",)
-    compiled = ("before",)  # how many rows an expert has is not known when a graph is made
-    contexts = staticmethod(keeping_routes)
+    compiled = ("project",)  # how many rows an expert has is not known when a graph is made
+    recompute_contexts = staticmethod(keeping_routes)
 
     def __init__(self, spec: Qwen3MoeSpec, shape: LayerShape, backend: Backend) -> None:
         super().__init__(spec, shape, backend)

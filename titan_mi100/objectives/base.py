@@ -1,4 +1,4 @@
-"""What a run learns: an objective turns the losses of tokens into the loss of a microbatch.
+"""Objectives, which a run learns: an objective turns the losses of tokens into the loss of a microbatch.
 
 The trainer, the layouts and the evaluation know only this protocol. An objective is a module beside this one, such as
 sft.py.
@@ -15,7 +15,7 @@ from titan_mi100.model.loss import Predicted, Targets, of_labels, token_losses
 
 
 class Objective(ABC):
-    """How a microbatch's loss is computed from the model's predictions.
+    """Computation of a microbatch's loss from the model's predictions.
 
     Attributes:
         columns: arrays of a row that it reads on the device, besides the labels; see data.rows.
@@ -32,7 +32,7 @@ class Objective(ABC):
         """The number that the loss is divided by, summed over the step and all ranks; read on the host."""
 
     def targets(self, labels: Tensor, tokens: Tensor, columns: Mapping[str, Tensor]) -> Targets:
-        """What the supervised tokens should predict; default: their labels.
+        """Ids that the supervised tokens should predict; default: their labels.
 
         Args:
             labels: (batch, seq).

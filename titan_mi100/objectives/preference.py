@@ -33,9 +33,9 @@ class Preference(Objective):
     become. It is no KL, which is never negative: the reference has not written these answers.
     """
 
-    def __init__(self, loss: Loss, factors: LossSettings, sft_weight: float = 0.0) -> None:
+    def __init__(self, loss: Loss, settings: LossSettings, sft_weight: float = 0.0) -> None:
         """Args: sft_weight: of a further term, minus log p per token of the chosen answer."""
-        self._loss, self._factors, self._sft_weight = loss, factors, sft_weight
+        self._loss, self._settings, self._sft_weight = loss, settings, sft_weight
         self.columns = (DOCUMENT, *[REFERENCE] * loss.has_reference, *[LABEL] * (not loss.is_paired))
         self.printed = ("margin", "accuracy", *["below_reference"] * loss.has_reference)
         self.measures = (*(_OF_BOTH if loss.is_paired else _OF_ONE), *["below_reference"] * loss.has_reference)
@@ -56,14 +56,14 @@ class Preference(Objective):
         answers = Logps(sums, reference, counts)
         if self._loss.is_paired:
             chosen, rejected = (Logps(*(x[:, i::2] for x in answers)) for i in (0, 1))
-            return self._summed(chosen, is_answer[:, ::2], self._loss.of(self._factors, chosen, rejected), rejected)
+            return self._summed(chosen, is_answer[:, ::2], self._loss.of(self._settings, chosen, rejected), rejected)
         labels = columns[LABEL][:, :width].to(sums.dtype)
-        each = self._loss.of(self._factors, answers, labels)
+        each = self._loss.of(self._settings, answers, labels)
         return self._summed_single(answers, is_answer, each, labels)
 
     def _summed(self, chosen: Logps, exists: Tensor, each: Tensor, rejected: Logps) -> Tensor:
         each = each - self._sft_weight * chosen.mean if self._sft_weight else each
-        rewards = [self._loss.reward(self._factors.beta, answers) for answers in (chosen, rejected)]
+        rewards = [self._loss.reward(self._settings.beta, answers) for answers in (chosen, rejected)]
         margin = rewards[0] - rewards[1]
         measures = [*rewards, margin, self._accuracy(margin, chosen, rejected), chosen.sums, rejected.sums]
         if self._loss.has_reference:
@@ -73,7 +73,7 @@ class Preference(Objective):
     def _summed_single(self, answers: Logps, exists: Tensor, each: Tensor, wanted: Tensor) -> Tensor:
         if self._sft_weight:
             each = each - self._sft_weight * torch.where(wanted > 0, answers.mean, 0.0)
-        margin = wanted * self._loss.reward(self._factors.beta, answers)
+        margin = wanted * self._loss.reward(self._settings.beta, answers)
         return _total(exists, each, [margin, self._accuracy(margin, answers), -answers.ratio])
 
     def _accuracy(self, margin: Tensor, *compared: Logps) -> Tensor:
@@ -81,7 +81,7 @@ class Preference(Objective):
         answer may change its last bits.
         """
         errors = (Logps(_ROUNDING * torch.finfo(x.sums.dtype).eps * x.sums, 0 * x.sums, x.tokens) for x in compared)
-        slack = sum((self._loss.reward(self._factors.beta, error).abs() for error in errors), torch.zeros_like(margin))
+        slack = sum((self._loss.reward(self._settings.beta, error).abs() for error in errors), torch.zeros_like(margin))
         return (torch.where(margin.abs() <= slack, 0.0, margin).sign() + 1) / 2
 
 

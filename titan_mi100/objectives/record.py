@@ -1,4 +1,4 @@
-"""Reads what a model thinks of learned tokens, without gradients: for a reference, and as a teacher."""
+"""Records log probabilities of supervised tokens, without gradients: of a reference, and of a teacher."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,13 +13,13 @@ from titan_mi100.objectives.preference import DOCUMENT, sums_of_documents
 
 
 class Record(Objective):
-    """Its "loss" is what is recorded, flattened. Of a reference (k = 0): each answer's sum of log p, (batch, seq),
-    computed as the objective of preferences does it. Of a teacher: (batch x seq x 2 k), zero where nothing is learned:
-    the k likeliest ids, then their log p. In fp64.
+    """Recorder of log probabilities, which are its "loss", flattened, in fp64. Of a reference (k = 0): each answer's
+    sum of log p, (batch, seq), computed as the objective of preferences does it. Of a teacher: (batch x seq x 2 k),
+    zero where nothing is learned: the k likeliest ids, then their log p.
     """
 
     def __init__(self, k: int = 0, vocabulary: int = 0) -> None:
-        """Args: vocabulary: only ids below it are recorded; the rows of a head behind it are padding."""
+        """Args: vocabulary: only ids below it are recorded; later rows of a head are padding."""
         self._k, self._vocabulary = k, vocabulary
         self.columns = () if k else (DOCUMENT,)
 

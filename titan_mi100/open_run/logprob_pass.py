@@ -140,7 +140,7 @@ class LogprobPass:
         local, ranks = self._inputs.batch.local_batch_size, self._inputs.batch.dp_degree
         batches = validation_batches(rows, self._inputs.batch, self._dp_rank)  # type: ignore[arg-type]
         own = self._dp_rank if model.counts_loss else -1  # of each data-parallel rank one rank's values count
-        with model.learning(Record(k, self._vocabulary)), model.evaluating():
+        with model.with_objective(Record(k, self._vocabulary)), model.evaluating():
             while some := list(islice(batches, 2 * self._inputs.layout.pp)):  # as many as keep a pipeline busy
                 tensors = [torch.tensor([own, stop()], dtype=torch.float64)]
                 for microbatch in some:

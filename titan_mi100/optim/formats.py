@@ -36,7 +36,7 @@ class StateFormat:
 
     @functools.cached_property
     def shift(self) -> int:
-        """How many bits of fp32's mantissa are dropped."""
+        """Number of bits of fp32's mantissa that are dropped."""
         return 23 - self.mantissa
 
     def values(self, device: torch.device) -> Tensor:
@@ -44,7 +44,7 @@ class StateFormat:
         return _on(device, self)
 
     def table(self) -> Tensor:
-        """As `values`, computed on the CPU."""
+        """The same as `values`, computed on the CPU."""
         codes = torch.arange(256)
         magnitude = codes & (127 if self.signed else 255)
         exponent = (magnitude >> self.mantissa) - _RANGE

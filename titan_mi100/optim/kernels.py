@@ -1,10 +1,11 @@
-"""plain.py's update as one Triton kernel: each number is read and written once. The same bits as plain.py's.
+"""The update of reference_update.py as one Triton kernel: each number is read and written once. The bits are the same.
 
 It is to be compiled without fusing sums and products (`enable_fp_fusion=False`): fp32 operations are then those that
-IEEE 754 rounds in one way, as in plain.py. bf16 tensors come as int16, whose bits are moved by hand; what is rounded at
-random, is so by integer arithmetic. The steps and their names are those of plain.py and formats.py, which say why.
+IEEE 754 rounds in one way, as in reference_update.py. bf16 tensors come as int16, whose bits are moved by hand; what
+is rounded at random, is so by integer arithmetic. The steps and their names are those of reference_update.py and
+formats.py, which say why.
 
-This file needs Triton and knows nothing of torch; `fused.py` calls it.
+This file needs Triton and knows nothing of torch; `triton_update.py` calls it.
 """
 
 import triton
@@ -15,7 +16,7 @@ RANGE = tl.constexpr(15)
 
 @triton.jit
 def _float(x):
-    """fp32 from what is kept: fp32, or bf16 as int16."""
+    """Converts a stored number to fp32: fp32, or bf16 as int16."""
     if x.dtype == tl.int16:
         x = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return x

@@ -26,11 +26,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_mi100.config.settings import OptimizerConfig
-from titan_mi100.device import accelerator, host
+from titan_mi100.device import accelerator, pinned
 from titan_mi100.device.compiler import cannot_compile
 from titan_mi100.log import log
 from titan_mi100.optim.formats import block_size, split_24_bits
-from titan_mi100.optim.plain import Scalars, Scratch, update_with_torch, update_with_torch_fused
+from titan_mi100.optim.reference_update import Scalars, Scratch, update_with_torch, update_with_torch_fused
 from titan_mi100.optim.state import NamedState, Read
 from titan_mi100.planning.memory import UPDATED_AT_ONCE
 from titan_mi100.wording import shortened
@@ -38,7 +38,7 @@ from titan_mi100.wording import shortened
 # Elements that are updated at a time, by whether it is a GPU. The buffers fit into a CPU's caches.
 ELEMENTS = {False: 1 << 17, True: UPDATED_AT_ONCE}
 
-Kernel = Callable[[dict[str, Tensor], int, int, Scalars, str], None]  # see fused.update
+Kernel = Callable[[dict[str, Tensor], int, int, Scalars, str], None]  # see triton_update.update
 
 
 class LeanAdamW(NamedState):
@@ -181,7 +181,7 @@ class LeanAdamW(NamedState):
 
 
 def rows_at_a_time(is_gpu: bool, columns: int, is_on_host: bool) -> int:
-    """How many rows are updated at a time.
+    """Number of rows that are updated at a time.
 
     Args:
         is_gpu: whether the update runs on a GPU.
@@ -199,12 +199,12 @@ def choose_kernel(config: OptimizerConfig, device: torch.device) -> tuple[Kernel
         The kernel, or None for `update_with_torch`; and a description for the log.
     """
     try:
-        from titan_mi100.optim import fused
+        from titan_mi100.optim import triton_update
     except ImportError as error:
         return None, f"plain torch operations: {error}"
     results = []
     # The same seed for both. Three steps, so that the second one reads state that the kernel has written.
-    for kernel in (None, fused.update):
+    for kernel in (None, triton_update.update):
         draw = torch.Generator().manual_seed(1)
         weights = torch.randn(8, 1024, generator=draw), torch.randn(1000, generator=draw)
         dtype = torch.float32 if config.master == "fp32" else torch.bfloat16
@@ -226,7 +226,7 @@ def choose_kernel(config: OptimizerConfig, device: torch.device) -> tuple[Kernel
                 return None, "plain torch operations"
         results.append([*(p.detach() for p in parameters), *(tensor for _, tensor in optimizer.named_state())])
     if all(torch.equal(one, other) for one, other in zip(*results, strict=True)):
-        return fused.update, "one Triton kernel"
+        return triton_update.update, "one Triton kernel"
     log.warning("the optimizer's Triton kernel gives other bits than plain torch operations; it is not used")
     return None, "plain torch operations"
 
@@ -278,7 +278,7 @@ def _like(parameter: nn.Parameter, dtype: torch.dtype, stays: bool, block: int =
     assert columns % block == 0, "a block of the optimizer's state is cut: tensor parallel of more than 8 ranks?"
     size = (*rows, columns // block)
     device = local.device
-    zeros = torch.zeros(size, dtype=dtype, device=device) if stays else host.page_locked_zeros(size, dtype, device)
+    zeros = torch.zeros(size, dtype=dtype, device=device) if stays else pinned.page_locked_zeros(size, dtype, device)
     if not isinstance(parameter, DTensor):
         return zeros
     *rows, columns = parameter.shape

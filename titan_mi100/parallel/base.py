@@ -45,11 +45,11 @@ class ParallelModel(ABC):
         wrapped: what forward and backward of a step call: the model, or torch's wrapper around it.
         loss_factor: the loss is multiplied by it, because the layout's collectives divide by it.
         objective: what is learned.
-        carried: on rank 0: tensors of the model's folder that are not used, see ModelSpec.carries.
+        passed_through: on rank 0: tensors of the model's folder that are not used, see ModelSpec.passes_through.
     """
 
     objective: Objective = SFT
-    carried: Mapping[str, Tensor] = MappingProxyType({})
+    passed_through: Mapping[str, Tensor] = MappingProxyType({})
 
     parts: list[CausalLM]
     device: torch.device
@@ -89,7 +89,7 @@ class ParallelModel(ABC):
         yield
 
     def _after_backward(self) -> None:
-        """After a step's last backward, before its gradients are read."""
+        """Hook after a step's last backward, before its gradients are read."""
         sum_replicated_gradients(self.parts, self._tp)
 
     def evaluate(self, microbatches: Iterator[Microbatch]) -> Tensor:
@@ -112,7 +112,7 @@ class ParallelModel(ABC):
         return self._forward(self._on_device(microbatch))
 
     @contextmanager
-    def learning(self, objective: Objective) -> Iterator[None]:
+    def with_objective(self, objective: Objective) -> Iterator[None]:
         """Context in which forwards compute another objective."""
         before = self.objective, [(part.head_loss, part.columns) for part in self.parts]
         self.objective = objective
@@ -152,7 +152,7 @@ class ParallelModel(ABC):
 
     @property
     def weights_device(self) -> torch.device:
-        """Where the parameters are: `device`, or the CPU if weights are offloaded."""
+        """The device of the parameters: `device`, or the CPU if weights are offloaded."""
         return next(self.named_parameters())[1].device
 
     @property
@@ -162,9 +162,10 @@ class ParallelModel(ABC):
     def measure_gradients(self) -> Gradients:
         """Norm and finiteness of this rank's gradients, as tensors on `device`. Not a collective."""
         on_host: Collection[nn.Parameter] = self.host_gradients or ()
-        gradients = measure_gradients((p for _, p in self.trained_parameters() if p not in on_host), self.copies())
+        replicas = self.replicated_parameters()
+        gradients = measure_gradients((p for _, p in self.trained_parameters() if p not in on_host), replicas)
         if self.host_gradients is not None:
-            gradients = self.host_gradients.measure(gradients, self.copies())
+            gradients = self.host_gradients.measure(gradients, replicas)
         return Gradients(to_device(gradients.squares, self.device), to_device(gradients.finite, self.device))
 
     def clear_gradients(self) -> None:
@@ -175,7 +176,7 @@ class ParallelModel(ABC):
             self.host_gradients.clear()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(HF name, parameter) of every parameter that this rank holds."""
+        """Pairs (HF name, parameter) of every parameter that this rank holds."""
         for part in self.parts:
             yield from part.named_parameters()
 
@@ -202,7 +203,7 @@ class ParallelModel(ABC):
                 saved with another number of ranks.
         """
 
-    def copies(self) -> list[nn.Parameter]:
+    def replicated_parameters(self) -> list[nn.Parameter]:
         """Parameters that another rank counts in the gradient norm: DDP replicas, the second copy of a tied weight.
 
         FSDP2 and tensor-parallel replicas are not listed; their DTensors show them (see distributed.local_part).

@@ -19,13 +19,13 @@ from titan_mi100.model.lora import apply_lora
 from titan_mi100.model.loss import HeadMemory
 from titan_mi100.objectives.base import Objective
 from titan_mi100.objectives.sft import SFT
-from titan_mi100.parallel.alone import UnshardedModel
 from titan_mi100.parallel.base import ParallelModel, read_on_host
 from titan_mi100.parallel.ddp import ReplicatedModel
 from titan_mi100.parallel.dtypes import compute_dtype, master_dtype
 from titan_mi100.parallel.fsdp import ShardedModel, apply_fsdp
 from titan_mi100.parallel.offload import HostGradients, inputs_on_host
 from titan_mi100.parallel.tensor_parallel import apply_tensor_parallel, tensor_parallel_ranks
+from titan_mi100.parallel.unsharded import UnshardedModel
 from titan_mi100.planning.workload import Workload
 from titan_mi100.shapes.base import ModelSpec, held_names
 from titan_mi100.wording import some
@@ -33,7 +33,7 @@ from titan_mi100.wording import some
 
 @dataclass(frozen=True)
 class Computation:
-    """What a model computes, and how."""
+    """Attention, loss and objective that a model computes."""
 
     backend: Backend  # of attention
     head: HeadMemory  # memory of the loss
@@ -41,7 +41,7 @@ class Computation:
 
 
 class Placement:
-    """Where a model is put: this rank's device, and its mesh (see distributed.build_mesh)."""
+    """The device of this rank, and its mesh (see distributed.build_mesh)."""
 
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
         self.mesh, self.device = mesh, device
@@ -175,7 +175,7 @@ def apply_compile(model: CausalLM, config: CompileConfig, is_whole: bool) -> Non
     if config.enable:
         for layer in model.model.blocks():
             is_one = one_graph and "forward" in layer.compiled
-            for name in ("forward",) if is_one else {"before", "after"}.intersection(layer.compiled):
+            for name in ("forward",) if is_one else {"project", "output"}.intersection(layer.compiled):
                 part, dynamic = getattr(layer, name), layer.is_dynamic
                 setattr(layer, name, torch.compile(part, backend=config.backend, fullgraph=True, dynamic=dynamic))
 
@@ -188,11 +188,11 @@ def apply_activation_checkpointing(model: CausalLM, mode: str, is_random: bool, 
         is_random: there is dropout, so the recomputation must draw the same random numbers.
         on_host: with `full`: the input of a block, the only tensor it saves, waits in host memory.
     """
-    parts = {"none": (), "selective": ("before", "after"), "full": ("forward",)}[mode]
+    parts = {"none": (), "selective": ("project", "output"), "full": ("forward",)}[mode]
     for layer in model.model.blocks():
         for name in parts:
-            method = getattr(layer, name)
+            method, contexts = getattr(layer, name), layer.recompute_contexts
             recomputed = functools.partial(
-                checkpoint, method, use_reentrant=False, preserve_rng_state=is_random, context_fn=layer.contexts
+                checkpoint, method, use_reentrant=False, preserve_rng_state=is_random, context_fn=contexts
             )
             setattr(layer, name, inputs_on_host(recomputed) if on_host else recomputed)

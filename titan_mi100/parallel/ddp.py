@@ -90,7 +90,7 @@ class ReplicatedModel(ParallelModel):
         reduced = dist.all_reduce(sent, group=group, async_op=True).get_future()
         return reduced.then(lambda _: buffer.copy_(sent))
 
-    def copies(self) -> list[nn.Parameter]:
+    def replicated_parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self.saved_parameters()] if self._replica else []
 
     def extra_state(self) -> dict[str, Tensor]:

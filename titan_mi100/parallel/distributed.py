@@ -425,7 +425,7 @@ def fill_parameters(parameters: Iterable[tuple[str, Tensor]], read: Read) -> Non
             local.copy_(read(name, parameter.shape, tuple(offset), tuple(size)))
 
 
-def leave(code: int, together: bool = True) -> NoReturn:
+def exit_process(code: int, together: bool = True) -> NoReturn:
     """End the process by os._exit, without the interpreter's teardown, in which some gloo jobs abort.
 
     Args:

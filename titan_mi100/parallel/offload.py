@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from titan_mi100.device import host
+from titan_mi100.device import pinned
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.parallel.distributed import Gradients, local_part, sum_of_squares
 
@@ -50,7 +50,7 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
         for parameter in [parameter for part in parts for parameter in part.parameters() if parameter.requires_grad]:
             if parameter.ndim > 1:
                 shape = tuple(local_part(parameter.detach())[0].shape)
-                self._sums[parameter] = _Sum(host.page_locked_zeros(shape, parameter.dtype, device))
+                self._sums[parameter] = _Sum(pinned.page_locked_zeros(shape, parameter.dtype, device))
                 parameter.register_post_accumulate_grad_hook(self._take)
             elif isinstance(parameter, DTensor):
                 parameter.register_post_accumulate_grad_hook(_copy_out_of_group_buffer)
@@ -86,7 +86,7 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
         self._waiting.append((event, gradient))
 
     def add_rows(self, parameter: nn.Parameter, rows: Tensor) -> None:
-        """Add a sparse gradient to a sum that has a value. Only on a CPU, see alone.TiedRows."""
+        """Add a sparse gradient to a sum that has a value. Only on a CPU, see unsharded.TiedRows."""
         host_sum = self._sums[parameter]
         host_sum.values += rows
         host_sum.squares = sum_of_squares(host_sum.values)
@@ -149,7 +149,7 @@ def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor] | Tensor:
     # Not the rotary tables: all blocks share them. Not the empty placeholder that torch 2.8 saves.
     if not tensor.requires_grad or not tensor.numel():
         return tensor
-    return tensor.device, host.pinned_like(tensor).copy_(tensor.detach(), non_blocking=True)
+    return tensor.device, pinned.pinned_like(tensor).copy_(tensor.detach(), non_blocking=True)
 
 
 def _from_host(kept: tuple[torch.device, Tensor] | Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from titan_mi100.parallel.tensor_parallel import sum_replicated_gradients, tenso
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """How a model is cut into stages, and what they exchange.
+    """Division of a model into stages, and the tensors that they exchange.
 
     Attributes:
         cuts: the layers of each stage of the pipeline.
@@ -162,7 +162,7 @@ class PipelinedModel(ParallelModel):
         elif local:
             dist.all_reduce(local[0], group=self._tied_ranks_group)
 
-    def copies(self) -> list[nn.Parameter]:
+    def replicated_parameters(self) -> list[nn.Parameter]:
         """The head's copy of a tied weight: the norm counts the weight once, as the embedding."""
         return self._tied_weights()[-1:] if self._stages - 1 in self._mine else []
 

@@ -59,7 +59,7 @@ def apply_tensor_parallel(model: CausalLM, mesh: DeviceMesh) -> None:
                 _distribute(module.lora_A, ["weight"], mesh, Replicate() if by_output else Shard(1))
                 _distribute(module.lora_B, ["weight"], mesh, split if by_output else Replicate())
                 module.part = (0, 1) if by_output else (mesh.get_local_rank(), mesh.size())
-        for names, hook in ((layer.gathers, gather), (layer.scatters, scatter)):
+        for names, hook in ((layer.sequence_gathered_after, gather), (layer.sequence_scattered_after, scatter)):
             for name in names:
                 layer.get_submodule(name).register_forward_hook(hook)
     if model.model.embed_tokens is not None:

@@ -1,4 +1,4 @@
-"""What training a model costs: FLOPs of a step, and the balance between pipeline stages. Imports no torch."""
+"""Cost of training a model: FLOPs of a step, and the balance between pipeline stages. Imports no torch."""
 
 import math
 from collections.abc import Callable

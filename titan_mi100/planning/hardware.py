@@ -1,4 +1,4 @@
-"""What the hardware can do: which data sheet is a device's, and how many GPUs there are. Imports no torch."""
+"""Limits of the hardware: which data sheet is a device's, and how many GPUs there are. Imports no torch."""
 
 import os
 from collections.abc import Mapping

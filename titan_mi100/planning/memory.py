@@ -71,7 +71,7 @@ def estimate(workload: Workload, device_memory: int) -> list[Memory]:
 
 
 def _peaks(workload: Workload, device_memory: int, counts: Sequence[int]) -> list[Memory]:
-    """As estimate. Args: counts: layers of each stage."""
+    """Computes `estimate` for a split into stages. Args: counts: layers of each stage."""
     cuts, peaks = stages_of(counts), []
     for rank, numbers in enumerate(_on_ranks(workload, len(cuts))):
         here = _RankMemory(workload, device_memory, rank, [cuts[index] for index in numbers])

@@ -39,7 +39,7 @@ class Transfer:
         return _RING.get(self.operation, 0.0) * self.payload * others / len(self.group)
 
     def link(self, per_node: int) -> str:
-        """Where its bytes travel: the slowest link of the ring. Args: per_node: GPUs of a node."""
+        """Location of its bytes' path: the slowest link of the ring. Args: per_node: GPUs of a node."""
         return "inside a node" if _is_inside(self.group, per_node) else "between nodes"
 
 
@@ -64,7 +64,7 @@ Traffic = Mapping[Transfer, int]  # transfer -> how often a rank does it in a st
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank does in a step.
+    """Products and transfers of a rank in a step.
 
     Attributes:
         flops: FLOPs of its matrix products and attention, recomputation included.

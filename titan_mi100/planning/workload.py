@@ -1,4 +1,4 @@
-"""What is planned, counted and run: a config on a number of processes, with its model's shape. Imports no torch."""
+"""The workload of a run: a config on a number of processes, with its model's shape. Imports no torch."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -10,14 +10,14 @@ from dataclasses import Field, asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
-from titan_mi100.shapes.saved import AFTER, MIX, Saved, ValuesPerToken
+from titan_mi100.shapes.saved import MIX, OUTPUT, Saved, ValuesPerToken
 
 ALL_LINEAR = "all-linear"  # peft's word for all linear layers that can have an adapter
 EXPERTS = "experts"  # all matrices of all experts of a layer, as a target of LoRA
 
 
 class Split(NamedTuple):
-    """How tensor parallel splits a parameter of two dimensions or less.
+    """Split of a parameter of two dimensions or less by tensor parallel.
 
     Attributes:
         dim: the dimension; None: every rank has it whole.
@@ -120,15 +120,15 @@ class LayerShape:
 
     @cached_property
     def kept(self) -> Mapping[str, ValuesPerToken]:
-        """activation_checkpoint.mode -> what the layer keeps from forward to backward."""
+        """Values that the layer keeps from forward to backward, by activation_checkpoint.mode."""
         mixing, start = (tensor for tensor in self.saved if tensor.part == MIX), Saved("input", self.input)
         kept = {"none": self.saved, "selective": (start, *mixing), "full": (start,)}
         return {mode: ValuesPerToken.of(tensors) for mode, tensors in kept.items()}
 
     @cached_property
     def inside(self) -> Mapping[str, ValuesPerToken]:
-        """activation_checkpoint.mode -> what its backward needs besides."""
-        after = tuple(tensor for tensor in self.saved if tensor.part == AFTER)
+        """Values that its backward needs besides, by activation_checkpoint.mode."""
+        after = tuple(tensor for tensor in self.saved if tensor.part == OUTPUT)
         again = {"none": (), "selective": after, "full": self.saved}
         return {mode: ValuesPerToken.of((*tensors, *self.temporaries)) for mode, tensors in again.items()}
 
@@ -144,7 +144,7 @@ class LayerShape:
 
 
 class AttentionShape(NamedTuple):
-    """What an attention backend has to serve. Attributes: query heads, heads of keys and values, size of a head."""
+    """Sizes that an attention backend has to support: query heads, heads of keys and values, size of a head."""
 
     heads: int
     kv_heads: int
@@ -180,7 +180,7 @@ class ModelSpec:
 
     @cached_property
     def layers(self) -> tuple[LayerShape, ...]:
-        """In the order of the computation."""
+        """The layers in the order of the computation."""
         raise NotImplementedError
 
     @property
@@ -194,7 +194,7 @@ class ModelSpec:
 
     @property
     def per_forward(self) -> ValuesPerToken:
-        """What a forward computes once for all layers, such as rotary tables, and keeps until its backward."""
+        """Values that a forward computes once for all layers, such as rotary tables, and keeps until its backward."""
         return ValuesPerToken(0)
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
@@ -209,7 +209,7 @@ class ModelSpec:
         return {"hidden_size": (self.hidden_size, False), **split}
 
     def problems(self) -> list[str]:
-        """What is wrong with this shape, one clause each; empty: nothing."""
+        """Problems of this shape, one clause each; empty if there are none."""
         messages = [
             f"{name} = {value} must be positive"
             for name, value in asdict(self).items()  # type: ignore[call-overload]
@@ -236,8 +236,8 @@ class ModelSpec:
             by_name["lm_head.weight"] = Parameter(shape, OUTPUTS, "head")
         return by_name
 
-    def carries(self, name: str) -> bool:
-        """Whether a tensor of a folder, by its name there, is not used, such as a vision tower's. It goes along through
+    def passes_through(self, name: str) -> bool:
+        """Whether a tensor of a folder, by its name there, is not used, such as a vision tower's, and passes through
         checkpoints and exports byte for byte.
         """
         return False
@@ -280,8 +280,8 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def stored_shapes(spec: ModelSpec, stored: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[int, ...]]:
-    """As parameter_shapes, with those of the carried tensors. Args: stored: what a folder has: name -> shape, ..."""
-    return parameter_shapes(spec) | {name: kind[0] for name, kind in stored.items() if spec.carries(name)}
+    """Names and shapes of parameters and passed-through tensors. Args: stored: a folder's, name -> (shape, ...)."""
+    return parameter_shapes(spec) | {name: kind[0] for name, kind in stored.items() if spec.passes_through(name)}
 
 
 def parameter_count(spec: ModelSpec) -> int:
@@ -315,7 +315,7 @@ def adapter_shapes(
 
 
 def adapter_pieces(spec: ModelSpec, rank: int) -> dict[str, Piece]:
-    """As ModelSpec.pieces, of the LoRA matrices of tensors that are held in parts. The parts share A; B has theirs."""
+    """Pieces of LoRA matrices (see ModelSpec.pieces) beside tensors held in parts. Parts share A; each has its B."""
     by_name = {}
     for hf_name, parameter in spec.parameters.items():
         if rank and parameter.role == "matrix" and parameter.split.parts and len(parameter.shape) == 2:

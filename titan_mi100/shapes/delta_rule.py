@@ -1,4 +1,4 @@
-"""What the delta rule of model/delta_rule.py costs: the size of its parts, and its products. Imports no torch."""
+"""Cost of the delta rule of model/delta_rule.py: the size of its parts, and its products. Imports no torch."""
 
 CHUNK = 64  # tokens of a chunk; a power of two
 AT_ONCE = 1 << 15  # tokens x value heads that are computed at once: this bounds the temporaries

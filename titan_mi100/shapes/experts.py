@@ -26,7 +26,7 @@ _FUSED = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
 
 
 class StackPosition(NamedTuple):
-    """Where a file has an expert's matrix.
+    """Position of an expert's matrix in a file.
 
     Attributes:
         name, shape: of the tensor in the file.
@@ -83,14 +83,14 @@ def with_experts(
 
 def is_fused(spec: ModelSpec, stored: Iterable[str]) -> bool | None:
     """The form of a folder with tensors of these names; None: ours, as in a run's checkpoints."""
-    names = [name for name in stored if not spec.carries(name)]
+    names = [name for name in stored if not spec.passes_through(name)]
     if any(name.endswith(_FUSED) for name in names):
         return True
     return False if any(map(_SEPARATE.search, names)) else None
 
 
 def places(name: str, parameter: Parameter, fused: bool) -> Iterator[StackPosition]:
-    """Where a file has each expert of one of our matrices."""
+    """Positions in a file of the experts of one of our matrices."""
     (rows, inner), experts, is_transposed = parameter.shape, parameter.experts, parameter.is_transposed
     hidden, (module, _, kind) = rows // experts, name.removesuffix(".weight").rpartition(".")
     if not fused:
@@ -108,7 +108,7 @@ def stacks(spec: ModelSpec) -> Iterator[tuple[str, Parameter]]:
 
 
 class MixtureSpec(ModelSpec):
-    """What families with experts share; it comes before the family's own class among the bases.
+    """The part that families with experts share; it comes before the family's own class among the bases.
 
     Attributes:
         experts_fused: files have the experts of a layer in one tensor.
@@ -146,7 +146,7 @@ class MixtureSpec(ModelSpec):
         return self._used({**super().input_sizes(), "moe_intermediate_size": (self.moe_intermediate_size, True)})
 
     def _used(self, sizes: dict[str, Any]) -> dict[str, Any]:
-        """Without the inner sizes that no layer has: config.json has that of an MLP in any case."""
+        """Removes the inner sizes that no layer has: config.json has that of an MLP in any case."""
         expert_flags = {bool(p.experts) for name, p in self.parameters.items() if name.endswith(".down_proj.weight")}
         gone = {"intermediate_size": False not in expert_flags, "moe_intermediate_size": True not in expert_flags}
         return {name: size for name, size in sizes.items() if not gone.get(name)}

@@ -72,7 +72,7 @@ def build(path: Path, kind: type[Spec], values: Mapping[str, Any], found: list[s
 
 
 def problems_of(spec: ModelSpec) -> list[str]:
-    """What is wrong with the values of a file. Larger counts would make loops endless, larger sizes would overflow."""
+    """Problems of the values of a file. Larger counts would make loops endless, larger sizes would overflow."""
     problems = []
     for name, value in asdict(spec).items():  # type: ignore[call-overload]  # of a dataclass
         count, most = value, _LARGEST.get(name, LARGEST_SIZE)
@@ -108,7 +108,7 @@ def rope_of(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_problems(raw: Mapping[str, Any], values: Collection[str], harmless: Collection[str] = ()) -> list[str]:
-    """What is wrong with the rotary embedding's dict.
+    """Problems of the rotary embedding's dict.
 
     Args:
         values: keys that may also stand outside of it, where they must not contradict. harmless: others.

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from titan_mi100.shapes import hf_config
 from titan_mi100.shapes.base import INPUTS, OUTPUTS, WHOLE, LayerShape, ModelSpec, Parameter
-from titan_mi100.shapes.saved import BEFORE, FP32, MIX, Saved, ValuesPerToken
+from titan_mi100.shapes.saved import FP32, MIX, PROJECT, Saved, ValuesPerToken
 from titan_mi100.wording import shortened
 
 # The linear layers of a layer, in the order of the computation: those that LoRA can adapt.
@@ -48,13 +48,13 @@ class Qwen3Spec(ModelSpec):
             "self_attn.k_norm.weight": norm_of_head,
         }
         saved = (
-            Saved("input in fp32", 2 * hidden, BEFORE),  # norms are in fp32
-            Saved("normed input in fp32", hidden, BEFORE, FP32, is_for_norm=True),
-            Saved("normed input", hidden, BEFORE),
-            Saved("q in fp32", q, BEFORE, FP32),
-            Saved("normed q in fp32", q, BEFORE, FP32, is_for_norm=True),
-            Saved("k in fp32", k, BEFORE, FP32),
-            Saved("normed k in fp32", k, BEFORE, FP32, is_for_norm=True),
+            Saved("input in fp32", 2 * hidden, PROJECT),  # norms are in fp32
+            Saved("normed input in fp32", hidden, PROJECT, FP32, is_for_norm=True),
+            Saved("normed input", hidden, PROJECT),
+            Saved("q in fp32", q, PROJECT, FP32),
+            Saved("normed q in fp32", q, PROJECT, FP32, is_for_norm=True),
+            Saved("k in fp32", k, PROJECT, FP32),
+            Saved("normed k in fp32", k, PROJECT, FP32, is_for_norm=True),
             *(Saved("q", q, MIX), Saved("k", k, MIX), Saved("v", k, MIX), Saved("attention's output", q, MIX)),
         )
         layer = with_mlp(self, "attention", parameters, LINEARS, saved, 4 * q)
@@ -142,7 +142,7 @@ def read(path: Path, raw: Mapping[str, Any]) -> Qwen3Spec:
 
 
 def checked_rope(raw: Mapping[str, Any], found: list[str]) -> dict[str, Any]:
-    """rope_theta, if the rotary embedding's dict has it. Args: found: receives problems, also of layer_types."""
+    """Reads rope_theta, if the rotary embedding's dict has it. Args: found: receives problems, also of layer_types."""
     layers, count = raw.get("layer_types"), raw.get("num_hidden_layers")
     is_full = isinstance(layers, list) and len(layers) == count and {*map(str, layers)} == {"full_attention"}
     if layers is not None and not is_full:

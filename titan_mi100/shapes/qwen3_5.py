@@ -14,7 +14,7 @@ from titan_mi100.shapes import hf_config
 from titan_mi100.shapes.base import INPUTS, OUTPUTS, WHOLE, LayerShape, ModelSpec, Parameter, Split
 from titan_mi100.shapes.delta_rule import CHUNK, products_of_chunk
 from titan_mi100.shapes.qwen3 import with_mlp
-from titan_mi100.shapes.saved import BEFORE, FP32, MIX, Saved, ValuesPerToken
+from titan_mi100.shapes.saved import FP32, MIX, PROJECT, Saved, ValuesPerToken
 from titan_mi100.wording import shortened, shown
 
 LINEARS = (
@@ -107,13 +107,13 @@ class Qwen3_5Spec(ModelSpec):
             "self_attn.k_norm.weight": norm_of_head,
         }
         saved = (  # up to a quarter more than autograd saves in 16 bits; tests/test_memory.py compares
-            *(Saved("normed input in fp32", hidden, BEFORE, FP32, True), Saved("normed input", hidden, BEFORE)),
-            *(Saved(f"{name} in fp32", q, BEFORE, FP32) for name in ("q", "normed q")),
-            *(Saved(f"{name} in fp32", k, BEFORE, FP32) for name in ("k", "normed k")),
+            *(Saved("normed input in fp32", hidden, PROJECT, FP32, True), Saved("normed input", hidden, PROJECT)),
+            *(Saved(f"{name} in fp32", q, PROJECT, FP32) for name in ("q", "normed q")),
+            *(Saved(f"{name} in fp32", k, PROJECT, FP32) for name in ("k", "normed k")),
             *(Saved("q", q, MIX), Saved("k", k, MIX), Saved("v", k, MIX), Saved("gate", q, MIX)),
             Saved("attention's output", q, MIX),
             # computed after the mixing; "selective" is planned without them
-            *(Saved("sigmoid(gate)", q, BEFORE), Saved("gated output", q, BEFORE)),
+            *(Saved("sigmoid(gate)", q, PROJECT), Saved("gated output", q, PROJECT)),
         )
         adapted = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
         return with_mlp(self, FULL, parameters, adapted, saved, 4 * q, (Saved("gradient of the gate", q),))
@@ -137,14 +137,14 @@ class Qwen3_5Spec(ModelSpec):
         rule = products_of_chunk(self.linear_num_key_heads, heads, *dims, self.chunk) // self.chunk  # of a token
         states = heads * dims[0] * dims[1] // self.chunk  # one for each chunk
         saved = (
-            *(Saved("normed input in fp32", hidden, BEFORE, FP32, True), Saved("normed input", hidden, BEFORE)),
+            *(Saved("normed input in fp32", hidden, PROJECT, FP32, True), Saved("normed input", hidden, PROJECT)),
             *(Saved(name, channels, MIX) for name in ("qkv before the convolution", "qkv before silu", "qkv")),
             *(Saved(name, values, MIX) for name in ("z", "the rule's output")),
             Saved("states of the rule", states, MIX, FP32),
             Saved("decays and betas, and what they are of", 4 * heads, MIX, FP32),
             # computed after the mixing; "selective" is planned without them
-            *(Saved(name, values, BEFORE) for name in ("normed output", "gated output")),
-            *(Saved(f"{name} in fp32", values, BEFORE, FP32) for name in ("the rule's output", "z")),
+            *(Saved(name, values, PROJECT) for name in ("normed output", "gated output")),
+            *(Saved(f"{name} in fp32", values, PROJECT, FP32) for name in ("the rule's output", "z")),
         )
         adapted = ("in_proj_qkv", "in_proj_z", "out_proj", "gate_proj", "up_proj", "down_proj")
         temporaries = Saved("qkv in fp32", 3 * channels, MIX, FP32), Saved("states again", 2 * states, MIX, FP32)
@@ -155,7 +155,7 @@ class Qwen3_5Spec(ModelSpec):
     def per_forward(self) -> ValuesPerToken:
         return ValuesPerToken(0, 2 * self.rotated)  # cos and sin
 
-    def carries(self, name: str) -> bool:
+    def passes_through(self, name: str) -> bool:
         return name.startswith(("model.visual.", "mtp."))
 
     @staticmethod
@@ -163,7 +163,7 @@ class Qwen3_5Spec(ModelSpec):
         return name.replace(_WRAPPED, "model.", 1) if name.startswith(_WRAPPED) else name
 
     def stored_name(self, name: str) -> str:
-        is_inside = self.is_wrapped and name.startswith("model.") and not self.carries(name)
+        is_inside = self.is_wrapped and name.startswith("model.") and not self.passes_through(name)
         return name.replace("model.", _WRAPPED, 1) if is_inside else name
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
@@ -218,7 +218,7 @@ _DEFAULTS = {
     "linear_num_value_heads": 32, "rope_theta": 10_000.0, "partial_rotary_factor": 0.25,
 }  # fmt: skip
 _ONLY = {**hf_config.ONLY, "attn_output_gate": True, "output_gate_type": "swish", "mlp_only_layers": []}
-# The vision tower's and the draft head's, which are carried along; the delta rule's dtype, which is fp32 here anyway.
+# The vision tower's and the draft head's, which are passed through; the delta rule's dtype, which is fp32 here anyway.
 _WITHOUT_EFFECT = (
     "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "unsloth_fixed_mtp",
 )  # fmt: skip

@@ -50,5 +50,5 @@ PRESETS: Mapping[str, Qwen3_5MoeSpec] = dict.fromkeys(("qwen3.5-35B-A3B", "qwen3
 
 
 def read(path: Path, raw: Mapping[str, Any]) -> Qwen3_5Spec:
-    """As qwen3_5.read."""
+    """Reads a config.json, see qwen3_5.read."""
     return qwen3_5.read(path, raw, Qwen3_5MoeSpec, hf_config.LOSS_OF_ROUTERS)

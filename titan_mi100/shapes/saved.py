@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 COMPUTE, FP32 = "compute", "fp32"  # dtype of a saved tensor: the computation's, or 4 bytes
-BEFORE, MIX, AFTER = "before", "mix", "after"  # the parts of a layer, see model/decoder.py
+PROJECT, MIX, OUTPUT = "project", "mix", "output"  # the parts of a layer, see model/decoder.py
 
 
 class Saved(NamedTuple):
@@ -14,14 +14,14 @@ class Saved(NamedTuple):
         name: for readers; "mlp.X" if experts replace the tensor together with the MLP.
         values: per token, of all tensor-parallel ranks together. An fp32 copy of a tensor in 16 bits may be written as
             twice as many values of 16 bits.
-        part: "selective" checkpointing keeps what MIX saves and what AFTER reads of it; all of AFTER is there again at
-            its peak.
+        part: "selective" checkpointing keeps what MIX saves and what OUTPUT reads of it; all of OUTPUT is there again
+            at its peak.
         is_for_norm: only the gradient of a norm's weight needs it, so it is not saved if the weight is frozen.
     """
 
     name: str
     values: int
-    part: str = AFTER
+    part: str = OUTPUT
     dtype: str = COMPUTE
     is_for_norm: bool = False
 

@@ -15,7 +15,7 @@ from functools import partial
 from titan_mi100 import cli as tool
 from titan_mi100.data.strict_json import BadRecord
 from titan_mi100.errors import UserError
-from titan_mi100.generation.answers import Row, command_parser, generate_all, open_model, read_rows, template_variables
+from titan_mi100.generation.batch import Row, command_parser, generate_all, open_model, read_rows, template_variables
 from titan_mi100.generation.engine import PromptBuilder, full_memory_is_an_error, load_answer
 from titan_mi100.model.decode import Sampling
 

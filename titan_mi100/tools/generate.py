@@ -18,7 +18,7 @@ from titan_mi100 import cli as tool
 from titan_mi100.data.conversation import Message, check_order, drop_keys, message_list, tool_list
 from titan_mi100.data.strict_json import BadRecord, listed
 from titan_mi100.errors import UserError
-from titan_mi100.generation.answers import Row, command_parser, generate_all, open_model, read_rows, template_variables
+from titan_mi100.generation.batch import Row, command_parser, generate_all, open_model, read_rows, template_variables
 from titan_mi100.generation.engine import PromptBuilder, full_memory_is_an_error, load_answer
 from titan_mi100.model.decode import Sampling
 from titan_mi100.text.base import Tokenizer

@@ -253,7 +253,7 @@ def _output_kinds(source: ModelSource, dtype: str) -> Kinds:
         return kinds
     target: torch.dtype = getattr(torch, dtype)
     wide = {name for name, parameter in spec.parameters.items() if parameter.in_fp32} if spec else set[str]()
-    cast = {name for name, kind in kinds.items() if kind.dtype.is_floating_point and not (spec and spec.carries(name))}
+    cast = {n for n, kind in kinds.items() if kind.dtype.is_floating_point and not (spec and spec.passes_through(n))}
     cast = {name for name in cast if name not in wide or kinds[name].dtype != torch.float32}
     return {name: Kind(kind.shape, target) if name in cast else kind for name, kind in kinds.items()}
 
@@ -388,7 +388,7 @@ def _write_assets(folder: Path, assets: Assets) -> None:
 
 def _assets_of_export(source: ModelSource, spec: ModelSpec, kinds: Kinds) -> Assets:
     few = {name for name, parameter in spec.parameters.items() if parameter.in_fp32}
-    dtypes = {kind.dtype for name, kind in kinds.items() if name not in few and not spec.carries(name)}
+    dtypes = {kind.dtype for name, kind in kinds.items() if name not in few and not spec.passes_through(name)}
     dtype = dtype_name(dtypes.pop()) if len(dtypes) == 1 else None
     has_tokenizer = "tokenizer.json" in source.assets or "vocab.json" in source.assets
     # generation_config.json of the export must stop at all of these, or other programs generate on after an answer

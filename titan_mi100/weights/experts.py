@@ -21,7 +21,7 @@ class StackedWeights(Weights):
     def __init__(self, stored: Weights, spec: ModelSpec, fused: bool) -> None:
         """Raises UserError: experts are missing, or have other shapes than the model's, or several dtypes."""
         self.source, self._stored, self.named = stored.source, stored, stored.named
-        there = {name: kind for name, kind in stored.kinds.items() if INSIDE in name and not spec.carries(name)}
+        there = {name: kind for name, kind in stored.kinds.items() if INSIDE in name and not spec.passes_through(name)}
         assert isinstance(spec, MixtureSpec)
         expected = spec.in_files({name: parameter.shape for name, parameter in stacks(spec)}, fused)
         held = {name: (shape, dtype_name(dtype)) for name, (shape, dtype) in there.items()}

@@ -79,11 +79,11 @@ def load_weights(
                 # each rank hashes a share of a sealed checkpoint's files
                 verify_files(Path(source), dist.get_rank(), dist.get_world_size())
                 if dist.get_rank() == 0 and not config.lora.rank:
-                    model.carried = {name: base.tensor(name) for name in base.kinds if spec.carries(name)}
+                    model.passed_through = {name: base.tensor(name) for name in base.kinds if spec.passes_through(name)}
         fill_base(model, optimizer.keep_residuals(read_pieces(spec, read)))
     elif dist.get_rank() == 0:
-        saved = {name: kind for name, kind in open_weights(checkpoint).kinds.items() if spec.carries(name)}
-        model.carried = {name: torch.empty(kind.shape, dtype=kind.dtype) for name, kind in saved.items()}
+        saved = {name: kind for name, kind in open_weights(checkpoint).kinds.items() if spec.passes_through(name)}
+        model.passed_through = {name: torch.empty(kind.shape, dtype=kind.dtype) for name, kind in saved.items()}
     name = config.model.flavor or Path(source).name
     log.info(f"model {name}: {parameter_count(spec):,} parameters, {origin}")
     if config.lora.rank:

@@ -65,7 +65,7 @@ def compare(
         **{_DTYPE: torch.float32},  # overrides the dtype of config.json
     )
     problems = []
-    if lacking := sorted(name for name in loading["missing_keys"] if not spec.carries(name)):
+    if lacking := sorted(name for name in loading["missing_keys"] if not spec.passes_through(name)):
         problems.append(f"does not find {some(lacking)}, and would start with random values")
     theirs = theirs.eval()
     if adapter is not None:

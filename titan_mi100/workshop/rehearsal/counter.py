@@ -67,7 +67,7 @@ PHASES = ("forward and backward", "update")
 # outwards, and the first match counts; so more specific paths come first.
 _CALLERS = {
     "torch/distributed/tensor/_op_schema.py": None,  # DTensor infers shapes there; nothing is allocated in a run
-    "titan_mi100/device/host.py": HOST,
+    "titan_mi100/device/pinned.py": HOST,
     "titan_mi100/parallel/offload.py": GRADIENTS,
     "titan_mi100/model/loss.py": HEAD_LOSS,
     "titan_mi100/model/": ACTIVATIONS,

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from titan_mi100.attention.base import Documents
 from titan_mi100.model.families import MODELS
 from titan_mi100.shapes.base import LayerShape, ModelSpec
-from titan_mi100.shapes.saved import AFTER, BEFORE, COMPUTE, FP32, MIX, Saved, ValuesPerToken
+from titan_mi100.shapes.saved import COMPUTE, FP32, MIX, OUTPUT, PROJECT, Saved, ValuesPerToken
 from titan_mi100.workshop.rehearsal.counter import CPU, FusedKernel, storages
 
 _TOKENS = 63 * 64  # no size of a weight
@@ -22,21 +22,21 @@ def saved_tensors(spec: ModelSpec, shape: LayerShape, dtype: torch.dtype = torch
     """What autograd saves in a layer's forward besides weights, each named by the module that runs. Bytes of dtypes
     other than the computation's are counted as values of 4 bytes.
     """
-    tensors, running, mixed = WeakKeyDictionary[torch.UntypedStorage, Saved](), [BEFORE], None
+    tensors, running, mixed = WeakKeyDictionary[torch.UntypedStorage, Saved](), [PROJECT], None
     with torch.device("meta"):
         layer = MODELS[spec.model_type].kinds[shape.kind](spec, shape, FusedKernel()).to(dtype)
     with FakeTensorMode(allow_non_fake_inputs=True):
         layer.to_empty(device=CPU)
         x = torch.empty(1, _TOKENS, spec.hidden_size, dtype=dtype, requires_grad=True)
-        where = layer.where(spec, torch.arange(_TOKENS)[None])
+        tables = layer.rotary_tables(spec, torch.arange(_TOKENS)[None])
         prepared = layer.prepare(layer.backend, Documents.one_per_row(1, _TOKENS), CPU)
-        others = [*storages(([*layer.parameters()], where, prepared))]
+        others = [*storages(([*layer.parameters()], tables, prepared))]
 
         def note(tensor: Tensor) -> Tensor:
             storage, each = tensor.untyped_storage(), dtype.itemsize if tensor.dtype == dtype else 4
             per_token = round(storage.nbytes() / each / _TOKENS)
             if per_token > 1 and storage not in (*others, *tensors):
-                part = MIX if storage in [*storages(mixed)] else running[0]  # "selective" keeps what AFTER reads of it
+                part = MIX if storage in [*storages(mixed)] else running[0]  # "selective" keeps what OUTPUT reads of it
                 tensors[storage] = Saved(running[-1], per_token, part, COMPUTE if tensor.dtype == dtype else FP32)
             return tensor
 
@@ -44,11 +44,11 @@ def saved_tensors(spec: ModelSpec, shape: LayerShape, dtype: torch.dtype = torch
             module.register_forward_pre_hook(lambda *_, name=name: running.append(name))
             module.register_forward_hook(lambda *_: running.__delitem__(-1))
         with saved_tensors_hooks(note, lambda tensor: tensor):
-            parts = layer.before(x, where)
+            parts = layer.project(x, tables)
             running[:] = [MIX]
             mixed = layer.mix(parts, prepared)
-            running[:] = [AFTER]
-            x = layer.after(x, mixed)  # as long as it is here, so is what it needs
+            running[:] = [OUTPUT]
+            x = layer.output(x, mixed)  # as long as it is here, so is what it needs
         return [*tensors.values()]
 
 

@@ -41,7 +41,7 @@ class _Varlen(Backend):
 
 
 class TorchVarlen(_Varlen):
-    """torch.nn.attention.varlen: flash attention without padding, from torch 2.10."""
+    """Flash attention without padding by torch.nn.attention.varlen, from torch 2.10."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)

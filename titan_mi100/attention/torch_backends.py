@@ -16,7 +16,7 @@ from titan_mi100.device.accelerator import to_device
 
 
 def document_mask(documents: Documents, device: torch.device) -> Tensor:
-    """(batch, 1, seq, seq) bool: True where the query (row) may attend to the key (column)."""
+    """A mask, (batch, 1, seq, seq) bool: True where the query (row) may attend to the key (column)."""
     numbers = np.repeat(np.arange(len(documents.lengths)), documents.lengths)
     number = to_device(torch.from_numpy(numbers).view(documents.batch, documents.seq), device)
     same = number[:, None, :, None] == number[:, None, None, :]

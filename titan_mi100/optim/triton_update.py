@@ -10,19 +10,19 @@ from titan_mi100.device import accelerator
 from titan_mi100.optim import kernels
 
 _ELEMENTS, _WARPS = 1024, 4  # per program
-# No fused multiply-add: it rounds once instead of twice, and the result would differ from plain.update_with_torch.
+# No fused multiply-add: it rounds once instead of twice, and the result would differ from update_with_torch's.
 LAUNCH = {"num_warps": _WARPS, "enable_fp_fusion": False}
 _AS_BITS = {torch.bfloat16: torch.int16}  # the kernel converts bf16 itself, by integer operations
 
 
 def update(tensors: dict[str, Tensor], number: int, whole: int, values: Any, master: str) -> None:
-    """Do what plain.update_with_torch does, for all rows in one launch.
+    """Do what reference_update.update_with_torch does, for all rows in one launch.
 
     Args:
         tensors: the weight, its gradient and its state by lean.py's names, (rows, columns) each.
         number: number of the first element within the full parameter.
         whole: columns of the full parameter.
-        values: a plain.Scalars.
+        values: a reference_update.Scalars.
         master: `optimizer.master`.
     """
     bits = {name: x.view(_AS_BITS.get(x.dtype, x.dtype)) for name, x in tensors.items()}
@@ -43,7 +43,7 @@ def update(tensors: dict[str, Tensor], number: int, whole: int, values: Any, mas
         values.correction, values.eps, values.rate, values.kept, values.decay,
     )  # fmt: skip
     fixed = {"MASTER": master, "CODED": exponents is not None, "BLOCK": block, "BLOCKS": blocks}
-    with accelerator.current(weight.device):
+    with accelerator.device_guard(weight.device):
         kernels.update_kernel[(programs,)](
             *pointers, rows, columns, number, whole, values.key, *map(float, scalars), **fixed, **LAUNCH
         )
