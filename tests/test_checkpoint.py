@@ -128,7 +128,7 @@ def test_memory_that_cannot_be_locked_makes_a_save_slower_and_is_said_once(
     def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(checkpoint.host, "page_locked_zeros", fail)
+    monkeypatch.setattr(checkpoint.pinned, "page_locked_zeros", fail)
     copies = Job(world, tmp_path).checkpointer._host_copies({"a": torch.ones(3), "b": torch.ones(2)})
     assert torch.equal(copies["a"], torch.ones(3)) and caplog.text.count(f"is not locked: {error}") == 1
 

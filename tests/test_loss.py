@@ -74,7 +74,7 @@ def test_after_backward_the_loss_keeps_no_logits() -> None:
     node = result.grad_fn
     while not hasattr(node, "blocks"):
         node = node.next_functions[0][0]
-    buffer = weakref.ref(node.blocks.place(0, 1).untyped_storage())
+    buffer = weakref.ref(node.blocks.buffer(0, 1).untyped_storage())
     del node
     result.sum().backward()
     assert buffer() is None

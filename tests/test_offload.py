@@ -157,7 +157,7 @@ def test_inputs_come_back_and_only_those_with_gradients_leave(monkeypatch: pytes
         lent.append(torch.full_like(like, torch.nan).detach())
         return lent[-1]
 
-    monkeypatch.setattr(offload.host, "pinned_like", noted)
+    monkeypatch.setattr(offload.pinned, "pinned_like", noted)
 
     def block(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         return (x * table).sin() * x

@@ -66,7 +66,7 @@ class _Gathered(NamedTuple):
 
     def gather(self, on_device: Tensor, device: torch.device) -> list[Tensor]:
         """The fields of all ranks, (ranks, values) each; those of `on_device` come before of_step's. A collective."""
-        on_host = torch.tensor([value for part in self for value in part], dtype=torch.float64)
+        on_host = torch.tensor([number for part in self for number in part], dtype=torch.float64)
         ranks = gather_values(torch.cat([on_device, to_device(on_host, device)]), device)
         sizes = [len(on_device) + len(self.of_step), *map(len, self[1:])]
         return list(ranks.split(sizes, dim=1))

@@ -142,7 +142,7 @@ class _ChunkedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, chunks: Chunks) -> Tensor:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        output = torch.empty_like(q, memory_format=torch.contiguous_format)
         # log-sum-exp of each query's scores: with it backward recomputes the softmax weights of a chunk
         sums = q.new_empty((k.shape[1], q.shape[1] // k.shape[1], len(q)), dtype=_wide(q[:0]).dtype)
         for key, first, last in chunks.of(q.shape[1]):
@@ -150,15 +150,15 @@ class _ChunkedAttention(torch.autograd.Function):
             total = scores.logsumexp(-1, keepdim=True)
             sums[:, :, first:last] = total.view(*sums.shape[:2], -1)
             weights = scores.sub_(total).exp_().to(q.dtype)
-            out[first:last] = _per_query(weights @ _per_key_head(v[key:last]), out[first:last])
-        ctx.save_for_backward(q, k, v, out, sums)
+            output[first:last] = _per_query(weights @ _per_key_head(v[key:last]), output[first:last])
+        ctx.save_for_backward(q, k, v, output, sums)
         ctx.chunks = chunks
-        return out
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, out, sums = ctx.saved_tensors
+        q, k, v, output, sums = ctx.saved_tensors
         grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
         grad_k, grad_v = (torch.zeros_like(x, dtype=sums.dtype) for x in (k, v))
         scale = 1 / math.sqrt(q.shape[-1])
@@ -167,8 +167,8 @@ class _ChunkedAttention(torch.autograd.Function):
             weights = scores.sub_(sums[:, :, first:last].reshape(*scores.shape[:2], 1)).exp_()
             slope, queries = _per_key_head(grad[first:last], len(k[0])), _per_key_head(q[first:last], len(k[0]))
             grad_v[key:last] += (weights.to(q.dtype).mT @ slope).transpose(0, 1)
-            # gradient of the scores: weights * (grad @ v^T - delta), with delta = sum(out * grad) per query
-            delta = _wide(_per_key_head(out[first:last], len(k[0])) * _wide(slope)).sum(-1, keepdim=True)
+            # gradient of the scores: weights * (grad @ v^T - delta), with delta = sum(output * grad) per query
+            delta = _wide(_per_key_head(output[first:last], len(k[0])) * _wide(slope)).sum(-1, keepdim=True)
             weights *= _wide(slope @ _per_key_head(v[key:last]).mT) - delta
             slopes = weights.mul_(scale).to(q.dtype)
             grad_k[key:last] += (slopes.mT @ queries).transpose(0, 1)

@@ -260,8 +260,8 @@ def verify(path: Path, share: int = 0, shares: int = 1) -> dict[str, Any]:
     """
     manifest = read_manifest(path)
     by_size = sorted(manifest["files"].items(), key=lambda item: (-item[1]["bytes"], item[0]))
-    for name, entry in by_size[share::shares]:
-        check_file(path, name, entry)
+    for name, recorded in by_size[share::shares]:
+        check_file(path, name, recorded)
     return manifest
 
 

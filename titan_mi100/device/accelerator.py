@@ -104,11 +104,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def lock_pages(pages: Tensor) -> int:
-    """Register host memory with the driver, so that the device copies from and to it directly.
-
-    Returns:
-        The driver's error code; 0 is success.
-    """
+    """Register host memory with the driver: the device can copy from and to it. Returns an error code; 0 is success."""
     return int(torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.nbytes, 0))
 
 

@@ -135,13 +135,13 @@ class PromptBuilder:
         trained, as_trained = model.prompts, f"as the model was trained ({PROMPTS})"
         self._variables = dict(variables or {})
         if self.template is not None:
-            self.template.require({name: value for name, value in self._variables.items() if name != "enable_thinking"})
-            for name, value in trained.variables.items():
+            self.template.require({name: own for name, own in self._variables.items() if name != "enable_thinking"})
+            for name, setting in trained.variables.items():
                 if name not in self._variables:
-                    option = "--no_thinking" if value is True else "--enable_thinking"
-                    option = option if name == "enable_thinking" else f"--{'no-' * (value is True)}{name}"
-                    print(f"{name} = {json.dumps(value)}, {as_trained}; {option} overrides", file=sys.stderr)
-                    self._variables[name] = value
+                    option = "--no_thinking" if setting is True else "--enable_thinking"
+                    option = option if name == "enable_thinking" else f"--{'no-' * (setting is True)}{name}"
+                    print(f"{name} = {json.dumps(setting)}, {as_trained}; {option} overrides", file=sys.stderr)
+                    self._variables[name] = setting
         if system is None and self.template is not None and trained.system_prompt:
             system = trained.system_prompt
             setting = f"system message {printable(shortened(repr(system), 100))}"

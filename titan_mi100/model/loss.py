@@ -288,9 +288,9 @@ def likeliest(
     return ids, best - (highest - predicted.best)[:, None]
 
 
-def _best_of(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k greatest of (n, m) values with their ids, the greatest first, of equal ones the least id."""
+def _best_of(logits: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k greatest of (n, m) logits with their ids, the greatest first, of equal ones the least id."""
     order = ids.argsort(1)
-    values, ids = values.gather(1, order), ids.gather(1, order)
-    order = values.argsort(stable=True, dim=1, descending=True)[:, :k]
-    return values.gather(1, order), ids.gather(1, order)
+    logits, ids = logits.gather(1, order), ids.gather(1, order)
+    order = logits.argsort(stable=True, dim=1, descending=True)[:, :k]
+    return logits.gather(1, order), ids.gather(1, order)

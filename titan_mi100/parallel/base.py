@@ -277,7 +277,7 @@ def read_on_host(model: CausalLM, device: torch.device) -> None:
 
 def describe_on_host(model: Decoder, inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Replace `document_ends` and `supervised_columns` by `documents` and `supervised`; see CausalLM.forward."""
-    described = {name: value for name, value in inputs.items() if name not in READ_ON_HOST}
+    described = {name: argument for name, argument in inputs.items() if name not in READ_ON_HOST}
     described["documents"] = model.prepare(documents_of(inputs), device)
     described["supervised"] = to_device(supervised_index(inputs[SUPERVISED]), device)
     return described

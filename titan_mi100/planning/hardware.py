@@ -84,7 +84,7 @@ def count_gpus(root: Path = Path("/"), environ: Mapping[str, str] = os.environ, 
     count = amd if is_rocm or not nvidia else nvidia
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         if name in environ:
-            count = min(count, len([entry for entry in environ[name].split(",") if entry.strip() not in ("", "-1")]))
+            count = min(count, len([card for card in environ[name].split(",") if card.strip() not in ("", "-1")]))
     return count
 
 

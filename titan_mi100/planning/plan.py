@@ -244,8 +244,8 @@ def remedy(plan: Plan) -> str:
         proposal = make_plan(changed, plan.card)
         if proposal.most >= least:
             continue
-        settings = [(getattr(config, name), name, key, value) for name, v in change.items() for key, value in v.items()]
-        keys = ", ".join(f"{name}.{key} = {value}" for old, name, key, value in settings if getattr(old, key) != value)
+        settings = [(getattr(config, name), name, key, new) for name, of in change.items() for key, new in of.items()]
+        keys = ", ".join(f"{name}.{key} = {new}" for old, name, key, new in settings if getattr(old, key) != new)
         least, best = proposal.most, f"{words} ({keys}): {proposal.most / GIB:.1f} GiB"
         if proposal.fits:
             return best

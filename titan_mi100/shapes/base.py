@@ -211,9 +211,9 @@ class ModelSpec:
     def problems(self) -> list[str]:
         """Problems of this shape, one clause each; empty if there are none."""
         messages = [
-            f"{name} = {value} must be positive"
-            for name, value in asdict(self).items()  # type: ignore[call-overload]
-            if name != "pad_token_id" and type(value) in (int, float) and value <= 0
+            f"{name} = {number} must be positive"
+            for name, number in asdict(self).items()  # type: ignore[call-overload]
+            if name != "pad_token_id" and type(number) in (int, float) and number <= 0
         ]
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
             messages.append(f"pad_token_id = {self.pad_token_id} is not in the vocabulary; set it to null")

@@ -92,8 +92,8 @@ def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
 
 def fingerprint(spec: ModelSpec) -> dict[str, Any]:
     """The shape as JSON, for a checkpoint's manifest."""
-    values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(spec).items()}
-    return ({} if spec.model_type == _FIRST else {"model_type": spec.model_type}) | values
+    as_json = {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(spec).items()}
+    return ({} if spec.model_type == _FIRST else {"model_type": spec.model_type}) | as_json
 
 
 def of_fingerprint(saved: Mapping[str, Any]) -> ModelSpec:
@@ -101,7 +101,7 @@ def of_fingerprint(saved: Mapping[str, Any]) -> ModelSpec:
     model_type = saved.get("model_type", _FIRST)
     if model_type not in FAMILIES:
         raise ValueError(f"fingerprints.model: model_type = {shown(model_type)} is not known here")
-    rest = {name: value for name, value in saved.items() if name != "model_type"}
+    rest = {name: field for name, field in saved.items() if name != "model_type"}
     spec: ModelSpec = validated(rest, FAMILIES[model_type].spec, "fingerprints.model")
     if problems := problems_of(spec):
         raise ValueError(f"fingerprints.model: {problems[0]}")

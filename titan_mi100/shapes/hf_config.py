@@ -57,12 +57,12 @@ def build(path: Path, kind: type[Spec], values: Mapping[str, Any], found: list[s
         UserError: all problems of the file.
     """
     for field in fields(kind):
-        value = values.get(field.name, field.default)
+        setting = values.get(field.name, field.default)
         types, words = _TYPES.get(field.type, ((), ""))
-        if value is MISSING:
+        if setting is MISSING:
             found.append(f"{field.name} is missing")
-        elif types and (type(value) not in types or (field.type is float and not abs(value) < 1e300)):
-            found.append(f"{field.name} = {shown(value)} is not {words}")
+        elif types and (type(setting) not in types or (field.type is float and not abs(setting) < 1e300)):
+            found.append(f"{field.name} = {shown(setting)} is not {words}")
     if not found:
         spec = kind(**{field.name: values[field.name] for field in fields(kind) if field.name in values})
         found = problems_of(spec)
@@ -74,10 +74,10 @@ def build(path: Path, kind: type[Spec], values: Mapping[str, Any], found: list[s
 def problems_of(spec: ModelSpec) -> list[str]:
     """Problems of the values of a file. Larger counts would make loops endless, larger sizes would overflow."""
     problems = []
-    for name, value in asdict(spec).items():  # type: ignore[call-overload]  # of a dataclass
-        count, most = value, _LARGEST.get(name, LARGEST_SIZE)
-        if isinstance(value, tuple):
-            count, most, name = len(value), MOST_LAYERS, f"the length of {name}"
+    for name, size in asdict(spec).items():  # type: ignore[call-overload]  # of a dataclass
+        count, most = size, _LARGEST.get(name, LARGEST_SIZE)
+        if isinstance(size, tuple):
+            count, most, name = len(size), MOST_LAYERS, f"the length of {name}"
         if type(count) is int and count > most:
             problems.append(f"{name} = {shortened(str(count))} is more than any model has")
     return problems or spec.problems()
@@ -90,9 +90,9 @@ def unsupported(raw: Mapping[str, Any], known: Collection[str], only: Mapping[st
         method = shown(quantized.get("quant_method") if isinstance(quantized, dict) else quantized)
         problem = f"quantization_config ({method}): quantized weights are not supported"
         problems.append(f"{problem}; use the model's unquantized folder")
-    for key, value in only.items():
-        if raw.get(key, value) != value:
-            problems.append(f"{key} = {shortened(repr(raw[key]))} is not supported; only {value!r}")
+    for key, allowed in only.items():
+        if raw.get(key, allowed) != allowed:
+            problems.append(f"{key} = {shortened(repr(raw[key]))} is not supported; only {allowed!r}")
     return problems
 
 

@@ -149,7 +149,7 @@ def checked_rope(raw: Mapping[str, Any], found: list[str]) -> dict[str, Any]:
         problem = f"layer_types = {shortened(repr(layers))} is not supported"
         found.append(f"{problem}; only 'full_attention' for each of the num_hidden_layers")
     found += hf_config.rope_problems(raw, ["rope_theta"])
-    return {name: value for name, value in hf_config.rope_of(raw).items() if name == "rope_theta"}
+    return {name: theta for name, theta in hf_config.rope_of(raw).items() if name == "rope_theta"}
 
 
 def to_hf(spec: Qwen3Spec) -> dict[str, Any]:

@@ -259,15 +259,15 @@ def read(
         kind = text.get("model_type", of_text)
         if kind != of_text:
             problems.append(f"text_config: model_type = {shown(kind)} is not supported; only {of_text!r}")
-    text = {family.renamed.get(key, key): value for key, value in text.items()}
+    text = {family.renamed.get(key, key): setting for key, setting in text.items()}
     known = [*(field.name for field in fields(family) if field.name not in family.of_files), *known]
     problems += hf_config.unsupported(text, [*known, *_WITHOUT_EFFECT, "full_attention_interval", *_OF_IMAGES], _ONLY)
     problems += hf_config.loss_problems(text)
     problems += hf_config.rope_problems(text, ["rope_theta", "partial_rotary_factor"], _OF_IMAGES)
-    rope = {name: value for name, value in hf_config.rope_of(text).items() if name not in _OF_IMAGES}
-    values = {**_DEFAULTS, **rope, **text, "is_wrapped": is_wrapped}
-    values["layer_types"] = _layer_types(text, problems)
-    return hf_config.build(path, family, values, problems)
+    rope = {name: setting for name, setting in hf_config.rope_of(text).items() if name not in _OF_IMAGES}
+    settings = {**_DEFAULTS, **rope, **text, "is_wrapped": is_wrapped}
+    settings["layer_types"] = _layer_types(text, problems)
+    return hf_config.build(path, family, settings, problems)
 
 
 def _layer_types(text: Mapping[str, Any], found: list[str]) -> tuple[str, ...]:
@@ -288,11 +288,11 @@ def _layer_types(text: Mapping[str, Any], found: list[str]) -> tuple[str, ...]:
 def to_hf(spec: Qwen3_5Spec) -> dict[str, Any]:
     """The `config.json` that transformers reads back into the same model; without what it says of a vision tower."""
     rope = {"rope_type": "default", "rope_theta": spec.rope_theta, "partial_rotary_factor": spec.partial_rotary_factor}
-    values = {**asdict(spec), "layer_types": list(spec.layer_types)}
+    own = {**asdict(spec), "layer_types": list(spec.layer_types)}
     text = {"model_type": f"{spec.model_type}_text", "hidden_act": "silu", "attention_bias": False}
     text["rope_parameters"] = rope
     stored = {name: key for key, name in spec.renamed.items()}
-    text |= {stored.get(name, name): v for name, v in values.items() if name not in (*rope, *spec.of_files)}
+    text |= {stored.get(name, name): v for name, v in own.items() if name not in (*rope, *spec.of_files)}
     if not spec.is_wrapped:
         return {"architectures": [f"{spec.architecture}ForCausalLM"], **text}
     outer = {"model_type": spec.model_type, "tie_word_embeddings": spec.tie_word_embeddings, "text_config": text}

@@ -76,21 +76,21 @@ def read(path: Path, raw: Mapping[str, Any]) -> Qwen3MoeSpec:
     """The shape that a `config.json` describes; see qwen3.read."""
     known = [field.name for field in fields(Qwen3MoeSpec) if field.name not in Qwen3MoeSpec.of_files]
     problems = hf_config.unsupported(raw, [*known, *_KNOWN], _ONLY) + hf_config.loss_problems(raw)
-    values = {**qwen3.DEFAULTS, **qwen3.checked_rope(raw, problems), **raw}
+    settings = {**qwen3.DEFAULTS, **qwen3.checked_rope(raw, problems), **raw}
     if "num_local_experts" in raw:  # as transformers 5 names it
-        values.setdefault("num_experts", raw["num_local_experts"])
+        settings.setdefault("num_experts", raw["num_local_experts"])
     hidden, heads = raw.get("hidden_size"), raw.get("num_attention_heads")
     if raw.get("head_dim") is None and type(hidden) is type(heads) is int and heads:
-        values["head_dim"] = hidden // heads
+        settings["head_dim"] = hidden // heads
     dense = raw.get("mlp_only_layers") or []
     if not (isinstance(dense, list) and all(type(number) is int for number in dense)):
         problems.append(f"mlp_only_layers = {shown(dense)} is not a list of the numbers of layers")
-    values["mlp_only_layers"] = tuple(dense) if isinstance(dense, list) else ()
-    return hf_config.build(path, Qwen3MoeSpec, values, problems)
+    settings["mlp_only_layers"] = tuple(dense) if isinstance(dense, list) else ()
+    return hf_config.build(path, Qwen3MoeSpec, settings, problems)
 
 
 def to_hf(spec: Qwen3MoeSpec) -> dict[str, Any]:
     """The `config.json` that transformers reads back into the same model."""
-    values = {**qwen3.to_hf(spec), "architectures": ["Qwen3MoeForCausalLM"], "output_router_logits": False}
-    values["mlp_only_layers"] = list(spec.mlp_only_layers)
-    return {name: value for name, value in values.items() if name not in spec.of_files}
+    content = {**qwen3.to_hf(spec), "architectures": ["Qwen3MoeForCausalLM"], "output_router_logits": False}
+    content["mlp_only_layers"] = list(spec.mlp_only_layers)
+    return {name: setting for name, setting in content.items() if name not in spec.of_files}

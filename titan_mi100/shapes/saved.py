@@ -36,4 +36,4 @@ class ValuesPerToken(NamedTuple):
     def of(cls, tensors: Iterable[Saved]) -> "ValuesPerToken":
         """The sum of the tensors."""
         sizes = [(tensor.values, tensor.dtype) for tensor in tensors]
-        return cls(*(sum(values for values, dtype in sizes if dtype == wanted) for wanted in (COMPUTE, FP32)))
+        return cls(*(sum(count for count, dtype in sizes if dtype == wanted) for wanted in (COMPUTE, FP32)))
