@@ -251,7 +251,6 @@ def _columns(ids: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
 def likeliest(
     hidden: Tensor,
     weight: Tensor,
-    tokens: Tensor,
     predicted: Predicted,
     k: int,
     vocabulary: int,
@@ -261,15 +260,15 @@ def likeliest(
     """The k likeliest ids to follow each token, and their log probabilities: (n, k) int64, (n, k), best first.
 
     Args:
+        hidden: (n, hidden).
         predicted: of these tokens, any ids.
         k: at most `vocabulary`, below which the ids are.
 
     Others: see token_losses. Ties at the k-th place are broken arbitrarily.
     """
-    chosen = hidden.flatten(0, 1)[tokens]
-    blocks = _Blocks(chosen, weight, memory)
-    best = torch.empty(len(chosen), 0, dtype=blocks.wide, device=chosen.device)
-    ids = torch.empty(len(chosen), 0, dtype=torch.long, device=chosen.device)
+    blocks = _Blocks(hidden, weight, memory)
+    best = torch.empty(len(hidden), 0, dtype=blocks.wide, device=hidden.device)
+    ids = torch.empty(len(hidden), 0, dtype=torch.long, device=hidden.device)
     highest = torch.full_like(predicted.best, -torch.inf)
     first = 0 if group is None else dist.get_rank(group) * len(weight)
     for start, stop in blocks:

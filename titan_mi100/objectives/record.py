@@ -41,7 +41,8 @@ class Record(Objective):
         predicted = token_losses(hidden, weight, of_labels(labels, tokens), **options)
         if not self._k:
             return sums_of_documents(-predicted.losses[:, 0], tokens, columns[DOCUMENT]).double().flatten()
-        ids, log_p = likeliest(hidden, weight, tokens, predicted, self._k, self._vocabulary, **options)
+        chosen = hidden.flatten(0, 1)[tokens]
+        ids, log_p = likeliest(chosen, weight, predicted, self._k, self._vocabulary, **options)
         recorded = torch.cat((ids.double(), log_p.double()), 1)
         dense = recorded.new_zeros(labels.numel(), recorded.shape[1])
         return dense.index_put((tokens,), recorded).flatten()
