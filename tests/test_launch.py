@@ -191,7 +191,7 @@ def test_a_worker_that_shows_no_environment_at_first_is_ended_with_its_torchrun(
     monkeypatch.setenv("TITAN_RUN_FOLDER", str(tmp_path))
     # it blocks signals
     monkeypatch.setattr(
-        launch.Launcher, "__init__", lambda self: self.__dict__.update(_stop_signal=None, trainer=(), processes=1)
+        launch.Launcher, "__init__", lambda self: self.__dict__.update(_stop_signal=None, arguments=(), processes=1)
     )
     monkeypatch.setattr(launch.Launcher, "_run", run)
     monkeypatch.setattr(launch.Launcher, "_signal_workers", look_again)

@@ -18,6 +18,7 @@ from titan_mi100.data.microbatch import collate
 from titan_mi100.data.packing import pack_together
 from titan_mi100.model.loss import IGNORE, HeadMemory, Targets, token_losses
 from titan_mi100.model.qwen3 import Qwen3
+from titan_mi100.open_run import start
 from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.qwen3 import Qwen3Spec
 from titan_mi100.workshop.made_up import made_up
@@ -88,8 +89,9 @@ def data() -> Any:
 
 
 @pytest.mark.full
-def test_pairs_on_one_process_and_after_a_resume(world: World, tmp_path: Path) -> None:
-    options = {"data": data(), "objective": PairLoss()}
+def test_pairs_on_one_process_and_after_a_resume(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "choose", lambda _: PairLoss())
+    options = {"data": data()}
     for each in (split(1), split(4, checkpointing="full"), split(2, parallelism={"zero_stage": 0})):
         result = run_split(world, make_case(), each, **options)
         for theirs in (False, True):

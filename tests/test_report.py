@@ -636,7 +636,7 @@ def test_it_starts_without_torch_and_matplotlib(run: Path) -> None:
 
 def test_a_run_names_the_command(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from titan_mi100.log import log
-    from titan_mi100.open_run.record import log_summary
+    from titan_mi100.open_run.summary import log_summary
     from titan_mi100.run.progress import Progress
 
     config = load_config(["--job.config_file", str(REPO / "train_configs" / "debug.toml")])

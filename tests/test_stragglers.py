@@ -14,7 +14,7 @@ import torch
 from test_ruined_weights import opened
 
 from titan_mi100.data.loader import ShuffledEpochs
-from titan_mi100.open_run.record import log_summary
+from titan_mi100.open_run.summary import log_summary
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.progress import Progress
 from titan_mi100.watch.stragglers import Stragglers, slow_ranks

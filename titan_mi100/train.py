@@ -14,9 +14,9 @@ import os
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import ExportError, NumericalError, Preempted, SaveError, UserError
 from titan_mi100.log import log
-from titan_mi100.open_run.record import log_summary, step_to_use
 from titan_mi100.open_run.run import NO_FINITE_STEP, Run, Supervision
 from titan_mi100.open_run.start import SAVE_FAILED, STOP, open_run
+from titan_mi100.open_run.summary import log_summary, step_to_use
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import any_rank
 from titan_mi100.process import Job, run_process

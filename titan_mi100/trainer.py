@@ -59,13 +59,17 @@ def peak_memory_gib(device: torch.device) -> float:
 class _Gathered(NamedTuple):
     """What each rank tells the others in a step's one collective, as fp64 values."""
 
-    of_step: Sequence[float]  # summed: squares of the gradients, parameters that are not finite, loss, next counts
-    memory: Sequence[float]  # the maximum counts
-    flags: Sequence[float]  # any rank's counts
+    of_step: Sequence[float]  # summed: the next step's counts; before them come those of the device, see gather
+    memory: Sequence[float]  # the maximum is used
+    flags: Sequence[float]  # set if any rank's is
     own_values: Sequence[float]  # kept by rank: waited, and what own_values returns
 
     def gather(self, on_device: Tensor, device: torch.device) -> list[Tensor]:
-        """The fields of all ranks, (ranks, values) each; those of `on_device` come before of_step's. A collective."""
+        """The fields of all ranks, (ranks, values) each. A collective.
+
+        Args:
+            on_device: put before of_step: squares of the gradients, 1 if one is not finite, loss, measures.
+        """
         on_host = torch.tensor([number for part in self for number in part], dtype=torch.float64)
         ranks = gather_values(torch.cat([on_device, to_device(on_host, device)]), device)
         sizes = [len(on_device) + len(self.of_step), *map(len, self[1:])]
@@ -107,7 +111,7 @@ class UpdateRules:
 
 
 class Trainer:
-    """Runs optimizer steps. All values that the ranks must agree on are exchanged in one collective per step."""
+    """Runs optimizer steps. Besides the layout's, each has one collective: what all ranks must agree on."""
 
     def __init__(
         self,
@@ -128,7 +132,9 @@ class Trainer:
         self._hooks = hooks or Hooks()
         self._row = first_row
         self._microbatches = stream.step(first_row)
-        self._next_step: Callable[[], list[Microbatch]] | None = None  # from the third step on
+        self._next_step: Callable[[], list[Microbatch]] | None = (
+            None  # started in the first step, read from the third on
+        )
         # The counts of every later step are exchanged in the collective of the step before it.
         self._counts = gather_values(self._count(self._microbatches), model.device).sum(0).tolist()
 
@@ -215,7 +221,7 @@ class Trainer:
         """Fetch the next step's rows, which a thread has read during this step; the seconds waited for them."""
         started = time.perf_counter()
         self._row += self._stream.batch.global_batch_size
-        if self._next_step is None:  # the threads begin with the third step: the first does not wait for their start
+        if self._next_step is None:  # the first step does not wait for the threads: they begin with the third's rows
             behind = self._row + self._stream.batch.global_batch_size
             self._next_step = self._stream.ahead(behind, pinned=accelerator.is_gpu(self._model.device))
             self._microbatches = self._stream.step(self._row)

@@ -1,4 +1,4 @@
-"""Starts a run and supervises it: `python -m titan_mi100.launch.launcher ARGS`, which run_train.sh calls.
+"""Starts a run and supervises it: `python -m titan_mi100.launch.launcher ARGS`, as run_train.sh and `train` do.
 
 It checks the config, prepares the data, runs the trainer, forwards signals, and ends with an exit code of
 docs/DESIGN.md. Several processes run under torchrun; a single one runs without it, which starts sooner.
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ, prog
             return 0
         if file := environ.get("CONFIG_FILE", ""):  # torchtitan's run_train.sh reads it
             raise UserError(f"CONFIG_FILE is not read here; unset it, and write --job.config_file {shlex.quote(file)}")
-        processes, launcher.trainer, place, restarts = parse(arguments, environ.get("NGPU", ""))
+        processes, launcher.arguments, place, restarts = parse(arguments, environ.get("NGPU", ""))
         launcher.processes = processes
         copies = environ.get("WORLD_SIZE") or str(srun_tasks(environ))
         if copies not in ("1", str(place.most) if place else "1"):
@@ -180,7 +180,7 @@ class Launcher:
 
     Attributes:
         program: what each process of the run is started with.
-        trainer: its arguments.
+        arguments: of that program.
         processes: number of processes of this node.
     """
 
@@ -188,7 +188,7 @@ class Launcher:
     _is_interrupted = False  # by a Ctrl-C after the first stop signal
 
     def __init__(self) -> None:
-        self.trainer: Sequence[str] = ()
+        self.arguments: Sequence[str] = ()
         self.processes = 1
         self._limit = WatchdogConfig().start_seconds  # without CPU time, for steps before the training
         self._stop_signal: signal.Signals | None = None  # the first stop signal
@@ -212,7 +212,7 @@ class Launcher:
         settings = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "", "MASTER_PORT": "0", ASKS_LIMIT: "1"}
         settings |= {RUN_FOLDER: folder} if folder else {}
         label, pipe = "the check of the config", subprocess.PIPE
-        output = self.run_first(label, *_CONFIG, *self.trainer, stdout=pipe, environment=settings)
+        output = self.run_first(label, *_CONFIG, *self.arguments, stdout=pipe, environment=settings)
         limit, _, os.environ[RUN_FOLDER] = os.fsdecode(output).removesuffix("\n").partition(" ")
         self._limit = float(limit)
         return os.environ[RUN_FOLDER]
@@ -224,7 +224,7 @@ class Launcher:
             folder: gets the ledger; it is removed if the preparation fails and the folder is empty.
         """
         try:
-            self.run_first("the preparation of the data", *_PREPARE, *self.trainer, environment={RUN_FOLDER: folder})
+            self.run_first("the preparation of the data", *_PREPARE, *self.arguments, environment={RUN_FOLDER: folder})
         except BaseException:
             with suppress(OSError):
                 os.rmdir(folder)  # only now: if it were removed earlier, another run could get the same name
@@ -282,7 +282,7 @@ class Launcher:
                 is_ended = is_ended or watch.look() or (is_over is not None and is_over())
                 return is_ended
 
-            command = (*command, *self.trainer)
+            command = (*command, *self.arguments)
             status, _ = self._run(program, command, self._tell_workers, environment, is_to_end)
             vanished = watch.vanished()  # before the next lines kill what is left
             # Kill workers that a killed torchrun has left. Repeat it: a process that is just being started does not
@@ -325,7 +325,7 @@ class Launcher:
 
         The user's file may have changed since, and options such as load_step must not apply a second time.
         """
-        self.trainer = ("--job.config_file", str(Path(folder, "config.toml")))
+        self.arguments = ("--job.config_file", str(Path(folder, "config.toml")))
 
     def is_stopped(self) -> bool:
         """Whether a stop signal has come."""

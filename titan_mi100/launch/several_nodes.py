@@ -61,7 +61,7 @@ def parse(arguments: Sequence[str], ngpu: str = "") -> tuple[int, list[str], End
 
 
 class NodeLauncher(Protocol):
-    """The work of a single node, see launch.Launcher. A method exits the process on failure or after a stop signal."""
+    """The work of a single node, see launcher.Launcher. Methods exit the process on failure or after a stop signal."""
 
     def check(self, world: int, rank: int = 0, folder: str = "") -> str:
         """Check the config as this rank of the world. Returns the run folder, which is created if none is given."""

@@ -176,7 +176,7 @@ class Decoder(nn.Module):
 
 _CAST_ROWS = 1 << 14  # rows of the head (tokens of the vocabulary) that are cast at a time
 
-# (hidden states, the head's weight, labels, index of the supervised tokens, further columns) -> (1,); see objectives/
+# (hidden, head's weight, labels, index of the supervised tokens, further columns) -> (1 + measures,); see objectives/
 HeadLoss = Callable[..., Tensor]
 Columns = Mapping[str, Tensor]
 
@@ -244,7 +244,7 @@ class CausalLM(nn.Module):
         stage = stage or Stage(range(spec.num_hidden_layers))
         self.model = Decoder(self.kinds, self.norm, spec, backend or Eager(), stage)
         self.lm_head = Head(spec) if stage.last and not spec.tie_word_embeddings else None
-        self.head_loss: HeadLoss = head_loss
+        self.head_loss: HeadLoss = head_loss  # build_model replaces it by the objective
 
     def forward(
         self,
@@ -268,11 +268,12 @@ class CausalLM(nn.Module):
             columns: (batch, seq) each, that the objective reads.
 
         A microbatch of the loader has `document_ends` and `supervised_columns` instead of `documents` and `supervised`;
-        the hook of parallel.base.read_on_host converts them.
+        the hook of parallel.base.read_on_host, which build_model adds, converts them.
 
         Returns:
-            With labels the loss, (1,), in fp32 or fp64. Without labels the logits in the activations' dtype,
-            (batch, seq, vocab_size) or (n, vocab_size). A stage that is not the last returns hidden states.
+            With labels the loss and measures, (1 + measures,), in fp32 or fp64. Without labels the logits,
+            (batch, seq, vocab_size) or (n, vocab_size), in the activations' dtype. A stage that is not the last returns
+            hidden states.
         """
         if unread := sorted(columns.keys() - {*self.columns}):
             raise TypeError(f"neither the model nor its objective reads {', '.join(unread)}")

@@ -1,4 +1,7 @@
-"""The work between products, one function per kind: norm, rotation, SwiGLU. A fused kernel would replace one here."""
+"""The work between products, one function per kind: norm, rotation, SwiGLU. A fused kernel would replace one here.
+
+What a function saves for backward is listed in shapes/ (`saved`). Qwen3's norm of the hidden states is layers.RMSNorm.
+"""
 
 from collections.abc import Callable
 from typing import Any

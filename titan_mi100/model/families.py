@@ -1,4 +1,4 @@
-"""The class of each family's model, by its name in shapes/families.py."""
+"""The class of each family's model, by the model_type of its shape."""
 
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.model.qwen3 import Qwen3

@@ -4,7 +4,6 @@ import json
 import platform
 import socket
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from importlib import import_module
 from importlib.metadata import version
@@ -15,10 +14,9 @@ import torch
 
 from titan_mi100.attention.base import NO_KERNEL, Shape
 from titan_mi100.attention.running import running_kernel
-from titan_mi100.checkpoint.sealed import list_checkpoints
 from titan_mi100.config.as_text import sections, to_toml
 from titan_mi100.config.layout import Batch, Layout
-from titan_mi100.config.settings import Config, ValidationConfig
+from titan_mi100.config.settings import Config
 from titan_mi100.data.loader import RowSource
 from titan_mi100.data.microbatch import collate
 from titan_mi100.data.rows import Row
@@ -28,23 +26,17 @@ from titan_mi100.files.plain import LARGEST_CONFIG, read_plain
 from titan_mi100.log import log
 from titan_mi100.open_run.data import warn_of_higher_rate
 from titan_mi100.open_run.inputs import RunInputs
-from titan_mi100.open_run.run import Run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel, documents_of
 from titan_mi100.parallel.distributed import World, raise_together
 from titan_mi100.planning import hardware
 from titan_mi100.planning.costs import flops_of_steps
-from titan_mi100.run.faults import FILE, SPIKES
 from titan_mi100.run.machine import describe
 from titan_mi100.run.metrics import Reporter, RunFigures
-from titan_mi100.run.next_commands import after_run, shown_path
-from titan_mi100.run.progress import Progress
 from titan_mi100.run.sinks import Explanation, open_sinks
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.wording import plural
 
-_CHANCE = 0.5  # share of answers on the right side
-_FAR = 20.0  # nats that answers have become less likely
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
@@ -126,57 +118,6 @@ def _flat(settings: dict[str, Any], layout: Layout, batch: Batch) -> dict[str, b
     groups = {name: settings[name] for name, _ in sections()} | {"layout": {**asdict(layout), **asdict(batch)}}
     fields = {f"{group}.{key}": field for group, own in groups.items() for key, field in own.items()}
     return {name: field if isinstance(field, bool | int | float) else str(field) for name, field in fields.items()}
-
-
-def step_to_use(folder: Path, validation: ValidationConfig, progress: Progress) -> int:
-    """The step whose checkpoint is exported and named at the end: with early stopping the best one, else the last."""
-    best = progress.best_step
-    if not validation.patience or best in (None, progress.step):
-        return progress.step
-    assert best is not None
-    if folder / "checkpoint" / f"step-{best}" in list_checkpoints(folder / "checkpoint"):
-        log.info(f"the best checkpoint is step-{best}, validation loss {progress.best_loss:.4f}: it is the one to use")
-        return best
-    log.warning(f"the best checkpoint, step-{best}, is not there any more or suspect: step-{progress.step} is used")
-    return progress.step
-
-
-def log_summary(run: Run, step: int) -> None:
-    """Log the closing summary, and commands to continue with. Args: step: of the export."""
-    folder, config, progress = run.folder, run.config, run.progress
-    assert folder is not None
-    if count := progress.skipped_steps - progress.skipped_spikes:
-        log.warning(f"skipped {plural(count, 'step')}: loss or gradients not finite; rows: {folder / FILE}")
-    if spikes := progress.skipped_spikes:
-        log.warning(f"skipped {plural(spikes, 'step')}: the loss was a spike; rows: {folder / SPIKES}")
-    files = [f"checkpoint/{path.name}" for path in list_checkpoints(folder / "checkpoint")]
-    library = "peft" if config.lora.rank else "transformers"
-    files += [f"hf-step-{step}/ for {library}, vLLM"] * config.checkpoint.export_hf
-    good, to_try = _how_good(progress, run.measured)
-    log.info(f"done: learned {plural(progress.rows_consumed, 'packed row')} in {plural(progress.step, 'step')}")
-    log.info(f"  how good   {good}")
-    log.info(f"  where      {shown_path(folder)}: {', '.join(files)}; docs/RUN_FOLDER.md explains the other files")
-    log.info(f"  try next   {to_try}")
-    log.info("  how to use it:")
-    for purpose, command in after_run(folder, config, step):
-        log.info(f"  {purpose:<10} {command}")
-
-
-def _how_good(progress: Progress, measured: Mapping[str, float]) -> tuple[str, str]:
-    """What the objective measures on the validation rows, and what it says to try next."""
-    if progress.best_step is None:
-        return "not measured on new rows", "--data.validation_fraction 0.05 --validation.freq 50, which measure it"
-    quality = f"loss {progress.best_loss:.4f} on new rows at best, after step {progress.best_step}"
-    next_try = "fewer steps, or more data" if progress.validations_since_best else "more steps or epochs"
-    if "accuracy" in measured:  # of preferences, whose loss says little
-        quality = f"{measured['accuracy']:.0%} of the new answers on the right side (half is chance); {quality}"
-        if measured["accuracy"] <= _CHANCE:
-            next_try = "a lower optimizer.lr; look at pairs and labels with titan-mi100 inspect: nothing was learned"
-        elif measured.get("below_reference", 0.0) > _FAR:
-            next_try = "objective.sft_weight = 0.2 or a lower optimizer.lr: its answers have become unlikely as a whole"
-    elif "agreement" in measured:
-        quality = f"{measured['agreement']:.0%} of the teacher's likeliest ids, KL {measured['kl']:.4f} nats; {quality}"
-    return quality, next_try
 
 
 def code_and_machine(world: World) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class Supervision:
     Attributes:
         heartbeat: this process's record for the watcher.
         wants_to_stop: whether this process was told to stop.
-        moved: why nothing may be written to the run folder any more; "": it is where it was. Rank 0's counts.
+        moved: why nothing may be written to the run folder any more; "": it is where it was. Only rank 0's is used.
     """
 
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(WatchdogConfig()))

@@ -67,7 +67,7 @@ class ParallelModel(ABC):
 
         Args:
             microbatches: the microbatches of this step, on the CPU, at least one.
-            weight: weight of each token's loss: 1 / supervised tokens of the step over all ranks.
+            weight: of each loss: 1 / what the objective counts in the step over all ranks, times fp16's loss scale.
 
         Returns:
             The summed loss of each microbatch without the weight, and the objective's measures, summed,
@@ -234,7 +234,7 @@ def without_dropout(parts: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def model_inputs(microbatch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Move a microbatch to the device, except the tensors of READ_ON_HOST. They are described at `read_on_host`."""
+    """Move a microbatch to the device, except the tensors of READ_ON_HOST, see `read_on_host`."""
     return {name: tensor if name in READ_ON_HOST else to_device(tensor, device) for name, tensor in microbatch.items()}
 
 

@@ -1,6 +1,7 @@
 """Predicted peak memory of a step on each card: the largest of a few moments of the step. Imports no torch.
 
-tests/test_memory.py compares the prediction with workshop/rehearsal/counter.py. Sizes are bytes of one rank.
+tests/test_memory.py compares the prediction with workshop/rehearsal/counter.py. What a layer saves for
+backward is in shapes/ (`LayerShape.saved`). Sizes are bytes of one rank.
 """
 
 import math

@@ -77,7 +77,7 @@ def shown_path(path: str | Path) -> str:
 
 
 def command(words: str, *arguments: str) -> str:
-    """A command of ours for the shell. Args: words: of __main__.COMMANDS."""
+    """A command of ours for the shell. Args: words: of doors.COMMANDS."""
     return shlex.join([*_program("titan-mi100", "titan_mi100"), *words.split(), *arguments])
 
 

@@ -35,14 +35,13 @@ class Family(NamedTuple):
     not_adapted: Mapping[str, str] = MappingProxyType({})
 
 
-# by HF's model_type; the class of its layers is in model/families.py
 _QWEN3_5 = Family(
     qwen3_5.Qwen3_5Spec, qwen3_5.PRESETS, qwen3_5.LINEARS, qwen3_5.read, qwen3_5.to_hf, qwen3_5.NOT_ADAPTED
 )
 _QWEN3_5_MOE = _QWEN3_5._replace(
     spec=qwen3_5_moe.Qwen3_5MoeSpec, presets=qwen3_5_moe.PRESETS, adapted=qwen3_5_moe.LINEARS, read=qwen3_5_moe.read
 )
-FAMILIES = {
+FAMILIES = {  # by HF's model_type; the class of its layers is in model/families.py
     "qwen3": Family(qwen3.Qwen3Spec, qwen3.PRESETS, qwen3.LINEARS, qwen3.read, qwen3.to_hf),
     "qwen3_moe": Family(qwen3_moe.Qwen3MoeSpec, qwen3_moe.PRESETS, qwen3_moe.LINEARS, qwen3_moe.read, qwen3_moe.to_hf),
     "qwen3_5": _QWEN3_5,

@@ -1,5 +1,5 @@
 """Watches the training processes of one node from outside: `python -m titan_mi100.watch.watchdog FOLDER PROCESSES`, or
-inside of run_train.sh's launcher.
+inside of run_train.sh's launcher. How long a part may take is in heartbeat.py.
 
 A process hangs if its record (watch/heartbeat.py) has not changed for longer than the time limit in the record. Then
 the watcher makes each process write its Python stacks; for one that cannot, it notes what /proc shows. It names the
