@@ -136,8 +136,8 @@ def test_documents_of_a_record_share_a_row() -> None:
     lengths = np.random.default_rng(0).integers(1, 17, 200)
     packing = pack_together(lengths, 64, 2)
     assert sorted(packing.documents.tolist()) == list(range(200))
-    for start, stop in zip(packing.starts[:-1], packing.starts[1:], strict=True):
-        row = packing.documents[start:stop]
+    for first, stop in zip(packing.starts[:-1], packing.starts[1:], strict=True):
+        row = packing.documents[first:stop]
         assert lengths[row].sum() <= 64 and (row[::2] % 2 == 0).all() and (row[1::2] == row[::2] + 1).all()
 
 
