@@ -145,6 +145,12 @@ def world():
 
 
 @pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rows in a part of a teacher's folder or a reference, instead of hundreds."""
+    monkeypatch.setattr("titan_mi100.data.answer_store.Identity.part_rows", 3)
+
+
+@pytest.fixture
 def no_process_group():
     """This process in no job."""
     import torch
