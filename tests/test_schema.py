@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import sys
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any, TypedDict
 
 import pytest
 from test_metrics import explained, open_reporter
+from test_sinks import FakeWandB
 
 from titan_mi100.checkpoint import sealed
 from titan_mi100.checkpoint.resume import check_is_run_checkpoint, open_checkpoint
@@ -252,6 +254,9 @@ def test_a_file_of_a_run_that_has_become_huge_is_not_read_into_memory(
     tracemalloc.start()
     assert read_outcome(tmp_path / "run_state.json") is None and restarts_of(tmp_path / "run_state.json") == []
     note_restart(tmp_path, Outcome(1))
+    wandb = FakeWandB()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "wandb.errors", wandb.errors)
     readers: dict[str, Callable[[], object]] = {
         "loss_spikes.csv": lambda: FaultWatch(None, tmp_path, world, Progress(step=1), 3, None),
         "wandb_id": lambda: open_sinks(tmp_path, False, True, Explanation({}, {}, False), 0),
