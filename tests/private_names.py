@@ -41,8 +41,8 @@ def uses(source: str, private: set[str]) -> list[str]:
 def files() -> dict[str, list[str]]:
     """The test files that know private names, with the names."""
     private = defined()
-    found = {path: uses(path.read_text(encoding="utf-8"), private) for path in sorted((REPO / "tests").rglob("*.py"))}
-    return {path.relative_to(REPO).as_posix(): names for path, names in found.items() if names}
+    known = {path: uses(path.read_text(encoding="utf-8"), private) for path in sorted((REPO / "tests").rglob("*.py"))}
+    return {path.relative_to(REPO).as_posix(): names for path, names in known.items() if names}
 
 
 if __name__ == "__main__":
