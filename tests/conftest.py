@@ -1,6 +1,7 @@
 """Shared by the tests: a job of one process, small specs, random packed rows, and spawning real multi-process jobs."""
 
 import functools
+import json
 import os
 import signal
 import subprocess
@@ -8,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -142,6 +145,30 @@ def world():
     if torch.distributed.is_initialized():
         return World(0, 1, torch.device("cpu"))
     return init_distributed()
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rows in a part of a teacher's folder or a reference, instead of hundreds."""
+    monkeypatch.setattr("titan_mi100.data.answer_store.Identity.part_rows", 3)
+
+
+def ending_of(error: BaseException, world: Any, folder: Path) -> dict[str, Any]:
+    """The run_state.json of a run that this error ends while it is opened."""
+    from titan_mi100 import process
+    from titan_mi100.config.settings import Config, JobConfig
+
+    def work(_: object) -> tuple[str, str]:
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process.distributed, "init_distributed", lambda **_: world)
+        patch.setattr(process.distributed, "leave", lambda *_: None)
+        heartbeat: Any = SimpleNamespace(note=lambda _: None, is_in=lambda _: None)
+        preemption: Any = SimpleNamespace(reason="")
+        process.run_process(Config(job=JobConfig(run_folder=str(folder))), preemption, heartbeat, work)
+    state: dict[str, Any] = json.loads((folder / "run_state.json").read_text())
+    return state
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from titan_mi100.data.columns import Findings
 from titan_mi100.data.formats import choose_format
 from titan_mi100.data.prepare import prepare_data, prepare_run
 from titan_mi100.data.prepared import PackedDataset, Prepared
-from titan_mi100.data.prompts import _documents
+from titan_mi100.data.prompts import held_out_prompts
 from titan_mi100.data.strict_json import BadRecord
 from titan_mi100.errors import Preempted, UserError
 from titan_mi100.open_run.run import Supervision
@@ -191,7 +191,8 @@ def test_pairs_that_teach_nothing_are_not_lost_to_seq_len_and_no_prompt_expects_
     with pytest.raises(UserError, match=r"no row is left to train on") as refused:
         prepared(tmp_path, [{"prompt": "long " * 60, "chosen": GOOD, "rejected": BAD}], PAIRS)
     assert "raise training.seq_len" in str(refused.value) and "split" not in str(refused.value)
-    assert [len(ids) for ids, _ in _documents(data.train)] == [len(data.train.documents[0])]
+    [prompt] = held_out_prompts([data.train], 9)
+    assert [*prompt.ids, *prompt.reference] == (data.train.documents[0] >> 1).tolist()[:-1]  # but the line end
 
 
 def test_a_reference_belongs_to_the_form_of_its_base(world: World, tmp_path: Path) -> None:
@@ -242,9 +243,8 @@ def folder_of(config: Config) -> Path:
 
 
 def test_a_reference_is_made_once_goes_on_after_a_stop_and_is_refused_if_stale(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, tmp_path: Path, small_parts: None
 ) -> None:
-    monkeypatch.setattr(answer_store, "_ROWS_OF_A_PART", 3)
     config = config_of(tmp_path)
     folder, stops = folder_of(config), iter([False, False, True])
     with pytest.raises(Preempted, match=r"the reference is complete in 2 of [0-9]+ parts, which are kept"):

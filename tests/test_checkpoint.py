@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Shard
 
 from titan_mi100.checkpoint import checkpointer as checkpoint
-from titan_mi100.checkpoint import resume, sealed
+from titan_mi100.checkpoint import sealed
 from titan_mi100.checkpoint.checkpointer import Checkpointer, SaveOptions
 from titan_mi100.checkpoint.resume import FoundCheckpoint, check_same_run, find_checkpoint
 from titan_mi100.config.layout import Layout
@@ -240,7 +240,12 @@ def test_what_this_node_cannot_read_is_left_alone(
     assert found is not None and found.path.name == "step-2" and found.trainer_state["step"] == 2
     # as seen by a second rank on a node that does not have the file
     views = iter([f"{tmp_path / 'step-2' / 'trainer.json'}: is missing, or not a regular file", ""])
-    monkeypatch.setattr(resume, "_problem", lambda *_: next(views))
+
+    def view(*_: object) -> None:
+        if problem := next(views):
+            raise sealed.DamagedError(problem)
+
+    monkeypatch.setattr(sealed, "verify", view)
     with pytest.raises(UserError, match="but rank 0 finds it intact; all nodes must see the same file system"):
         find_checkpoint(tmp_path, world)
     assert len(sealed.list_checkpoints(tmp_path)) == 2

@@ -1,6 +1,5 @@
 """How the commands end: nothing but one message, whatever a program raises."""
 
-import argparse
 import json
 import logging
 import os
@@ -97,19 +96,18 @@ def test_an_error_that_a_signal_has_caused_ends_with_the_signals_code(
 
 
 @pytest.mark.parametrize(
-    ("parser", "option", "others"),
+    ("main", "option", "others"),
     [
-        (exact_match._parser(), "--data", ["--model", "m"]),
-        (generate._parser(), "--seed", ["--model", "m", "--prompt", "a", "--prompt", "b"]),
-        (inspect_data._parser(), "--row", []),
+        (exact_match.main, "--data", ["--model", "m"]),
+        (generate.main, "--seed", ["--model", "m", "--prompt", "a", "--prompt", "b"]),
+        (inspect_data.main, "--row", []),
     ],
 )
 def test_an_option_that_is_given_twice_is_refused(
-    parser: argparse.ArgumentParser, option: str, others: list[str], capsys: pytest.CaptureFixture[str]
+    main: Callable[[list[str]], int], option: str, others: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parser.parse_args([option, "1", *others, f"{option}=1"])
-    assert ended.value.code == 2 and f"{option} is given twice; keep one of them" in capsys.readouterr().err
+    assert main([option, "1", *others, f"{option}=1"]) == 2
+    assert f"{option} is given twice; keep one of them" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

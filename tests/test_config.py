@@ -13,7 +13,7 @@ from conftest import ASSETS, REPO
 from conftest import MINIMAL as START
 
 from titan_mi100.config.as_text import to_toml
-from titan_mi100.config.load import _items, load_config, make_run_folder
+from titan_mi100.config.load import load_config, make_run_folder
 from titan_mi100.config.settings import Config, SourceConfig
 from titan_mi100.errors import UserError
 
@@ -108,8 +108,12 @@ def test_what_is_wrong_about_data_is_said(data: str, error: str, tmp_path: Path)
         ("a.jsonl,b.[12]", ["a.jsonl", "b.[12]"]),
     ],
 )
-def test_a_list_on_the_command_line_leaves_the_brackets_of_globs_alone(text: str, expected: list[str]) -> None:
-    assert _items(text) == expected
+def test_a_list_on_the_command_line_leaves_the_brackets_of_globs_alone(
+    text: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config(["--model.flavor", "debug", "--data.path", text], with_files=False)
+    assert config.data.path == tuple(str(tmp_path / name) for name in expected)
 
 
 def test_every_error_comes_at_once_with_file_key_and_remedy(tmp_path: Path) -> None:

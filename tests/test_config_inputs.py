@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from titan_mi100.config import load as load_module
 from titan_mi100.config.as_text import to_toml
-from titan_mi100.config.load import _refused_path, config_from_command_line, load_config, make_run_folder
+from titan_mi100.config.load import config_from_command_line, load_config, make_run_folder
 from titan_mi100.config.settings import Config, JobConfig
 from titan_mi100.config.srun import RUN_FOLDER
 from titan_mi100.config.toml_file import tomllib
@@ -512,7 +512,8 @@ def test_a_value_of_another_trainer_is_no_spelling_mistake(key: str, value: str,
 
 
 def test_the_values_of_other_trainers_are_for_keys_that_exist() -> None:
-    for table in other_trainers._values():
+    file = Path(other_trainers.__file__).with_suffix(".toml")
+    for table in tomllib.loads(file.read_text())["all"]["values"]:
         theirs = {name for entry in other_trainers.entries() for name in entry.names}
         for key in table["keys"]:
             assert key in theirs | other_trainers.our_keys().keys(), key
@@ -538,7 +539,9 @@ def test_values_that_do_not_fit_are_answered_with_those_that_do(file: Path, tmp_
 
 def test_a_path_in_utf8_under_another_locale_is_no_reason_to_rename_it() -> None:
     """Python then decodes the bytes of a command line to surrogates."""
-    assert "start with LC_ALL=C.UTF-8" in _refused_path("data/gr\udcc3\udcb6\udcc3\udc9fe.jsonl")
-    assert "is not UTF-8; rename it" in _refused_path("data/\ud8af.jsonl")  # a surrogate that stands for no byte
-    assert _refused_path("data/gr\udcf6e.jsonl") == "holds control characters or is not UTF-8; rename it"  # Latin-1
-    assert _refused_path("data/größe.jsonl") == ""
+    assert "start with LC_ALL=C.UTF-8" in refusal("--data.path", "data/gr\udcc3\udcb6\udcc3\udc9fe.jsonl")
+    rename = "holds control characters or is not UTF-8; rename it"
+    for name in ("data/\ud8af.jsonl", "data/gr\udcf6e.jsonl"):  # a surrogate that stands for no byte; Latin-1
+        assert f"{rename}\n" in refusal("--data.path", name)
+    config = load_config(["--model.flavor", "debug", "--data.path", "data/größe.jsonl"], with_files=False)
+    assert config.data.path == (str(Path.cwd() / "data/größe.jsonl"),)

@@ -36,7 +36,7 @@ from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.families import PRESETS
 from titan_mi100.text import assets
-from titan_mi100.weights import convert, verify_logits
+from titan_mi100.weights import convert
 from titan_mi100.weights import hf as hf_io
 from titan_mi100.weights.source import open_source, open_weights
 from titan_mi100.weights.verify_logits import compare
@@ -136,7 +136,10 @@ def test_hf_to_dcp_to_hf_is_bit_identical(
     assert same(tensors(source), torch.load(tmp_path / "stock.pt", weights_only=True))
 
 
-def test_nothing_that_a_folder_brings_along_is_run_when_it_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_that_a_folder_brings_along_is_run_when_it_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = with_tokenizer(folder_of(tmp_path / "hf", dtype=torch.float32))
     asked: list[dict[str, Any]] = []
 
     def load(_: Path, **options: Any) -> None:
@@ -145,7 +148,7 @@ def test_nothing_that_a_folder_brings_along_is_run_when_it_is_compared(monkeypat
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", load)
     with pytest.raises(OSError, match="no such thing"):
-        verify_logits._compare_texts(ASSETS / "tokenizer")
+        compare(folder, open_weights(folder), SPECS["tied"], texts=True)
     assert asked == [{"local_files_only": True, "trust_remote_code": False}]
 
 

@@ -23,11 +23,11 @@ from torch import Tensor
 from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config, ObjectiveConfig
-from titan_mi100.data import answer_store
 from titan_mi100.data.answer_store import LogprobStore, Wanted, tokens_hash
 from titan_mi100.data.prepare import prepare_run
 from titan_mi100.data.prepared import DocumentTable
 from titan_mi100.errors import Preempted, UserError
+from titan_mi100.launch import launcher
 from titan_mi100.losses import log_of_rest
 from titan_mi100.model.loss import HeadMemory, likeliest, of_labels, token_losses
 from titan_mi100.model.qwen3 import Qwen3
@@ -231,10 +231,7 @@ def test_a_rest_of_nothing_has_a_finite_gradient() -> None:
     assert log_q.grad is not None and log_q.grad.isfinite().all()
 
 
-def test_a_damaged_or_unfinished_folder_or_one_of_other_rows(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(answer_store, "_ROWS_OF_A_PART", 3)
+def test_a_damaged_or_unfinished_folder_or_one_of_other_rows(world: World, tmp_path: Path, small_parts: None) -> None:
     store = write_store(tmp_path, 4)
     assert store.about.parts == 6 and store.is_complete
     [part] = tmp_path.glob("part-00000-*")
@@ -326,8 +323,7 @@ _OF_REFERENCES = {
 
 
 @pytest.mark.parametrize("kind", ["teacher", "reference"])
-def test_no_array_of_a_store_is_believed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer_store, "_ROWS_OF_A_PART", 3)
+def test_no_array_of_a_store_is_believed(kind: str, tmp_path: Path, small_parts: None) -> None:
     fits, k = wanted(), 4 if kind == "teacher" else 0
     about = fits.about("made up", "none", k, "float64")
     sound = LogprobStore(tmp_path / "sound", about, "make it anew")
@@ -360,8 +356,7 @@ def test_no_array_of_a_store_is_believed(kind: str, tmp_path: Path, monkeypatch:
         LogprobStore(sound.folder, about, "").verify(fits, tmp_path / "cache")
 
 
-def test_parts_that_belong_to_no_store_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer_store, "_ROWS_OF_A_PART", 3)
+def test_parts_that_belong_to_no_store_are_refused(tmp_path: Path, small_parts: None) -> None:
     write_store(tmp_path / "sound", 4)
     [first, second, *_] = sorted(path.name for path in (tmp_path / "sound").glob("part-*"))
 
@@ -428,11 +423,18 @@ def student(folder: Path, **more: str) -> Config:
     return load_config([word for key, value in given.items() for word in (f"--{key}", value)], 1)
 
 
+def settings_of_a_pass(options: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The settings that `titan-mi100 teach` starts the launcher with."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(launcher, "main", lambda words, program: started.append(words) or 0)
+    assert teach.main(options) == 0
+    return started[0]
+
+
 def test_a_teacher_writes_its_folder_and_a_student_learns_from_it(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, tmp_path: Path, small_parts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the product's own config of a pass, whose adapter changes nothing; and the folder goes on after a stop."""
-    monkeypatch.setattr(answer_store, "_ROWS_OF_A_PART", 3)
     config, out = student(tmp_path), tmp_path / "teacher"
     model = tmp_path / "run"
     model.mkdir()
@@ -441,8 +443,7 @@ def test_a_teacher_writes_its_folder_and_a_student_learns_from_it(
     run.close()
     (tmp_path / "student.toml").write_text(to_toml(config))
     options = ["--job.config_file", str(tmp_path / "student.toml"), "--model", str(model / "checkpoint" / "step-0")]
-    path = teach._write_config(teach._parser().parse_args([*options, "--out", str(out), "--top_k", "5"]))
-    own = load_config(["--job.config_file", str(path)], 1)
+    own = load_config(settings_of_a_pass([*options, "--out", str(out), "--top_k", "5"], monkeypatch), 1)
     stops = iter([False, False, True])  # two of the first part's forwards, one of the second's
     with pytest.raises(Preempted, match="the teacher is complete in 1 of"):
         write_teacher(own, world, out, Supervision(wants_to_stop=lambda: next(stops)))

@@ -89,11 +89,31 @@ def test_ranks_wait_less_for_each_other_after_the_first_step() -> None:
     assert 0.5 < float(seconds) < 3
 
 
-def test_the_device_of_two_tasks_is_refused(world: distributed.World) -> None:
-    distributed._refuse_shared("host/one", 0)
-    distributed._refuse_shared("host/two", 1)
+def test_the_device_of_two_tasks_is_refused(no_process_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each task meets a store in which the others have noted theirs; a task sees one card."""
+    store = dist.HashStore()
+    monkeypatch.setattr(dist, "HashStore", lambda: store)
+    monkeypatch.setattr(distributed, "count_gpus", lambda **_: 1)
+    card = SimpleNamespace(uuid="", name="a card")
+    accelerator = SimpleNamespace(
+        count=lambda: 1, is_rocm=lambda: False, select=lambda _: torch.device("cpu"), properties=lambda _: card
+    )
+    monkeypatch.setattr(distributed, "accelerator", accelerator)
+
+    def start(rank: int, uuid: str) -> None:
+        card.uuid = uuid
+        monkeypatch.setenv("RANK", str(rank))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        distributed.init_distributed()
+
+    start(0, "one")  # alone on its node
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    start(0, "one")
+    start(1, "two")
     with pytest.raises(UserError, match="rank 2: another process uses the same GPU"):
-        distributed._refuse_shared("host/one", 2)
+        start(2, "one")
 
 
 def test_the_norm_of_a_large_gradient_is_exact() -> None:

@@ -15,6 +15,7 @@ from test_sentencepiece_tokenizer import train
 
 from titan_mi100.config.layout import IGNORE, Batch
 from titan_mi100.config.settings import DataConfig
+from titan_mi100.data.files import RecordReader
 from titan_mi100.data.loader import RowStream, ShuffledEpochs
 from titan_mi100.data.prepare import prepare_data
 from titan_mi100.text.load import load_tokenizer
@@ -229,7 +230,13 @@ def test_nothing_is_claimed_of_a_record_that_is_not_read_again_or_gives_other_to
 
     labels = "learned: answer", "empty think block: the prompt ends with it: data.empty_think", "learned", "only read"
     assert count(*labels) == [2, 2, 0, 0]
-    monkeypatch.setattr(reasons, "_MOST_READ", -1)
+
+    class Far(RecordReader):
+        """Of a file so large that nobody waits for its end."""
+
+        consumed = 1 << 40  # type: ignore[assignment]
+
+    monkeypatch.setattr(reasons, "RecordReader", Far)
     assert count(*labels) == [1, 1, 1, 2]
     monkeypatch.setattr(reasons, "parse_record", lambda record: chat("other", "text"))
     assert count(*labels) == [0, 0, 2, 4]

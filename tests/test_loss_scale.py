@@ -7,16 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import torchrun
+from conftest import ending_of, torchrun
 from gloo.job_overflow import WHERE, leave_the_range, let_step_overflow
 
 from titan_mi100.config.settings import Config, LRSchedulerConfig, TrainingConfig
+from titan_mi100.data.prepared import PackedDataset
 from titan_mi100.errors import NumericalError
 from titan_mi100.open_run.run import Run
 from titan_mi100.open_run.start import open_run
 from titan_mi100.optim.loss_scale import LARGEST, LossScale
 from titan_mi100.parallel.distributed import World
-from titan_mi100.process import _remedy_after_nan
 from titan_mi100.run import faults
 from titan_mi100.shapes.qwen3 import Qwen3Spec
 from titan_mi100.workshop.made_up import made_up, packed, random_rows
@@ -112,7 +112,7 @@ def test_a_loss_that_is_not_finite_is_no_overflow_of_gradients(world: World) -> 
 def test_a_layer_beyond_the_range_of_fp16_is_named_at_the_first_step_and_not_the_rows(
     world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(faults.FaultWatch, "_places", lambda *_: ["rows:1"])  # made-up rows are in no file
+    monkeypatch.setattr(PackedDataset, "where", lambda *_: ["rows:1"])  # made-up rows are in no file
     monkeypatch.setattr(faults, "dtype_advice", lambda *_: "this CPU has no bfloat16 instructions")
     run = opened(world, tmp_path)
     leave_the_range(run, 1)
@@ -123,14 +123,15 @@ def test_a_layer_beyond_the_range_of_fp16_is_named_at_the_first_step_and_not_the
     with pytest.raises(NumericalError, match=re.escape(cause)) as caught:
         run.step()
     assert caught.value.remedy == f"train with {remedy}; "
-    assert _remedy_after_nan(None, caught.value.remedy).startswith(f"train with {remedy}; no sound checkpoint")
+    state = ending_of(caught.value, world, tmp_path / "ended")
+    assert state["next"].startswith(f"train with {remedy}; no sound checkpoint")
     assert caplog.text.count(cause) == 1  # it is looked for once
 
 
 def test_weights_that_are_not_finite_are_no_overflow_of_fp16(
     world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(faults.FaultWatch, "_places", lambda *_: ["rows:1"])
+    monkeypatch.setattr(PackedDataset, "where", lambda *_: ["rows:1"])
     run = opened(world, tmp_path)
     with torch.no_grad():
         dict(run.model.named_parameters())["model.layers.1.mlp.down_proj.weight"][0, 0] = torch.nan

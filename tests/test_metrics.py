@@ -1,19 +1,28 @@
 """What is printed and recorded of a step."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from titan_mi100.config.settings import CheckpointConfig, Config, MetricsConfig, TrainingConfig
-from titan_mi100.open_run.record import _write_explanation
+from titan_mi100.config.settings import CheckpointConfig, Config, MetricsConfig, ModelConfig, TrainingConfig
+from titan_mi100.log import log
+from titan_mi100.open_run import record
+from titan_mi100.open_run.inputs import RunInputs
+from titan_mi100.parallel.distributed import World
 from titan_mi100.planning.costs import train_flops
-from titan_mi100.run import metrics
+from titan_mi100.planning.workload import Workload
 from titan_mi100.run.metrics import Reporter, RunFigures
+from titan_mi100.run.progress import Progress
+from titan_mi100.run.sinks import Explanation
 from titan_mi100.shapes.families import PRESETS
 from titan_mi100.trainer import StepResult
 from titan_mi100.workshop.columns import figures
+from titan_mi100.workshop.made_up import made_up, random_rows
 
 RESULT = StepResult(
     first_row=0,
@@ -37,6 +46,23 @@ def open_reporter(
     config = MetricsConfig(enable_tensorboard=False, log_freq=log_freq)
     flops = partial(train_flops, PRESETS["0.6B"])
     return Reporter(folder, config, RunFigures(steps, 64, flops, peak_flops, "bf16"), last_step, validation_due)
+
+
+def explained(world: World, folder: Path, config: Config, step: int = 0, processes: int = 1) -> Explanation:
+    """Opens the record of a run that starts after this step; what sinks are told of it."""
+    told: list[Explanation] = []
+    config = replace(config, model=ModelConfig(flavor="debug"))
+    data = made_up(random_rows(1, 16, 64, supervised_share=1.0))
+    workload, world = Workload.of(config, processes), replace(world, size=processes)
+    inputs = RunInputs(workload, world, folder, data, {}, None, Progress(step=step))
+    part = SimpleNamespace(model=SimpleNamespace(backend=None))
+    model: Any = SimpleNamespace(parts=[part], objective=SimpleNamespace(printed=()))
+    rows: Any = SimpleNamespace(row=lambda _: data.train.row(0), rows_per_epoch=None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record, "running_kernel", lambda *_: "none")
+        patch.setattr(record, "open_sinks", lambda *given: told.append(given[3]) or ())
+        record.open_record(inputs, model, rows, 9)
+    return told[0]
 
 
 def report(
@@ -75,7 +101,7 @@ def test_figures_have_the_keys_that_tables_read(tmp_path: Path) -> None:
 
 def test_the_first_step_of_each_start_is_printed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(metrics.log, "info", said.append)
+    monkeypatch.setattr(log, "info", said.append)
     for last_step, steps in ((0, 7), (2, 3), (5, 9)):
         reporter = open_reporter(tmp_path, 9, last_step, log_freq=4)
         for step in range(last_step + 1, steps + 1):
@@ -111,7 +137,7 @@ def test_a_full_disk_is_said_once_and_leaves_the_end_to_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(metrics.log, "warning", said.append)
+    monkeypatch.setattr(log, "warning", said.append)
     reporter = open_reporter(tmp_path, 9)
     reporter._file = Path("/dev/full").open("w")  # noqa: SIM115
     for step in (1, 2):
@@ -120,13 +146,13 @@ def test_a_full_disk_is_said_once_and_leaves_the_end_to_the_next_save(
     assert said == ["/dev/full: cannot be written to: No space left on device"]
 
 
-def test_a_config_that_is_not_this_start_s_is_kept(tmp_path: Path) -> None:
+def test_a_config_that_is_not_this_start_s_is_kept(world: World, tmp_path: Path) -> None:
     """A user's own config.toml in the run's folder; then the settings that made a checkpoint, not those that failed."""
     own, kept = tmp_path / "config.toml", [tmp_path / f"config-until-step-{step}.toml" for step in (0, 5)]
     own.write_bytes(b"# my own, caf\xe9\n")
     back = CheckpointConfig(load_step=5, fresh=True)
     for steps, last_step in ((1, 0), (2, 0), (3, 5), (4, 5)):
-        _write_explanation(tmp_path, Config(training=TrainingConfig(steps=steps), checkpoint=back), last_step, {})
+        explained(world, tmp_path, Config(training=TrainingConfig(steps=steps), checkpoint=back), last_step)
         assert f"steps = {steps} " in own.read_text()
     assert kept[0].read_bytes() == b"# my own, caf\xe9\n"
     assert "steps = 2 " in kept[1].read_text()
@@ -139,6 +165,6 @@ def test_a_line_that_cannot_be_read_is_dropped_and_the_log_says_so(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n' + line + "\n", errors="surrogateescape")
-    metrics._drop_after(path, 5, False)
+    open_reporter(tmp_path, 9, last_step=5)
     assert path.read_text() == '{"step": 1}\n'
     assert "line 2 cannot be read" in caplog.text

@@ -3,12 +3,14 @@
 import ast
 
 import count_names
+import private_names
 import pytest
 
 MOST = {
     "empty names": 10, "weak names": 135, "found": 3, "splatted tuples": 4, "take the whole Config": 42,
     "eight or more parameters": 6,
 }  # fmt: skip
+MOST_PRIVATE = 29  # test files that know private names of the package
 
 
 def test_hard_names_and_shapes_only_become_fewer() -> None:
@@ -28,3 +30,20 @@ def test_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         "empty names": 2, "weak names": 1, "found": 1, "splatted tuples": 1, "take the whole Config": 1,
         "eight or more parameters": 1,
     }  # fmt: skip
+
+
+def test_fewer_and_fewer_tests_know_private_names() -> None:
+    assert len(known := private_names.files()) <= MOST_PRIVATE, known
+
+
+def test_which_private_names_are_counted() -> None:
+    source = (
+        "import os\nimport torch\n"
+        "from titan_mi100.data import files\nfrom titan_mi100.data.files import Reader, _size\n"
+        "def test(monkeypatch):\n    files._open\n    Reader._size\n    os._open\n    torch._size\n    files._theirs\n"
+        "    monkeypatch.setattr(files, '_size', 3)\n    monkeypatch.setattr('titan_mi100.data.files._open', 3)\n"
+        "    monkeypatch.setattr(os, '_exit', 3)\n"
+    )
+    known = ["_size", "files._open", "Reader._size", "_size", "titan_mi100.data.files._open"]
+    assert sorted(private_names.uses(source, {"_size", "_open"})) == sorted(known)
+    assert {"_ROWS_OF_A_PART", "_read_manifest"} - private_names.defined() == {"_read_manifest"}

@@ -12,7 +12,7 @@ from conftest import REPO
 from titan_mi100.config.as_text import our_keys
 from titan_mi100.config.check import check_start
 from titan_mi100.config.hub import hub_id
-from titan_mi100.config.load import _convert, _Setting, load_config
+from titan_mi100.config.load import load_config
 from titan_mi100.errors import UserError
 from titan_mi100.shapes.families import PRESETS, to_hf_config
 from titan_mi100.weights.source import open_weights
@@ -97,7 +97,8 @@ def folder_of_the_hub(tmp_path: Path) -> None:
     (tmp_path / "Qwen3-0.6B" / "config.json").write_text(json.dumps(to_hf_config(PRESETS["0.6B"])))
 
 
-def test_every_target_of_the_table_is_a_key_and_its_value_is_accepted() -> None:
+def test_every_target_of_the_table_is_a_key_and_its_value_is_accepted(tmp_path: Path) -> None:
+    file = tmp_path / "one.toml"
     assert len({name for entry in entries() for name in entry.names}) > 250
     for entry in entries():
         assert entry.key in {"", *our_keys()}, entry
@@ -110,9 +111,18 @@ def test_every_target_of_the_table_is_a_key_and_its_value_is_accepted() -> None:
             name, _, value = setting.partition(" = ")
             [parsed] = tomllib.loads(f"x = {value}").values()
             given = str(parsed).lower() if isinstance(parsed, bool) else str(parsed)
-            for form in (_Setting(given, "", Path()), _Setting(parsed, "", Path(), depth=0)):
-                problem = _convert(our_keys()[name], form)[1]
-                assert not problem, f"{setting} {problem}"
+            section, key = name.split(".")
+            file.write_text(f"[{section}]\n{key} = {value}\n")
+            for options, where in (
+                (["--model.flavor", "debug", f"--{name}", given], f"--{name} = "),
+                (["--job.config_file", str(file)], f"{file}: [{section}] {key} = "),
+            ):
+                said = ""
+                try:
+                    load_config(options, None, with_files=False)
+                except UserError as error:  # also about other settings, which are missing
+                    said = str(error)
+                assert not re.search(rf"{re.escape(where)}.*? (must be|has an|is not|holds) ", said), said
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import REPO
+from conftest import REPO, ending_of
 from test_certify import TWO, passed, step
 
-from titan_mi100 import process
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import (
     ActivationCheckpointConfig,
@@ -27,6 +27,7 @@ from titan_mi100.config.settings import (
     TrainingConfig,
 )
 from titan_mi100.errors import is_out_of_memory
+from titan_mi100.parallel.distributed import World
 from titan_mi100.planning.cards import DEVICES
 from titan_mi100.planning.plan import GIB, make_plan, search
 from titan_mi100.planning.published import PUBLISHED
@@ -266,7 +267,8 @@ def test_a_search_starts_from_the_rows_of_the_config_on_all_cards(capsys: pytest
     of_one = search(
         Workload.of(load_config([*PIPELINE, *few], None, with_files=False), 1), 2, 32 * GIB, DEVICES["mi100"]
     )
-    layouts = [*(plan["layout"] for plan in of_two), *(planner._as_json(plan)["layout"] for plan in of_one)]
+    splits = [(plan.config.layout(plan.ranks), plan.config.batch(plan.ranks)) for plan in of_one]
+    layouts = [*(plan["layout"] for plan in of_two), *(asdict(layout) | asdict(batch) for layout, batch in splits)]
     assert {one["local_batch_size"] * one["gradient_accumulation_steps"] * one["dp_degree"] for one in layouts} == {2}
     assert of_two[0]["ranks"] == 2 and layouts[-1]["dp_degree"] == 1
 
@@ -368,9 +370,11 @@ def test_a_run_that_does_not_fit_is_refused_before_its_start(tmp_path: Path) -> 
     assert " s per step planned, " in warned.stdout and "mfu " in warned.stdout
 
 
-def test_out_of_memory_before_a_run_is_open_has_no_plan() -> None:
-    said = process._what_was_planned(torch.OutOfMemoryError("tried to allocate 2.00 GiB"), "rank 1", None)
-    assert said == "rank 1: out of memory: while the run was opened\ntried to allocate 2.00 GiB"
+def test_out_of_memory_before_a_run_is_open_has_no_plan(world: World, tmp_path: Path) -> None:
+    state = ending_of(torch.OutOfMemoryError("tried to allocate 2.00 GiB"), world, tmp_path)
+    where = f"rank 0 on {socket.gethostname()}, before the first step"
+    assert state["message"] == f"{where}: out of memory: while the run was opened\ntried to allocate 2.00 GiB"
+    assert (state["state"], state["exit_code"]) == ("out_of_memory", 6)
 
 
 @pytest.mark.full

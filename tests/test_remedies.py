@@ -12,7 +12,7 @@ import pytest
 import remedies
 from test_answers import config_of, folder_of
 from test_chat_template import say
-from test_distill import forge, student
+from test_distill import forge, settings_of_a_pass, student
 from test_what_rows_say import ANSWER, ASK, LABELLED, MOVED, MOVED_PAIR, PAIR, Fix, outcome, without
 
 from titan_mi100.config.as_text import to_toml
@@ -26,7 +26,6 @@ from titan_mi100.open_run.columns import columns_of
 from titan_mi100.open_run.start import open_run
 from titan_mi100.open_run.teacher import write_teacher
 from titan_mi100.parallel.distributed import World
-from titan_mi100.tools import teach
 from titan_mi100.workshop import vllm_answers
 
 # -- answers: pairs, labels, reference log-probabilities, teachers' folders --
@@ -91,9 +90,8 @@ def test_every_remedy_for_a_row_with_answers_leads_on(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def classroom(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def classroom(world: World, tmp_path: Path, small_parts: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Makes a teacher's folder, or the parts that it lacks, as titan-mi100 teach does: (name, settings of rows)."""
-    monkeypatch.setattr(answer_store, "_ROWS_OF_A_PART", 3)
     config, model = student(tmp_path), tmp_path / "run"
     model.mkdir()
     run = open_run(config, world, model)
@@ -103,8 +101,8 @@ def classroom(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     def make(out: Path, *words: str, **rows: str) -> None:
         (tmp_path / "student.toml").write_text(to_toml(student(tmp_path, **rows)))
         given = ["--job.config_file", str(tmp_path / "student.toml"), "--model", str(model / "checkpoint" / "step-0")]
-        path = teach._write_config(teach._parser().parse_args([*given, "--out", str(out), "--top_k", "5"]))
-        write_teacher(load_config(["--job.config_file", str(path), *words], 1), world, out)
+        started = settings_of_a_pass([*given, "--out", str(out), "--top_k", "5"], monkeypatch)
+        write_teacher(load_config([*started, *words], 1), world, out)
 
     return make
 

@@ -21,7 +21,7 @@ from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import MetricsConfig
 from titan_mi100.run import forecast
 from titan_mi100.run.folder import RunState, write_run_state
-from titan_mi100.run.metrics import Reporter, RunFigures, _drop_after
+from titan_mi100.run.metrics import Reporter, RunFigures
 from titan_mi100.trainer import StepResult
 from titan_mi100.watch.outcome import append_to_log
 from titan_mi100.workshop.columns import FIGURES, SETTINGS
@@ -254,7 +254,8 @@ def test_a_run_of_preferences_may_have_the_measure_under_its_old_name(run: Path,
         html.count("How much less likely the answers are than under the reference") == 2
         and "from the teacher" not in html
     )
-    kept = _drop_after(run / "metrics.jsonl", 60, False)  # as a resumed run reads it
+    figures = RunFigures(steps=100, rows_per_epoch=None, flops=lambda *_: 1, peak_flops=None, dtype="fp32")
+    kept = Reporter(run, MetricsConfig(), figures, last_step=60).last_entry  # as a resumed run reads it
     assert kept["step"] == 60 and kept["below_reference"] == -1.5
 
 
@@ -394,7 +395,7 @@ def test_values_and_sources_are_bounded(run: Path, report: Report) -> None:
     write_lines(run / "samples.jsonl", *prompts)
     (run / "train.log").write_text("".join(f"2026-11-23 22:00:00,000 WARNING {i}\n" for i in range(999)))
     found = report.json(run)
-    assert len(found["metrics"]["series"]) == tables._MOST_SERIES and found["samples"]["prompts_left_out"] == 79
+    assert len(found["metrics"]["series"]) == len(tables.SERIES) + 32 and found["samples"]["prompts_left_out"] == 79
     assert found["log"]["warnings"] == 999 and len(found["log"]["messages"]) == 50
     report.page(run)
     assert report.file.stat().st_size < 600_000

@@ -1,6 +1,7 @@
 """An update may ruin the weights: to NaN, or to finite and useless numbers. No good checkpoint is lost to it."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from test_trainer import SPEC
 from torch.distributed.tensor import DTensor
 
-from titan_mi100.checkpoint import checkpointer, sealed
+from titan_mi100.checkpoint import sealed
 from titan_mi100.config.settings import CheckpointConfig, Config, LRSchedulerConfig, OptimizerConfig, TrainingConfig
 from titan_mi100.data.loader import ShuffledEpochs
 from titan_mi100.errors import NumericalError, UserError
@@ -22,12 +23,14 @@ from titan_mi100.train import train
 from titan_mi100.workshop.made_up import made_up, random_rows
 
 
-def opened(world: World, folder: Path, steps: int, lr: float = 1e-3, **options: Any) -> Run:
+def opened(world: World, folder: Path, steps: int, lr: float = 1e-3, state: str = "fp32", **options: Any) -> Run:
     folder.mkdir(exist_ok=True)
     checkpoint = CheckpointConfig(**{"interval": 1, "keep_latest_k": 1, **options})
     training = TrainingConfig(seq_len=16, steps=steps, max_nonfinite_steps=2)
     scheduler = LRSchedulerConfig(warmup_steps=0, decay_type="constant")
-    config = Config(training=training, optimizer=OptimizerConfig(lr=lr), lr_scheduler=scheduler, checkpoint=checkpoint)
+    config = Config(
+        training=training, optimizer=OptimizerConfig(lr=lr, state=state), lr_scheduler=scheduler, checkpoint=checkpoint
+    )
     data = made_up(random_rows(8, 16, SPEC.vocab_size, supervised_share=0.5))
     return open_run(config, world, folder, spec=SPEC, data=data)
 
@@ -63,11 +66,28 @@ def test_neither_is_optimizer_state_that_is_not_finite(world: World, tmp_path: P
     assert there(tmp_path) == []
 
 
-def test_finite_values_whose_sum_is_not_are_finite() -> None:
-    large = {"a": torch.full((4,), 3e38), "b": torch.tensor([1, 2])}
-    assert checkpointer._not_finite(large, ()) == ""
-    assert checkpointer._not_finite(large | {"c": torch.tensor([torch.inf, -torch.inf])}, ()) == "c"
-    assert checkpointer._not_finite(large | {"d": torch.tensor(torch.nan, dtype=torch.bfloat16)}, ()) == "d"
+def test_finite_values_whose_sum_is_not_are_finite(world: World, tmp_path: Path) -> None:
+    run = opened(world, tmp_path, 4)
+    run.step()
+    weights = run.model.named_parameters()
+    (large, first), (small, second) = ((name, weight.detach().view(-1)) for name, weight in list(weights)[:2])
+    first.fill_(3e38)
+    run.save()
+    assert there(tmp_path)[0] == "step-1"
+    for name, weight, values in ((small, second, (torch.inf, -torch.inf)), (large, first, (torch.nan, 1.0))):
+        before = weight[:2].clone()
+        weight[:2] = torch.tensor(values)
+        with pytest.raises(NumericalError, match=f"step 1: {re.escape(name)} is not finite"):
+            run.save()
+        weight[:2] = before
+    run = opened(world, tmp_path / "bf16", 4, state="bf16")
+    run.step()
+    name, moment = next(
+        (name, moment) for name, moment in run.optimizer.named_state() if moment.dtype == torch.bfloat16
+    )
+    moment.view(-1)[-1] = torch.nan
+    with pytest.raises(NumericalError, match=re.escape(f"step 1: optimizer.{name} is not finite")):
+        run.save()
 
 
 @pytest.mark.parametrize("mode", [pytest.param("disabled", marks=pytest.mark.full), "async"])

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import sys
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import pytest
+from test_metrics import explained, open_reporter
+from test_sinks import FakeWandB
 
 from titan_mi100.checkpoint import sealed
 from titan_mi100.checkpoint.resume import check_is_run_checkpoint, open_checkpoint
@@ -18,12 +21,10 @@ from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import open_plain, read_checked
 from titan_mi100.files.schema import validated
-from titan_mi100.open_run.record import _write_explanation
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.faults import FaultWatch
-from titan_mi100.run.metrics import _drop_after
 from titan_mi100.run.progress import Progress
-from titan_mi100.run.sinks import _run_id
+from titan_mi100.run.sinks import Explanation, open_sinks
 from titan_mi100.text.assets import GENERATION, stop_ids
 from titan_mi100.watch.outcome import Outcome, note_restart, read_outcome, restarts_of
 from titan_mi100.workshop import summarise_trace
@@ -190,7 +191,7 @@ def test_metrics_are_read_line_by_line(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     lines = [{"step": 1, "loss": 2.0}, {"step": 2, "validation_loss": 1.0}, {"step": 2, "loss": 1.0}, {"step": 3}]
     file.write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 1, "lo')
-    _drop_after(file, 2, validation_due=True)
+    open_reporter(tmp_path, 9, 2, validation_due=True)
     assert [json.loads(line) for line in file.read_text().splitlines()] == [lines[0], lines[2]]
     for line, message in (
         ("[]", "it = [] must be an object"),
@@ -199,10 +200,10 @@ def test_metrics_are_read_line_by_line(tmp_path: Path) -> None:
     ):
         file.write_text(f'{{"step": 1}}\n{line}\n')
         with pytest.raises(UserError) as caught:
-            _drop_after(file, 2, validation_due=False)
+            open_reporter(tmp_path, 9, 2)
         assert f"metrics.jsonl: line 2: {message}" in str(caught.value)
     file.write_text("[" * 60_000 + "\n" + '{"step": 1}')
-    _drop_after(file, 2, validation_due=False)
+    open_reporter(tmp_path, 9, 2)
     assert file.read_text() == '{"step": 1}\n'
 
 
@@ -224,7 +225,7 @@ def test_rows_of_steps_that_were_not_finite_are_a_runs_or_refused(world: World, 
 def test_what_is_no_regular_file_of_the_folder_is_not_opened(make: Callable[[Path], None], tmp_path: Path) -> None:
     path = checkpoint(tmp_path, {"trainer.json": "{}"}, torch="2.8")
     for file, read in (
-        (tmp_path / "metrics.jsonl", lambda: _drop_after(tmp_path / "metrics.jsonl", 2, False)),
+        (tmp_path / "metrics.jsonl", lambda: open_reporter(tmp_path, 9, 2)),
         (path / "trainer.json", lambda: open_checkpoint(path)),
         (path / "manifest.json", lambda: sealed.read_manifest(path)),
     ):
@@ -253,10 +254,13 @@ def test_a_file_of_a_run_that_has_become_huge_is_not_read_into_memory(
     tracemalloc.start()
     assert read_outcome(tmp_path / "run_state.json") is None and restarts_of(tmp_path / "run_state.json") == []
     note_restart(tmp_path, Outcome(1))
+    wandb = FakeWandB()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "wandb.errors", wandb.errors)
     readers: dict[str, Callable[[], object]] = {
         "loss_spikes.csv": lambda: FaultWatch(None, tmp_path, world, Progress(step=1), 3, None),
-        "wandb_id": lambda: _run_id(tmp_path),
-        "config.toml": lambda: _write_explanation(tmp_path, Config(), 0, {}),
+        "wandb_id": lambda: open_sinks(tmp_path, False, True, Explanation({}, {}, False), 0),
+        "config.toml": lambda: explained(world, tmp_path, Config()),
     }
     for name, read in readers.items():
         with (tmp_path / name).open("wb") as file:
@@ -267,9 +271,8 @@ def test_a_file_of_a_run_that_has_become_huge_is_not_read_into_memory(
     assert tracemalloc.get_traced_memory()[1] < 100 << 20
     tracemalloc.stop()
     (tmp_path / "trace.json").write_bytes(gzip.compress(b" " * 5000))
-    monkeypatch.setattr(summarise_trace, "_LARGEST", 4000)
     with pytest.raises(ValueError, match="more than 4,000 bytes"):
-        summarise_trace.read_any_trace(tmp_path / "trace.json")
+        summarise_trace.read_any_trace(tmp_path / "trace.json", 4000)
 
 
 @pytest.mark.parametrize("named", [-1, 2**70, True, 7.0, "</s>", [[7]], ["x" * 10**7]])

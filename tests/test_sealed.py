@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import hashlib
 import itertools
 import json
 import multiprocessing
@@ -52,12 +53,17 @@ def test_every_single_bit_counts(tmp_path: Path) -> None:
     sealed.verify(path)
 
 
+def hash_line(manifest: str) -> str:
+    """The content of manifest.sha256, as sha256sum writes it."""
+    return f"{hashlib.sha256(manifest.encode()).hexdigest()}  manifest.json\n"
+
+
 @pytest.mark.parametrize("name", ["../other", "/etc/passwd", "sub/part", ".", ""])
 def test_a_manifest_that_names_files_elsewhere_is_none(name: str, tmp_path: Path) -> None:
     path = seal(tmp_path, 1)
     text = json.dumps({"format": 1, "step": 1, "files": {name: {"bytes": 4, "sha256": "0"}}})
     (path / "manifest.json").write_text(text)
-    (path / "manifest.sha256").write_text(sealed._hash_line(text.encode()))
+    (path / "manifest.sha256").write_text(hash_line(text))
     with pytest.raises(sealed.DamagedError):
         sealed.verify(path)
 
@@ -66,7 +72,7 @@ def test_a_manifest_that_names_files_elsewhere_is_none(name: str, tmp_path: Path
 def test_a_manifest_of_another_kind_is_none(text: str, tmp_path: Path) -> None:
     path = seal(tmp_path, 1)
     (path / "manifest.json").write_text(text)
-    (path / "manifest.sha256").write_text(sealed._hash_line(text.encode()))
+    (path / "manifest.sha256").write_text(hash_line(text))
     with pytest.raises(sealed.DamagedError, match=r"manifest\.json"):
         sealed.read_manifest(path)
 
@@ -81,7 +87,7 @@ def test_a_checkpoint_of_a_newer_version_is_named_and_stays(
         sealed.seal(aside, {TRAINER: (2, durable.sha256_of(aside / TRAINER))}, {"step": step})
     text = json.dumps({"format": 1, "step": 2, "files": {}} | newer)
     (tmp_path / "step-2" / "manifest.json").write_text(text)
-    (tmp_path / "step-2" / "manifest.sha256").write_text(sealed._hash_line(text.encode()))
+    (tmp_path / "step-2" / "manifest.sha256").write_text(hash_line(text))
     with pytest.raises(UserError, match=rf"step-2/manifest.json: is intact, but .*({'|'.join(newer)}).*load_step N"):
         find_checkpoint(tmp_path, world)
     assert steps(tmp_path) == [1, 2] and not sealed.damaged(tmp_path)
@@ -106,7 +112,7 @@ def run_with(folder: Path, states: Sequence[str]) -> None:
             (path / TRAINER).write_text("[]")
         if state == "newer":
             (path / "manifest.json").write_text(json.dumps({"format": 2}))
-            (path / "manifest.sha256").write_text(sealed._hash_line((path / "manifest.json").read_bytes()))
+            (path / "manifest.sha256").write_text(hash_line((path / "manifest.json").read_text()))
 
 
 @pytest.fixture
@@ -271,7 +277,7 @@ def test_what_a_killed_writer_left_is_removed_and_what_one_at_work_has_is_not(
     synced: list[Path] = []
     monkeypatch.setattr(durable, "sync", synced.append)
     final = tmp_path / "out"
-    left = tmp_path / f".out.{socket.gethostname()}.0123456789ab{durable._INCOMPLETE}"
+    left = tmp_path / f".out.{socket.gethostname()}.0123456789ab.incomplete"
     left.mkdir()
     with durable.atomic_output_folder(final) as aside:
         assert not left.exists()

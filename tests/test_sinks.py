@@ -4,20 +4,21 @@ import sys
 import threading
 import time
 import types
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
-from test_metrics import RESULT
+from test_metrics import RESULT, explained
 
 from titan_mi100.config.check import check
 from titan_mi100.config.settings import Config, MetricsConfig
 from titan_mi100.errors import UserError
 from titan_mi100.log import log
-from titan_mi100.open_run.record import _flat, _write_explanation
+from titan_mi100.parallel.distributed import World
 from titan_mi100.run import sinks
 from titan_mi100.run.metrics import Reporter, RunFigures
 from titan_mi100.run.sinks import Explanation, open_sinks
@@ -162,15 +163,19 @@ def test_tensorboard_explains_a_run_once_in_its_own_folder_and_again_where_somet
     assert len(files) == 4 and all(file.name.startswith("events.out.tfevents.") for file in files)
 
 
-def test_the_explanation_is_config_layout_and_environment_and_known_when_they_are_the_same(tmp_path: Path) -> None:
-    ran = {"layout": "FSDP2 over 2", "processes": 2}
-    first, again = (_write_explanation(tmp_path, Config(), step, ran) for step in (0, 5))
+def test_the_explanation_is_config_layout_and_environment_and_known_when_they_are_the_same(
+    world: World, tmp_path: Path
+) -> None:
+    first, again = (explained(world, tmp_path, Config(), step, processes=2) for step in (0, 5))
     assert (first.is_known, again.is_known) == (False, True)
-    assert first.texts["config"] == (tmp_path / "config.toml").read_text() and first.texts["layout"] == "FSDP2 over 2"
+    assert (
+        first.texts["config"] == (tmp_path / "config.toml").read_text()
+        and first.texts["layout"] == Config().layout(2).describe()
+    )
     assert first.texts["environment"] == (tmp_path / "environment.json").read_text()
-    assert not _write_explanation(tmp_path, Config(), 5, {**ran, "processes": 4}).is_known
-    assert not _write_explanation(tmp_path, Config(metrics=MetricsConfig(log_freq=2)), 5, ran).is_known
-    flat = _flat(asdict(Config()), Config().layout(2), Config().batch(2))
+    assert not explained(world, tmp_path, Config(), 5, processes=4).is_known
+    assert not explained(world, tmp_path, Config(metrics=MetricsConfig(log_freq=2)), 5, processes=4).is_known
+    flat = first.settings
     assert flat["training.seq_len"] == Config().training.seq_len and flat["layout.dp_degree"] == 2
     assert flat["layout.dp_shard"] == 2 and flat["data.path"] == "()" and flat["metrics.enable_wandb"] is False
 
@@ -197,7 +202,12 @@ def test_what_fails_in_wandb_is_said_once_and_the_run_goes_on(
 def test_a_network_that_takes_nothing_at_the_end_is_not_waited_for(
     tmp_path: Path, wandb: FakeWandB, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sinks, "_FINISH_SECONDS", 0.2)
+    class Impatient(threading.Thread):
+        def join(self, timeout: float | None = None) -> None:
+            assert timeout is not None
+            super().join(timeout / 300)
+
+    monkeypatch.setattr(sinks, "threading", SimpleNamespace(Thread=Impatient))
     wandb.fails, started, before = {"slow"}, time.perf_counter(), threading.enumerate()
     record(tmp_path, 1, 1, steps=1, tensorboard=False)
     assert time.perf_counter() - started < 10 and "wandb sync sends the rest" in warnings[0]

@@ -179,9 +179,11 @@ def test_packages_that_the_run_will_need_are_looked_for_at_the_start(
         checked(folder)
     metadata = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["dependencies"]
     least = dict(re.match(r"([\w-]+)>=([\d.]+)", text).groups() for text in metadata)  # type: ignore[union-attr]
-    assert {n: v for n, v in least.items() if n not in ("tomli", "sentencepiece")} == check._PACKAGES | {
-        "tensorboard": "2.15"
-    }
+    monkeypatch.setattr(check, "version", lambda name: "0")
+    with pytest.raises(UserError, match="torch 0 is older") as refused:
+        checked(folder, "--metrics.enable_tensorboard", "true")
+    named = dict(re.findall(r"'([\w-]+)>=([\d.]+)'", str(refused.value).partition("pip install")[2]))
+    assert {n: v for n, v in least.items() if n not in ("tomli", "sentencepiece")} == named
 
 
 def test_files_that_an_export_refuses_are_refused_at_the_start_if_there_will_be_one(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from titan_mi100.data.prepared import Prepared
 from titan_mi100.errors import UserError
 from titan_mi100.generation.engine import PromptBuilder
 from titan_mi100.shapes.families import PRESETS
-from titan_mi100.text.assets import PROMPTS, PromptSettings, prompt_settings, read_assets, run_assets
+from titan_mi100.text.assets import PROMPTS, PromptSettings, prompt_settings, run_assets
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.tools import inspect_data
@@ -118,8 +118,30 @@ def test_checkpoints_and_exports_say_it_and_prompts_are_as_in_training(
     assert PromptBuilder(model, None, None, raw=True)("p", "2 + 2?").text == "2 + 2?"
     assert "as the model was trained" not in capsys.readouterr().err
 
-    chat = ["--apply_chat_template"]
-    trained_with, nothing = (prompt_settings(read_assets(path), path) for path in (folder, TOKENIZER))
-    assert harness._system_as_trained(trained_with, chat) == ["--system_instruction", PROMPT]
-    assert harness._system_as_trained(trained_with, []) == harness._system_as_trained(nothing, chat) == []
-    assert harness._system_as_trained(trained_with, [*chat, "--system_instruction=x"]) == []
+
+def test_a_harness_asks_with_the_system_message_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_prompt, without = (Path(shutil.copytree(TOKENIZER, tmp_path / name)) for name in ("with", "without"))
+    for folder in (with_prompt, without):
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").touch()
+    (with_prompt / PROMPTS).write_text(json.dumps({"system_prompt": PROMPT}))
+    started: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        started.append(command)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(harness.subprocess, "run", run)
+    monkeypatch.setattr(harness, "find_spec", lambda _: SimpleNamespace(origin="lm_eval"))
+    monkeypatch.setattr(harness, "try_library", lambda _: None)
+
+    def added(folder: Path, *options: str) -> list[str]:
+        """What the command of lm_eval ends with, after our options."""
+        assert harness.main([str(folder), "tasks", *options]) == 0
+        command = started.pop()
+        return command[command.index("--output_path") + 2 + len(options) :]
+
+    chat = "--apply_chat_template"
+    assert added(with_prompt, chat) == ["--system_instruction", PROMPT]
+    assert added(with_prompt) == added(without, chat) == []
+    assert added(with_prompt, chat, "--system_instruction=x") == []

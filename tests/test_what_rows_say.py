@@ -22,7 +22,7 @@ from titan_mi100.data.files import read_records
 from titan_mi100.data.formats import choose_format
 from titan_mi100.data.prepare import prepare_data
 from titan_mi100.errors import UserError
-from titan_mi100.text.base import Tokenizer
+from titan_mi100.text.base import Tokenizer, named_tokens
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
 
@@ -49,10 +49,9 @@ def template_of(source: str, real: bool = False) -> ChatTemplate:
     """A template by its path (real) or text; "": the tokenizer's own. Read in this process, which is fast."""
     tokenizer, folder = (qwen3_tokenizer(), "qwen3_tokenizer") if real else (small(), "")
     path = SHARED_DATA / folder if real else ASSETS / "tokenizer"
-    made = ChatTemplate._read(path, source if real else "", tokenizer.eos_token, tokenizer.special)
-    if real or not source:
-        return made
-    return ChatTemplate(made._file, {"default": source}, made._special_tokens, made._special)
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    text = source if source and not real else Path(source).read_text() if source else config["chat_template"]
+    return ChatTemplate(path, {"default": text}, named_tokens(config), tokenizer.special)
 
 
 WRITES = """\

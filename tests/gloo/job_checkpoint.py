@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
 from titan_mi100.checkpoint import checkpointer as module
-from titan_mi100.checkpoint import resume
+from titan_mi100.checkpoint import resume, sealed
 from titan_mi100.checkpoint.checkpointer import Checkpointer, SaveOptions
 from titan_mi100.config.settings import Config, ParallelismConfig, TrainingConfig
 from titan_mi100.errors import SaveError, UserError
@@ -114,15 +114,19 @@ def refusals(run: Run, folder: Path, here: int) -> dict[str, str]:
     checkpointer._tensors = lambda: ((n, t) for n, t in tensors() if n != "model.norm.weight")  # type: ignore
     found["no rank has it"] = said(lambda: checkpointer.load(path))
     checkpointer._tensors = tensors  # type: ignore[method-assign]
-    real = module.open_dcp, resume._problem
+
+    def damaged(*_: object) -> None:
+        raise sealed.DamagedError("__0_0.distcp: damaged")
+
+    real = module.open_dcp, sealed.verify
     if world.rank == here:
         module.open_dcp = lambda *_: real[0](folder / "layers-4" / "step-1")
     found["another folder"] = said(lambda: checkpointer.load(path))
     module.open_dcp = real[0]
     if world.rank == here:
-        resume._problem = lambda *_: "__0_0.distcp: damaged"
+        sealed.verify = damaged
     found["damaged for one"] = said(lambda: resume.find_checkpoint(path.parent, world))
-    module.open_dcp, resume._problem = real
+    module.open_dcp, sealed.verify = real
     found["nothing wrong"] = said(lambda: checkpointer.load(path))
     return found
 

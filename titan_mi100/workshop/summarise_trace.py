@@ -39,13 +39,13 @@ def _show(argv: Sequence[str] | None) -> None:
         print(printable("\n".join([f"{name}: {shares[0]}", *shares[1:]])))
 
 
-def read_any_trace(path: Path) -> list[Any]:
+def read_any_trace(path: Path, largest: int = _LARGEST) -> list[Any]:
     """The events of a trace file that any program may have written. Raises ValueError and others: it is no trace."""
-    raw = read_plain(path.resolve(), _LARGEST)
+    raw = read_plain(path.resolve(), largest)
     if raw[:2] == b"\x1f\x8b":
-        raw = gzip.GzipFile(fileobj=io.BytesIO(raw)).read(_LARGEST + 1)
-        if len(raw) > _LARGEST:
-            raise ValueError(f"it has more than {_LARGEST:,} bytes")
+        raw = gzip.GzipFile(fileobj=io.BytesIO(raw)).read(largest + 1)
+        if len(raw) > largest:
+            raise ValueError(f"it has more than {largest:,} bytes")
     content = json.loads(raw)
     events = content["traceEvents"] if isinstance(content, dict) else content
     if not isinstance(events, list):
