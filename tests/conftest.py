@@ -163,7 +163,7 @@ def ending_of(error: BaseException, world: Any, folder: Path) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process.distributed, "init_distributed", lambda **_: world)
-        patch.setattr(process.distributed, "leave", lambda *_: None)
+        patch.setattr(process.distributed, "exit_process", lambda *_: None)
         heartbeat: Any = SimpleNamespace(note=lambda _: None, is_in=lambda _: None)
         preemption: Any = SimpleNamespace(reason="")
         process.run_process(Config(job=JobConfig(run_folder=str(folder))), preemption, heartbeat, work)

@@ -32,6 +32,7 @@ def test_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.full
 def test_fewer_and_fewer_tests_know_private_names() -> None:
     assert len(known := private_names.files()) <= MOST_PRIVATE, known
 

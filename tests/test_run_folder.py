@@ -272,7 +272,8 @@ def test_a_run_stops_after_validations_without_a_lower_loss_and_keeps_the_best_c
     assert steps(folder) == steps(folder, "perplexity") == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("compiled", [False, True])
 def test_a_first_validation_comes_early_and_once_and_no_bit_of_the_run_depends_on_it(
     compiled: bool, world: World, tmp_path: Path
 ) -> None:
