@@ -338,7 +338,7 @@ COUNTED = {
 
 
 # layers with which the peak comes where it comes with all: a pipeline is balanced, layers outweigh what has one size
-ENOUGH = {"_pp2": (6, 10), "4b_fsdp2": (9, 10), "_offload": (16, 17)}
+ENOUGH = {"qlora": (9, 10), "_pp2": (6, 10), "4b_fsdp2": (9, 10), "_offload": (16, 17), "gb_full": (16, 17)}
 
 
 @pytest.mark.parametrize("name", COUNTED)

@@ -66,7 +66,7 @@ def session() -> Path:
     (folder / "few.jsonl").write_text("".join(few))  # some twenty rows
     script = (REPO / "run_train.sh").read_text()
     launch = folder / "launch.py"
-    main = f"launcher.TRAINER = ({str(WORKER)!r},)\nsys.exit(launcher.main(sys.argv[1:]))"
+    main = f"sys.exit(launcher.main(sys.argv[1:], program=({str(WORKER)!r},)))"
     launch.write_text(f"import sys\n\nfrom titan_mi100.launch import launcher\n\n{main}\n")
     for mine, others in ((r"^REPO=.*", f"REPO='{REPO}'"), (r"-m titan_mi100\.launch\.launcher\b", f"'{launch}'")):
         script, replaced = re.subn(mine, others, script, flags=re.MULTILINE)
