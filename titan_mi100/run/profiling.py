@@ -1,6 +1,7 @@
 """Profiles of chosen steps: Chrome traces with a summary, and snapshots of a GPU's memory. See docs/REPORT.md."""
 
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -127,7 +128,7 @@ class Profiler:
             summary = summarise(read_trace(path))
             text = f"step {step}, rank {rank}: " + "\n".join(summary.shares())
             replace(path.with_name(f"rank-{rank}.summary.txt"), f"{text}\n")
-        except (OSError, ValueError, EOFError, KeyError) as error:  # all but OSError: the trace was cut off
+        except (OSError, ValueError, EOFError, KeyError, zlib.error) as error:  # all but OSError: it was cut off
             log.error(f"{path}: cannot be written, or not be read again: {error}")
             return
         log.info(text)
