@@ -242,6 +242,7 @@ def folder_of(config: Config) -> Path:
     return Path(config.job.run_folder)
 
 
+@pytest.mark.full
 def test_a_reference_is_made_once_goes_on_after_a_stop_and_is_refused_if_stale(
     world: World, tmp_path: Path, small_parts: None
 ) -> None:

@@ -56,7 +56,9 @@ def encoder_for(tmp_path: Path, template: str | Path) -> Encoder:
     return Encoder(tokenizer, ChatTemplate.of(tokenizer, folder, str(template) if real else ""), DataConfig(), 1 << 20)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize(
+    "name", ["small", "telling", *(pytest.param(file.stem, marks=pytest.mark.full) for file in REAL)]
+)
 def test_a_row_begins_with_the_tokens_of_the_prompt_that_generation_uses(name: str, tmp_path: Path) -> None:
     encoder = encoder_for(tmp_path, TEMPLATES[name])
     assert encoder._template is not None

@@ -363,6 +363,7 @@ def test_a_checkpoint_that_cannot_be_written_is_a_crash_that_says_so(config: Pat
     assert not list((tmp_path / "run" / "checkpoint").iterdir())
 
 
+@pytest.mark.full
 def test_bad_rows_stop_the_run_before_training_with_exit_code_2(config: Path, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question": "a", "answer": "b"}\n{"question": "a"}\n')

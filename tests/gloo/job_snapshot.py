@@ -29,7 +29,7 @@ def fail(run: open_run.Run) -> Any:
 
 # flushed at once: the launcher may end this process before its buffer is written
 torch.cuda.memory = SimpleNamespace(  # type: ignore[assignment]
-    _record_memory_history=lambda **options: print("remembers", options["max_entries"], flush=True),
+    _record_memory_history=lambda **options: print(f"remembers {options['max_entries']}", flush=True),
     _dump_snapshot=lambda path: Path(path).write_text("snapshot"),
 )
 open_run.Run.step = fail  # type: ignore[method-assign]
