@@ -247,7 +247,7 @@ def test_how_often_sources_are_read_is_said_and_extremes_are_refused() -> None:
 def test_a_run_ends_where_its_data_do(how: str, steps: int, last: int, caplog: pytest.LogCaptureFixture) -> None:
     """Steps of padding would move the weights by what AdamW remembers."""
     mixture = Mixture([source("a", 10, 0.5), source("b", 30, 0.5)], 1, how)
-    assert last_step(steps, how, -1, Progress(), mixture, Batch(4, 1, 1)) == last
+    assert last_step(steps, -1, Progress(), mixture, Batch(4, 1, 1)) == last
     assert (f"the data end with step {last}" in caplog.text) == (last < steps)
 
 

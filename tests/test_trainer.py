@@ -208,27 +208,27 @@ def test_a_runs_mfu_is_a_share_of_its_cards_peak(
     assert reporter._peak_flops == (pytest.approx(3 * 184.6e12) if arch == "gfx908" else None)
 
 
-def test_a_run_ends_with_its_steps_or_with_its_rows(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_ends_with_its_steps_or_with_its_rows(caplog: pytest.LogCaptureFixture) -> None:
     told: list[int] = []
-    monkeypatch.setattr(Mixture, "end", 100)
-    monkeypatch.setattr(Mixture, "describe", lambda _, stop: (told.append(stop), ([], []))[1])
-    epochs, mixture = SimpleNamespace(end=100), Mixture.__new__(Mixture)
+
+    def rows_with(on_exhausted: str) -> Any:
+        return SimpleNamespace(
+            end=100, on_exhausted=on_exhausted, describe=lambda stop: (told.append(stop), ([], []))[1]
+        )
+
     batch, progress = Batch(8, 1, 1), Progress(step=4, rows_consumed=32)
-    for rows, steps, on_exhausted, last, stop in (
-        (epochs, 0, "repeat", 13, None), (epochs, 9, "repeat", 9, None), (epochs, 99, "stop", 99, None),
-        (mixture, 9, "repeat", 9, 72), (mixture, 3, "repeat", 3, 32), (mixture, 99, "repeat", 99, 792),
-        (mixture, 9, "stop", 9, 72), (mixture, 99, "stop", 13, 104), (mixture, 0, "repeat", 13, 104),
+    for steps, on_exhausted, last, stop in (
+        (9, "repeat", 9, 72), (3, "repeat", 3, 32), (99, "repeat", 99, 792), (0, "repeat", 13, 104),
+        (9, "stop", 9, 72), (99, "stop", 13, 104), (0, "stop", 13, 104),
     ):  # fmt: skip
         told.clear()
         caplog.clear()
-        assert last_step(steps, on_exhausted, 3, progress, rows, batch) == last  # type: ignore[arg-type]
-        assert told == ([] if stop is None else [stop])
+        assert last_step(steps, 3, progress, rows_with(on_exhausted), batch) == last
+        assert told == [stop]
         assert len(caplog.messages) == (steps > last)
-    assert last_step(0, "repeat", 3, Progress(step=13, rows_consumed=104), epochs, batch) == 13  # type: ignore[arg-type]
+    assert last_step(0, 3, Progress(step=13, rows_consumed=104), rows_with("repeat"), batch) == 13
     with pytest.raises(UserError, match="warmup_steps = 10 is more than the run's 9 steps"):
-        last_step(9, "repeat", 10, progress, epochs, batch)  # type: ignore[arg-type]
+        last_step(9, 10, progress, rows_with("repeat"), batch)
 
 
 def test_observers_see_every_step_with_its_rows_and_learning_rate(world: World) -> None:

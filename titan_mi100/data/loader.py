@@ -6,14 +6,15 @@ microbatch.py makes the tensors.
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
 from titan_mi100.config.layout import Batch
 from titan_mi100.data.microbatch import Microbatch, collate
+from titan_mi100.data.mixture import Segment
 from titan_mi100.data.prepared import PADDING_ROW, RowSet
 from titan_mi100.data.rows import Row
 from titan_mi100.device import accelerator
@@ -30,7 +31,17 @@ class RowSource(Protocol):
     Row numbers count from the start of training, over all ranks. The source maps a number to content; it handles
     shuffling, epochs, mixture weights and padding rows. So the number of consumed rows is the whole state of the data,
     any rank can read any row, and steps can be read in any order.
+
+    Attributes:
+        segments: parts of the run with different sources, which a checkpoint stores; empty: there is one part.
+        on_exhausted: "repeat": the run's number of steps decides where it ends; else it ends with the data at the latest.
     """
+
+    @property
+    def segments(self) -> Sequence[Segment]: ...
+
+    @property
+    def on_exhausted(self) -> str: ...
 
     @property
     def fingerprint(self) -> str:
@@ -53,6 +64,18 @@ class RowSource(Protocol):
     def where(self, number: int) -> list[str]:
         """`file:line` of each document in the row, from left to right, each once; empty for a padding row."""
 
+    def resume_at(self, consumed: int, rows: int, global_batch_size: int) -> int:
+        """The row number to resume from, after the data or the batch size has changed.
+
+        Args:
+            consumed: row numbers that the run has consumed.
+            rows: rows of the set that they were read from.
+            global_batch_size: the run's until now.
+        """
+
+    def describe(self, stop: int) -> tuple[list[str], list[str]]:
+        """Lines, and warnings, on how often each source will have been read before row number `stop`."""
+
 
 def with_padding_rows(rows: int, multiple: int) -> int:
     """`rows` rounded up to a multiple, such as the rows of a step; padding rows fill the difference."""
@@ -72,6 +95,8 @@ class ShuffledEpochs:
     global_batch_size: int
     fingerprint: str = ""
     epochs: int = 1
+    segments: ClassVar[Sequence[Segment]] = ()
+    on_exhausted: ClassVar[str] = "repeat"
 
     @property
     def rows_per_epoch(self) -> int:
@@ -96,17 +121,14 @@ class ShuffledEpochs:
         return PADDING_ROW if self.is_padding(number) else self.dataset.shuffled((self.seed,), epoch, position)
 
     def resume_at(self, consumed: int, rows: int, global_batch_size: int) -> int:
-        """The row number to resume from, after the data or the batch size has changed.
-
-        It is the same place in the same epoch, although the length of an epoch may have changed.
-
-        Args:
-            consumed: row numbers that the run has consumed.
-            rows: rows of the set that they were read from.
-            global_batch_size: the run's until now; it determines the padding rows at the end of its epochs.
+        """The same place in the same epoch, although the length of an epoch may have changed. The batch size until now
+        determines the padding rows at the end of epochs until now.
         """
         epoch, position = divmod(consumed, with_padding_rows(rows, global_batch_size))
         return epoch * self.rows_per_epoch + min(position, len(self.dataset))
+
+    def describe(self, stop: int) -> tuple[list[str], list[str]]:
+        return [], []
 
 
 class RowStream:

@@ -104,6 +104,7 @@ class Mixture:
             self.segments.append(replace(now, consumed={**now.consumed, **before}))
         self._phases, self._end = _phases(self.segments[-1], seed)
         self._starts = [phase.first_row for phase in self._phases]
+        self.on_exhausted = on_exhausted
 
     @property
     def fingerprint(self) -> str:
@@ -131,6 +132,9 @@ class Mixture:
     def where(self, number: int) -> list[str]:
         source, index = self.find(number)
         return source.rows.where(index)
+
+    def resume_at(self, consumed: int, rows: int, global_batch_size: int) -> int:
+        return consumed  # the segments know what was read of each source
 
     def find(self, number: int) -> tuple[SourceRows, int]:
         """The source of row `number` of the run, and the index of its row; PADDING_ROW after the end."""

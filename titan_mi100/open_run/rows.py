@@ -5,7 +5,7 @@ import numpy as np
 from titan_mi100.checkpoint.resume import FoundCheckpoint
 from titan_mi100.config.layout import Batch
 from titan_mi100.config.settings import DataConfig, TrainingConfig
-from titan_mi100.data.loader import ShuffledEpochs
+from titan_mi100.data.loader import RowSource, ShuffledEpochs
 from titan_mi100.data.mixture import Mixture
 from titan_mi100.data.prepared import Prepared
 from titan_mi100.errors import UserError
@@ -19,8 +19,8 @@ _MUCH_PADDING = 0.2  # share of an epoch's rows
 
 def open_rows(
     training: TrainingConfig, wanted: DataConfig, data: Prepared, batch: Batch, progress: Progress, is_pipeline: bool
-) -> ShuffledEpochs | Mixture:
-    """The rows of the run."""
+) -> RowSource:
+    """The rows of the run: the one place that knows which sources of rows there are."""
     seed, size, epochs = training.seed, batch.global_batch_size, training.epochs or 1
     if wanted.is_mixture:
         by_documents = wanted.weights_in == "documents"
@@ -38,29 +38,26 @@ def open_rows(
     return rows
 
 
-def some_tokens(rows: ShuffledEpochs | Mixture) -> set[int]:
+def some_tokens(rows: RowSource) -> set[int]:
     """The tokens in the first rows of the run."""
     first = [rows.row(number) for number in range(min(rows.end, _FIRST))]
     return {int(token) for row in first for token in np.unique(row.input_ids[~row.padding()])}
 
 
-def fit_progress(progress: Progress, found: FoundCheckpoint | None, rows: ShuffledEpochs | Mixture, plan: str) -> None:
+def fit_progress(progress: Progress, found: FoundCheckpoint | None, rows: RowSource, plan: str) -> None:
     """Adapt the progress of a resumed run to its rows, which may have changed since the checkpoint.
 
     Args:
         plan: fingerprint of the rows to train and to validate on.
     """
-    if isinstance(rows, ShuffledEpochs):
-        progress.segments = []
-        if found is not None:
-            size = found.manifest["fingerprints"]["global_batch_size"]
-            progress.rows_consumed = rows.resume_at(progress.rows_consumed, found.manifest["rows"], size)
-    else:
-        if found is not None and len(rows.segments) > len(progress.segments):
+    if found is not None:
+        size = found.manifest["fingerprints"]["global_batch_size"]
+        progress.rows_consumed = rows.resume_at(progress.rows_consumed, found.manifest["rows"], size)
+        if len(rows.segments) > len(progress.segments):
             log.warning(f"the mixture changes from row {progress.rows_consumed:,} on, step {progress.step}")
             if not progress.segments:
                 log.warning("the run had no mixture until now, so each of its sources is read from its beginning")
-        progress.segments = rows.segments
+    progress.segments = [*rows.segments]
     if progress.plan != plan:
         if progress.best_step is not None:
             log.warning("the prepared rows have changed: the lowest validation loss so far is discarded")
@@ -68,27 +65,23 @@ def fit_progress(progress: Progress, found: FoundCheckpoint | None, rows: Shuffl
         progress.validations_since_best = 0
 
 
-def last_step(
-    steps: int, on_exhausted: str, warmup: int, progress: Progress, rows: ShuffledEpochs | Mixture, batch: Batch
-) -> int:
+def last_step(steps: int, warmup: int, progress: Progress, rows: RowSource, batch: Batch) -> int:
     """The number of the run's last step. Logs how often each source of a mixture will have been read by then.
 
     Args:
-        steps, on_exhausted, warmup: as configured, see TrainingConfig, DataConfig and LRSchedulerConfig.
+        steps, warmup: as configured, see TrainingConfig and LRSchedulerConfig.
     """
-    if not steps or (isinstance(rows, Mixture) and on_exhausted != "repeat"):
+    if not steps or rows.on_exhausted != "repeat":
         last = progress.step + max(0, -(-(rows.end - progress.rows_consumed) // batch.global_batch_size))
         if steps > last:
             message = f"[training] steps = {steps}, but the data end with step {last}: so does the run"
-            log.warning(f'{message} ([data] on_exhausted = "{on_exhausted}")')
+            log.warning(f'{message} ([data] on_exhausted = "{rows.on_exhausted}")')
         steps = min(steps or last, last)
     if warmup > steps:
         raise UserError(f"[lr_scheduler] warmup_steps = {warmup} is more than the run's {steps} steps; use -1 for 3%")
-    if isinstance(rows, Mixture):
-        stop = progress.rows_consumed + max(0, steps - progress.step) * batch.global_batch_size
-        lines, warnings = rows.describe(stop)
-        for line in lines:
-            log.info(line)
-        for line in warnings:
-            log.warning(line)
+    lines, warnings = rows.describe(progress.rows_consumed + max(0, steps - progress.step) * batch.global_batch_size)
+    for line in lines:
+        log.info(line)
+    for line in warnings:
+        log.warning(line)
     return steps

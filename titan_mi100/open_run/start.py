@@ -20,8 +20,7 @@ from titan_mi100.checkpoint.resume import (
 )
 from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.settings import Config
-from titan_mi100.data.loader import RowStream, ShuffledEpochs
-from titan_mi100.data.mixture import Mixture
+from titan_mi100.data.loader import RowSource, RowStream
 from titan_mi100.data.prepare import cache_folder
 from titan_mi100.data.prepared import Prepared
 from titan_mi100.files import child
@@ -201,7 +200,7 @@ def add_columns(inputs: RunInputs) -> RunInputs:
     return replace(inputs, columns=columns, data=with_columns(inputs.data, columns))
 
 
-def fit_to_rows(inputs: RunInputs, rows: ShuffledEpochs | Mixture, about: dict[str, Any]) -> int:
+def fit_to_rows(inputs: RunInputs, rows: RowSource, about: dict[str, Any]) -> int:
     """Check that a resumed run is the same, and fit its progress to the rows. Returns the run's last step.
 
     Args:
@@ -211,8 +210,7 @@ def fit_to_rows(inputs: RunInputs, rows: ShuffledEpochs | Mixture, about: dict[s
     if inputs.found is not None:
         check_same_run(inputs.found, about, config.checkpoint.allow_changed)
     fit_progress(progress, inputs.found, rows, inputs.data.facts.plan)
-    on_exhausted, warmup = config.data.on_exhausted, config.lr_scheduler.warmup_steps
-    return last_step(config.training.steps, on_exhausted, warmup, progress, rows, inputs.batch)
+    return last_step(config.training.steps, config.lr_scheduler.warmup_steps, progress, rows, inputs.batch)
 
 
 def choose_stages(inputs: RunInputs, card: int) -> dict[str, Any]:
