@@ -79,8 +79,9 @@ def test_a_text_of_a_corpus_is_continued_from_its_half(tmp_path: Path) -> None:
         assert all(0 <= len(prompt.reference) - len(prompt.ids) <= 1 for prompt in prompts)
 
 
-def test_answers_are_those_of_transformers(world: World) -> None:
-    """With a stop token, with limits of their own, and with prompts that share forwards."""
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_answers_are_those_of_transformers(is_whole: bool, world: World) -> None:
+    """With and without a cache, with a stop token, with limits of their own, and with prompts that share forwards."""
     spec = SPECS["tied"]
     hf = reference(spec)
     weights = {name: value for name, value in hf.state_dict().items() if name != "lm_head.weight"}
@@ -90,6 +91,8 @@ def test_answers_are_those_of_transformers(world: World) -> None:
     lengths, limits = [1, 13, 40, 70, 5], [12, 12, 1, 9, 12]
     prompts = [torch.randint(0, 720, (length,), generator=generator).tolist() for length in lengths]
     free = [said_by_transformers(hf, prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)]
+    assert run.model.is_whole and answer_greedily(run.model, prompts, limits, (), run.stream) == free
+    run.model.is_whole = is_whole
     assert answer_greedily(run.model, prompts, limits, (), run.stream) == free
     assert len({tuple(answer) for answer in free}) == len(free) and len(free[0]) == 12
 

@@ -26,7 +26,6 @@ from titan_mi100.config.settings import (
     TrainingConfig,
 )
 from titan_mi100.data.loader import RowStream, ShuffledEpochs
-from titan_mi100.data.mixture import Mixture
 from titan_mi100.errors import UserError
 from titan_mi100.open_run.data import log_layout
 from titan_mi100.open_run.inputs import RunInputs

@@ -34,7 +34,7 @@ class RowSource(Protocol):
 
     Attributes:
         segments: parts of the run with different sources, which a checkpoint stores; empty: there is one part.
-        on_exhausted: "repeat": the run's number of steps decides where it ends; else it ends with the data at the latest.
+        on_exhausted: "repeat": the run's number of steps decides where it ends; else it ends with the data at latest.
     """
 
     @property

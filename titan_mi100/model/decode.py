@@ -60,7 +60,7 @@ def generate(
     prompts: Sequence[list[int]],
     sampling: Sampling,
     stop_ids: Collection[int],
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     seeds: Sequence[str] | None = None,
     on_step: Callable[[list[int | None]], None] | None = None,
 ) -> list[Generated]:
@@ -69,7 +69,7 @@ def generate(
     Args:
         prompts: token ids, of any lengths.
         stop_ids: tokens that end a continuation.
-        max_new_tokens: the most tokens to add to each prompt.
+        max_new_tokens: the most tokens to add to each prompt; or a number per prompt.
         seeds: one per prompt, seeds its random draws; default: the prompt's index.
         on_step: called after each step with one token per prompt; None for prompts that have ended.
 
@@ -79,28 +79,32 @@ def generate(
     Raises:
         UserError: a prompt is empty, or too long for the model.
     """
-    lengths = {f"prompt {number}": len(prompt) for number, prompt in enumerate(prompts, 1)}
-    check_lengths(model.model.spec, lengths, max_new_tokens)
+    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+    for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True), 1):
+        check_lengths(model.model.spec, {f"prompt {number}": len(prompt)}, limit)
     seeds = seeds or [str(index) for index in range(len(prompts))]
     generators = [torch.Generator().manual_seed(zlib.crc32(seed.encode())) for seed in seeds]
     rows: list[list[int]] = [[] for _ in prompts]
     new: list[int | None] = [0] * len(prompts)  # the newest token of each prompt; None: the continuation has ended
-    cache = Cache(model, prompts, max_new_tokens)
+    cache = Cache(model, prompts, max(limits))
     tokens = cache.prompts
     # A continuation that has ended stays in the batch, so shapes stay fixed; its further tokens are dropped.
-    for _ in range(max_new_tokens):
+    for _ in range(max(limits)):
         logits = forward(model, tokens, cache)
         draws = torch.tensor([torch.rand((), generator=generator, dtype=torch.float64) for generator in generators])
         tokens = choose(logits[:, : sampling.vocabulary], sampling, draws.to(logits.device))[:, None]
-        chosen = zip(new, tokens[:, 0].tolist(), strict=True)
-        new = [None if last is None or token in stop_ids else token for last, token in chosen]
+        chosen = zip(new, tokens[:, 0].tolist(), rows, limits, strict=True)
+        new = [
+            None if last is None or token in stop_ids or len(row) == limit else token
+            for last, token, row, limit in chosen
+        ]
         if new.count(None) == len(new):
             break
         for row, kept in zip(rows, new, strict=True):
             row += [] if kept is None else [kept]
         if on_step is not None:
             on_step(new)
-    return [Generated(row, len(row) < max_new_tokens) for row in rows]
+    return [Generated(row, len(row) < limit) for row, limit in zip(rows, limits, strict=True)]
 
 
 def check_lengths(spec: ModelSpec, lengths: Mapping[str, int], max_new_tokens: int) -> None:
@@ -168,7 +172,10 @@ def forward(model: CausalLM, ids: Tensor, cache: Cache) -> Tensor:
         parts, prepared = layer.project(x, tables[kind]), cache.documents[kind]
         x = layer.output(x, layer.decode_step(parts, prepared, state, cache.used, visible))
     cache.used = until
-    return model.head(decoder.norm(x[:, -1:]))[:, 0]  # logits of the last token only: the head is large
+    last = decoder.norm(x[:, -1:])  # logits of the last token only: the head is large
+    if next(model.parameters()).dtype == last.dtype:
+        return model.head(last)[:, 0]
+    return model.head(last, supervised=torch.arange(len(last), device=last.device))  # fp32 weights, cast in blocks
 
 
 def choose(logits: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:

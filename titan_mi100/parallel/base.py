@@ -35,6 +35,7 @@ class ParallelModel(ABC):
 
     Attributes:
         parts: the model, or this rank's pipeline stages; materialised but not initialised.
+        is_whole: whether every rank holds all weights as plain tensors, so that it can generate by itself.
         counts_rows: whether this rank counts the tokens of its rows. The ranks of a tensor-parallel group or a pipeline
             read the same rows; exactly one of them counts them.
         counts_loss: whether this rank counts the loss of its rows; again exactly one rank does.
@@ -54,6 +55,7 @@ class ParallelModel(ABC):
     parts: list[CausalLM]
     device: torch.device
     _tp: DeviceMesh
+    is_whole = False
     counts_rows = True
     counts_loss = True
     gradient_bytes: int | None = None

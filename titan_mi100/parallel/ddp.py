@@ -42,6 +42,7 @@ class ReplicatedModel(ParallelModel):
     ) -> None:
         """Args: model: on `device`, see build.parallelize."""
         self.parts, self.device, self._tp = [model], device, tensor_parallel_ranks(mesh)
+        self.is_whole = self._tp.size() == 1
         self._replica, self._step = mesh["dp_replicate"].get_local_rank(), 0
         self.loss_factor = mesh.size()  # DDP always averages over its ranks; multiplying by their number gives the sum
         group = mesh["dp_replicate"].get_group()

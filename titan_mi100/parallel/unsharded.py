@@ -28,6 +28,7 @@ class UnshardedModel(ParallelModel):
         is_gpu: train as on a GPU, without TiedRows.
         """
         self.wrapped, self.parts, self.device, self._tp = model, [model], device, tensor_parallel_ranks(mesh)
+        self.is_whole = self._tp.size() == 1
         self.counts_rows = self.counts_loss = self._tp.get_local_rank() == 0
         self._tied: TiedRows | None = None
         embedding = model.model.embed_tokens

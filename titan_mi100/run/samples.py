@@ -15,8 +15,10 @@ from titan_mi100.data.prepared import Prepared
 from titan_mi100.data.prompts import Prompt, held_out_prompts
 from titan_mi100.errors import UserError
 from titan_mi100.log import log
+from titan_mi100.model.decode import Sampling, generate
+from titan_mi100.model.decoder import CausalLM
 from titan_mi100.parallel.base import ParallelModel
-from titan_mi100.parallel.distributed import from_rank_zero, sum_in_place
+from titan_mi100.parallel.distributed import from_rank_zero, gather, sum_in_place
 from titan_mi100.text.assets import GENERATION, folder_of, read_assets, stop_ids
 from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.load import load_tokenizer
@@ -115,9 +117,8 @@ def answer_greedily(
 ) -> list[list[int]] | None:
     """Continue each prompt with the most probable tokens, the same result on every rank. A collective.
 
-    Each token costs a forward of the whole row: a KV cache would need code of its own in every layout. The prompts are
-    distributed over the data-parallel ranks, at most local_batch_size at a time, so that a forward needs no more memory
-    than in training.
+    The prompts are distributed over the data-parallel ranks, at most local_batch_size at a time, so that a forward
+    needs no more memory than in training.
 
     Args:
         limits: maximum number of new tokens for each prompt.
@@ -129,34 +130,77 @@ def answer_greedily(
     Returns:
         None: given up, because a process was told to stop.
     """
+    with model.evaluating(), _not_compiled():
+        if model.is_whole:
+            return _answer_with_cache(model.parts[0], prompts, limits, stop_ids, stream, vocabulary, stop)
+        return _answer_by_forwards(model, prompts, limits, stop_ids, stream, vocabulary, stop)
+
+
+def _answer_with_cache(
+    network: CausalLM, prompts: Sequence[list[int]], limits: Sequence[int], stop_ids: Collection[int],
+    stream: RowStream, vocabulary: int | None, stop: Callable[[], bool],
+) -> list[list[int]] | None:  # fmt: skip
+    """Each rank generates by itself. Args, Returns: as of answer_greedily."""
+
+    def end_if_told(_: object) -> None:
+        if stop():
+            raise _Told
+
+    own, size = range(stream.dp_rank, len(prompts), stream.batch.dp_degree), stream.batch.local_batch_size
+    answers, told = dict[int, list[int]](), False
+    try:
+        for numbers in (own[first : first + size] for first in range(0, len(own), size)):
+            asked, most = [prompts[number] for number in numbers], [limits[number] for number in numbers]
+            sampling = Sampling(vocabulary=vocabulary)
+            generated = generate(network, asked, sampling, stop_ids, most, on_step=end_if_told)
+            answers |= {number: answer.ids for number, answer in zip(numbers, generated, strict=True)}
+    except _Told:
+        told = True
+    everyone = gather((told, answers))
+    if any(told for told, _ in everyone):
+        return None
+    by_number = {number: answer for _, each in everyone for number, answer in each.items()}
+    return [by_number[number] for number in range(len(prompts))]
+
+
+class _Told(Exception):
+    """This process was told to stop."""
+
+
+def _answer_by_forwards(
+    model: ParallelModel, prompts: Sequence[list[int]], limits: Sequence[int], stop_ids: Collection[int],
+    stream: RowStream, vocabulary: int | None, stop: Callable[[], bool],
+) -> list[list[int]] | None:  # fmt: skip
+    """Each token costs a forward of the whole row on all ranks: a KV cache would need code of its own in every layout.
+    Args, Returns: as of answer_greedily.
+    """
     answers: list[list[int]] = [[] for _ in prompts]
     batch, dp_rank = stream.batch, stream.dp_rank
     together = batch.dp_degree * batch.local_batch_size
-    with model.evaluating(), _not_compiled():
-        for first in range(0, len(prompts), together):
-            open_ = {number: limits[number] for number in range(first, min(first + together, len(prompts)))}
-            while open_:
-                own_numbers = [number for number in open_ if number % batch.dp_degree == dp_rank]
-                rows = [prompts[number] + answers[number] for number in own_numbers]
-                # without rows: to join the collectives
-                logits = model.logits(of_prompts(rows or [[0]], _ROUNDED_TO * model.tp_degree))
-                # The rank that chose a token sends its id + 1, all others send 0: the sum tells every rank. The last
-                # element counts the ranks that were told to stop.
-                chosen = torch.zeros(len(prompts) + 1, dtype=torch.long, device=model.device)
-                if logits is not None and model.counts_loss and own_numbers:
-                    chosen[torch.tensor(own_numbers, device=model.device)] = logits[:, :vocabulary].argmax(-1) + 1
-                chosen[-1] = stop()
-                sum_in_place(chosen)
-                *tokens, stopping = chosen.tolist()
-                if stopping:
-                    return None
-                for number in list(open_):
-                    token = tokens[number] - 1
-                    assert token >= 0, "no rank has chosen a token"
-                    if token not in stop_ids:
-                        answers[number].append(token)
-                    if token in stop_ids or len(answers[number]) == limits[number]:
-                        del open_[number]
+    for first in range(0, len(prompts), together):
+        open_ = {number: limits[number] for number in range(first, min(first + together, len(prompts)))}
+        while open_:
+            own_numbers = [number for number in open_ if number % batch.dp_degree == dp_rank]
+            rows = [prompts[number] + answers[number] for number in own_numbers]
+            # without rows: to join the collectives
+            logits = model.logits(of_prompts(rows or [[0]], _ROUNDED_TO * model.tp_degree))
+            # The rank that chose a token sends its id + 1, all others send 0: the sum tells every rank. The last
+            # element counts the ranks that were told to stop.
+            chosen = torch.zeros(len(prompts) + 1, dtype=torch.long, device=model.device)
+            if logits is not None and model.counts_loss and own_numbers:
+                chosen[torch.tensor(own_numbers, device=model.device)] = logits[:, :vocabulary].argmax(-1) + 1
+            chosen[-1] = stop()
+            sum_in_place(chosen)
+            *tokens, stopping = chosen.tolist()
+            if stopping:
+                return None
+            for number in list(open_):
+                token = tokens[number] - 1
+                assert token >= 0, "no rank has chosen a token"
+                if token not in stop_ids:
+                    answers[number].append(token)
+                if token in stop_ids or len(answers[number]) == limits[number]:
+                    del open_[number]
     return answers
 
 
