@@ -107,6 +107,18 @@ def test_the_operator_is_what_torch_expects_of_one() -> None:
     assert set(torch.library.opcheck(torch.ops.titan_mi100.attention.default, arguments).values()) == {"SUCCESS"}
 
 
+def test_a_step_launches_without_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator costs the host several times as much; who counts or traces operators sees it."""
+    documents = Documents(1, 16, (9, 7))
+    tensors, backend = inputs(documents, (2, 1), 16, torch.float32), make_backend("triton", "", "cpu")
+    with FlopCounterMode(display=False):
+        expected = results(backend, documents, tensors)
+    monkeypatch.setattr(triton_backend, "attention", None)
+    monkeypatch.setattr(triton_backend, "attention_backward", None)
+    for ours, theirs in zip(results(backend, documents, tensors), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_flops_are_those_of_the_pairs_inside_documents() -> None:
     documents = Documents(1, 16, (9, 7))
     backend = make_backend("triton", "", "cpu")

@@ -1,4 +1,7 @@
-"""Attention by our Triton kernels (kernels.py), registered for autograd, torch.compile and FLOP counters."""
+"""Attention by our Triton kernels (kernels.py): launched directly, or as operators for torch.compile and counters.
+
+An operator costs the host 400 us, forward and backward; the autograd.Function that launches directly a tenth of it.
+"""
 
 import functools
 from typing import Any
@@ -6,13 +9,14 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from titan_mi100.attention import kernels
 from titan_mi100.attention.base import Backend, Documents, boundaries
 from titan_mi100.attention.launches import Launch, Tile, candidates, options
 from titan_mi100.device import accelerator
-from titan_mi100.device.accelerator import to_device
+from titan_mi100.device.accelerator import is_watched, to_device
 
 
 @functools.cache
@@ -22,19 +26,24 @@ def _arch(device: torch.device) -> str:
     return accelerator.properties(device).gcnArchName.split(":")[0] if is_amd else ""
 
 
-def _launch(text: str, q: Tensor) -> Launch:
+@functools.cache
+def _launch(text: str, head_dim: int, itemsize: int) -> Launch:
     """Args: text: of a Launch, or an architecture."""
-    return Launch.parse(text) if " " in text else candidates(text, q.shape[3], q.itemsize).first()
+    return Launch.parse(text) if " " in text else candidates(text, head_dim, itemsize).first()
+
+
+@functools.cache
+def _constants(tile: Tile, device: torch.device) -> dict[str, Any]:
+    return {"BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, **options(tile, _arch(device))}
 
 
 def _start(
     kernel: Any, tile: Tile, q: Tensor, k: Tensor, programs: tuple[int, int], *arguments: Any, **fixed: bool
 ) -> None:
     """Launch a kernel on a grid of `programs`."""
-    blocks = {"BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, **fixed}
-    shape = {"GROUP": q.shape[2] // k.shape[2], "HEAD_DIM": q.shape[3], **blocks}
+    shape = {"GROUP": q.shape[2] // k.shape[2], "HEAD_DIM": q.shape[3], **fixed}
     with accelerator.device_guard(q.device):
-        kernel[programs](*arguments, **shape, **options(tile, _arch(q.device)))
+        kernel[programs](*arguments, **shape, **_constants(tile, q.device))
 
 
 def _token_stride(x: Tensor) -> int:
@@ -49,8 +58,7 @@ def _flat(x: Tensor) -> Tensor:
     return x if fits else x.contiguous()
 
 
-@torch.library.custom_op("titan_mi100::attention", mutates_args=())
-def attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, launch: str) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, launch: str) -> tuple[Tensor, Tensor]:
     """Attention inside documents.
 
     Args:
@@ -64,7 +72,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, launch: str) 
     q, k, v = _flat(q), _flat(k), _flat(v)
     batch, seq, heads, dim = q.shape
     out, lse = q.new_empty(q.shape), q.new_empty((heads, batch * seq), dtype=torch.float32)
-    tile = _launch(launch, q).forward
+    tile = _launch(launch, dim, q.itemsize).forward
     programs = (triton.cdiv(batch * seq, tile.block_q), heads)
     strides = [_token_stride(x) for x in (q, k, v, out)]
     arguments = (q, k, v, out, lse, boundaries, dim**-0.5, batch * seq, *strides)
@@ -72,8 +80,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, launch: str) 
     return out, lse
 
 
-@torch.library.custom_op("titan_mi100::attention_backward", mutates_args=())
-def attention_backward(
+def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, boundaries: Tensor, launch: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v.
@@ -83,7 +90,7 @@ def attention_backward(
     """
     grad, q, k, v = _flat(grad), _flat(q), _flat(k), _flat(v)
     batch, seq, heads, dim = q.shape
-    tokens, kv_heads, tiles = batch * seq, k.shape[2], _launch(launch, q)
+    tokens, kv_heads, tiles = batch * seq, k.shape[2], _launch(launch, dim, q.itemsize)
     grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
     # (heads, tokens): sum(out * grad) per query. The first kernel writes it, the second one reads it.
     delta = torch.empty_like(lse)
@@ -102,6 +109,10 @@ def attention_backward(
     return grad_q, grad_k, grad_v
 
 
+attention = torch.library.custom_op("titan_mi100::attention", _forward, mutates_args=())
+attention_backward = torch.library.custom_op("titan_mi100::attention_backward", _backward, mutates_args=())
+
+
 @attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, launch: str) -> tuple[Tensor, Tensor]:
     batch, seq, heads, _ = q.shape
@@ -117,20 +128,35 @@ def _(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.launch = inputs
-    out, lse = output
-    ctx.mark_non_differentiable(lse)
+    ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, out, lse)
+    ctx.save_for_backward(*tensors, *output)
 
 
 def _gradients(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 5
     q, k, v, boundaries, out, lse = ctx.saved_tensors
-    return *attention_backward(grad, q, k, v, out, lse, boundaries, ctx.launch), None, None
+    backward = attention_backward if is_watched(grad) else _backward
+    return *backward(grad, q, k, v, out, lse, boundaries, ctx.launch), None, None
 
 
 attention.register_autograd(_gradients, setup_context=_keep)
+
+
+class _Attention(torch.autograd.Function):
+    """The operator `attention` without its cost."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = _forward(*inputs)
+        _keep(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return _gradients(ctx, grad, None)
 
 
 def _pairs(q: Tensor, boundaries: Tensor) -> int:
@@ -172,4 +198,5 @@ class Triton(Backend):
         return to_device(torch.from_numpy(boundaries(documents)), device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Tensor) -> Tensor:
-        return attention(q, k, v, prepared, self.launch)[0]
+        call = attention if is_watched(q) else _Attention.apply
+        return call(q, k, v, prepared, self.launch)[0]
