@@ -57,6 +57,10 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return self.with_bias(multiply(x, local_weight(self.weight, x.dtype)))
 
+    def stored(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """The tensors that the weight is stored in, see nf4.restored."""
+        return (local_weight(self.weight, dtype),)
+
     def with_bias(self, product: Tensor) -> Tensor:
         """The product (..., outputs) and the bias, if there is one and this rank adds it."""
         if self.bias is None:

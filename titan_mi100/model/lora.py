@@ -13,15 +13,51 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.model.experts import ExpertLinear, NF4ExpertLinear, Routes
 from titan_mi100.model.init import Read, draw
-from titan_mi100.model.layers import Linear
-from titan_mi100.model.nf4 import NF4Linear
+from titan_mi100.model.layers import Linear, local_weight
+from titan_mi100.model.nf4 import NF4Linear, restored
 
 _SAMPLE = 4096  # bytes per tensor that enter the fingerprint of the base weights
+
+
+class _AdaptedProduct(torch.autograd.Function):
+    """x W^T + scale (d A^T) B^T, where d is x, or x after dropout. Both sums are added inside a product, forward and in
+    the gradient of x: no pass over the outputs for the scale, none for the addition. In 16 bits the adapter's part is
+    not rounded before it is added.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dropped: Tensor | None, a: Tensor, b: Tensor, scale: float, *stored: Tensor
+    ) -> Tensor:  # (..., inputs), (..., inputs), (rank, inputs), (outputs, rank) -> (..., outputs)
+        read = (x if dropped is None else dropped).flatten(0, -2)
+        inner = read @ a.t()
+        out = F.linear(x, restored(stored))
+        out.view(-1, len(b)).addmm_(inner, b.t(), alpha=scale)
+        ctx.save_for_backward(read, inner, a, b, *stored)
+        ctx.scale, ctx.shape = scale, x.shape
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        read, inner, a, b, *stored = ctx.saved_tensors
+        rows, of_x, of_dropped = grad.flatten(0, -2), None, None
+        grad_inner = torch.empty_like(inner).addmm_(rows, b, beta=0, alpha=ctx.scale)
+        if ctx.needs_input_grad[0]:
+            of_x = rows @ restored(stored)
+        if ctx.needs_input_grad[1]:  # after dropout
+            of_dropped = (grad_inner @ a).view(ctx.shape)
+        elif of_x is not None:
+            of_x.addmm_(grad_inner, a)
+        of_b = torch.empty_like(b).addmm_(rows.t(), inner, beta=0, alpha=ctx.scale)
+        of_x = None if of_x is None else of_x.view(ctx.shape)
+        return of_x, of_dropped, grad_inner.t() @ read, of_b, *[None] * (1 + len(stored))
 
 
 class LoRALinear(Linear):
@@ -37,11 +73,13 @@ class LoRALinear(Linear):
         self.scale, self.dropout = config.alpha / config.rank, config.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.scale * self.lora_B(self.lora_A(_dropped(x, self)))
+        a, b = local_weight(self.lora_A.weight, x.dtype), local_weight(self.lora_B.weight, x.dtype)
+        dropped = _dropped(x, self) if self.dropout and self.training else None
+        return self.with_bias(_AdaptedProduct.apply(x, dropped, a, b, self.scale, *self.stored(x.dtype)))
 
 
 class NF4LoRALinear(LoRALinear, NF4Linear):
-    """A frozen NF4 linear layer with an adapter. `super().forward` in LoRALinear is NF4Linear's here."""
+    """A frozen NF4 linear layer with an adapter."""
 
 
 class LoRAExpertLinear(ExpertLinear):
@@ -63,7 +101,8 @@ class LoRAExpertLinear(ExpertLinear):
         self.dropout = config.dropout
 
     def forward(self, x: Tensor, routes: Routes) -> Tensor:  # type: ignore[override]
-        return super().forward(x, routes) + self.scale * self.lora_B(self.lora_A(_dropped(x, self), routes), routes)
+        adapted = self.lora_B(self.lora_A(_dropped(x, self), routes), routes)
+        return torch.add(super().forward(x, routes), adapted, alpha=self.scale)
 
 
 class NF4LoRAExpertLinear(LoRAExpertLinear, NF4ExpertLinear):  # type: ignore[misc]  # as NF4ExpertLinear

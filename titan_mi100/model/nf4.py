@@ -7,7 +7,7 @@ The codes are packed into a tensor of the compute dtype, as raw bits. FSDP2 then
 weight; arithmetic on it would be meaningless.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -74,19 +74,24 @@ def dequantize(codes: Tensor, largest: Tensor, pairs: Tensor | None = None) -> T
     return unscaled.view(*largest.shape, BLOCK).mul_(largest[..., None]).flatten(1)
 
 
+def restored(stored: Sequence[Tensor]) -> Tensor:
+    """The matrix of a frozen weight, (outputs, inputs). Args: stored: of Linear, or NF4Linear."""
+    return stored[0] if len(stored) == 1 else dequantize(*stored)
+
+
 class _Product(torch.autograd.Function):
     """x @ weight.T for an NF4 weight. Backward dequantises the weight again instead of saving it: the 16-bit weight
     exists only during a matrix product.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, codes: Tensor, largest: Tensor, pairs: Tensor) -> Tensor:
-        ctx.save_for_backward(codes, largest, pairs)
-        return F.linear(x, dequantize(codes, largest, pairs))
+    def forward(ctx: Any, x: Tensor, *stored: Tensor) -> Tensor:
+        ctx.save_for_backward(*stored)
+        return F.linear(x, restored(stored))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return grad @ dequantize(*ctx.saved_tensors), None, None, None
+        return grad @ restored(ctx.saved_tensors), None, None, None
 
 
 class NF4Linear(Linear):
@@ -116,5 +121,7 @@ class NF4Linear(Linear):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        codes, largest = local_weight(self.weight, x.dtype), local_weight(self.largest, x.dtype)
-        return self.with_bias(_Product.apply(x, codes, largest, self._pairs))
+        return self.with_bias(_Product.apply(x, *self.stored(x.dtype)))
+
+    def stored(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return local_weight(self.weight, dtype), local_weight(self.largest, dtype), self._pairs
