@@ -33,6 +33,19 @@ def _right_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
     return _dot(self, _widened(a), _widened(b), *rest)
 
 
+# It cuts off where a GPU rounds to the nearest bf16, ties to even.
+_cast = interpreter.InterpreterBuilder.cast_impl
+
+
+def _rounding_cast(self: Any, x: Any, target: Any) -> Any:
+    if x.dtype.scalar != tl.float32 or target.scalar != tl.bfloat16:
+        return _cast(self, x, target)
+    bits = np.ascontiguousarray(x.data, np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    rounded = np.where(np.isnan(x.data), bits >> 16 | 0x40, rounded)
+    return interpreter.TensorHandle(rounded.astype(np.uint16), target.scalar)
+
+
 # That of 3.4 to 3.9 makes numbers of arrays with one element, which numpy 2.5 refuses.
 _patch_tensor = interpreter._patch_lang_tensor
 
@@ -46,6 +59,7 @@ DEVICE = torch.device("cuda")  # where the kernels compute
 if os.environ.get("TRITON_INTERPRET") == "1":
     DEVICE = torch.device("cpu")
     interpreter.InterpreterBuilder.create_dot = _right_dot
+    interpreter.InterpreterBuilder.cast_impl = _rounding_cast
     interpreter._patch_lang_tensor = _indexed
 
 __all__ = ["DEVICE", "triton_backend"]

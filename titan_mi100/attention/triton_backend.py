@@ -16,7 +16,8 @@ from titan_mi100.attention import kernels
 from titan_mi100.attention.base import Backend, Documents, boundaries
 from titan_mi100.attention.launches import Launch, Tile, candidates, options
 from titan_mi100.device import accelerator
-from titan_mi100.device.accelerator import is_watched, to_device
+from titan_mi100.device.accelerator import to_device
+from titan_mi100.device.operators import custom_operator, is_watched
 
 
 @functools.cache
@@ -58,7 +59,8 @@ def _flat(x: Tensor) -> Tensor:
     return x if fits else x.contiguous()
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, launch: str) -> tuple[Tensor, Tensor]:
+@custom_operator("titan_mi100::attention")
+def attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, launch: str) -> tuple[Tensor, Tensor]:
     """Attention inside documents.
 
     Args:
@@ -80,7 +82,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, launch: str) -
     return out, lse
 
 
-def _backward(
+@custom_operator("titan_mi100::attention_backward")
+def attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, boundaries: Tensor, launch: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v.
@@ -109,17 +112,13 @@ def _backward(
     return grad_q, grad_k, grad_v
 
 
-attention = torch.library.custom_op("titan_mi100::attention", _forward, mutates_args=())
-attention_backward = torch.library.custom_op("titan_mi100::attention_backward", _backward, mutates_args=())
-
-
-@attention.register_fake
+@attention.operator.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, launch: str) -> tuple[Tensor, Tensor]:
     batch, seq, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((heads, batch * seq), dtype=torch.float32)
 
 
-@attention_backward.register_fake
+@attention_backward.operator.register_fake
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, boundaries: Tensor, launch: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,11 +136,10 @@ def _gradients(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, .
     if grad is None:
         return (None,) * 5
     q, k, v, boundaries, out, lse = ctx.saved_tensors
-    backward = attention_backward if is_watched(grad) else _backward
-    return *backward(grad, q, k, v, out, lse, boundaries, ctx.launch), None, None
+    return *attention_backward(grad, q, k, v, out, lse, boundaries, ctx.launch), None, None
 
 
-attention.register_autograd(_gradients, setup_context=_keep)
+attention.operator.register_autograd(_gradients, setup_context=_keep)
 
 
 class _Attention(torch.autograd.Function):
@@ -149,7 +147,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = _forward(*inputs)
+        output = attention.direct(*inputs)
         _keep(ctx, inputs, output)
         return output
 
@@ -198,5 +196,5 @@ class Triton(Backend):
         return to_device(torch.from_numpy(boundaries(documents)), device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Tensor) -> Tensor:
-        call = attention if is_watched(q) else _Attention.apply
+        call = attention.operator if is_watched(q) else _Attention.apply
         return call(q, k, v, prepared, self.launch)[0]

@@ -66,6 +66,7 @@ class _Chosen(TypedDict, total=False):
     attention: _Attention
     head: _Head
     stages: list[int]  # layers of each
+    fused: list[str]  # kinds of fused kernels
 
 
 class _Optimizer(TypedDict):

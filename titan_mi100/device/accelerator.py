@@ -103,14 +103,6 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def is_watched(x: Tensor) -> bool:
-    """Whether operators are traced or counted (torch.compile, fake tensors, dispatch modes), and not only run. Our
-    kernels are then called as operators, which can be seen and cost the host more.
-    """
-    is_plain = type(x) in (Tensor, torch.nn.Parameter) and not x.is_meta
-    return not is_plain or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-
-
 def lock_pages(pages: Tensor) -> int:
     """Register host memory with the driver: the device can copy from and to it. Returns an error code; 0 is success."""
     return int(torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.nbytes, 0))

@@ -37,11 +37,11 @@ class _AdaptedProduct(torch.autograd.Function):
     ) -> Tensor:  # (..., inputs), (..., inputs), (rank, inputs), (outputs, rank) -> (..., outputs)
         read = (x if dropped is None else dropped).flatten(0, -2)
         inner = read @ a.t()
-        out = F.linear(x, restored(stored))
-        out.view(-1, len(b)).addmm_(inner, b.t(), alpha=scale)
+        product = F.linear(x, restored(stored))
+        product.view(-1, len(b)).addmm_(inner, b.t(), alpha=scale)
         ctx.save_for_backward(read, inner, a, b, *stored)
         ctx.scale, ctx.shape = scale, x.shape
-        return out
+        return product
 
     @staticmethod
     @once_differentiable

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_mi100.config.settings import NF4_BLOCK as BLOCK
+from titan_mi100.model.fused.running import only, runs
 from titan_mi100.model.layers import Linear, local_weight
 
 # The 16 values, from appendix E of the paper. The code of a value is its index in this table.
@@ -69,9 +70,24 @@ def dequantize(codes: Tensor, largest: Tensor, pairs: Tensor | None = None) -> T
         (outputs, inputs), in the dtype of `largest`.
     """
     pairs = value_pairs(largest.dtype, largest.device) if pairs is None else pairs
+    if runs("nf4", largest):
+        from titan_mi100.model.fused.nf4_launch import restore
+
+        return restore(codes, largest, pairs)
     # One table look-up per byte instead of two shifts and two look-ups.
     unscaled = F.embedding(codes.view(torch.uint8).int(), pairs)  # (outputs, inputs / 2, 2)
     return unscaled.view(*largest.shape, BLOCK).mul_(largest[..., None]).flatten(1)
+
+
+def trial(device: torch.device, dtype: torch.dtype) -> str:
+    """What is wrong with the kernel on this device: it must give the bits of plain operations. See running.Trial."""
+    draw = torch.Generator().manual_seed(1)
+    codes, largest = (x.to(device) for x in quantize(torch.randn(48, 192, generator=draw), dtype))
+    results = []
+    for kinds in ((), ("nf4",)):
+        with only(kinds):
+            results.append(dequantize(codes, largest))
+    return "" if torch.equal(*results) else "other bits than those of plain operations"
 
 
 def restored(stored: Sequence[Tensor]) -> Tensor:

@@ -4,6 +4,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from titan_mi100.attention.base import Shape
 from titan_mi100.attention.choice import Choice, choose
 from titan_mi100.checkpoint.checkpointer import Checkpointer, SaveOptions
@@ -11,6 +13,9 @@ from titan_mi100.config.settings import Config
 from titan_mi100.data.prepare import cache_folder
 from titan_mi100.data.prepared import Prepared
 from titan_mi100.log import log
+from titan_mi100.model.fused.running import choose as choose_kinds
+from titan_mi100.model.fused.running import use
+from titan_mi100.model.fused.trials import SAME_BITS, TRIALS
 from titan_mi100.model.loss import HeadMemory
 from titan_mi100.open_run.inputs import RunInputs
 from titan_mi100.optim.state import NamedState
@@ -43,6 +48,29 @@ def choose_backend(inputs: RunInputs) -> tuple[Choice, HeadMemory]:
     if before and before.arch == choice.arch and "head" in chosen:
         return choice, HeadMemory(**chosen["head"])
     return choice, from_rank_zero(partial(HeadMemory.of, world.device))
+
+
+def choose_fused(inputs: RunInputs, arch: str) -> dict[str, list[str]]:
+    """Choose the kinds of fused kernels that run in this process, as a checkpoint's manifest has them; empty without
+    any. As most decide bits, a run resumed on the same kind of device has no others than before. A collective.
+
+    Args:
+        arch: of the device, see Choice.
+    """
+    config, candidates = inputs.config, set(TRIALS)
+    if config.lora.base != "nf4":
+        candidates.discard("nf4")
+    if config.compile.enable:  # inductor fuses the plain forms
+        candidates.discard("elementwise")
+    chosen = inputs.found.manifest.get("chosen", {}) if inputs.found else {}
+    if chosen.get("attention", {}).get("arch") == arch:
+        candidates &= SAME_BITS.union(chosen.get("fused", ()))
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    kinds = from_rank_zero(partial(choose_kinds, TRIALS, candidates, inputs.world.device, dtype))
+    use(kinds)
+    if kinds:
+        log.info(f"fused kernels: {', '.join(kinds)}")
+    return {"fused": kinds} if kinds else {}
 
 
 def keep_stages(config: Config, world: World, spec: ModelSpec, data: Prepared, manifest: dict[str, Any]) -> Config:

@@ -33,7 +33,7 @@ from titan_mi100.open_run.data import accept_ledger, find_start, keep_global_bat
 from titan_mi100.open_run.fingerprints import about_run
 from titan_mi100.open_run.inputs import RunInputs
 from titan_mi100.open_run.logprob_pass import LogprobPass
-from titan_mi100.open_run.model import choose_backend, keep_stages, open_checkpointer
+from titan_mi100.open_run.model import choose_backend, choose_fused, keep_stages, open_checkpointer
 from titan_mi100.open_run.record import log_machine, open_record
 from titan_mi100.open_run.reference import Reference
 from titan_mi100.open_run.rows import fit_progress, last_step, open_rows, some_tokens
@@ -95,8 +95,8 @@ def open_run(
     about = about_run(inputs, rows.fingerprint)
     steps = fit_to_rows(inputs, rows, about)
     attention, head = choose_backend(inputs)
-    stages = choose_stages(inputs, forecast.plan.card)
-    about = {**about, "chosen": {"attention": asdict(attention), "head": asdict(head), **stages}}
+    stages, fused = choose_stages(inputs, forecast.plan.card), choose_fused(inputs, attention.arch)
+    about = {**about, "chosen": {"attention": asdict(attention), "head": asdict(head), **stages, **fused}}
     mesh = distributed.build_mesh(inputs.layout, world.device)
     model = make_model(inputs, mesh, choose(config.objective), attention, head, stages)
     trained, seed = model.trained_parameters(), config.training.seed

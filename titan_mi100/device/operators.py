@@ -1,0 +1,35 @@
+"""Functions that are operators where somebody looks at operators: torch.compile, fake tensors, counters."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_watched(x: Tensor) -> bool:
+    """Whether operators are traced or counted (torch.compile, fake tensors, dispatch modes), and not only run."""
+    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta:
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+class CustomOperator:
+    """A function of tensors that is called as an operator only where its first tensor is watched: an operator costs the
+    host several times as much.
+
+    Attributes:
+        direct: the function.
+        operator: what torch.library.custom_op made of it.
+    """
+
+    def __init__(self, name: str, direct: Callable[..., Any]) -> None:
+        self.direct, self.operator = direct, torch.library.custom_op(name, direct, mutates_args=())
+
+    def __call__(self, first: Tensor, *others: Any) -> Any:
+        return (self.operator if is_watched(first) else self.direct)(first, *others)
+
+
+def custom_operator(name: str) -> Callable[[Callable[..., Any]], CustomOperator]:
+    """Decorate a function that becomes the operator of this name."""
+    return lambda function: CustomOperator(name, function)

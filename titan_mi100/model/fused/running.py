@@ -1,0 +1,72 @@
+"""Which of our fused kernels run, and the one place where they are launched.
+
+The plain forms beside them (nf4.py, elementwise.py, loss.py) are the reference. A kind of kernel runs where the run has
+chosen it: on a device that Triton compiles for, after a trial against the plain form. What decides bits is recorded
+with the run, as attention's choice is.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_mi100.device import accelerator
+from titan_mi100.device.compiler import cannot_compile
+from titan_mi100.log import log
+from titan_mi100.wording import shortened
+
+Trial = Callable[[torch.device, torch.dtype], str]  # what is wrong with a kernel on a device; "": nothing
+
+_running: frozenset[str] = frozenset()
+
+
+def runs(kind: str, x: Tensor) -> bool:
+    """Whether the kernels of a kind take this tensor. They have no fp64."""
+    return kind in _running and x.dtype != torch.float64
+
+
+@contextmanager
+def only(kinds: Collection[str]) -> Iterator[None]:
+    """Context in which these kinds run, and no others."""
+    before = _running
+    use(kinds)
+    try:
+        yield
+    finally:
+        use(before)
+
+
+def use(kinds: Collection[str]) -> None:
+    """Let these kinds run in this process from now on, and no others."""
+    global _running
+    _running = frozenset(kinds)
+
+
+def choose(trials: Mapping[str, Trial], wanted: Collection[str], device: torch.device, dtype: torch.dtype) -> list[str]:
+    """The wanted kinds whose kernels work on this device. Logs those that do not.
+
+    Args:
+        trials: kind -> its trial.
+    """
+    if not accelerator.is_cuda(device):
+        return []
+    works = []
+    for kind in sorted(wanted):
+        try:
+            problem = trials[kind](device, dtype)
+        except Exception as error:  # Triton is missing, or builds its launcher with the C compiler at the first call
+            reason = shortened(" ".join(str(error).split()) or type(error).__name__, 300)
+            problem = ": ".join(filter(None, (reason, *cannot_compile())))
+        if problem:
+            log.warning(f"our {kind} kernels cannot be used, plain torch operations replace them: {problem}")
+        else:
+            works.append(kind)
+    return works
+
+
+def launch(kernel: Any, programs: tuple[int, ...], first: Tensor, *arguments: Any, **constants: Any) -> None:
+    """Launch a kernel on the device of its first argument."""
+    with accelerator.device_guard(first.device):
+        kernel[programs](first, *arguments, **constants)
