@@ -66,6 +66,7 @@ METHODS: dict[str, tuple[tuple[str, Change], ...]] = {
 
 _PRECISION = "training.mixed_precision_param"
 _SECONDS = 10.0  # of reading the data; of more data a sample is read
+_SPARE = 0.1  # share of a card's memory that larger forwards leave
 _LEAST_STEPS, _MOST_EPOCHS, _MOST_PADDING = 30, 10, 0.1  # of a run, if its data allow that
 
 
@@ -301,7 +302,9 @@ def fitting_plan(answers: UserChoices) -> tuple[Plan, tuple[str, Change], str]:
     config = with_settings(config, sized)
     plan, (words, change) = _first_fitting(config, answers.method, answers)
     if plan.fits:
-        return plan, (words, {**sized, **change}), about_data
+        plan = plan if answers.is_here else with_larger_forwards(plan)
+        rows = {**sized.get("training", {}), "local_batch_size": plan.workload.batch.local_batch_size}
+        return plan, (words, {**sized, "training": rows, **change}), about_data
     others = []
     for method in METHODS:
         with suppress(UserError):  # the method's settings are not for this model
@@ -311,6 +314,22 @@ def fitting_plan(answers: UserChoices) -> tuple[Plan, tuple[str, Change], str]:
         f"{answers.method} fine-tuning of {answers.model} takes at least {plan.most / GIB:.1f} GiB on each of "
         f"{answers.gpus} card{'s' * (answers.gpus > 1)}, with {answers.memory:g} each; {better}"
     )
+
+
+def with_larger_forwards(plan: Plan) -> Plan:
+    """The plan with as many rows per forward as fit with a tenth of the memory left, up to those of a step: a card
+    computes few rows in the time in which its host launches them. Rows per step, and so the results, stay.
+    """
+    batch = plan.workload.batch
+    each = batch.global_batch_size // batch.dp_degree  # rows of a step on a card
+    for rows in (rows for rows in range(each, batch.local_batch_size, -1) if each % rows == 0):
+        larger = make_plan(plan.workload.changed({"training": {"local_batch_size": rows}}), plan.card)
+        if (
+            larger.most <= (1 - _SPARE) * plan.card
+            and larger.workload.batch.global_batch_size == batch.global_batch_size
+        ):
+            return larger
+    return plan
 
 
 def sized_run(training: TrainingConfig, batch: Batch, found: Survey) -> tuple[Change, str]:

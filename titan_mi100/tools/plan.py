@@ -110,8 +110,13 @@ def _lines(plan: Plan, gpu: Gpu, tokens: float, origin: str) -> list[str]:
     ]
     if host := plan.host:
         lines.append(f"host memory: {host / GIB:.1f} GiB for each card, plus what its process takes")
+    forward = batch.local_batch_size * plan.config.training.seq_len
+    if forward < plan.enough:
+        lines.append(
+            f"the host limits: it launches longer than the card computes, below about {plan.enough:,.0f} tokens per "
+            f"forward (here {forward:,}; assumed, not measured); raise training.local_batch_size"
+        )
     if plan.hidden_from:
-        forward = plan.config.training.local_batch_size * plan.config.training.seq_len
         lines.append(
             f"transfers between host and card overlap with computation from {plan.hidden_from:,.0f} tokens per forward "
             f"on (here {forward:,}); the update takes {plan.update:.1f} s of a step"
@@ -143,6 +148,7 @@ def _as_json(plan: Plan) -> dict[str, Any]:
         "layout": {**asdict(layout), **asdict(batch)}, "memory": memory, "card": plan.card, "least": plan.least,
         "most": plan.most, "fits": plan.fits, "flops": plan.flops, "sent": plan.sent, "bubble": plan.bubble,
         "step_seconds": plan.step, "tokens": plan.tokens, "hidden_from": plan.hidden_from, "update": plan.update,
+        "enough": plan.enough,
         "efficiency": plan.efficiency,
     }  # fmt: skip
 
