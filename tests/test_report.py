@@ -28,7 +28,7 @@ from titan_mi100.workshop.columns import FIGURES, SETTINGS
 from titan_mi100.workshop.pages import collect as collecting
 from titan_mi100.workshop.pages import long_files as tables
 from titan_mi100.workshop.pages.bins import Bins, usable
-from titan_mi100.workshop.pages.charts import charts, ticks
+from titan_mi100.workshop.pages.charts import loss_charts, ticks
 from titan_mi100.workshop.pages.collect import collect
 from titan_mi100.workshop.pages.verdict import findings, state_of
 from titan_mi100.workshop.report import main
@@ -79,9 +79,6 @@ def write_run(folder: Path, steps: int = 100, loss: Callable[[int], float] = lam
         "2026-11-23 22:00:00,000 INFO begins\n2026-11-23 22:00:01,000 WARNING twice\n"
         "2026-11-23 22:00:02,000 WARNING twice\n2026-11-23 22:30:00,000 ERROR once\n"
     )
-    asked = [{"prompt": [{"role": "user", "content": f"q{n}"}], "reference": f"r{n}"} for n in range(2)]
-    samples = ({"step": s, **asked[n], "answer": f"a{n}-{s}"} for s in range(10, 101, 10) for n in range(2))
-    write_lines(folder / "samples.jsonl", *samples)
     checkpoints = folder / "checkpoint"
     checkpoints.mkdir()
     for step in (50, 100):
@@ -96,7 +93,7 @@ def write_run(folder: Path, steps: int = 100, loss: Callable[[int], float] = lam
 LAST_LOSS = f"{sum(2 + 4 / step for step in range(91, 101)) / 10:.4f}"
 FILES = (
     *("metrics.jsonl", "run_state.json", "config.toml", "environment.json", "plan.json", "train.log"),
-    *("samples.jsonl", "checkpoint"),
+    "checkpoint",
 )
 
 
@@ -227,8 +224,7 @@ def test_the_curves_are_those_of_the_metrics(run: Path, report: Report) -> None:
     report.page(run)
     figures = re.findall("<figure.*?</figure>", report.file.read_text(encoding="utf-8"), re.S)
     entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    titles = ("Training loss (mean over supervised", "Validation loss (nats per token)", "Throughput (tokens/s)")
-    keys = ("loss", "validation_loss", "tokens_per_second")
+    titles, keys = ("Training loss", "Validation loss"), ("loss", "validation_loss")
     for title, key, figure in zip(titles, keys, figures, strict=True):
         assert f"<b>{title}" in figure
         expected = [(entry["step"], entry[key]) for entry in entries if key in entry]
@@ -249,11 +245,7 @@ def test_a_run_of_preferences_may_have_the_measure_under_its_old_name(run: Path,
         for line in lines
     ]
     write_lines(run / "metrics.jsonl", *new)
-    html = report.page(run).text
-    assert (
-        html.count("How much less likely the answers are than under the reference") == 2
-        and "from the teacher" not in html
-    )
+    assert "below_reference\n" in report.page(run).text
     figures = RunFigures(steps=100, rows_per_epoch=None, flops=lambda *_: 1, peak_flops=None, dtype="fp32")
     kept = Reporter(run, MetricsConfig(), figures, last_step=60).last_entry  # as a resumed run reads it
     assert kept["step"] == 60 and kept["below_reference"] == -1.5
@@ -263,16 +255,16 @@ def test_the_page_says_what_the_files_say(run: Path, report: Report) -> None:
     text = report.page(run).text
     for shown in (
         *("Finished", LAST_LOSS, "the last finite one, step 100", "100,000 tokens, 60% supervised", "2,000", "2.0%"),
-        *("step-50", "step-100", "4.0 MB"[1:], "lowest validation loss", "a1-100", "a1-10"),
-        *("4 answers in between are left out", "WARNING", "twice", "once", "train.py --x y", "training.seq_len", "256"),
+        *("step-50", "step-100", "4.0 MB"[1:], "lowest validation loss"),
         *("2026-11-23 22:00:00 to 2026-11-23 22:30:00", "1 error and 2 warnings in train.log"),
     ):
         assert shown in text, shown
-    assert "Restarts\n0" in text and "hip" not in text
+    assert "Restarts\n0" in text
 
 
 def test_the_page_fetches_nothing_and_runs_no_script(run: Path, report: Report) -> None:
-    (run / "environment.json").write_text(json.dumps({"device": HOSTILE, "url": "https://example.org/x.js"}))
+    state = {"state": "crashed", "exit_code": 1, "message": HOSTILE, "next": "https://example.org/x.js"}
+    (run / "run_state.json").write_text(json.dumps(state))
     page = report.page(run)
     assert not page.tags & {"img", "link", "iframe", "object", "embed", "base", "form", "audio", "video", "a", "image"}
     assert not {name for name, _ in page.attributes} & {"src", "href", "action", "srcset", "data", "poster"}
@@ -299,7 +291,7 @@ def test_a_folder_with_nothing_but_a_config_is_a_run_that_has_just_begun(run: Pa
     for file in set(FILES) - {"config.toml", "checkpoint"}:
         (run / file).unlink()
     text = report.page(run).text
-    assert "How it ended is not known" in text and "No step is in metrics.jsonl" in text and "Curves" not in text
+    assert "How it ended is not known" in text and "No step is in metrics.jsonl" in text and "Training loss" not in text
 
 
 def make_huge(path: Path) -> None:
@@ -352,24 +344,8 @@ def test_files_that_may_not_be_read_are_named(run: Path, report: Report) -> None
     assert "cannot be read: Permission denied" in report.page(run).text
 
 
-def test_a_prompt_is_named_by_its_question_and_whether_its_last_answer_was_expected(
-    tmp_path: Path, report: Report
-) -> None:
-    run = write_run(tmp_path / "run")
-    rendered = "<|im_start|>user\nfirst?<|im_end|>\n<|im_start|>user\n1 < 2?<|im_end|>\n<|im_start|>assistant\n"
-    entry = {"prompt": [{"role": "prompt", "content": rendered}], "reference": "yes"}
-    lines = [{"step": 1, **entry, "answer": "no"}, {"step": 2, **entry, "answer": "yes"}]
-    lines += [{**line, "prompt": ["text"]} for line in lines[:1]]
-    write_lines(run / "samples.jsonl", *lines)
-    page = report.page(run).text
-    assert "Prompt 1: \n1 < 2?\n (answered as expected)\n" in page and "Prompt 2: \ntext\nprompt\n" in page
-
-
 def test_hostile_texts_are_only_text(tmp_path: Path, report: Report) -> None:
     run = write_run(tmp_path / "<b>&'\"\u202e\n")
-    message = {"role": HOSTILE, "content": HOSTILE}
-    sample = {"step": 1, "prompt": [message, HOSTILE, 7, {"content": [{"type": "text"}]}], "reference": HOSTILE}
-    write_lines(run / "samples.jsonl", {**sample, "answer": HOSTILE})
     restarts = [{"state": HOSTILE, "message": HOSTILE, "step": 5, "attempt": "x", "time": HOSTILE}, HOSTILE, None]
     state = {"state": HOSTILE, "exit_code": 10**30, "message": HOSTILE, "next": HOSTILE, "restarts": restarts}
     (run / "run_state.json").write_text(json.dumps(state))
@@ -391,12 +367,9 @@ def test_hostile_texts_are_only_text(tmp_path: Path, report: Report) -> None:
 def test_values_and_sources_are_bounded(run: Path, report: Report) -> None:
     losses = {f"validation_loss/{i}": 1.0 for i in range(1000)} | {"validation_loss/" + "x" * 999: 1}
     write_lines(run / "metrics.jsonl", {"step": 1, "loss": 1.0, **losses})
-    prompts = ({"step": 1, "prompt": [{"content": f"{i}"}], "answer": "x" * 9000} for i in range(99))
-    write_lines(run / "samples.jsonl", *prompts)
     (run / "train.log").write_text("".join(f"2026-11-23 22:00:00,000 WARNING {i}\n" for i in range(999)))
     found = report.json(run)
-    assert len(found["metrics"]["series"]) == len(tables.SERIES) + 32 and found["samples"]["prompts_left_out"] == 79
-    assert found["log"]["warnings"] == 999 and len(found["log"]["messages"]) == 50
+    assert len(found["metrics"]["series"]) == len(tables.SERIES) + 32 and found["log"]["warnings"] == 999
     report.page(run)
     assert report.file.stat().st_size < 600_000
 
@@ -434,8 +407,7 @@ def test_restarts_are_listed(run: Path, report: Report) -> None:
     (run / "run_state.json").write_text(json.dumps({**state, "restarts": entries}))
     page = report.page(run)
     assert "crashed\n1\n30\nboom" in page.text
-    folded = "<details><summary><bdi>boom</bdi></summary><pre>no progress\nstacks of all</pre></details>"
-    assert report.file.read_text(encoding="utf-8").count(folded) == 2
+    assert "stacks" not in page.text  # they are in run_state.json
     for shown in ("2026-11-23 22:15:10 UTC", "boom", "before the first", "2 restarts", "hung"):
         assert shown in page.text, shown
 
@@ -444,7 +416,7 @@ def test_restarts_are_listed(run: Path, report: Report) -> None:
     ("change", "level", "said"),
     [
         ({"state": "running", "exit_code": 1, "message": "still"}, "neutral", "the last line of metrics.jsonl is "),
-        ({"state": "crashed", "exit_code": 1, "message": "boom\nmore"}, "bad", "boom (exit code 1); next: "),
+        ({"state": "crashed", "exit_code": 1, "message": "boom\nmore"}, "bad", "boom\nmore (exit code 1)\nnext: "),
         ({"state": "preempted", "exit_code": 3, "message": "SIGTERM"}, "warn", "SIGTERM (exit code 3)"),
         ({"state": "out_of_memory", "exit_code": 6, "message": "planned 9"}, "bad", "planned 9 (exit code 6)"),
         ({"state": "new_state", "exit_code": 0}, "warn", "new_state"),
@@ -500,9 +472,7 @@ def test_names_of_files_are_those_that_the_run_writes() -> None:
 
 def test_lines_of_the_launcher_are_in_the_report(run: Path) -> None:
     append_to_log(run, ["rank 1 is behind", "restart 1 of 3"])
-    log = collect(run)["log"]
-    assert [entry["message"] for entry in log["messages"]] == ["twice", "once", "rank 1 is behind", "restart 1 of 3"]
-    assert log["errors"] == 3
+    assert collect(run)["log"]["errors"] == 3
 
 
 def test_skipped_spikes_are_told_from_steps_that_are_not_finite(run: Path, report: Report) -> None:
@@ -520,12 +490,12 @@ def test_each_source_has_a_curve_with_its_lowest_point_marked_and_a_single_value
     run: Path, tmp_path: Path
 ) -> None:
     short = collect(write_run(tmp_path / "short", steps=1))
-    assert 'class="k0" d="M10000,5000h0"' in charts({"short": short})
+    assert 'class="k0" d="M10000,5000h0"' in loss_charts(short["metrics"]["series"])
     with (run / "metrics.jsonl").open("a") as file:  # the best validation is not the last one
         write = (json.dumps({"step": step, "validation_loss": loss}) for step, loss in ((110, 1.0), (120, 4.0)))
         file.write("\n".join(write))
-    of_kinds = re.findall("<figure.*?</figure>", charts({"run": collect(run)}), re.S)
-    assert [len(re.findall('path class="k', each)) for each in of_kinds] == [1, 3 * 3, 1]  # with legend and mark
+    of_kinds = re.findall("<figure.*?</figure>", loss_charts(collect(run)["metrics"]["series"]), re.S)
+    assert [len(re.findall('path class="k', each)) for each in of_kinds] == [1, 3 * 3]  # with legend and mark
     assert re.findall("<bdi>(.*?)</bdi>", of_kinds[1]) == [
         "all; ● lowest: 1.0000 at step 110", "code; ● lowest: 1.5000 at step 100", "web; ● lowest: 2.2500 at step 100",
     ]  # fmt: skip
@@ -535,39 +505,26 @@ def test_each_source_has_a_curve_with_its_lowest_point_marked_and_a_single_value
         assert mark == max(line.split(" "), key=lambda point: int(point.split(",")[1]))  # y grows downwards
 
 
-def test_several_runs_are_one_page_with_a_table_and_each_curve_of_each_run(
+def test_several_runs_are_a_table_with_what_to_look_at_and_the_settings_that_differ(
     run: Path, tmp_path: Path, report: Report, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = write_run(tmp_path / "b" / "<i>", steps=50, loss=lambda step: 3.0)
-    (other / "config.toml").write_text(
-        (run / "config.toml")
-        .read_text()
-        .replace("lr = 0.001", "lr = 0.5")
-        .replace("tokens_per_step = 0", "tokens_per_step = 4096")
-    )
+    other = write_run(tmp_path / "b" / "\x1b[31m", steps=50, loss=lambda step: 3.0)
+    config = (run / "config.toml").read_text().replace("lr = 0.001", "lr = 0.5")
+    (other / "config.toml").write_text(config.replace("tokens_per_step = 0", "tokens_per_step = 4096"))
     with (run / "metrics.jsonl").open("a") as file:  # a run that traced two steps
         for step, milliseconds in ((3, 10.0), (4, 30.0)):
             file.write(json.dumps({"step": step, "comm_ms": milliseconds, "comm_exposed_ms": 5.0}) + "\n")
     capsys.readouterr()
-    report(run, other, run, "--output", report.file)
-    text = report.file.read_text(encoding="utf-8")
-    page = Reading(text)
-    figures = re.findall("<figure.*?</figure>", text, re.S)
-    titles = [re.findall(r"<b>(\w+)", figure)[0] for figure in figures]
-    assert titles == ["Training", "Validation", "Throughput"]
-    for figure in figures:
-        assert len(re.findall(r'<path class="k[01]" d="M[^"]*h0"', figure)) == 2
-        assert re.findall("<bdi>(run|&lt;i&gt;)", figure) == ["run", "&lt;i&gt;"]
-    rows = re.findall("<tr>(.*?)</tr>", text)
-    assert [re.findall("<bdi>(.*?)</bdi>", row)[:4] for row in rows[:3]] == [
-        ["Run", "State", "Loss", "Lowest validation"], ["run", "Finished", LAST_LOSS, "2.0000"],
-        ["&lt;i&gt;", "Finished", "3.0000", "2.0000"],
+    text = report(run, other, run)
+    assert "\x1b" not in text and not (tmp_path / "report.html").exists()
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    [heads, _, *first] = rows[:4]
+    assert heads[:5] == ["Run", "State", "Loss", "Lowest validation", "Steps"]
+    shown = [dict(zip(heads, row, strict=True)) for row in first]
+    assert [(each["Run"], each["State"], each["Loss"]) for each in shown] == [
+        ("run", "Finished", LAST_LOSS), ("\\x1b[31m", "Finished", "3.0000"),
     ]  # fmt: skip
-    shown = [
-        dict(zip(re.findall("<bdi>(.*?)</bdi>", rows[0]), re.findall("<bdi>(.*?)</bdi>", row), strict=True))
-        for row in rows[1:3]
-    ]
-    assert [column for column in shown[0] if column in (*SETTINGS, *FIGURES)] == [*SETTINGS, *FIGURES]
+    assert [column for column in heads if column in (*SETTINGS, *FIGURES)] == [*SETTINGS, *FIGURES]
     assert [[each[name] for name in ("N", "B_micro", "GA", "T_eff", "ckpt", "dtype", "step_ms")] for each in shown] == [
         ["2", "1", "1", "512", "none", "float32", "500"], ["2", "1", "8", "4,096", "none", "float32", "500"],
     ]  # fmt: skip
@@ -575,15 +532,15 @@ def test_several_runs_are_one_page_with_a_table_and_each_curve_of_each_run(
         ("20.0", "5.0", "1.61"),
         ("", "", "1.61"),
     ]
-    assert "optimizer.lr\n0.001\n0.5\n" in page.text and "training.seq_len" not in page.text
-    assert "The loss did not fall" in page.text and not page.scripts and "i" not in page.tags
-    assert [each["name"] for each in json.loads(report(run, other, "--json"))] == ["run", "<i>"]
+    assert ["optimizer.lr", "0.001", "0.5"] in rows and "training.seq_len" not in text
+    assert "[31m: The loss did not fall" in text
+    assert [each["name"] for each in json.loads(report(run, other, "--json"))] == ["run", "\x1b[31m"]
     twin = tmp_path / "c" / "run"
     write_run(twin, steps=1)
     capsys.readouterr()
-    report(run, twin, "--output", report.file)  # runs of one name are told apart by their folders
-    assert f"{run}\nFinished" in Reading(report.file.read_text(encoding="utf-8")).text
-    assert "21 runs are too many for a page; name at most 20" in report(*[run] * 21, code=2)
+    assert f"| {run} " in report(run, twin)  # runs of one name are told apart by their folders
+    assert "leave --output out" in report(run, twin, "--output", report.file, code=2)
+    assert "21 runs are too many for a table; name at most 20" in report(*[run] * 21, code=2)
 
 
 # the command
@@ -622,8 +579,7 @@ def test_json_is_what_the_page_is_made_of(run: Path, report: Report) -> None:
     assert not (run / "report.html").exists()
     series = found["metrics"]["series"]["loss"]
     assert series["means"][0] == [1.0, 6.0] and series["bin_steps"] == 1 and series["last"] == [100, 2.04]
-    assert [len(prompt["answers"]) for prompt in found["samples"]["prompts"]] == [6, 6]
-    assert [each["step"] for each in found["samples"]["prompts"][0]["answers"]] == [10, 60, 70, 80, 90, 100]
+    assert found["environment"] == {"layout": "FSDP2 over 2 (ZeRO-1)", "processes": "2"}
     assert found["config"]["optimizer.lr"] == "0.001" and found["card"] == 2**35
 
 

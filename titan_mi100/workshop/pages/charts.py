@@ -5,7 +5,6 @@ Curves scale with the page; labels are HTML text of fixed size.
 
 import math
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from titan_mi100.workshop.pages.document import text
@@ -15,72 +14,28 @@ _UNITS = 10_000  # width and height of the SVG's coordinate system
 _COLORS = 7  # of the palette; further curves are dashed
 _TINY = 1e-90  # smaller ranges are drawn as flat, so that scales stay finite
 Point = tuple[float, float]  # step and value
-Points = Sequence[Point]
-_NONE: Mapping[str, Point] = MappingProxyType({})
-
-# key of metrics.jsonl -> title
-_KINDS = {
-    "loss": "Training loss (mean over supervised tokens, nats)",
-    "validation_loss": "Validation loss (nats per token)",
-    "accuracy": "Pairs whose chosen answer has the greater reward (share)",
-    "margin": "Margin: reward of the chosen answer minus that of the rejected one",
-    "reward_chosen": "Rewards of both answers",
-    "logp_chosen": "Log probabilities of both answers (nats)",
-    "below_reference": "How much less likely the answers are than under the reference (nats)",
-    "kl": "Distance from the teacher (KL, nats)",
-    "cross_entropy": "Cross-entropy of the labels (nats per token)",
-    "agreement": "Tokens whose likeliest id is the teacher's (share)",
-    "tokens_per_second": "Throughput (tokens/s)",
-    "busiest_expert": "Rows of the busiest expert (relative to the mean of its layer)",
-}
-_BESIDE = {"reward_chosen": "reward_rejected", "logp_chosen": "logp_rejected"}  # drawn in the same chart
 
 
-def charts(runs: Mapping[str, dict[str, Any]]) -> str:
-    """The charts that have data, as HTML. One run: all its curves; several: the same curve of each.
+def loss_charts(series: Mapping[str, dict[str, Any]]) -> str:
+    """The curves of a run's loss, in training and on new rows of all and of each source; "": there are none.
 
     Args:
-        runs: name -> a run as `collect` returns it.
+        series: of `read_metrics`.
     """
-    figures, every = "", {name: run["metrics"].get("series", {}) for name, run in runs.items()}
-    for kind, title in _KINDS.items():
-        if any("margin" in series for series in every.values()):
-            title = f"{title.partition(' (')[0]} (mean over pairs)" if kind.endswith("loss") else title
-            title = _KINDS["below_reference"] if kind == "kl" else title  # its name in older runs
-        chosen = _of_runs(kind, every) if len(runs) > 1 else _of_run(kind, *every.values())
-        if chosen:
-            widths = max(series["bin_steps"] for series in chosen.values())
-            lowest = {name: series["lowest"] for name, series in chosen.items()} if kind == "validation_loss" else {}
-            curves = {name: series["means"] for name, series in chosen.items()}
-            figures += figure(title, f"means of {widths:,} steps" if widths > 1 else "", curves, lowest)
+    sources = {key.removeprefix(SOURCE): series[key] for key in series if key.startswith(SOURCE)}
+    validation = {"all": series["validation_loss"]} if "validation_loss" in series else {}
+    training = {"all": series["loss"]} if "loss" in series else {}
+    figures = ""
+    for title, curves in (("Training loss", training), ("Validation loss", validation | sources)):
+        if curves:
+            widest = max(summary["bin_steps"] for summary in curves.values())
+            note = f"means of {widest:,} steps" if widest > 1 else ""
+            lowest = {name: summary["lowest"] for name, summary in curves.items()} if curves is not training else {}
+            figures += figure(title, note, {name: summary["means"] for name, summary in curves.items()}, lowest)
     return f'<div class="charts">{figures}</div>' if figures else ""
 
 
-def _of_runs(kind: str, every: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    curves = {name: series[kind] for name, series in every.items() if kind in series}
-    beside = {
-        f"{name} (rejected)": series[_BESIDE[kind]] for name, series in every.items() if _BESIDE.get(kind) in series
-    }
-    return {**curves, **beside}
-
-
-def _of_run(kind: str, series: dict[str, Any]) -> dict[str, Any]:
-    both = {kind, _BESIDE.get(kind, kind)}
-    of_kind = both | {f"validation_{each}" for each in both}
-    keys = [key for key in series if key in of_kind or (kind == "validation_loss" and key.startswith(SOURCE))]
-    keys.sort(key=lambda key: (key != kind, key))
-    if kind == "loss":
-        keys = [kind] if kind in series else []
-    names = {kind: "all", **({} if kind.endswith("loss") else {kind: kind.rpartition("_")[2]})}
-    return {names.get(key, key.removeprefix(SOURCE)).replace("_", " "): series[key] for key in keys}
-
-
-def figure(
-    title: str,
-    note: str,
-    curves: Mapping[str, Points],
-    lowest: Mapping[str, tuple[float, float]] = MappingProxyType({}),
-) -> str:
+def figure(title: str, note: str, curves: Mapping[str, Sequence[Point]], lowest: Mapping[str, Point]) -> str:
     """A chart of curves over steps.
 
     Args:

@@ -19,13 +19,7 @@ from titan_mi100.files.plain import open_plain, plain_path, read_object
 from titan_mi100.watch.outcome import STATE
 from titan_mi100.wording import shortened, some
 from titan_mi100.workshop.pages.bins import usable
-from titan_mi100.workshop.pages.long_files import (
-    read_log,
-    read_metrics,
-    read_samples,
-    whole,
-    words,
-)
+from titan_mi100.workshop.pages.long_files import read_log, read_metrics, whole, words
 
 METRICS, CONFIG, ENVIRONMENT, PLAN = "metrics.jsonl", "config.toml", "environment.json", "plan.json"
 _OF_A_RUN = (CONFIG, METRICS, STATE, ENVIRONMENT, "train.log")  # every run folder has at least one of them
@@ -63,6 +57,7 @@ def collect(folder: Path) -> dict[str, Any]:
     nothing: dict[str, Any] = {}
     state = read(STATE, in_object, nothing)
     age = read(METRICS, lambda path: time.time() - plain_path(path).stat().st_mtime, None)
+    environment = read(ENVIRONMENT, in_object, nothing)
     run = {
         "folder": str(folder),
         "name": Path(os.path.realpath(folder)).name,
@@ -72,10 +67,9 @@ def collect(folder: Path) -> dict[str, Any]:
         "metrics": read(METRICS, read_metrics, nothing),
         "metrics_age": age,
         "config": read(CONFIG, _config, nothing),
-        "environment": _texts(read(ENVIRONMENT, in_object, nothing)),
+        "environment": {key: _value(environment[key]) for key in ("layout", "processes") if key in environment},
         "card": _number(read(PLAN, in_object, nothing).get("card")),
         "log": read("train.log", read_log, nothing),
-        "samples": read("samples.jsonl", read_samples, nothing),
         "checkpoints": read("checkpoint", _checkpoints, nothing),
     }
     return {**run, "problems": problems}
@@ -98,20 +92,10 @@ def _number(value: object) -> float | None:
     return float(value) if usable(value) else None  # type: ignore[arg-type]
 
 
-def _texts(found: Mapping[str, Any]) -> dict[str, str]:
-    """The object's values as text."""
-    shown = {}
-    for key, value in list(found.items())[:_MOST_KEYS]:
-        if value is None:
-            continue
-        is_list = isinstance(value, list) and all(isinstance(part, str) for part in value)
-        shown[shortened(str(key))] = shortened(" ".join(value) if is_list else _value(value), 2000)
-    return shown
-
-
 def _value(value: object) -> str:
+    """The value as text like that of TOML, of at most 1,000 characters."""
     try:
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        return shortened(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str), 1000)
     except (RecursionError, ValueError):  # ValueError: an integer of more than 4,300 digits
         return "(too large to show)"
 
@@ -145,7 +129,7 @@ def _config(path: Path) -> dict[str, str]:
             for number, inner in enumerate(value):
                 flatten(f"{prefix}[{number}]", inner)
         else:
-            settings[shortened(prefix, 200)] = shortened(_value(value), 1000)
+            settings[shortened(prefix, 200)] = _value(value)
 
     flatten("", document)
     return settings

@@ -15,7 +15,6 @@ from titan_mi100.text.load import load_tokenizer
 from titan_mi100.tools.prepared.report import about, asked_rows, choose_source, open_data, read_ledger, shown_row
 from titan_mi100.workshop.pages.reasons import explain
 
-_FIRST = 5  # examples shown for each status of the ledger
 _PICTURED = 24  # rows in the packing picture
 # on a page: sources of a mixture, documents of a set, and tokens of all rows together
 _MOST_SETS, _MOST_DOCUMENTS, MOST_TOKENS = 8, 30, 16_384
@@ -90,15 +89,8 @@ def _documents(row: dict[str, Any], dataset: PackedDataset) -> Iterator[dict[str
 
 
 def _summary(data: Prepared, dataset: PackedDataset) -> dict[str, Any]:
-    """The whole set: rows and first reasons per status of the ledger, lengths of its documents, packing."""
-    statuses, overlong = dict[str, dict[str, Any]](), list[int]()
-    for line in read_ledger(data.ledger()):
-        status, reason = statuses.setdefault(line["status"], {"rows": 0, "first": []}), line["reason"]
-        status["rows"] += 1
-        if reason and len(status["first"]) < _FIRST:
-            status["first"].append({"where": f"{line['file']}:{line['line']}", "reason": reason})
-        if OVERLONG in reason:
-            overlong.append(int(line["tokens"]))
+    """The whole set: lengths of its documents and of rows that did not fit, packing."""
+    overlong = [int(line["tokens"]) for line in read_ledger(data.ledger()) if OVERLONG in line["reason"]]
     lengths = np.diff(dataset.documents.starts)[dataset.packing.documents]
     # 16 bins up to seq_len; beyond it, bins of doubling width for rows that did not fit.
     edges = np.unique(np.linspace(0, dataset.seq_len, 17).round().astype(int)).tolist()
@@ -108,7 +100,6 @@ def _summary(data: Prepared, dataset: PackedDataset) -> dict[str, Any]:
     counts = [np.histogram(each, np.array(edges) + 0.5)[0].tolist() for each in (lengths, overlong)]
     pictured = np.linspace(0, len(dataset) - 1, _PICTURED).round().astype(int).tolist()
     return {
-        "ledger": {"path": str(data.ledger()), "statuses": statuses},
         "lengths": {"to": edges[1:], "documents": counts[0], "overlong": counts[1]},
         "packing": [_picture(dataset, row) for row in dict.fromkeys(pictured)],
     }

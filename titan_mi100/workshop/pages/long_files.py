@@ -1,4 +1,4 @@
-"""Reads the long files of a run in one pass: metrics, log, samples. Imports no torch.
+"""Reads the long files of a run in one pass: metrics and log. Imports no torch.
 
 A file may be truncated, hostile or of any size; the memory that reading it takes is bounded.
 """
@@ -14,7 +14,6 @@ from titan_mi100.wording import shortened
 from titan_mi100.workshop.pages.bins import Bins, usable
 
 _LONGEST_LINE = 1 << 16  # bytes; a line of metrics.jsonl has about 400
-_LONGEST_SAMPLE = 1 << 20  # bytes of a line of samples.jsonl
 _MOST_BYTES = 1 << 33  # largest file; a metrics.jsonl of 10,000,000 steps has half of it
 MEASURES = {  # of objectives
     "accuracy", "margin", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected", "below_reference", "kl",
@@ -29,21 +28,19 @@ SERIES = {
 SOURCE = "validation_loss/"  # prefix of the key of one source's validation loss
 _SUMS = ("seconds", "tokens", "supervised_tokens")
 _MOST_SERIES, _LONGEST_NAME = len(SERIES) + 32, 300
-_MOST_MESSAGES, _MOST_STEPS = 50, 100
-_MOST_PROMPTS, _MOST_ANSWERS = 20, 6
-_MOST_LEFT_OUT, _LONGEST_TEXT = 10_000, 4000
-_LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,\d+)? (INFO|WARNING|ERROR) (.*)")
+_MOST_STEPS = 100
+_LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,\d+)? (INFO|WARNING|ERROR) ")
 
 
-def lines(path: Path, longest: int = _LONGEST_LINE) -> Iterator[bytes]:
-    """The file's lines; a line longer than `longest` bytes is returned in pieces.
+def lines(path: Path) -> Iterator[bytes]:
+    """The file's lines; a line longer than _LONGEST_LINE is returned in pieces.
 
     Raises:
         UserError, OSError: as open_plain does.
     """
     read = 0
     with open_plain(path) as file:
-        while read < _MOST_BYTES and (line := file.readline(longest)):
+        while read < _MOST_BYTES and (line := file.readline(_LONGEST_LINE)):
             read += len(line)
             yield line
 
@@ -59,9 +56,9 @@ def words(value: object, most: int = 2000) -> str:
     return shortened(value, most) if isinstance(value, str) else ""
 
 
-def _objects(path: Path, longest: int = _LONGEST_LINE) -> Iterator[dict[str, Any] | None]:
+def _objects(path: Path) -> Iterator[dict[str, Any] | None]:
     """The JSON object of each line; None for a line that is not an object with a step."""
-    for line in lines(path, longest):
+    for line in lines(path):
         try:
             parsed = json.loads(line)
         except (ValueError, RecursionError):
@@ -110,62 +107,11 @@ def read_metrics(path: Path) -> dict[str, Any]:
 
 
 def read_log(path: Path) -> dict[str, Any]:
-    """Read `train.log`: the times of its first and last line, and its warnings and errors; equal ones are counted.
-
-    Returns:
-        `messages`: the last ones.
-    """
-    messages: dict[tuple[str, str], dict[str, Any]] = {}
-    began, ended, warnings, errors = "", "", 0, 0
+    """Read `train.log`: the times of its first and last line, and how many warnings and errors it has."""
+    began, ended, counts = "", "", dict.fromkeys(("INFO", "WARNING", "ERROR"), 0)
     for line in lines(path):
-        if not (match := _LOG_LINE.match(line.decode("utf-8", "replace").rstrip("\n"))):
-            continue
-        time, level, message = match.groups()
-        began, ended = began or time, time
-        if level == "INFO":
-            continue
-        warnings, errors = warnings + (level == "WARNING"), errors + (level == "ERROR")
-        message = shortened(message, 1000)
-        record = messages.pop((level, message), {"level": level, "message": message, "count": 0, "first": time})
-        messages[level, message] = {**record, "count": record["count"] + 1, "last": time}
-        if len(messages) > _MOST_MESSAGES:
-            del messages[next(iter(messages))]
-    return {"began": began, "ended": ended, "warnings": warnings, "errors": errors, "messages": [*messages.values()]}
-
-
-def read_samples(path: Path) -> dict[str, Any]:
-    """Read `samples.jsonl`: the answers to each prompt; of many the first and the last ones.
-
-    Returns:
-        `prompts`: messages, reference, answers by step, `answers_left_out`; `prompts_left_out`; `unreadable`: number
-        of lines.
-    """
-    prompts: dict[str, dict[str, Any]] = {}
-    left_out: set[int] = set()
-    unreadable = 0
-    for sample in _objects(path, _LONGEST_SAMPLE):
-        if sample is None or not isinstance(sample.get("prompt"), list) or not isinstance(sample.get("answer"), str):
-            unreadable += 1
-            continue
-        about = {
-            "messages": [_message(message) for message in sample["prompt"][:_MOST_PROMPTS]],
-            "reference": words(sample.get("reference"), _LONGEST_TEXT),
-        }
-        key = json.dumps(about)
-        if key not in prompts and len(prompts) == _MOST_PROMPTS:
-            if len(left_out) < _MOST_LEFT_OUT:
-                left_out.add(hash(key))
-            continue
-        prompt = prompts.setdefault(key, {**about, "answers": [], "answers_left_out": 0})
-        prompt["answers"].append({"step": sample["step"], "answer": words(sample["answer"], _LONGEST_TEXT)})
-        if len(prompt["answers"]) > _MOST_ANSWERS:
-            del prompt["answers"][1]  # keep the first answer: it shows the model before training
-            prompt["answers_left_out"] += 1
-    return {"prompts": [*prompts.values()], "prompts_left_out": len(left_out), "unreadable": unreadable}
-
-
-def _message(message: object) -> dict[str, str]:
-    fields = message if isinstance(message, dict) else {"content": message}
-    content = fields.get("content")
-    shown = content if isinstance(content, str) else repr(content)  # e.g. a list of parts
-    return {"role": words(fields.get("role"), 50), "content": words(shown, _LONGEST_TEXT)}
+        if match := _LOG_LINE.match(line.decode("utf-8", "replace")):
+            ended, level = match.groups()
+            began = began or ended
+            counts[level] += 1
+    return {"began": began, "ended": ended, "warnings": counts["WARNING"], "errors": counts["ERROR"]}

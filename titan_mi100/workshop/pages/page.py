@@ -1,6 +1,6 @@
-"""The report of a run as an HTML page: first whether it went well, then curves, then the details.
+"""The report of a run as an HTML page: first whether it went well, then the loss, then the details.
 
-Of several runs: a table, their curves together, and the settings that differ.
+Of several runs: tables for the terminal, and what to look at in each.
 """
 
 import re
@@ -10,21 +10,13 @@ from typing import Any
 
 from titan_mi100.config.layout import AXES, resolve_batch, resolve_layout
 from titan_mi100.wording import duration_in_words
-from titan_mi100.workshop.columns import SETTINGS, figures
-from titan_mi100.workshop.pages.charts import charts
+from titan_mi100.workshop.columns import SETTINGS, figures, markdown_table
+from titan_mi100.workshop.pages.charts import loss_charts
 from titan_mi100.workshop.pages.document import html_document, text
-from titan_mi100.workshop.pages.sections import (
-    details_of,
-    different_settings,
-    finding_list,
-    section,
-    shown_time,
-    table,
-    tiles,
-)
+from titan_mi100.workshop.pages.sections import details_of, finding_list, section, shown_time, table, tiles
 from titan_mi100.workshop.pages.verdict import BAD, GOOD, findings, state_of
 
-_AS_COLUMNS = ("Tokens", "Tokens/s", "MFU", "Peak memory")  # of `headline`; a comparison has them as columns_of
+_COMPARED = ("Loss", "Lowest validation", "Steps", "Time", "Restarts")  # of `headline`; the others are columns of steps
 _KEYS = {
     "B_micro": "training.local_batch_size",
     "ckpt": "activation_checkpoint.mode",
@@ -33,40 +25,30 @@ _KEYS = {
 _SIZES = ("local_batch_size", "gradient_accumulation_steps", "target_tokens_per_step", "seq_len")
 
 
-def page(runs: Sequence[dict[str, Any]]) -> str:
-    """The complete page about a run, or the comparison of several. Args: runs: as `collect` returns them."""
-    title = f"Report: {', '.join(run['name'] for run in runs)}"
-    if len(runs) > 1:
-        return html_document(title, _comparison(runs))
-    [run] = runs
+def page(run: dict[str, Any]) -> str:
+    """The complete page about a run. Args: run: as `collect` returns it."""
     body = [f"<header><h1><bdi>{text(run['name'])}</bdi></h1>{_about(run)}</header>", _first_screen(run)]
-    body += [section("Curves", charts({run["name"]: run})), _numbers(run), details_of(run)]
-    return html_document(title, "".join(body))
+    body += [section("Loss", loss_charts(run["metrics"].get("series", {}))), _numbers(run), details_of(run)]
+    return html_document(f"Report: {run['name']}", "".join(body))
 
 
-def _comparison(runs: Sequence[dict[str, Any]]) -> str:
-    """The body of the page about several runs: a table, their curves together, and the settings that differ."""
+def comparison(runs: Sequence[dict[str, Any]]) -> str:
+    """Several runs as text: a table with a line for each, what to look at, and a table of the settings that differ."""
     names = [run["name"] for run in runs]
-    named = dict(zip(names if len({*names}) == len(names) else [run["folder"] for run in runs], runs, strict=True))
-    cells = {
-        name: {key: (tile or ("",))[0] for key, tile in headline(run).items() if key not in _AS_COLUMNS}
-        | columns_of(run)
-        for name, run in named.items()
-    }
-    columns = [key for key in next(iter(cells.values())) if any(each[key] for each in cells.values())]
-    rows = [(name, state_of(named[name]).text, *(each[key] for key in columns)) for name, each in cells.items()]
-    findings_by_run = {name: findings(run) for name, run in named.items()}
-    looked = (f"<h3><bdi>{text(name)}</bdi></h3>{finding_list(each)}" for name, each in findings_by_run.items() if each)
-    different = different_settings([run["config"] for run in runs])
-    about = f"Report of {shown_time(runs[0]['collected'])}. All about one of them: titan-mi100 report RUN"
-    parts = (
-        f'<header><h1>{len(runs)} runs</h1><p class="soft">{text(about)}</p></header>',
-        table(("Run", "State", *columns), rows, numeric=range(2, 2 + len(columns))),
-        section("What to look at", "".join(looked)),
-        section("Curves", charts(named)),
-        section("Settings that differ", table(("Setting", *named), different) if different else ""),
-    )
-    return "".join(parts)
+    names = names if len({*names}) == len(names) else [run["folder"] for run in runs]
+    rows = [{"Run": name, "State": state_of(run).text, **_compared(run)} for name, run in zip(names, runs, strict=True)]
+    columns = [column for column in rows[0] if any(row[column] for row in rows)]
+    parts = [markdown_table(columns, [[row[column] for column in columns] for row in rows])]
+    parts += [f"{name}: {each.text}" for name, run in zip(names, runs, strict=True) for each in findings(run)]
+    keys = dict.fromkeys(key for run in runs for key in run["config"])
+    settings = [(key, *(run["config"].get(key, "not set") for run in runs)) for key in keys]
+    if different := [setting for setting in settings if len({*setting[1:]}) > 1]:
+        parts.append(markdown_table(["setting", *names], different))
+    return "\n\n".join(parts)
+
+
+def _compared(run: dict[str, Any]) -> dict[str, str]:
+    return {key: tile[0] for key in _COMPARED if (tile := headline(run).get(key, ("",)))} | columns_of(run)
 
 
 def _about(run: dict[str, Any]) -> str:
@@ -85,38 +67,27 @@ def _first_screen(run: dict[str, Any]) -> str:
     level = state.level if state.level != GOOD or not any(each.level == BAD for each in problems) else BAD
     looked = f", {len(problems)} thing{'s' * (len(problems) > 1)} to look at" if problems else ", nothing to report"
     head = f'<div class="state {level}"><b>{text(state.text)}</b>{until}{looked}</div>'
-    return f"{head}{_tiles(run)}{finding_list(problems)}"
+    return f"{head}{tiles(headline(run))}{finding_list(problems)}"
 
 
-def _tiles(run: dict[str, Any]) -> str:
-    figures = headline(run)
-    del figures["Tokens"]  # the figure of tokens/s shows it too
-    return tiles(figures)
-
-
-def headline(run: dict[str, Any]) -> dict[str, tuple[str, str] | None]:
-    """The key figures: name -> (the figure, a remark); None: not known."""
+def headline(run: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """The key figures that are known: name -> (the figure, a remark)."""
     metrics, series = run["metrics"], run["metrics"].get("series", {})
     total, last = metrics.get("total", {}), metrics.get("last_step")
     tokens, seconds = total.get("tokens"), total.get("seconds")
     loss, validation, mfu, memory = (series.get(key) for key in ("loss", "validation_loss", "mfu", "peak_memory_gib"))
-    restarts = len(run["restarts"])
+    learned = f"{tokens:,.0f} tokens, {total['supervised_tokens'] / tokens:.0%} supervised" if tokens else ""
     figures: dict[str, tuple[str, str] | None] = {
         "Loss": (f"{loss['recent'][0]:.4f}", f"mean of the last {loss['recent'][1]}") if loss else None,
         "Lowest validation": _lowest(validation) if validation else None,
         "Steps": (f"{last:,}", _of_all(run)) if last else None,
         "Time": (duration_in_words(seconds), "in all steps") if seconds else None,
-        "Tokens": (f"{tokens:,.0f}", "") if tokens else None,
+        "Tokens/s": (f"{tokens / seconds:,.0f}", learned) if tokens and seconds else None,
+        "MFU": (f"{mfu['mean']:.1%}", "mean of all steps") if mfu else None,
+        "Peak memory": (f"{memory['max']:.2f} GiB", "of the fullest rank") if memory else None,
+        "Restarts": (f"{len(run['restarts']):,}", "by the launcher"),
     }
-    if tokens and seconds:
-        share = f"{tokens:,.0f} tokens, {total['supervised_tokens'] / tokens:.0%} supervised"
-        figures["Tokens/s"] = (f"{tokens / seconds:,.0f}", share)
-    else:
-        figures["Tokens/s"] = None
-    figures["MFU"] = (f"{mfu['mean']:.1%}", "mean of all steps") if mfu else None
-    figures["Peak memory"] = (f"{memory['max']:.2f} GiB", "of the fullest rank") if memory else None
-    figures["Restarts"] = (f"{restarts:,}", "by the launcher")
-    return figures
+    return {name: figure for name, figure in figures.items() if figure}
 
 
 def columns_of(run: dict[str, Any]) -> dict[str, str]:
@@ -131,10 +102,8 @@ def columns_of(run: dict[str, Any]) -> dict[str, str]:
         layout = resolve_layout(int(known["N"]), zero_stage=int(config["parallelism.zero_stage"]), **degrees)
         sizes = {key: int(config[f"training.{key}"]) for key in _SIZES}
         batch = resolve_batch(dp_degree=layout.dp_degree, **sizes)
-        known |= {
-            "GA": f"{batch.gradient_accumulation_steps:,}",
-            "T_eff": f"{batch.global_batch_size * sizes['seq_len']:,}",
-        }
+        known["GA"] = f"{batch.gradient_accumulation_steps:,}"
+        known["T_eff"] = f"{batch.global_batch_size * sizes['seq_len']:,}"
     means = {key: series[key]["mean"] for key in ("comm_ms", "comm_exposed_ms", "mfu") if key in series}
     if total.get("tokens") and total.get("seconds"):
         means["tokens_per_second"] = total["tokens"] / total["seconds"]

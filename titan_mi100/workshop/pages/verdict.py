@@ -49,21 +49,19 @@ def _of_state(run: dict[str, Any]) -> list[Finding]:
     state, problems = run["state"], []
     if state["state"] == "running":
         age = run["metrics_age"]
-        when = "no step was written yet" if age is None else f"the last line of metrics.jsonl is {_age(age)} old"
+        when = (
+            "no step was written yet"
+            if age is None
+            else f"the last line of metrics.jsonl is {duration_in_words(max(0.0, age))} old"
+        )
         problems.append(Finding(WARN, f"The state is still `running`, and {when}. {state['message']}"))
-    elif state["exit_code"] or state["state"] not in ("", "done"):
-        # Only the first line of the message; the section "How it ended" has all.
-        first = (state["message"] or state_of(run).text).split("\n")[0]
+    elif state["message"] or state["exit_code"] or state["state"] not in ("", "done"):
         code = "" if state["exit_code"] is None else f" (exit code {state['exit_code']})"
-        following = f"; next: {state['next']}" if state["next"] else ""
-        problems.append(Finding(state_of(run).level, f"{first}{code}{following}"))
+        following = f"\nnext: {state['next']}" if state["next"] else ""
+        problems.append(Finding(state_of(run).level, f"{state['message'] or state_of(run).text}{code}{following}"))
     if restarts := len(run["restarts"]):
         problems.append(Finding(WARN, f"{restarts} restart{'s' * (restarts > 1)}; see below for why"))
     return problems
-
-
-def _age(seconds: float) -> str:
-    return duration_in_words(max(0.0, seconds))
 
 
 def _of_metrics(run: dict[str, Any]) -> list[Finding]:
@@ -130,8 +128,7 @@ def _of_files(run: dict[str, Any]) -> list[Finding]:
     log = run["log"]
     counts = [f"{log[key]:,} {key if log[key] > 1 else key[:-1]}" for key in ("errors", "warnings") if log.get(key)]
     if counts:
-        problems.append(Finding(WARN, f"{' and '.join(counts)} in train.log; listed below"))
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        if unreadable := run[name.split(".")[0]].get("unreadable"):
-            problems.append(Finding(WARN, f"{name}: lines that could not be read and are left out: {unreadable:,}"))
+        problems.append(Finding(WARN, f"{' and '.join(counts)} in train.log"))
+    if unreadable := run["metrics"].get("unreadable"):
+        problems.append(Finding(WARN, f"metrics.jsonl: lines that could not be read and are left out: {unreadable:,}"))
     return [*problems, *(Finding(WARN, problem) for problem in run["problems"])]

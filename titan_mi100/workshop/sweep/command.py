@@ -35,7 +35,7 @@ from titan_mi100.planning.hardware import count_gpus, default_process_count, fin
 from titan_mi100.planning.plan import EFFICIENCY, GIB, Plan, make_plan, remedy
 from titan_mi100.planning.workload import Workload
 from titan_mi100.wording import duration_in_words
-from titan_mi100.workshop.columns import SETTINGS
+from titan_mi100.workshop.columns import SETTINGS, markdown_table
 from titan_mi100.workshop.measure import children
 from titan_mi100.workshop.measure.parts import PASS, UNAVAILABLE
 from titan_mi100.workshop.sweep import table
@@ -297,7 +297,7 @@ def _dry_run(
     elif plans and not starting:
         summary += f"; what helps most: {remedy(min(plans.values(), key=lambda plan: plan.most))}"
     columns = [*SETTINGS, "planned step_ms", "by plan"]
-    return f"{heading}; {table.about(asdict(first))}\n\n{table.markdown_table(columns, body)}\n\n{summary}"
+    return f"{heading}; {table.about(asdict(first))}\n\n{markdown_table(columns, body)}\n\n{summary}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,12 +2,11 @@
 
 import csv
 import io
-from collections.abc import Sequence
 from typing import Any
 
 from titan_mi100.planning.cards import DEVICES
 from titan_mi100.planning.published import CARD, FLAVOR, PUBLISHED, RANKS, SEQ_LEN, PublishedStep
-from titan_mi100.workshop.columns import FIGURES, SETTINGS, figures
+from titan_mi100.workshop.columns import FIGURES, SETTINGS, figures, markdown_table
 
 SUPERVISED = 0.5  # share of the tokens
 Record = dict[str, Any]  # a row, what became of it, and what was measured
@@ -93,15 +92,6 @@ def _theirs(row: Record) -> list[str]:
 
 def _cells(step: PublishedStep) -> list[str]:
     return [f"{number:,}" for number in step]
-
-
-def markdown_table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """Columns are padded, so that a terminal shows a table, too."""
-    lines = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in (header, *body)]
-    # a long reason, in the first column of figures, may run over those that are empty beside it
-    widths = [max(3, *(len(line[column]) for line in lines if len(line[column]) < 24)) for column in range(len(header))]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
 
 
 def to_csv(records: list[Record]) -> str:
