@@ -59,7 +59,7 @@ class Bins:
         count, total = (sum(column) for column in zip(*self._bins.values(), strict=True))
         return {
             "count": count, "first": self.first, "last": self.last, "lowest": self.lowest,
-            "min": self.lowest[1], "max": self._highest, "mean": total / count,
+            "min": self.lowest[1], "max": self._highest, "mean": total / count, "sum": total,
             "recent": (sum(self._recent) / len(self._recent), len(self._recent)),
             "bin_steps": self.width, "means": self.means(),
         }  # fmt: skip

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -116,23 +117,9 @@ def _restarts(found: object) -> list[dict[str, Any]]:
 
 def _config(path: Path) -> dict[str, str]:
     """The settings: `section.key` -> value as TOML-like text."""
-    document = read_toml(plain_path(path))
-    settings: dict[str, str] = {}
-
-    def flatten(prefix: str, value: object) -> None:
-        if len(settings) == _MOST_KEYS:
-            return
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                flatten(f"{prefix}.{key}" if prefix else key, inner)
-        elif isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
-            for number, inner in enumerate(value):
-                flatten(f"{prefix}[{number}]", inner)
-        else:
-            settings[shortened(prefix, 200)] = _value(value)
-
-    flatten("", document)
-    return settings
+    tables = ((name, table) for name, table in read_toml(plain_path(path)).items() if isinstance(table, dict))
+    settings = ((f"{name}.{key}", value) for name, table in tables for key, value in table.items())
+    return {shortened(key, 200): _value(value) for key, value in islice(settings, _MOST_KEYS)}
 
 
 def _checkpoints(folder: Path) -> dict[str, Any]:

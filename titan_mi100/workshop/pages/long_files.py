@@ -15,19 +15,8 @@ from titan_mi100.workshop.pages.bins import Bins, usable
 
 _LONGEST_LINE = 1 << 16  # bytes; a line of metrics.jsonl has about 400
 _MOST_BYTES = 1 << 33  # largest file; a metrics.jsonl of 10,000,000 steps has half of it
-MEASURES = {  # of objectives
-    "accuracy", "margin", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected", "below_reference", "kl",
-    "cross_entropy", "kept_mass", "agreement",
-}  # fmt: skip
-SERIES = {
-    "loss", "grad_norm", "lr", "tokens_per_second", "mfu", "peak_memory_gib", "data_wait", "loss_scale", "seconds",
-    "comm_ms", "comm_exposed_ms",
-    "validation_loss", "bits_per_byte", "busiest_expert", "idle_experts", *MEASURES,
-    *(f"validation_{name}" for name in MEASURES),
-}  # fmt: skip
 SOURCE = "validation_loss/"  # prefix of the key of one source's validation loss
-_SUMS = ("seconds", "tokens", "supervised_tokens")
-_MOST_SERIES, _LONGEST_NAME = len(SERIES) + 32, 300
+_MOST_SERIES, _LONGEST_NAME = 64, 300
 _MOST_STEPS = 100
 _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,\d+)? (INFO|WARNING|ERROR) ")
 
@@ -68,42 +57,34 @@ def _objects(path: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def read_metrics(path: Path) -> dict[str, Any]:
-    """Read `metrics.jsonl`. Unknown keys are ignored.
+    """Read `metrics.jsonl`.
 
     Returns:
-        `series`: key -> Bins.summary; `steps`: lines of a step; `last_step`; `unreadable`: lines; `skipped`: steps, and
-        the first of them; `skipped_spikes`: how many were spikes; `validations_not_finite`; `epoch`;
-        `total`: sums over all steps.
+        `series`: key -> Bins.summary, of each key with numbers; `steps`: lines of a step; `last_step`; `unreadable`:
+        lines; `skipped`: steps, and the first of them; `skipped_spikes`: how many were spikes;
+        `validations_not_finite`.
     """
     series: dict[str, Bins] = {}
-    total = dict.fromkeys(_SUMS, 0.0)
-    facts: dict[str, Any] = {"steps": 0, "last_step": None, "epoch": None, "unreadable": 0, "validations_not_finite": 0}
-    skipped, spikes, skipped_steps = 0, 0, list[int]()
+    counts = dict.fromkeys(("steps", "unreadable", "validations_not_finite", "skipped", "skipped_spikes"), 0)
+    last_step, skipped_steps = None, list[int]()
     for record in _objects(path):
         if record is None:
-            facts["unreadable"] += 1
+            counts["unreadable"] += 1
             continue
-        step = record["step"]
-        for key, value in record.items():
-            is_source = key.startswith(SOURCE) and len(key) < _LONGEST_NAME
-            if (key in SERIES or is_source) and usable(value):
-                if key not in series and len(series) == _MOST_SERIES:
-                    continue
-                series.setdefault(key, Bins()).add(step, float(value))
-            elif key == "epoch" and usable(value):
-                facts["epoch"] = value
-        facts["validations_not_finite"] += "validation_loss" in record and not usable(record["validation_loss"])
+        step = record.pop("step")
+        for key, number in record.items():
+            if usable(number) and len(key) < _LONGEST_NAME and (key in series or len(series) < _MOST_SERIES):
+                series.setdefault(key, Bins()).add(step, float(number))
+        counts["validations_not_finite"] += "validation_loss" in record and not usable(record["validation_loss"])
         if "loss" in record:
-            facts["steps"] += 1
-            facts["last_step"] = max(step, facts["last_step"] or 0)
-            for key in _SUMS:
-                total[key] += record[key] if usable(record.get(key)) else 0
+            counts["steps"] += 1
+            last_step = max(step, last_step or 0)
             if record.get("skipped") is True:
-                skipped, spikes = skipped + 1, spikes + (record.get("spike") is True)
+                counts["skipped"] += 1
+                counts["skipped_spikes"] += record.get("spike") is True
                 skipped_steps += [step] if len(skipped_steps) < _MOST_STEPS else []
     summaries = {key: bins.summary() for key, bins in sorted(series.items())}
-    facts |= {"skipped": skipped, "skipped_spikes": spikes, "skipped_steps": skipped_steps}
-    return {**facts, "total": total, "series": summaries}
+    return {**counts, "last_step": last_step, "skipped_steps": skipped_steps, "series": summaries}
 
 
 def read_log(path: Path) -> dict[str, Any]:

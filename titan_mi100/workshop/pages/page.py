@@ -72,11 +72,10 @@ def _first_screen(run: dict[str, Any]) -> str:
 
 def headline(run: dict[str, Any]) -> dict[str, tuple[str, str]]:
     """The key figures that are known: name -> (the figure, a remark)."""
-    metrics, series = run["metrics"], run["metrics"].get("series", {})
-    total, last = metrics.get("total", {}), metrics.get("last_step")
-    tokens, seconds = total.get("tokens"), total.get("seconds")
+    series, last = run["metrics"].get("series", {}), run["metrics"].get("last_step")
+    tokens, seconds, supervised = (series.get(key, {}).get("sum") for key in ("tokens", "seconds", "supervised_tokens"))
     loss, validation, mfu, memory = (series.get(key) for key in ("loss", "validation_loss", "mfu", "peak_memory_gib"))
-    learned = f"{tokens:,.0f} tokens, {total['supervised_tokens'] / tokens:.0%} supervised" if tokens else ""
+    learned = f"{tokens:,.0f} tokens, {(supervised or 0) / tokens:.0%} supervised" if tokens else ""
     figures: dict[str, tuple[str, str] | None] = {
         "Loss": (f"{loss['recent'][0]:.4f}", f"mean of the last {loss['recent'][1]}") if loss else None,
         "Lowest validation": _lowest(validation) if validation else None,
@@ -92,8 +91,7 @@ def headline(run: dict[str, Any]) -> dict[str, tuple[str, str]]:
 
 def columns_of(run: dict[str, Any]) -> dict[str, str]:
     """The run's cells of all tables about steps, see workshop/columns.py; "": the run does not say it."""
-    config, environment, metrics = run["config"], run["environment"], run["metrics"]
-    series, total = metrics.get("series", {}), metrics.get("total", {})
+    config, environment, series = run["config"], run["environment"], run["metrics"].get("series", {})
     known = {"layout": environment.get("layout", ""), "N": environment.get("processes", ""), "GA": "", "T_eff": ""}
     known |= {column: config.get(key, "") for column, key in _KEYS.items()}
     # a hostile file can hold any number
@@ -105,10 +103,10 @@ def columns_of(run: dict[str, Any]) -> dict[str, str]:
         known["GA"] = f"{batch.gradient_accumulation_steps:,}"
         known["T_eff"] = f"{batch.global_batch_size * sizes['seq_len']:,}"
     means = {key: series[key]["mean"] for key in ("comm_ms", "comm_exposed_ms", "mfu") if key in series}
-    if total.get("tokens") and total.get("seconds"):
-        means["tokens_per_second"] = total["tokens"] / total["seconds"]
     if "seconds" in series:  # older runs have no step_ms
         means["step_ms"] = 1000 * series["seconds"]["mean"]
+        if "tokens" in series and series["seconds"]["sum"]:
+            means["tokens_per_second"] = series["tokens"]["sum"] / series["seconds"]["sum"]
     if "peak_memory_gib" in series:
         means["peak_memory_gib"] = series["peak_memory_gib"]["max"]
     return {column: known[column] for column in SETTINGS} | figures(means)
@@ -121,10 +119,9 @@ def _lowest(validation: dict[str, Any]) -> tuple[str, str]:
 
 
 def _of_all(run: dict[str, Any]) -> str:
-    planned, epoch = run["config"].get("training.steps", ""), run["metrics"].get("epoch")
-    is_known = re.fullmatch("[1-9][0-9]{0,17}", planned)
-    parts = [f"of {int(planned):,}"] if is_known else []
-    return ", ".join([*parts, f"{epoch:.2f} epochs"] if epoch else parts)
+    planned, epoch = run["config"].get("training.steps", ""), run["metrics"]["series"].get("epoch")
+    parts = [f"of {int(planned):,}"] if re.fullmatch("[1-9][0-9]{0,17}", planned) else []
+    return ", ".join([*parts, f"{epoch['last'][1]:.2f} epochs"] if epoch else parts)
 
 
 def _numbers(run: dict[str, Any]) -> str:

@@ -5,23 +5,9 @@ from typing import Any, NamedTuple
 from titan_mi100.wording import duration_in_words, some
 
 GOOD, NEUTRAL, WARN, BAD = "good", "neutral", "warn", "bad"
-_STATES = {
-    "done": (GOOD, "Finished"),
-    "running": (NEUTRAL, "Running, or killed"),
-    "preempted": (WARN, "Stopped on request, resumable"),
-    "bad_input": (BAD, "Ended by its config or input"),
-    "numerical_abort": (BAD, "Ended: loss or gradients not finite"),
-    "save_failed": (BAD, "Ended: a checkpoint could not be saved"),
-    "export_failed": (BAD, "Ended: all steps are saved, but the export failed"),
-    "interrupted": (WARN, "Interrupted"),
-    "out_of_memory": (BAD, "Ended: out of memory"),
-    "lost_a_process": (BAD, "Ended: a process was lost"),
-    "crashed": (BAD, "Crashed"),
-    "hung": (BAD, "Ended: no progress"),
-}
+_LEVELS = {"done": GOOD, "running": NEUTRAL, "preempted": WARN, "interrupted": WARN}  # of a state; others: BAD
 # Limits of the findings: last / lowest validation loss; share of the time spent waiting for data; share of the memory.
 _RISE, _WAIT, _FULL = 1.02, 0.05, 0.95
-_CHANCE = 0.5  # share of answers on the right side; of the teacher's probability
 
 
 class Finding(NamedTuple):
@@ -36,7 +22,7 @@ def state_of(run: dict[str, Any]) -> Finding:
     state = run["state"]["state"]
     if not state:
         return Finding(WARN, "How it ended is not known")
-    return Finding(*_STATES.get(state, (WARN, f"State: {state}")))
+    return Finding(_LEVELS.get(state, BAD), state.replace("_", " ").capitalize())
 
 
 def findings(run: dict[str, Any]) -> list[Finding]:
@@ -79,7 +65,6 @@ def _of_metrics(run: dict[str, Any]) -> list[Finding]:
         problems.append(
             Finding(BAD, f"The loss did not fall: {loss['first'][1]:.4g} at first, now {loss['recent'][0]:.4g}")
         )
-    problems += _of_objective(series)
     if broken := metrics["validations_not_finite"]:
         problems.append(Finding(BAD, f"Validation losses that were not finite: {broken:,}"))
     validation = series.get("validation_loss")
@@ -94,24 +79,6 @@ def _of_metrics(run: dict[str, Any]) -> list[Finding]:
     card, memory = run["card"], series.get("peak_memory_gib")
     if card and memory and memory["max"] * 2**30 > _FULL * card:
         problems.append(Finding(WARN, f"Memory was nearly full: {memory['max']:.1f} of {card / 2**30:.1f} GiB"))
-    return problems
-
-
-def _of_objective(series: dict[str, Any]) -> list[Finding]:
-    """Of preferences and of distillation, whose loss says little."""
-    problems = list[Finding]()
-    if accuracy := series.get("validation_accuracy") or series.get("accuracy"):
-        share = accuracy["last"][1] if "validation_accuracy" in series else accuracy["recent"][0]
-        of = "new answers" if "validation_accuracy" in series else f"answers of the last {accuracy['recent'][1]} steps"
-        if share <= _CHANCE and series.get("accuracy", accuracy)["count"] > 20:
-            problems.append(Finding(BAD, f"{share:.0%} of the {of} are on the right side; half is chance"))
-    if (kl := series.get("kl")) and "agreement" in series and kl["count"] > 20 and kl["recent"][0] >= kl["first"][1]:
-        change = f"{kl['first'][1]:.4g} nats at first, now {kl['recent'][0]:.4g}"
-        problems.append(Finding(BAD, f"The model did not come nearer to its teacher: {change}"))
-    if (kept := series.get("kept_mass")) and kept["mean"] < _CHANCE:
-        problems.append(
-            Finding(WARN, f"The teacher's folder keeps {kept['mean']:.4f} of the teacher's probability only")
-        )
     return problems
 
 
