@@ -5,7 +5,7 @@ import io
 from typing import Any
 
 from titan_mi100.planning.cards import DEVICES
-from titan_mi100.planning.published import CARD, FLAVOR, PUBLISHED, RANKS, SEQ_LEN, PublishedStep
+from titan_mi100.planning.published import CARD, FLAVOR, PUBLISHED, RANKS, SEQ_LEN
 from titan_mi100.workshop.columns import FIGURES, SETTINGS, figures, markdown_table
 
 SUPERVISED = 0.5  # share of the tokens
@@ -38,16 +38,10 @@ def markdown(records: list[Record], with_published: bool = False) -> str:
         body.append([*settings_cells(record["row"]), *cells, *theirs])
     parts = [heading(records), markdown_table([*SETTINGS, *FIGURES, *(_THEIRS if beside else ())], body)]
     parts.append(footer(records))
-    if with_published and not beside:
-        where = f"2x {DEVICES[CARD].name}, DeepSpeed, a pipeline of 2, Qwen3-0.6B, rows of 1024"
-        rows = [[*map(str, key), *_cells(step)] for key, step in PUBLISHED.items()]
-        parts += [
-            f"Published figures, made on {where}: not the hardware or the model of the table above, so the two do not "
-            "compare:",
-            markdown_table(["B_micro", "GA", "ckpt", "dtype", *_THEIRS], rows),
-        ]
-    elif beside:
-        parts.append("The published columns: DeepSpeed, a pipeline of 2, on the same kind of GPU.")
+    if with_published:
+        where = f"{RANKS} {DEVICES[CARD].name}, Qwen3-{FLAVOR} and rows of {SEQ_LEN:,}"
+        apart = f"The published figures are of {where}: they do not compare with these rows."
+        parts.append("The published columns: DeepSpeed, a pipeline of 2, on the same kind of GPU." if beside else apart)
     return "\n\n".join(parts) + "\n"
 
 
@@ -87,11 +81,7 @@ def footer(records: list[Record]) -> str:
 
 def _theirs(row: Record) -> list[str]:
     step = PUBLISHED.get((row["batch"], row["ga"], row["checkpointing"], row["dtype"]))
-    return _cells(step) if step and row["layout"].startswith("pp") else [""] * len(_THEIRS)
-
-
-def _cells(step: PublishedStep) -> list[str]:
-    return [f"{number:,}" for number in step]
+    return [f"{number:,}" for number in step] if step and row["layout"].startswith("pp") else [""] * len(_THEIRS)
 
 
 def to_csv(records: list[Record]) -> str:
