@@ -1,4 +1,4 @@
-"""Write a page about a run: did it go well, the loss, checkpoints, restarts. Or compare several in a table.
+"""Write a page about a run: did it go well, metrics, checkpoints, restarts. Or compare several in a table.
 
     titan-mi100 report RUN [RUN ...] [--output FILE.html] [--json]
 

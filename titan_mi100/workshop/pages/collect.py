@@ -19,8 +19,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.plain import open_plain, plain_path, read_object
 from titan_mi100.watch.outcome import STATE
 from titan_mi100.wording import shortened, some
-from titan_mi100.workshop.pages.bins import usable
-from titan_mi100.workshop.pages.long_files import read_log, read_metrics, whole, words
+from titan_mi100.workshop.pages.long_files import read_log, read_metrics, usable, whole, words
 
 METRICS, CONFIG, ENVIRONMENT, PLAN = "metrics.jsonl", "config.toml", "environment.json", "plan.json"
 _OF_A_RUN = (CONFIG, METRICS, STATE, ENVIRONMENT, "train.log")  # every run folder has at least one of them

@@ -15,7 +15,7 @@ from titan_mi100.workshop.pages.charts import bars
 from titan_mi100.workshop.pages.data_report import MOST_TOKENS, page_report
 from titan_mi100.workshop.pages.document import html_document, is_page, text
 from titan_mi100.workshop.pages.reasons import Kind
-from titan_mi100.workshop.pages.sections import finding_list, section, table, tiles
+from titan_mi100.workshop.pages.sections import finding_list, section
 from titan_mi100.workshop.pages.verdict import WARN, Finding
 
 _LEGEND = (
@@ -48,35 +48,21 @@ def page(title: str, report: dict[str, Any]) -> str:
     Args:
         report: as `page_report` makes it.
     """
-    real = report["rows"] * report["seq_len"]
-    figures = {
-        "Documents": (f"{report['documents']:,}", "conversations, texts, or pieces of them"),
-        "Tokens": (f"{report['tokens']:,}", f"{report['tokens'] / report['documents']:,.0f} in a document"),
-        "Learned": (f"{report['supervised'] / report['tokens']:.1%}", f"{report['supervised']:,} tokens"),
-        "Rows": (f"{report['rows']:,}", f"of {report['seq_len']:,} tokens each"),
-        "Padding": (f"{1 - report['tokens'] / real:.1%}", "of the rows' tokens"),
-    }
-    heads = ("Source", "Share of the rows", "Documents", "Tokens", "Learned")
-    sources = [
-        (
-            each["name"], f"{each['share']:.1%}" if each["share"] else "", f"{each['documents']:,}",
-            f"{each['tokens']:,}", f"{each['supervised'] / each['tokens']:.1%}",
-        )
-        for each in report["sources"]
-    ]  # fmt: skip
     about = "".join(f"{text(name)}: <bdi>{text(origin)}</bdi><br>" for name, origin in report["from"].items())
-    body = [f'<header><h1><bdi>{text(title)}</bdi></h1><p class="soft">{about}</p></header>', tiles(figures)]
-    body += [finding_list([Finding(WARN, warning) for warning in report["warnings"]])]
-    body += [section("Sources", table(heads, sources, numeric=range(1, 5)) if sources else "")]
     read = "".join(f"<li><bdi>{text(line)}</bdi></li>" for line in report["read"])
+    body = [f'<header><h1><bdi>{text(title)}</bdi></h1><p class="soft">{about}</p></header>']
+    body += [finding_list([Finding(WARN, warning) for warning in report["warnings"]])]
     body += [section("What was read", f"<ul>{read}</ul>")]
-    sets = report.get("sets", [report])
+    sets = report["sets"]
     for index, each in enumerate(sets):
         inside = section("Lengths", _lengths(each)) + section("How rows are filled", _map(each))
         inside += section("Documents, token by token", _documents(each, MOST_TOKENS // len(sets)))
-        head = f"<details{'' if index else ' open'}><summary><b>Source <bdi>{text(each['source'])}</bdi></b></summary>"
-        body.append(f"{head}{inside}</details>" if len(sets) > 1 else inside)
-    if left_out := report.get("sets_left_out"):
+        counts = f"{plural(each['documents'], 'document')}, {each['supervised'] / each['tokens']:.1%} learned"
+        counts += f", {each['share']:.1%} of a run's rows" if each["share"] else ""
+        head = f"<b>Source <bdi>{text(each['source'])}</bdi></b>: {counts}"
+        folded = f"<details{'' if index else ' open'}><summary>{head}</summary>{inside}</details>"
+        body.append(folded if len(sets) > 1 else inside)
+    if left_out := report["sets_left_out"]:
         body.append(f"<p>{plural(left_out, 'more source')}: name one with --source.</p>")
     return html_document(title, "".join(body))
 
@@ -87,7 +73,7 @@ def _lengths(report: dict[str, Any]) -> str:
     if any(lengths["overlong"]):
         series["rows of the files that did not fit, by their length"] = lengths["overlong"]
     note, edges = f"a row holds {report['seq_len']:,}", [f"{edge:,}" for edge in lengths["to"]]
-    return f'<div class="charts even">{bars("Documents by their number of tokens", note, edges, series)}</div>'
+    return f'<div class="charts">{bars("Documents by their number of tokens", note, edges, series)}</div>'
 
 
 def _map(report: dict[str, Any]) -> str:

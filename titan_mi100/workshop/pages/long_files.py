@@ -5,20 +5,49 @@ A file may be truncated, hostile or of any size; the memory that reading it take
 
 import json
 import re
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from titan_mi100.files.plain import open_plain
 from titan_mi100.wording import shortened
-from titan_mi100.workshop.pages.bins import Bins, usable
 
 _LONGEST_LINE = 1 << 16  # bytes; a line of metrics.jsonl has about 400
 _MOST_BYTES = 1 << 33  # largest file; a metrics.jsonl of 10,000,000 steps has half of it
-SOURCE = "validation_loss/"  # prefix of the key of one source's validation loss
 _MOST_SERIES, _LONGEST_NAME = 64, 300
 _MOST_STEPS = 100
+_RECENT = 10  # number of last values; their mean is the current level of a noisy curve
+_LARGEST = 1e100  # larger values are ignored, so that sums stay finite
 _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,\d+)? (INFO|WARNING|ERROR) ")
+
+
+class Summary:
+    """The count, sum and extreme values of a key, in one pass over its (step, value)."""
+
+    def __init__(self, step: int, value: float) -> None:
+        self._count, self._sum = 0, 0.0
+        self._first = self._last = self._lowest = self._highest = (step, value)
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+
+    def add(self, step: int, value: float) -> None:
+        self._count, self._sum, self._last = self._count + 1, self._sum + value, (step, value)
+        self._lowest = self._last if value < self._lowest[1] else self._lowest
+        self._highest = self._last if value > self._highest[1] else self._highest
+        self._recent.append(value)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as a dict for JSON. `recent`: (mean of the last values, their number)."""
+        return {
+            "count": self._count, "sum": self._sum, "mean": self._sum / self._count, "first": self._first,
+            "last": self._last, "lowest": self._lowest, "highest": self._highest,
+            "recent": (sum(self._recent) / len(self._recent), len(self._recent)),
+        }  # fmt: skip
+
+
+def usable(value: object) -> bool:
+    """Whether a value is a number that can be shown, and is not a bool, NaN, infinite or huge."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
 
 
 def lines(path: Path) -> Iterator[bytes]:
@@ -60,11 +89,11 @@ def read_metrics(path: Path) -> dict[str, Any]:
     """Read `metrics.jsonl`.
 
     Returns:
-        `series`: key -> Bins.summary, of each key with numbers; `steps`: lines of a step; `last_step`; `unreadable`:
+        `series`: key -> Summary.as_dict, of each key with numbers; `steps`: lines of a step; `last_step`; `unreadable`:
         lines; `skipped`: steps, and the first of them; `skipped_spikes`: how many were spikes;
         `validations_not_finite`.
     """
-    series: dict[str, Bins] = {}
+    series: dict[str, Summary] = {}
     counts = dict.fromkeys(("steps", "unreadable", "validations_not_finite", "skipped", "skipped_spikes"), 0)
     last_step, skipped_steps = None, list[int]()
     for record in _objects(path):
@@ -74,7 +103,7 @@ def read_metrics(path: Path) -> dict[str, Any]:
         step = record.pop("step")
         for key, number in record.items():
             if usable(number) and len(key) < _LONGEST_NAME and (key in series or len(series) < _MOST_SERIES):
-                series.setdefault(key, Bins()).add(step, float(number))
+                series.setdefault(key, Summary(step, float(number))).add(step, float(number))
         counts["validations_not_finite"] += "validation_loss" in record and not usable(record["validation_loss"])
         if "loss" in record:
             counts["steps"] += 1
@@ -83,7 +112,7 @@ def read_metrics(path: Path) -> dict[str, Any]:
                 counts["skipped"] += 1
                 counts["skipped_spikes"] += record.get("spike") is True
                 skipped_steps += [step] if len(skipped_steps) < _MOST_STEPS else []
-    summaries = {key: bins.summary() for key, bins in sorted(series.items())}
+    summaries = {key: summary.as_dict() for key, summary in sorted(series.items())}
     return {**counts, "last_step": last_step, "skipped_steps": skipped_steps, "series": summaries}
 
 

@@ -1,4 +1,4 @@
-"""The report of a run as an HTML page: first whether it went well, then the loss, then the details.
+"""The report of a run as an HTML page: first whether it went well, then its metrics and checkpoints.
 
 Of several runs: tables for the terminal, and what to look at in each.
 """
@@ -11,9 +11,8 @@ from typing import Any
 from titan_mi100.config.layout import AXES, resolve_batch, resolve_layout
 from titan_mi100.wording import duration_in_words
 from titan_mi100.workshop.columns import SETTINGS, figures, markdown_table
-from titan_mi100.workshop.pages.charts import loss_charts
 from titan_mi100.workshop.pages.document import html_document, text
-from titan_mi100.workshop.pages.sections import details_of, finding_list, section, shown_time, table, tiles
+from titan_mi100.workshop.pages.sections import checkpoint_list, finding_list, section, shown_time, table, tiles
 from titan_mi100.workshop.pages.verdict import BAD, GOOD, findings, state_of
 
 _COMPARED = ("Loss", "Lowest validation", "Steps", "Time", "Restarts")  # of `headline`; the others are columns of steps
@@ -28,7 +27,7 @@ _SIZES = ("local_batch_size", "gradient_accumulation_steps", "target_tokens_per_
 def page(run: dict[str, Any]) -> str:
     """The complete page about a run. Args: run: as `collect` returns it."""
     body = [f"<header><h1><bdi>{text(run['name'])}</bdi></h1>{_about(run)}</header>", _first_screen(run)]
-    body += [section("Loss", loss_charts(run["metrics"].get("series", {}))), _numbers(run), details_of(run)]
+    body += [section("Metrics", _numbers(run)), section("Checkpoints", checkpoint_list(run["checkpoints"]))]
     return html_document(f"Report: {run['name']}", "".join(body))
 
 
@@ -83,7 +82,7 @@ def headline(run: dict[str, Any]) -> dict[str, tuple[str, str]]:
         "Time": (duration_in_words(seconds), "in all steps") if seconds else None,
         "Tokens/s": (f"{tokens / seconds:,.0f}", learned) if tokens and seconds else None,
         "MFU": (f"{mfu['mean']:.1%}", "mean of all steps") if mfu else None,
-        "Peak memory": (f"{memory['max']:.2f} GiB", "of the fullest rank") if memory else None,
+        "Peak memory": (f"{memory['highest'][1]:.2f} GiB", "of the fullest rank") if memory else None,
         "Restarts": (f"{len(run['restarts']):,}", "by the launcher"),
     }
     return {name: figure for name, figure in figures.items() if figure}
@@ -108,7 +107,7 @@ def columns_of(run: dict[str, Any]) -> dict[str, str]:
         if "tokens" in series and series["seconds"]["sum"]:
             means["tokens_per_second"] = series["tokens"]["sum"] / series["seconds"]["sum"]
     if "peak_memory_gib" in series:
-        means["peak_memory_gib"] = series["peak_memory_gib"]["max"]
+        means["peak_memory_gib"] = series["peak_memory_gib"]["highest"][1]
     return {column: known[column] for column in SETTINGS} | figures(means)
 
 
@@ -128,11 +127,10 @@ def _numbers(run: dict[str, Any]) -> str:
     """A table with the first, last and extreme values of the metrics."""
     rows = []
     for key, summary in run["metrics"].get("series", {}).items():
-        numbers = (summary["first"][1], summary["last"][1], summary["min"], summary["mean"], summary["max"])
+        numbers = [summary[name][1] for name in ("first", "last", "lowest", "highest")] + [summary["mean"]]
         rows.append([key, f"{summary['count']:,}", *map(_number, numbers)])
-    heads = ("Key in metrics.jsonl", "Values", "First", "Last", "Min", "Mean", "Max")
-    inside = table(heads, rows, numeric=range(1, 7))
-    return f"<details><summary>The same in numbers</summary>{inside}</details>" if rows else ""
+    heads = ("Key in metrics.jsonl", "Values", "First", "Last", "Lowest", "Highest", "Mean")
+    return table(heads, rows, numeric=range(1, 7)) if rows else ""
 
 
 def _number(value: float) -> str:

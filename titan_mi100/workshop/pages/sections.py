@@ -50,28 +50,13 @@ def finding_list(found: Sequence[Finding]) -> str:
     return f'<ul class="findings">{"".join(lines)}</ul>' if found else ""
 
 
-def details_of(run: dict[str, Any]) -> str:
-    """All sections about one run."""
-    restarts, checkpoints = _restarts(run["restarts"]), _checkpoints(run["checkpoints"])
-    return section("Restarts", restarts) + section("Checkpoints", checkpoints)
-
-
 def shown_time(iso: str) -> str:
     """An ISO 8601 time in UTC as readable text."""
     return re.sub(r"^(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(\.\d+)?(Z|\+00:00)$", r"\1 \2 UTC", iso)
 
 
-def _restarts(restarts: Sequence[dict[str, Any]]) -> str:
-    rows = []
-    for each in restarts:
-        attempt, code = ("" if each[key] is None else f"{each[key]:,}" for key in ("attempt", "exit_code"))
-        step = "before the first" if each["step"] is None else f"{each['step']:,}"
-        rows.append((attempt, shown_time(each["time"]), each["state"], code, step, each["message"].partition("\n")[0]))
-    heads = ("Attempt", "Time", "How the start before ended", "Exit code", "After step", "Message")
-    return table(heads, rows, numeric=(0, 3, 4)) if rows else ""
-
-
-def _checkpoints(checkpoints: dict[str, Any]) -> str:
+def checkpoint_list(checkpoints: dict[str, Any]) -> str:
+    """The checkpoints, newest first; "": there are none."""
     rows = []
     for each in reversed(checkpoints.get("listed", [])):
         marks = ["lowest validation loss"] if each["is_best"] else []

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from titan_mi100.wording import duration_in_words, some
+from titan_mi100.wording import duration_in_words, plural, some
 
 GOOD, NEUTRAL, WARN, BAD = "good", "neutral", "warn", "bad"
 _LEVELS = {"done": GOOD, "running": NEUTRAL, "preempted": WARN, "interrupted": WARN}  # of a state; others: BAD
@@ -45,8 +45,9 @@ def _of_state(run: dict[str, Any]) -> list[Finding]:
         code = "" if state["exit_code"] is None else f" (exit code {state['exit_code']})"
         following = f"\nnext: {state['next']}" if state["next"] else ""
         problems.append(Finding(state_of(run).level, f"{state['message'] or state_of(run).text}{code}{following}"))
-    if restarts := len(run["restarts"]):
-        problems.append(Finding(WARN, f"{restarts} restart{'s' * (restarts > 1)}; see below for why"))
+    if restarts := run["restarts"]:
+        why = [each["message"].partition("\n")[0] or each["state"] for each in restarts]
+        problems.append(Finding(WARN, f"{plural(len(why), 'restart')}; train.log has all about them: {some(why)}"))
     return problems
 
 
@@ -77,8 +78,8 @@ def _of_metrics(run: dict[str, Any]) -> list[Finding]:
     if (waited := series.get("data_wait")) and waited["mean"] > _WAIT:
         problems.append(Finding(WARN, f"{waited['mean']:.1%} of the time was spent waiting for data"))
     card, memory = run["card"], series.get("peak_memory_gib")
-    if card and memory and memory["max"] * 2**30 > _FULL * card:
-        problems.append(Finding(WARN, f"Memory was nearly full: {memory['max']:.1f} of {card / 2**30:.1f} GiB"))
+    if card and memory and memory["highest"][1] * 2**30 > _FULL * card:
+        problems.append(Finding(WARN, f"Memory was nearly full: {memory['highest'][1]:.1f} of {card / 2**30:.1f} GiB"))
     return problems
 
 
