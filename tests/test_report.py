@@ -213,9 +213,9 @@ def test_a_run_of_preferences_may_have_the_measure_under_its_old_name(run: Path,
 def test_the_page_says_what_the_files_say(run: Path, report: Report) -> None:
     text = report.page(run).text
     for shown in (
-        *("Done", LAST_LOSS, "the last finite one, step 100", "100,000 tokens, 60% supervised", "2,000", "2.0%"),
+        *("Done", LAST_LOSS, "Lowest validation\n2.0000", "Steps\n100", "toks/s\n2,000", "2.0%"),
         *("step-50", "step-100", "4.0 MB"[1:], "lowest validation loss"),
-        *("2026-11-23 22:00:00 to 2026-11-23 22:30:00", "1 error and 2 warnings in train.log"),
+        "1 error and 2 warnings in train.log",
     ):
         assert shown in text, shown
     assert "Restarts\n0" in text
@@ -365,7 +365,7 @@ def test_restarts_are_listed(run: Path, report: Report) -> None:
 @pytest.mark.parametrize(
     ("change", "level", "said"),
     [
-        ({"state": "running", "exit_code": 1, "message": "still"}, "neutral", "the last line of metrics.jsonl is "),
+        ({"state": "running", "exit_code": 1, "message": "still"}, "neutral", "and metrics.jsonl is "),
         ({"state": "crashed", "exit_code": 1, "message": "boom\nmore"}, "bad", "boom\nmore (exit code 1)\nnext: "),
         ({"state": "preempted", "exit_code": 3, "message": "SIGTERM"}, "warn", "SIGTERM (exit code 3)"),
         ({"state": "out_of_memory", "exit_code": 6, "message": "planned 9"}, "bad", "planned 9 (exit code 6)"),

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import re
 import resource
 import sys
 import time
@@ -49,12 +50,7 @@ def _rehearse(options: argparse.Namespace, settings: Sequence[str]) -> int:
     try:
         config = load_config(settings, ranks, with_files=False)
     except UserError as error:
-        message = (
-            str(error)
-            .replace("./run_train.sh --nproc_per_node", "--rehearse")
-            .replace("--nproc_per_node", "--rehearse")
-        )
-        raise UserError(message) from None
+        raise UserError(re.sub(r"(\./run_train\.sh )?--nproc_per_node", "--rehearse", str(error))) from None
     _refuse(config.compile, config.parallelism, ranks, options.ranks)
     from titan_mi100.workshop.rehearsal.counter import ranks_of_stages  # imported after the checks: torch takes seconds
     from titan_mi100.workshop.rehearsal.saved import as_code, saved_by_kind
@@ -132,11 +128,9 @@ def _lines(
             f"rank {rehearsed.rank}, in a step:",
             f"{'axis':<13}{'collective':<15}{'ranks':>6}{'count':>8}{'payload':>12}{'ring sends':>12}  over",
         ]
-        for transfer, count, payload, ring in by_axis(rehearsed.work.traffic):
-            lines.append(
-                f"{transfer.axis:<13}{transfer.operation:<15}{len(transfer.group):>6}{count:>8,}"
-                f"{bytes_in_words(payload):>12}{bytes_in_words(round(ring)):>12}  {transfer.link(gpu.per_node)}"
-            )
+        for row in _collectives(rehearsed, gpu):
+            sizes = (bytes_in_words(round(row[name])) for name in ("payload", "ring_bytes"))
+            lines.append("{axis:<13}{operation:<15}{ranks:>6}{count:>8,}{:>12}{:>12}  {link}".format(*sizes, **row))
     if layout.inside_a_node > gpu.per_node:
         lines += ["", "tensor parallel spans several nodes: every layer waits for the network; keep it inside a node"]
     return lines
@@ -145,16 +139,20 @@ def _lines(
 def _as_json(found: "Sequence[Rehearsed]", gpu: Gpu, card: int, most: float) -> dict[str, Any]:
     ranks = []
     for rehearsed in found:
-        rows = [
-            {
-                "axis": transfer.axis, "operation": transfer.operation, "ranks": len(transfer.group), "count": count,
-                "payload": payload, "ring_bytes": ring, "link": transfer.link(gpu.per_node),
-            }
-            for transfer, count, payload, ring in by_axis(rehearsed.work.traffic)
-        ]  # fmt: skip
         memory = asdict(rehearsed.memory)
-        ranks.append({"rank": memory.pop("rank"), "memory": memory, "flops": rehearsed.work.flops, "collectives": rows})
+        about = {"rank": memory.pop("rank"), "memory": memory, "flops": rehearsed.work.flops}
+        ranks.append({**about, "collectives": _collectives(rehearsed, gpu)})
     return {"ranks": ranks, "card": card, "most": most, "fits": most <= card}
+
+
+def _collectives(rehearsed: "Rehearsed", gpu: Gpu) -> list[dict[str, Any]]:
+    return [
+        {
+            "axis": transfer.axis, "operation": transfer.operation, "ranks": len(transfer.group), "count": count,
+            "payload": payload, "ring_bytes": ring, "link": transfer.link(gpu.per_node),
+        }
+        for transfer, count, payload, ring in by_axis(rehearsed.work.traffic)
+    ]  # fmt: skip
 
 
 def _parser() -> argparse.ArgumentParser:

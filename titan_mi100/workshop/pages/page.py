@@ -3,7 +3,6 @@
 Of several runs: tables for the terminal, and what to look at in each.
 """
 
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -15,7 +14,6 @@ from titan_mi100.workshop.pages.document import html_document, text
 from titan_mi100.workshop.pages.sections import checkpoint_list, finding_list, section, shown_time, table, tiles
 from titan_mi100.workshop.pages.verdict import BAD, GOOD, findings, state_of
 
-_COMPARED = ("Loss", "Lowest validation", "Steps", "Time", "Restarts")  # of `headline`; the others are columns of steps
 _KEYS = {
     "B_micro": "training.local_batch_size",
     "ckpt": "activation_checkpoint.mode",
@@ -26,7 +24,9 @@ _SIZES = ("local_batch_size", "gradient_accumulation_steps", "target_tokens_per_
 
 def page(run: dict[str, Any]) -> str:
     """The complete page about a run. Args: run: as `collect` returns it."""
-    body = [f"<header><h1><bdi>{text(run['name'])}</bdi></h1>{_about(run)}</header>", _first_screen(run)]
+    about = f"{text(run['folder'])}, report of {shown_time(run['collected'])}"
+    header = f'<header><h1><bdi>{text(run["name"])}</bdi></h1><p class="soft"><bdi>{about}</bdi></p></header>'
+    body = [header, _first_screen(run)]
     body += [section("Metrics", _numbers(run)), section("Checkpoints", checkpoint_list(run["checkpoints"]))]
     return html_document(f"Report: {run['name']}", "".join(body))
 
@@ -35,7 +35,9 @@ def comparison(runs: Sequence[dict[str, Any]]) -> str:
     """Several runs as text: a table with a line for each, what to look at, and a table of the settings that differ."""
     names = [run["name"] for run in runs]
     names = names if len({*names}) == len(names) else [run["folder"] for run in runs]
-    rows = [{"Run": name, "State": state_of(run).text, **_compared(run)} for name, run in zip(names, runs, strict=True)]
+    rows = [
+        {"Run": name, "State": state_of(run).text, **key_figures(run)} for name, run in zip(names, runs, strict=True)
+    ]
     columns = [column for column in rows[0] if any(row[column] for row in rows)]
     parts = [markdown_table(columns, [[row[column] for column in columns] for row in rows])]
     parts += [f"{name}: {each.text}" for name, run in zip(names, runs, strict=True) for each in findings(run)]
@@ -46,18 +48,6 @@ def comparison(runs: Sequence[dict[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
-def _compared(run: dict[str, Any]) -> dict[str, str]:
-    return {key: tile[0] for key in _COMPARED if (tile := headline(run).get(key, ("",)))} | columns_of(run)
-
-
-def _about(run: dict[str, Any]) -> str:
-    """The run's folder, and the times of its log."""
-    log = run["log"]
-    lines = [f"Report of {shown_time(run['collected'])}"]
-    lines.append(run["folder"] + (f", log from {log['began']} to {log['ended']}" if log.get("began") else ""))
-    return f'<p class="soft">{"<br>".join(f"<bdi>{text(line)}</bdi>" for line in lines)}</p>'
-
-
 def _first_screen(run: dict[str, Any]) -> str:
     """The top of the page: state, findings and key figures."""
     state, problems = state_of(run), findings(run)
@@ -66,26 +56,21 @@ def _first_screen(run: dict[str, Any]) -> str:
     level = state.level if state.level != GOOD or not any(each.level == BAD for each in problems) else BAD
     looked = f", {len(problems)} thing{'s' * (len(problems) > 1)} to look at" if problems else ", nothing to report"
     head = f'<div class="state {level}"><b>{text(state.text)}</b>{until}{looked}</div>'
-    return f"{head}{tiles(headline(run))}{finding_list(problems)}"
+    return f"{head}{tiles(key_figures(run))}{finding_list(problems)}"
 
 
-def headline(run: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """The key figures that are known: name -> (the figure, a remark)."""
+def key_figures(run: dict[str, Any]) -> dict[str, str]:
+    """The key figures and the columns of all tables about steps; "": not known."""
     series, last = run["metrics"].get("series", {}), run["metrics"].get("last_step")
-    tokens, seconds, supervised = (series.get(key, {}).get("sum") for key in ("tokens", "seconds", "supervised_tokens"))
-    loss, validation, mfu, memory = (series.get(key) for key in ("loss", "validation_loss", "mfu", "peak_memory_gib"))
-    learned = f"{tokens:,.0f} tokens, {(supervised or 0) / tokens:.0%} supervised" if tokens else ""
-    figures: dict[str, tuple[str, str] | None] = {
-        "Loss": (f"{loss['recent'][0]:.4f}", f"mean of the last {loss['recent'][1]}") if loss else None,
-        "Lowest validation": _lowest(validation) if validation else None,
-        "Steps": (f"{last:,}", _of_all(run)) if last else None,
-        "Time": (duration_in_words(seconds), "in all steps") if seconds else None,
-        "Tokens/s": (f"{tokens / seconds:,.0f}", learned) if tokens and seconds else None,
-        "MFU": (f"{mfu['mean']:.1%}", "mean of all steps") if mfu else None,
-        "Peak memory": (f"{memory['highest'][1]:.2f} GiB", "of the fullest rank") if memory else None,
-        "Restarts": (f"{len(run['restarts']):,}", "by the launcher"),
+    loss, validation, seconds = (series.get(key) for key in ("loss", "validation_loss", "seconds"))
+    figures = {
+        "Loss": f"{loss['recent'][0]:.4f}" if loss else "",  # the mean of the last steps
+        "Lowest validation": f"{validation['lowest'][1]:.4f}" if validation else "",
+        "Steps": f"{last:,}" if last else "",
+        "Time": duration_in_words(seconds["sum"]) if seconds else "",  # in all steps
+        "Restarts": f"{len(run['restarts']):,}",
     }
-    return {name: figure for name, figure in figures.items() if figure}
+    return figures | columns_of(run)
 
 
 def columns_of(run: dict[str, Any]) -> dict[str, str]:
@@ -109,18 +94,6 @@ def columns_of(run: dict[str, Any]) -> dict[str, str]:
     if "peak_memory_gib" in series:
         means["peak_memory_gib"] = series["peak_memory_gib"]["highest"][1]
     return {column: known[column] for column in SETTINGS} | figures(means)
-
-
-def _lowest(validation: dict[str, Any]) -> tuple[str, str]:
-    (step, lowest), (last_step, last) = validation["lowest"], validation["last"]
-    remark = f"the last finite one, step {step:,}" if step == last_step else f"step {step:,}; the last: {last:.4f}"
-    return f"{lowest:.4f}", remark
-
-
-def _of_all(run: dict[str, Any]) -> str:
-    planned, epoch = run["config"].get("training.steps", ""), run["metrics"]["series"].get("epoch")
-    parts = [f"of {int(planned):,}"] if re.fullmatch("[1-9][0-9]{0,17}", planned) else []
-    return ", ".join([*parts, f"{epoch['last'][1]:.2f} epochs"] if epoch else parts)
 
 
 def _numbers(run: dict[str, Any]) -> str:

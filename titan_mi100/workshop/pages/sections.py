@@ -32,12 +32,10 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], numeric: Iterable
     return f'<div class="scroll"><table><thead>{line("th", heads)}</thead><tbody>{body}</tbody></table></div>'
 
 
-def tiles(figures: Mapping[str, tuple[str, str]]) -> str:
-    """Key figures as tiles. Args: figures: name -> (figure, remark)."""
-    shown = (
-        f"<div><dt>{text(name)}</dt><dd>{text(figure)}</dd><small>{text(remark)}</small></div>"
-        for name, (figure, remark) in figures.items()
-    )
+def tiles(figures: Mapping[str, str]) -> str:
+    """Key figures as tiles. Args: figures: name -> figure; "": not known, and left out."""
+    known = {name: figure for name, figure in figures.items() if figure}
+    shown = (f"<div><dt>{text(name)}</dt><dd>{text(figure)}</dd></div>" for name, figure in known.items())
     return f'<dl class="tiles">{"".join(shown)}</dl>'
 
 

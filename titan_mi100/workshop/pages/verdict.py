@@ -1,5 +1,6 @@
 """Judges a run: its state as text, and the findings that the user should look at. Imports no torch."""
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from titan_mi100.wording import duration_in_words, plural, some
@@ -31,60 +32,50 @@ def findings(run: dict[str, Any]) -> list[Finding]:
     return sorted(problems, key=lambda finding: finding.level != BAD)
 
 
-def _of_state(run: dict[str, Any]) -> list[Finding]:
-    state, problems = run["state"], []
+def _of_state(run: dict[str, Any]) -> Iterator[Finding]:
+    state = run["state"]
     if state["state"] == "running":
-        age = run["metrics_age"]
-        when = (
-            "no step was written yet"
-            if age is None
-            else f"the last line of metrics.jsonl is {duration_in_words(max(0.0, age))} old"
-        )
-        problems.append(Finding(WARN, f"The state is still `running`, and {when}. {state['message']}"))
+        age = "missing" if run["metrics_age"] is None else f"{duration_in_words(max(0.0, run['metrics_age']))} old"
+        yield Finding(WARN, f"The state is still `running`, and metrics.jsonl is {age}. {state['message']}")
     elif state["message"] or state["exit_code"] or state["state"] not in ("", "done"):
         code = "" if state["exit_code"] is None else f" (exit code {state['exit_code']})"
         following = f"\nnext: {state['next']}" if state["next"] else ""
-        problems.append(Finding(state_of(run).level, f"{state['message'] or state_of(run).text}{code}{following}"))
+        yield Finding(state_of(run).level, f"{state['message'] or state_of(run).text}{code}{following}")
     if restarts := run["restarts"]:
         why = [each["message"].partition("\n")[0] or each["state"] for each in restarts]
-        problems.append(Finding(WARN, f"{plural(len(why), 'restart')}; train.log has all about them: {some(why)}"))
-    return problems
+        yield Finding(WARN, f"{plural(len(why), 'restart')}; train.log has all about them: {some(why)}")
 
 
-def _of_metrics(run: dict[str, Any]) -> list[Finding]:
-    metrics, problems = run["metrics"], []
+def _of_metrics(run: dict[str, Any]) -> Iterator[Finding]:
+    metrics = run["metrics"]
     if not metrics.get("steps"):
-        return [Finding(WARN, "No step is in metrics.jsonl")]
+        yield Finding(WARN, "No step is in metrics.jsonl")
+        return
     series = metrics["series"]
     if skipped := metrics["skipped"]:
         steps = f"{skipped:,} step{'s were' if skipped > 1 else ' was'} skipped"
         spikes, overflow = metrics["skipped_spikes"], ", or overflowed fp16" if "loss_scale" in series else ""
         why = [f"loss or gradients were not finite{overflow}"] if skipped > spikes else []
         why += [f"of loss spikes ({spikes:,})"] if spikes else []
-        problems.append(Finding(WARN, f"{steps} because {', or because '.join(why)}: {some(metrics['skipped_steps'])}"))
+        yield Finding(WARN, f"{steps} because {', or because '.join(why)}: {some(metrics['skipped_steps'])}")
     if (loss := series.get("loss")) and loss["count"] > 20 and loss["recent"][0] >= loss["first"][1]:
-        problems.append(
-            Finding(BAD, f"The loss did not fall: {loss['first'][1]:.4g} at first, now {loss['recent'][0]:.4g}")
-        )
+        yield Finding(BAD, f"The loss did not fall: {loss['first'][1]:.4g} at first, now {loss['recent'][0]:.4g}")
     if broken := metrics["validations_not_finite"]:
-        problems.append(Finding(BAD, f"Validation losses that were not finite: {broken:,}"))
+        yield Finding(BAD, f"Validation losses that were not finite: {broken:,}")
     validation = series.get("validation_loss")
     if validation and validation["last"][1] > _RISE * validation["lowest"][1]:
         (step, lowest), (_, last) = validation["lowest"], validation["last"]
         rise = f"{last:.4f} at the end, {last / lowest - 1:+.1%}" if lowest > 0 else f"{last:.4f} at the end"
-        problems.append(
-            Finding(WARN, f"Validation loss was lowest at step {step:,} ({lowest:.4f}; {rise}): overfitting?")
-        )
+        yield Finding(WARN, f"Validation loss was lowest at step {step:,} ({lowest:.4f}; {rise}): overfitting?")
     if (waited := series.get("data_wait")) and waited["mean"] > _WAIT:
-        problems.append(Finding(WARN, f"{waited['mean']:.1%} of the time was spent waiting for data"))
+        yield Finding(WARN, f"{waited['mean']:.1%} of the time was spent waiting for data")
     card, memory = run["card"], series.get("peak_memory_gib")
     if card and memory and memory["highest"][1] * 2**30 > _FULL * card:
-        problems.append(Finding(WARN, f"Memory was nearly full: {memory['highest'][1]:.1f} of {card / 2**30:.1f} GiB"))
-    return problems
+        yield Finding(WARN, f"Memory was nearly full: {memory['highest'][1]:.1f} of {card / 2**30:.1f} GiB")
 
 
-def _of_files(run: dict[str, Any]) -> list[Finding]:
-    problems, checkpoints = [], run["checkpoints"]
+def _of_files(run: dict[str, Any]) -> Iterator[Finding]:
+    checkpoints = run["checkpoints"]
     listed = checkpoints.get("listed", [])
     for state, names in (
         ("suspect: a run resumes from them only if asked to", [each["name"] for each in listed if each["is_suspect"]]),
@@ -92,11 +83,11 @@ def _of_files(run: dict[str, Any]) -> list[Finding]:
         ("set aside as damaged", checkpoints.get("damaged", [])),
     ):
         if names:
-            problems.append(Finding(WARN, f"Checkpoints {state}: {some(names)}"))
+            yield Finding(WARN, f"Checkpoints {state}: {some(names)}")
     log = run["log"]
     counts = [f"{log[key]:,} {key if log[key] > 1 else key[:-1]}" for key in ("errors", "warnings") if log.get(key)]
     if counts:
-        problems.append(Finding(WARN, f"{' and '.join(counts)} in train.log"))
+        yield Finding(WARN, f"{' and '.join(counts)} in train.log")
     if unreadable := run["metrics"].get("unreadable"):
-        problems.append(Finding(WARN, f"metrics.jsonl: lines that could not be read and are left out: {unreadable:,}"))
-    return [*problems, *(Finding(WARN, problem) for problem in run["problems"])]
+        yield Finding(WARN, f"metrics.jsonl: lines that could not be read and are left out: {unreadable:,}")
+    yield from (Finding(WARN, problem) for problem in run["problems"])

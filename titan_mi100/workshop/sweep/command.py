@@ -273,10 +273,8 @@ def _dry_run(
     gpu: Gpu | None, card: int,
 ) -> str:  # fmt: skip
     """Each row with the plan's verdict, memory and time, as a table or as JSON."""
-    words = {
-        **{row: verdict(plan)[1] for row, plan in plans.items()},
-        **{r: f"refused: {w}" for r, w in refused.items()},
-    }
+    words = {row: verdict(plan)[1] for row, plan in plans.items()}
+    words |= {row: f"refused: {why}" for row, why in refused.items()}
     steps = {row: plan.step for row, plan in plans.items() if plan.step}
     if options.json:
         about = [{"row": asdict(row), "verdict": words[row], "planned_step_seconds": steps.get(row)} for row in rows]
@@ -289,11 +287,8 @@ def _dry_run(
     heading = f"{first.processes} x {gpu.name if gpu else 'card'}, {card / GIB:.1f} GiB each"
     summary = f"{len(starting)} of {len(rows)} rows would run"
     if steps and starting:
-        time_in_words = duration_in_words(sum(_seconds(row, plans[row]) for row in starting))
-        summary += (
-            f", for {time_in_words}, if a card reaches {EFFICIENCY:.0%} of its data sheet's rate and half of its "
-        )
-        summary += "link's rate (assumed, not measured)"
+        summary += f", for {duration_in_words(sum(_seconds(row, plans[row]) for row in starting))}, if a card reaches "
+        summary += f"{EFFICIENCY:.0%} of its data sheet's rate and half of its link's rate (assumed, not measured)"
     elif plans and not starting:
         summary += f"; what helps most: {remedy(min(plans.values(), key=lambda plan: plan.most))}"
     columns = [*SETTINGS, "planned step_ms", "by plan"]
