@@ -15,7 +15,6 @@ from titan_mi100 import cli as tool
 from titan_mi100.config.as_text import settings_parser
 from titan_mi100.config.layout import Batch, Layout
 from titan_mi100.config.load import load_config
-from titan_mi100.config.settings import CompileConfig, ParallelismConfig
 from titan_mi100.errors import UserError
 from titan_mi100.log import log, setup_logging
 from titan_mi100.planning.cards import Gpu
@@ -51,7 +50,13 @@ def _rehearse(options: argparse.Namespace, settings: Sequence[str]) -> int:
         config = load_config(settings, ranks, with_files=False)
     except UserError as error:
         raise UserError(re.sub(r"(\./run_train\.sh )?--nproc_per_node", "--rehearse", str(error))) from None
-    _refuse(config.compile, config.parallelism, ranks, options.ranks)
+    # what would be counted wrongly
+    if config.compile.enable:
+        raise UserError("compiled code cannot be rehearsed; add --compile.enable false (the collectives are the same)")
+    if config.parallelism.powersgd_rank:
+        raise UserError("PowerSGD's compressed steps cannot be rehearsed; set parallelism.powersgd_rank to 0")
+    if outside := [rank for rank in options.ranks if rank >= ranks]:
+        raise UserError(f"--ranks {outside[0]} does not exist; the ranks are 0 to {ranks - 1}")
     from titan_mi100.workshop.rehearsal.counter import ranks_of_stages  # imported after the checks: torch takes seconds
     from titan_mi100.workshop.rehearsal.saved import as_code, saved_by_kind
     from titan_mi100.workshop.rehearsal.session import rehearse
@@ -77,20 +82,6 @@ def _rehearse(options: argparse.Namespace, settings: Sequence[str]) -> int:
     advice = remedy(make_plan(workload, card, gpu))
     tool.say(f"a step needs {most / GIB:.1f} GiB, {gpu.name} has {card / GIB:.1f}; what helps most: {advice}")
     return _OUT_OF_MEMORY
-
-
-def _refuse(compiled: CompileConfig, parallelism: ParallelismConfig, ranks: int, chosen: Sequence[int]) -> None:
-    """Refuse what a rehearsal would count wrongly.
-
-    Raises:
-        UserError: compiled code, PowerSGD, or a rank that does not exist.
-    """
-    if compiled.enable:
-        raise UserError("compiled code cannot be rehearsed; add --compile.enable false (the collectives are the same)")
-    if parallelism.powersgd_rank:
-        raise UserError("PowerSGD's compressed steps cannot be rehearsed; set parallelism.powersgd_rank to 0")
-    if outside := [rank for rank in chosen if rank >= ranks]:
-        raise UserError(f"--ranks {outside[0]} does not exist; the ranks are 0 to {ranks - 1}")
 
 
 def _lines(

@@ -19,9 +19,7 @@ from titan_mi100.log import setup_logging
 from titan_mi100.wording import printable
 from titan_mi100.workshop.pages.collect import collect
 from titan_mi100.workshop.pages.document import is_page
-from titan_mi100.workshop.pages.page import columns_of, comparison, page
-
-_MOST_RUNS = 20
+from titan_mi100.workshop.pages.page import comparison, key_figures, page
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,8 +30,6 @@ def _report(options: argparse.Namespace) -> None:
     setup_logging(0)
     if options.json and options.output:
         raise UserError("--json prints to standard output and writes no page; leave --output out")
-    if len(options.runs) > _MOST_RUNS:
-        raise UserError(f"{len(options.runs)} runs are too many for a table; name at most {_MOST_RUNS}")
     if options.output and len(options.runs) > 1:
         raise UserError("a page is of one run, a table of several is printed; leave --output out")
     runs = dict.fromkeys(options.runs)
@@ -42,7 +38,7 @@ def _report(options: argparse.Namespace) -> None:
         check_output(output, "--output", is_page("Report: "))
     collected = [collect(run) for run in runs]
     if options.json:
-        shown = [{**run, "columns": columns_of(run)} for run in collected]
+        shown = [{**run, "columns": key_figures(run)} for run in collected]
         print(json.dumps(shown if len(collected) > 1 else shown[0], allow_nan=False))
     elif len(collected) > 1:
         print(printable(comparison(collected)))

@@ -23,7 +23,7 @@ from titan_mi100.workshop.pages.long_files import read_log, read_metrics, usable
 
 METRICS, CONFIG, ENVIRONMENT, PLAN = "metrics.jsonl", "config.toml", "environment.json", "plan.json"
 _OF_A_RUN = (CONFIG, METRICS, STATE, ENVIRONMENT, "train.log")  # every run folder has at least one of them
-_MOST_RESTARTS, _MOST_CHECKPOINTS, _MOST_KEYS = 100, 100, 1000
+_MOST_RESTARTS, _MOST_KEYS = 100, 1000
 _REMEDY = "it is left out of the report"
 
 T = TypeVar("T")
@@ -58,6 +58,7 @@ def collect(folder: Path) -> dict[str, Any]:
     state = read(STATE, in_object, nothing)
     age = read(METRICS, lambda path: time.time() - plain_path(path).stat().st_mtime, None)
     environment = read(ENVIRONMENT, in_object, nothing)
+    card = read(PLAN, in_object, nothing).get("card")
     run = {
         "folder": str(folder),
         "name": Path(os.path.realpath(folder)).name,
@@ -68,7 +69,7 @@ def collect(folder: Path) -> dict[str, Any]:
         "metrics_age": age,
         "config": read(CONFIG, _config, nothing),
         "environment": {key: _value(environment[key]) for key in ("layout", "processes") if key in environment},
-        "card": _number(read(PLAN, in_object, nothing).get("card")),
+        "card": card if usable(card) else None,
         "log": read("train.log", read_log, nothing),
         "checkpoints": read("checkpoint", _checkpoints, nothing),
     }
@@ -86,10 +87,6 @@ def check_is_run(folder: Path) -> None:
         )
         remedy = f"name one of those in it: {some(inside, 3)}" if inside else "name the folder that a run printed"
         raise UserError(f"{folder}: is not a run folder: it has none of {', '.join(_OF_A_RUN)}; {remedy}")
-
-
-def _number(value: object) -> float | None:
-    return float(value) if usable(value) else None  # type: ignore[arg-type]
 
 
 def _value(value: object) -> str:
@@ -122,16 +119,12 @@ def _config(path: Path) -> dict[str, str]:
 
 
 def _checkpoints(folder: Path) -> dict[str, Any]:
-    """The checkpoint folders, oldest first; of many only the newest. Tensors are not read."""
-    every, listed = sealed.all_checkpoints(folder), []
-    for path in every[-_MOST_CHECKPOINTS:]:
+    """The checkpoint folders, oldest first. Tensors are not read."""
+    listed = []
+    for path in sealed.all_checkpoints(folder):
         with suppress(FileNotFoundError):  # a run that is still running has removed it meanwhile
             listed.append(_checkpoint(path))
-    return {
-        "listed": listed,
-        "left_out": max(0, len(every) - _MOST_CHECKPOINTS),
-        "damaged": [shortened(path.name) for path in sealed.damaged(folder)[:_MOST_CHECKPOINTS]],
-    }
+    return {"listed": listed, "damaged": [shortened(path.name) for path in sealed.damaged(folder)]}
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:

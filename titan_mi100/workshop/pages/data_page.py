@@ -13,9 +13,8 @@ from titan_mi100.files.durable import check_output, write_output
 from titan_mi100.wording import plural, printable
 from titan_mi100.workshop.pages.charts import bars
 from titan_mi100.workshop.pages.data_report import MOST_TOKENS, page_report
-from titan_mi100.workshop.pages.document import html_document, is_page, text
+from titan_mi100.workshop.pages.document import finding_list, html_document, is_page, section, text
 from titan_mi100.workshop.pages.reasons import Kind
-from titan_mi100.workshop.pages.sections import finding_list, section
 from titan_mi100.workshop.pages.verdict import WARN, Finding
 
 _LEGEND = (

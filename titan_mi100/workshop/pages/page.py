@@ -8,10 +8,9 @@ from contextlib import suppress
 from typing import Any
 
 from titan_mi100.config.layout import AXES, resolve_batch, resolve_layout
-from titan_mi100.wording import duration_in_words
+from titan_mi100.wording import bytes_in_words, duration_in_words, plural
 from titan_mi100.workshop.columns import SETTINGS, figures, markdown_table
-from titan_mi100.workshop.pages.document import html_document, text
-from titan_mi100.workshop.pages.sections import checkpoint_list, finding_list, section, shown_time, table, tiles
+from titan_mi100.workshop.pages.document import finding_list, html_document, section, table, text, tiles
 from titan_mi100.workshop.pages.verdict import BAD, GOOD, findings, state_of
 
 _KEYS = {
@@ -24,10 +23,15 @@ _SIZES = ("local_batch_size", "gradient_accumulation_steps", "target_tokens_per_
 
 def page(run: dict[str, Any]) -> str:
     """The complete page about a run. Args: run: as `collect` returns it."""
-    about = f"{text(run['folder'])}, report of {shown_time(run['collected'])}"
+    about = f"{text(run['folder'])}, report of {run['collected']}"
     header = f'<header><h1><bdi>{text(run["name"])}</bdi></h1><p class="soft"><bdi>{about}</bdi></p></header>'
-    body = [header, _first_screen(run)]
-    body += [section("Metrics", _numbers(run)), section("Checkpoints", checkpoint_list(run["checkpoints"]))]
+    state, problems, steps = state_of(run), findings(run), run["metrics"].get("last_step")
+    level = state.level if state.level != GOOD or not any(each.level == BAD for each in problems) else BAD
+    until = f" after step {steps:,}" if steps else ""
+    looked = f", {plural(len(problems), 'thing')} to look at" if problems else ", nothing to report"
+    head = f'<div class="state {level}"><b>{text(state.text)}</b>{until}{looked}</div>'
+    body = [header, head, tiles(key_figures(run)), finding_list(problems)]
+    body += [section("Metrics", _numbers(run)), section("Checkpoints", _checkpoints(run["checkpoints"]))]
     return html_document(f"Report: {run['name']}", "".join(body))
 
 
@@ -35,12 +39,11 @@ def comparison(runs: Sequence[dict[str, Any]]) -> str:
     """Several runs as text: a table with a line for each, what to look at, and a table of the settings that differ."""
     names = [run["name"] for run in runs]
     names = names if len({*names}) == len(names) else [run["folder"] for run in runs]
-    rows = [
-        {"Run": name, "State": state_of(run).text, **key_figures(run)} for name, run in zip(names, runs, strict=True)
-    ]
+    named = list(zip(names, runs, strict=True))
+    rows = [{"Run": name, "State": state_of(run).text, **key_figures(run)} for name, run in named]
     columns = [column for column in rows[0] if any(row[column] for row in rows)]
     parts = [markdown_table(columns, [[row[column] for column in columns] for row in rows])]
-    parts += [f"{name}: {each.text}" for name, run in zip(names, runs, strict=True) for each in findings(run)]
+    parts += [f"{name}: {each.text}" for name, run in named for each in findings(run)]
     keys = dict.fromkeys(key for run in runs for key in run["config"])
     settings = [(key, *(run["config"].get(key, "not set") for run in runs)) for key in keys]
     if different := [setting for setting in settings if len({*setting[1:]}) > 1]:
@@ -48,36 +51,23 @@ def comparison(runs: Sequence[dict[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
-def _first_screen(run: dict[str, Any]) -> str:
-    """The top of the page: state, findings and key figures."""
-    state, problems = state_of(run), findings(run)
-    steps = run["metrics"].get("last_step")
-    until = f" after step {steps:,}" if steps else ""
-    level = state.level if state.level != GOOD or not any(each.level == BAD for each in problems) else BAD
-    looked = f", {len(problems)} thing{'s' * (len(problems) > 1)} to look at" if problems else ", nothing to report"
-    head = f'<div class="state {level}"><b>{text(state.text)}</b>{until}{looked}</div>'
-    return f"{head}{tiles(key_figures(run))}{finding_list(problems)}"
-
-
 def key_figures(run: dict[str, Any]) -> dict[str, str]:
-    """The key figures and the columns of all tables about steps; "": not known."""
-    series, last = run["metrics"].get("series", {}), run["metrics"].get("last_step")
-    loss, validation, seconds = (series.get(key) for key in ("loss", "validation_loss", "seconds"))
-    figures = {
+    """The key figures, and the cells of all tables about steps (workshop/columns.py); "": the run does not say it."""
+    config, environment, series = run["config"], run["environment"], run["metrics"].get("series", {})
+    loss, validation, seconds, tokens, memory = (
+        series.get(key) for key in ("loss", "validation_loss", "seconds", "tokens", "peak_memory_gib")
+    )
+    known = {
         "Loss": f"{loss['recent'][0]:.4f}" if loss else "",  # the mean of the last steps
         "Lowest validation": f"{validation['lowest'][1]:.4f}" if validation else "",
-        "Steps": f"{last:,}" if last else "",
+        "Steps": f"{run['metrics']['last_step']:,}" if run["metrics"].get("last_step") else "",
         "Time": duration_in_words(seconds["sum"]) if seconds else "",  # in all steps
         "Restarts": f"{len(run['restarts']):,}",
+        **dict.fromkeys(SETTINGS, ""),
+        "layout": environment.get("layout", ""),
+        "N": environment.get("processes", ""),
+        **{column: config.get(key, "") for column, key in _KEYS.items()},
     }
-    return figures | columns_of(run)
-
-
-def columns_of(run: dict[str, Any]) -> dict[str, str]:
-    """The run's cells of all tables about steps, see workshop/columns.py; "": the run does not say it."""
-    config, environment, series = run["config"], run["environment"], run["metrics"].get("series", {})
-    known = {"layout": environment.get("layout", ""), "N": environment.get("processes", ""), "GA": "", "T_eff": ""}
-    known |= {column: config.get(key, "") for column, key in _KEYS.items()}
     # a hostile file can hold any number
     with suppress(KeyError, ValueError, ArithmeticError):
         degrees = {name: int(config[f"parallelism.{axis.key}"]) for name, axis in AXES.items()}
@@ -87,13 +77,13 @@ def columns_of(run: dict[str, Any]) -> dict[str, str]:
         known["GA"] = f"{batch.gradient_accumulation_steps:,}"
         known["T_eff"] = f"{batch.global_batch_size * sizes['seq_len']:,}"
     means = {key: series[key]["mean"] for key in ("comm_ms", "comm_exposed_ms", "mfu") if key in series}
-    if "seconds" in series:  # older runs have no step_ms
-        means["step_ms"] = 1000 * series["seconds"]["mean"]
-        if "tokens" in series and series["seconds"]["sum"]:
-            means["tokens_per_second"] = series["tokens"]["sum"] / series["seconds"]["sum"]
-    if "peak_memory_gib" in series:
-        means["peak_memory_gib"] = series["peak_memory_gib"]["highest"][1]
-    return {column: known[column] for column in SETTINGS} | figures(means)
+    if seconds:  # older runs have no step_ms
+        means["step_ms"] = 1000 * seconds["mean"]
+        if tokens and seconds["sum"]:
+            means["tokens_per_second"] = tokens["sum"] / seconds["sum"]
+    if memory:
+        means["peak_memory_gib"] = memory["highest"][1]
+    return known | figures(means)
 
 
 def _numbers(run: dict[str, Any]) -> str:
@@ -108,3 +98,15 @@ def _numbers(run: dict[str, Any]) -> str:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.6g}"
+
+
+def _checkpoints(checkpoints: dict[str, Any]) -> str:
+    """The checkpoints, newest first; "": there are none."""
+    rows = []
+    for each in reversed(checkpoints.get("listed", [])):
+        marks = ["lowest validation loss"] if each["is_best"] else []
+        marks += [f"suspect: {each['why_suspect']}"] if each["is_suspect"] else []
+        marks += [each["problem"]] if each["problem"] else []
+        rows.append((each["name"], bytes_in_words(each["bytes"]), each["saved"], "; ".join(marks)))
+    note = '<p class="soft">Manifests were checked; the content of the other files was not read.</p>'
+    return table(("Folder", "Size", "Written", "Marks"), rows, numeric=(1,)) + note if rows else ""
