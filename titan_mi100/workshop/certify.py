@@ -23,14 +23,11 @@ from titan_mi100.log import log, setup_logging
 from titan_mi100.planning.device import positive_float
 from titan_mi100.run.machine import Machine
 from titan_mi100.workshop.measure import children, tasks
-from titan_mi100.workshop.measure.children import Task
 from titan_mi100.workshop.measure.page import page
 from titan_mi100.workshop.measure.parts import CERTIFICATE, FAIL, FORMAT, NOT_RUN, PAGE, PASS, Header, Part, conclusions
 
 _ROOM = 1 << 20  # bytes for certificate and page: checked before anything is measured
 _ON_GPU, _ON_CPU = 25.0, 10.0  # minutes
-# in a child process, because asking a device for its name can hang
-_MACHINE = Task("machine", "titan_mi100.workshop.measure.device:machine")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +42,7 @@ def _certify(options: argparse.Namespace) -> int:
     now = datetime.datetime.now(datetime.timezone.utc)
     folder = options.output or Path(f"certificate-{now:%Y%m%d-%H%M%S}")
     _make_folder(folder)
-    described = children.run(_MACHINE, lambda: 0 if signals else _MACHINE.seconds)
+    described = children.run(children.MACHINE, lambda: 0 if signals else children.MACHINE.seconds)
     if described.found:
         machine = Machine(**described.found)
         minutes = options.minutes or (_ON_GPU if machine.memory else _ON_CPU)
@@ -66,7 +63,9 @@ def _certify(options: argparse.Namespace) -> int:
     return 0 if parts[-1].verdict == PASS else 1
 
 
-def measure(wanted: Iterable[Task], minutes: float, folder: Path, parts: list[Part], signals: Sequence[int]) -> None:
+def measure(
+    wanted: Iterable[children.Task], minutes: float, folder: Path, parts: list[Part], signals: Sequence[int]
+) -> None:
     """Run the tasks in order, then draw the conclusions. Each part is written and logged at once.
 
     Args:

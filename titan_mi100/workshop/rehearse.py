@@ -130,8 +130,7 @@ def _lines(
 def _as_json(found: "Sequence[Rehearsed]", gpu: Gpu, card: int, most: float) -> dict[str, Any]:
     ranks = []
     for rehearsed in found:
-        memory = asdict(rehearsed.memory)
-        about = {"rank": memory.pop("rank"), "memory": memory, "flops": rehearsed.work.flops}
+        about = {"rank": rehearsed.rank, "memory": asdict(rehearsed.memory), "flops": rehearsed.work.flops}
         ranks.append({**about, "collectives": _collectives(rehearsed, gpu)})
     return {"ranks": ranks, "card": card, "most": most, "fits": most <= card}
 

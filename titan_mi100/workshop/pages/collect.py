@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,9 +52,7 @@ def collect(folder: Path) -> dict[str, Any]:
             problems.append(f"{path}: is nested too deeply; {_REMEDY}")
         return without
 
-    def in_object(path: Path) -> dict[str, Any]:
-        return read_object(path, _REMEDY)
-
+    in_object = partial(read_object, remedy=_REMEDY)
     nothing: dict[str, Any] = {}
     state = read(STATE, in_object, nothing)
     age = read(METRICS, lambda path: time.time() - plain_path(path).stat().st_mtime, None)
@@ -136,18 +135,15 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     except (sealed.DamagedError, UserError, OSError) as error:
         problem = shortened(str(error), 300)
     why = path.with_name(f"{path.name}.suspect")
-    is_suspect = os.path.lexists(why)
     return {
-        "name": path.name, "step": sealed.step_of(path), "bytes": size, "problem": problem, "is_suspect": is_suspect,
-        "why_suspect": _first_line(why) if is_suspect else "",
+        "name": path.name, "step": sealed.step_of(path), "bytes": size, "problem": problem,
+        "suspect": _first_line(why) if os.path.lexists(why) else "",
         "is_best": os.path.realpath(path) == os.path.realpath(path.parent / sealed.BEST),
         "saved": datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).isoformat(timespec="seconds"),
     }  # fmt: skip
 
 
 def _first_line(path: Path) -> str:
-    try:
-        with open_plain(path) as file:
-            return file.readline(500).decode("utf-8", "replace").strip()
-    except (UserError, OSError):
-        return "the reason cannot be read"
+    with suppress(UserError, OSError), open_plain(path) as file:
+        return file.readline(500).decode("utf-8", "replace").strip() or "no reason is given"
+    return "the reason cannot be read"

@@ -60,8 +60,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], numeric: Iterable
 
 def tiles(figures: Mapping[str, str]) -> str:
     """Key figures as tiles. Args: figures: name -> figure; "": not known, and left out."""
-    known = {name: figure for name, figure in figures.items() if figure}
-    shown = (f"<div><dt>{text(name)}</dt><dd>{text(figure)}</dd></div>" for name, figure in known.items())
+    shown = (f"<div><dt>{text(name)}</dt><dd>{text(figure)}</dd></div>" for name, figure in figures.items() if figure)
     return f'<dl class="tiles">{"".join(shown)}</dl>'
 
 

@@ -91,13 +91,9 @@ def _numbers(run: dict[str, Any]) -> str:
     rows = []
     for key, summary in run["metrics"].get("series", {}).items():
         numbers = [summary[name][1] for name in ("first", "last", "lowest", "highest")] + [summary["mean"]]
-        rows.append([key, f"{summary['count']:,}", *map(_number, numbers)])
+        rows.append([key, f"{summary['count']:,}", *(f"{n:,.0f}" if abs(n) >= 1e4 else f"{n:.6g}" for n in numbers)])
     heads = ("Key in metrics.jsonl", "Values", "First", "Last", "Lowest", "Highest", "Mean")
     return table(heads, rows, numeric=range(1, 7)) if rows else ""
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.6g}"
 
 
 def _checkpoints(checkpoints: dict[str, Any]) -> str:
@@ -105,7 +101,7 @@ def _checkpoints(checkpoints: dict[str, Any]) -> str:
     rows = []
     for each in reversed(checkpoints.get("listed", [])):
         marks = ["lowest validation loss"] if each["is_best"] else []
-        marks += [f"suspect: {each['why_suspect']}"] if each["is_suspect"] else []
+        marks += [f"suspect: {each['suspect']}"] if each["suspect"] else []
         marks += [each["problem"]] if each["problem"] else []
         rows.append((each["name"], bytes_in_words(each["bytes"]), each["saved"], "; ".join(marks)))
     note = '<p class="soft">Manifests were checked; the content of the other files was not read.</p>'

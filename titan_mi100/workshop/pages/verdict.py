@@ -78,16 +78,15 @@ def _of_files(run: dict[str, Any]) -> Iterator[Finding]:
     checkpoints = run["checkpoints"]
     listed = checkpoints.get("listed", [])
     for state, names in (
-        ("suspect: a run resumes from them only if asked to", [each["name"] for each in listed if each["is_suspect"]]),
+        ("suspect: a run resumes from them only if asked to", [each["name"] for each in listed if each["suspect"]]),
         ("not as written", [each["name"] for each in listed if each["problem"]]),
         ("set aside as damaged", checkpoints.get("damaged", [])),
     ):
         if names:
             yield Finding(WARN, f"Checkpoints {state}: {some(names)}")
-    log = run["log"]
-    counts = [f"{log[key]:,} {key if log[key] > 1 else key[:-1]}" for key in ("errors", "warnings") if log.get(key)]
-    if counts:
-        yield Finding(WARN, f"{' and '.join(counts)} in train.log")
+    for level in ("error", "warning"):
+        if count := run["log"].get(f"{level}s"):
+            yield Finding(WARN, f"{plural(count, level)} in train.log")
     if unreadable := run["metrics"].get("unreadable"):
         yield Finding(WARN, f"metrics.jsonl: lines that could not be read and are left out: {unreadable:,}")
     yield from (Finding(WARN, problem) for problem in run["problems"])

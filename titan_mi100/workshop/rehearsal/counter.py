@@ -81,13 +81,11 @@ class Count:
     """The memory of one rank in a step.
 
     Attributes:
-        rank: the rank that was counted.
         peak: the most bytes on the device at once.
         categories: category (see CATEGORIES) -> its bytes at the peak.
         host: the most bytes in host memory at once.
     """
 
-    rank: int
     peak: int
     categories: dict[str, int]
     host: int
@@ -256,7 +254,6 @@ class FakeRank:
     """
 
     workload: Workload
-    rank: int
     microbatches: int
     device_memory: int
     model: ParallelModel
@@ -284,7 +281,7 @@ class FakeRank:
         missing = self.workload.batch.gradient_accumulation_steps - self.microbatches
         received = missing * model.receiving_bytes if isinstance(model, PipelinedModel) else 0
         categories[COMMUNICATION] += received
-        return Count(self.rank, peak + received, categories, ledger.on_host())
+        return Count(peak + received, categories, ledger.on_host())
 
 
 class _FakePlacement(Placement):
@@ -339,7 +336,7 @@ def as_rank(
                 if where == HOST
                 else nullcontext(),
             ):
-                yield FakeRank(workload, rank, microbatches, device_memory, model, ledger, mode)
+                yield FakeRank(workload, microbatches, device_memory, model, ledger, mode)
 
 
 def first_rows_only() -> AbstractContextManager[object]:

@@ -43,9 +43,6 @@ from titan_mi100.workshop.sweep.rows import AXES, EITHER, LAYOUTS, OWN_LAYOUT, P
 from titan_mi100.workshop.sweep.table import Record
 
 MEASURE = "titan_mi100.workshop.sweep.worker:measure"
-_MACHINE = children.Task(
-    "machine", "titan_mi100.workshop.measure.device:machine"
-)  # to ask a device for its name can hang
 _FINISHED = ("ok", "out of memory")  # not run again
 _WARMUP = 2  # steps before the timed ones: the first allocates, and PowerSGD begins with the second
 _PROFILED = 3  # steps after the timed ones
@@ -254,7 +251,7 @@ def _machine(options: argparse.Namespace) -> tuple[Record, Gpu | None, int]:
     if options.dry_run and (options.device or options.memory or not count_gpus()):
         gpu, card = find_card(options.device, options.memory, "mi100")
         return {}, gpu, card
-    described = children.run(_MACHINE, lambda: math.inf)
+    described = children.run(children.MACHINE, lambda: math.inf)
     if not described.found:
         raise UserError(f"this machine's device cannot be described: {described.said}; run titan-mi100 doctor")
     machine = described.found

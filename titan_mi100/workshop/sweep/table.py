@@ -29,7 +29,10 @@ def settings_cells(row: Record) -> list[str]:
 
 def markdown(records: list[Record], with_published: bool = False) -> str:
     """The table under what it was made with, and over what was counted."""
-    beside = with_published and comparable(records)
+    # whether the rows ran on what the published ones ran on
+    same = {"processes": RANKS, "model": FLAVOR, "seq": SEQ_LEN}.items()
+    on_theirs = all(r["machine"]["kind"] == DEVICES[CARD].name and same <= r["row"].items() for r in records)
+    beside = with_published and on_theirs
     body = []
     for record in records:
         words = "" if record["status"] == "ok" else ": ".join(filter(None, (record["status"], record["why"])))
@@ -43,12 +46,6 @@ def markdown(records: list[Record], with_published: bool = False) -> str:
         apart = f"The published figures are of {where}: they do not compare with these rows."
         parts.append("The published columns: DeepSpeed, a pipeline of 2, on the same kind of GPU." if beside else apart)
     return "\n\n".join(parts) + "\n"
-
-
-def comparable(records: list[Record]) -> bool:
-    """Whether the rows ran on what the published ones ran on."""
-    same = {"processes": RANKS, "model": FLAVOR, "seq": SEQ_LEN}.items()
-    return all(r["machine"]["kind"] == DEVICES[CARD].name and same <= r["row"].items() for r in records)
 
 
 def heading(records: list[Record]) -> str:
