@@ -23,6 +23,7 @@ from titan_mi100.log import log, setup_logging
 from titan_mi100.planning.device import positive_float
 from titan_mi100.run.machine import Machine
 from titan_mi100.workshop.measure import children, tasks
+from titan_mi100.workshop.measure.children import Task
 from titan_mi100.workshop.measure.page import page
 from titan_mi100.workshop.measure.parts import CERTIFICATE, FAIL, FORMAT, NOT_RUN, PAGE, PASS, Header, Part, conclusions
 
@@ -63,9 +64,7 @@ def _certify(options: argparse.Namespace) -> int:
     return 0 if parts[-1].verdict == PASS else 1
 
 
-def measure(
-    wanted: Iterable[children.Task], minutes: float, folder: Path, parts: list[Part], signals: Sequence[int]
-) -> None:
+def measure(wanted: Iterable[Task], minutes: float, folder: Path, parts: list[Part], signals: Sequence[int]) -> None:
     """Run the tasks in order, then draw the conclusions. Each part is written and logged at once.
 
     Args:

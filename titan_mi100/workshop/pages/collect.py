@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,7 +51,9 @@ def collect(folder: Path) -> dict[str, Any]:
             problems.append(f"{path}: is nested too deeply; {_REMEDY}")
         return without
 
-    in_object = partial(read_object, remedy=_REMEDY)
+    def in_object(path: Path) -> dict[str, Any]:
+        return read_object(path, _REMEDY)
+
     nothing: dict[str, Any] = {}
     state = read(STATE, in_object, nothing)
     age = read(METRICS, lambda path: time.time() - plain_path(path).stat().st_mtime, None)

@@ -28,8 +28,7 @@ def state_of(run: dict[str, Any]) -> Finding:
 
 def findings(run: dict[str, Any]) -> list[Finding]:
     """The problems and possible problems of a run, bad ones first."""
-    problems = [*_of_state(run), *_of_metrics(run), *_of_files(run)]
-    return sorted(problems, key=lambda finding: finding.level != BAD)
+    return sorted((*_of_state(run), *_of_metrics(run), *_of_files(run)), key=lambda finding: finding.level != BAD)
 
 
 def _of_state(run: dict[str, Any]) -> Iterator[Finding]:
