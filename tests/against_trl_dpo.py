@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 from datasets.table import InMemoryTable
+from packed_rows import packed
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl import DPOConfig, DPOTrainer
@@ -41,7 +42,7 @@ from titan_mi100.parallel import distributed
 from titan_mi100.shapes.base import parameter_count
 from titan_mi100.shapes.families import to_hf_config
 from titan_mi100.shapes.qwen3 import Qwen3Spec
-from titan_mi100.workshop.made_up import made_up, packed
+from titan_mi100.workshop.made_up import made_up
 
 SHAPES = {
     "tiny": Qwen3Spec(512, 64, 128, 2, 4, 2, 16, True),

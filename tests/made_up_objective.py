@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 import torch.nn.functional as F
+from packed_rows import packed
 from torch import Tensor
 
 from titan_mi100.config.layout import IGNORE
@@ -18,7 +19,6 @@ from titan_mi100.data.prepared import PackedDataset
 from titan_mi100.data.rows import Row
 from titan_mi100.model.loss import Predicted, Targets, of_labels
 from titan_mi100.objectives.base import Objective
-from titan_mi100.workshop.made_up import packed
 
 BETA, SEQ_LEN, SHARES = 0.3, 32, (0.9, 0.1)
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import random_documents
+from packed_rows import packed
 from test_model import BACKENDS, SPECS
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,7 +25,6 @@ from titan_mi100.parallel.base import describe_on_host, model_inputs, supervised
 from titan_mi100.parallel.build import Computation, Placement, build_model
 from titan_mi100.parallel.distributed import World
 from titan_mi100.planning.workload import Workload
-from titan_mi100.workshop.made_up import packed
 
 CPU = torch.device("cpu")
 

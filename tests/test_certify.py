@@ -66,7 +66,7 @@ def test_each_fault_is_named_and_the_rest_is_measured(tmp_path: Path, monkeypatc
     folder = tmp_path / "certificate"
     monkeypatch.setattr(tasks, "tasks", lambda *_: [task for task, *_ in FAULTS])
     monkeypatch.setattr(children, "_GRACE", 0.5)
-    monkeypatch.setattr(certify, "_MACHINE", faulty("machine", "machine"))
+    monkeypatch.setattr(children, "MACHINE", faulty("machine", "machine"))
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest's own handlers stay
     assert certify.main(["--output", str(folder), "--minutes", "5"]) == 1
     header, parts = read(folder / "certificate.jsonl")
@@ -148,7 +148,7 @@ def test_a_command_that_ends_early_keeps_what_it_measured(number: int, code: int
         "import sys; from titan_mi100.workshop import certify\n"
         "from titan_mi100.workshop.measure.children import Task as T\n"
         "one, *rest = [T(f'bandwidth/{n}', f'faulty_parts:{n}') for n in ('machine','wrong_numbers','hang','fail')]\n"
-        "certify._MACHINE, certify.tasks.tasks = one, lambda *_: rest; sys.exit(certify.main(sys.argv[1:]))"
+        "certify.children.MACHINE, certify.tasks.tasks = one, lambda *_: rest; sys.exit(certify.main(sys.argv[1:]))"
     )
     command, path = [sys.executable, "-c", program, "--output", "made"], tmp_path / "made" / "certificate.jsonl"
     with subprocess.Popen(command, cwd=tmp_path, env=job_environment(), stderr=subprocess.PIPE, text=True) as process:

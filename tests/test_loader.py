@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import random_documents
+from packed_rows import packed
 
 from titan_mi100.config.layout import IGNORE, Batch
 from titan_mi100.data.loader import RowSource, RowStream, ShuffledEpochs, validation_batches
 from titan_mi100.data.prepared import PackedDataset
 from titan_mi100.data.rows import Row
 from titan_mi100.errors import UserError
-from titan_mi100.workshop.made_up import packed, random_rows
+from titan_mi100.workshop.made_up import random_rows
 
 
 def test_rows_hold_the_documents_with_restarting_positions_and_shifted_labels() -> None:

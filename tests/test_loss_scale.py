@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import ending_of, torchrun
 from gloo.job_overflow import WHERE, leave_the_range, let_step_overflow
+from packed_rows import packed
 
 from titan_mi100.config.settings import Config, LRSchedulerConfig, TrainingConfig
 from titan_mi100.data.prepared import PackedDataset
@@ -19,7 +20,7 @@ from titan_mi100.optim.loss_scale import LARGEST, LossScale
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run import faults
 from titan_mi100.shapes.qwen3 import Qwen3Spec
-from titan_mi100.workshop.made_up import made_up, packed, random_rows
+from titan_mi100.workshop.made_up import made_up, random_rows
 
 SPEC = Qwen3Spec(64, 16, 32, 2, 2, 1, 8, True, rope_theta=10_000.0)
 

@@ -132,7 +132,6 @@ def test_the_count_is_what_the_allocator_does(name: str, monkeypatch: pytest.Mon
         on_host = counted.host if config.memory.offload != "nothing" else 0  # all the time
         assert counted.peak + on_host == pytest.approx(allocated(config, ranks, rank, monkeypatch), rel=0.02)
         assert sum(counted.categories.values()) == counted.peak and min(counted.categories.values()) >= 0
-        assert max(counted.phases.values()) == counted.peak
 
 
 PLANNED = {

@@ -27,9 +27,9 @@ from titan_mi100.watch.outcome import append_to_log
 from titan_mi100.workshop.columns import FIGURES, SETTINGS
 from titan_mi100.workshop.pages import collect as collecting
 from titan_mi100.workshop.pages import long_files as tables
-from titan_mi100.workshop.pages.bins import Bins, usable
-from titan_mi100.workshop.pages.charts import charts, ticks
+from titan_mi100.workshop.pages.charts import ticks
 from titan_mi100.workshop.pages.collect import collect
+from titan_mi100.workshop.pages.long_files import Summary, usable
 from titan_mi100.workshop.pages.verdict import findings, state_of
 from titan_mi100.workshop.report import main
 
@@ -79,9 +79,6 @@ def write_run(folder: Path, steps: int = 100, loss: Callable[[int], float] = lam
         "2026-11-23 22:00:00,000 INFO begins\n2026-11-23 22:00:01,000 WARNING twice\n"
         "2026-11-23 22:00:02,000 WARNING twice\n2026-11-23 22:30:00,000 ERROR once\n"
     )
-    asked = [{"prompt": [{"role": "user", "content": f"q{n}"}], "reference": f"r{n}"} for n in range(2)]
-    samples = ({"step": s, **asked[n], "answer": f"a{n}-{s}"} for s in range(10, 101, 10) for n in range(2))
-    write_lines(folder / "samples.jsonl", *samples)
     checkpoints = folder / "checkpoint"
     checkpoints.mkdir()
     for step in (50, 100):
@@ -96,7 +93,7 @@ def write_run(folder: Path, steps: int = 100, loss: Callable[[int], float] = lam
 LAST_LOSS = f"{sum(2 + 4 / step for step in range(91, 101)) / 10:.4f}"
 FILES = (
     *("metrics.jsonl", "run_state.json", "config.toml", "environment.json", "plan.json", "train.log"),
-    *("samples.jsonl", "checkpoint"),
+    "checkpoint",
 )
 
 
@@ -166,41 +163,22 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     return folder
 
 
-# binning
+# numbers
 
 
-@pytest.mark.parametrize("steps", [1, 99, 100, 101, 1000, 15_000])
-def test_bins_hold_exactly_the_values_of_their_steps(steps: int) -> None:
-    values = {step: math.sin(step) * step for step in range(1, steps + 1) if step % 7}
-    bins = Bins(most=100)
+@pytest.mark.parametrize("steps", [1, 9, 100, 1000])
+def test_a_summary_is_that_of_all_values_and_of_the_last_ten(steps: int) -> None:
+    values = {step: math.sin(step) * step for step in range(1, steps + 1)}
+    summary = Summary(1, values[1])
     for step, value in values.items():
-        bins.add(step, value)
-    found, width = bins.means(), bins.width
-    assert len(found) <= 100 and width == (1 if len(values) <= 100 else width)
-    assert width < 2 or len(found) > 40  # no wider than it takes
-    starts = [step for step in range(1, steps + 1, width) if any(s in values for s in range(step, step + width))]
-    assert [middle for middle, _ in found] == [start + (width - 1) / 2 for start in starts]
-    for start, (_, mean) in zip(starts, found, strict=True):
-        own = [values[step] for step in range(start, start + width) if step in values]
-        assert mean == pytest.approx(sum(own) / len(own), rel=1e-12)
-    whole = bins.summary()
-    assert whole["count"] == len(values) and whole["mean"] == pytest.approx(sum(values.values()) / len(values))
-    assert (whole["min"], whole["max"]) == (min(values.values()), max(values.values()))
-    assert whole["lowest"][1] == whole["min"] and values[whole["lowest"][0]] == whole["min"]
+        summary.add(step, value)
+    found, (lowest, highest) = summary.as_dict(), [extreme(values, key=values.__getitem__) for extreme in (min, max)]
+    assert (found["lowest"], found["highest"]) == ((lowest, values[lowest]), (highest, values[highest]))
+    assert (found["first"], found["last"]) == ((1, values[1]), (steps, values[steps]))
+    assert found["count"] == steps and found["sum"] == pytest.approx(sum(values.values()))
+    assert found["mean"] == pytest.approx(found["sum"] / steps)
     last = list(values.values())[-10:]
-    assert whole["recent"] == (pytest.approx(sum(last) / len(last)), len(last))
-
-
-def test_bins_do_not_depend_on_the_order_of_the_steps_nor_on_how_far_they_are_apart() -> None:
-    forwards, backwards = Bins(most=10), Bins(most=10)
-    for step in range(1, 1000):
-        forwards.add(step, float(step % 13))
-        backwards.add(1000 - step, float((1000 - step) % 13))
-    assert forwards.means() == backwards.means()
-    bins = Bins(most=10)
-    for step in (0, 1, 2**40, 2**62):
-        bins.add(step, 1.0)
-    assert bins.width == 1 and len(bins.means()) == 4
+    assert found["recent"] == (pytest.approx(sum(last) / len(last)), len(last))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e300, True, None, "1", [1], 10**400])
@@ -209,37 +187,14 @@ def test_what_is_no_number_is_not_drawn(value: object) -> None:
     assert usable(0) and usable(-1.5)
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (1.9, 6.6), (0, 4e-3), (0, 40_000), (-3, 2), (1e8, 3e9), (0, 1e-9)])
-def test_ticks_are_round_inside_and_told_apart(low: float, high: float) -> None:
-    found = ticks(low, high)
-    assert 2 <= len(found) <= 8 and all(low <= value <= high or math.isclose(value, low) for value, _ in found)
-    assert len({label for _, label in found}) == len(found)
-    for value, label in found:
-        assert float(label.replace(",", "")) == pytest.approx(value, rel=0.01, abs=1e-12)
-    assert [label for _, label in ticks(0, 0.0625, 5)][1] == "0.02"
-    assert [label for _, label in ticks(0, 12.5, 5)] == ["0", "2.5", "5", "7.5", "10", "12.5"]
+@pytest.mark.parametrize("most", [1, 2, 5, 6, 7, 40, 99, 100, 12_345, 10**9])
+def test_ticks_are_round_inside_and_few(most: int) -> None:
+    found = ticks(most)
+    assert 2 <= len(found) <= 6 and found[0] == 0 and most - found.step < found[-1] <= most
+    assert str(found.step).rstrip("0") in ("1", "2", "5")
 
 
 # the page
-
-
-def test_the_curves_are_those_of_the_metrics(run: Path, report: Report) -> None:
-    report.page(run)
-    figures = re.findall("<figure.*?</figure>", report.file.read_text(encoding="utf-8"), re.S)
-    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    titles = ("Training loss (mean over supervised", "Validation loss (nats per token)", "Throughput (tokens/s)")
-    keys = ("loss", "validation_loss", "tokens_per_second")
-    for title, key, figure in zip(titles, keys, figures, strict=True):
-        assert f"<b>{title}" in figure
-        expected = [(entry["step"], entry[key]) for entry in entries if key in entry]
-        [line] = re.findall(r'<path class="k0" d="M([\d., ]*)h0"', figure)
-        points = [tuple(map(float, pair.split(","))) for pair in line.split(" ")]
-        every = [v for entry in entries for name, v in entry.items() if name == key or name.startswith(f"{key}/")]
-        room = 0.04 * (max(every) - min(every))
-        low, high = min(every) - room, max(every) + room
-        for (x, y), (step, value) in zip(points, expected, strict=True):
-            assert round(x / 10_000 * expected[-1][0]) == step
-            assert low + (1 - y / 10_000) * (high - low) == pytest.approx(value, abs=1e-4 * (high - low))
 
 
 def test_a_run_of_preferences_may_have_the_measure_under_its_old_name(run: Path, report: Report) -> None:
@@ -249,11 +204,7 @@ def test_a_run_of_preferences_may_have_the_measure_under_its_old_name(run: Path,
         for line in lines
     ]
     write_lines(run / "metrics.jsonl", *new)
-    html = report.page(run).text
-    assert (
-        html.count("How much less likely the answers are than under the reference") == 2
-        and "from the teacher" not in html
-    )
+    assert "below_reference\n" in report.page(run).text
     figures = RunFigures(steps=100, rows_per_epoch=None, flops=lambda *_: 1, peak_flops=None, dtype="fp32")
     kept = Reporter(run, MetricsConfig(), figures, last_step=60).last_entry  # as a resumed run reads it
     assert kept["step"] == 60 and kept["below_reference"] == -1.5
@@ -262,17 +213,17 @@ def test_a_run_of_preferences_may_have_the_measure_under_its_old_name(run: Path,
 def test_the_page_says_what_the_files_say(run: Path, report: Report) -> None:
     text = report.page(run).text
     for shown in (
-        *("Finished", LAST_LOSS, "the last finite one, step 100", "100,000 tokens, 60% supervised", "2,000", "2.0%"),
-        *("step-50", "step-100", "4.0 MB"[1:], "lowest validation loss", "a1-100", "a1-10"),
-        *("4 answers in between are left out", "WARNING", "twice", "once", "train.py --x y", "training.seq_len", "256"),
-        *("2026-11-23 22:00:00 to 2026-11-23 22:30:00", "1 error and 2 warnings in train.log"),
+        *("Done", LAST_LOSS, "Lowest validation\n2.0000", "Steps\n100", "toks/s\n2,000", "2.0%"),
+        *("step-50", "step-100", "4.0 MB"[1:], "lowest validation loss"),
+        *("1 error in train.log", "2 warnings in train.log"),
     ):
         assert shown in text, shown
-    assert "Restarts\n0" in text and "hip" not in text
+    assert "Restarts\n0" in text
 
 
 def test_the_page_fetches_nothing_and_runs_no_script(run: Path, report: Report) -> None:
-    (run / "environment.json").write_text(json.dumps({"device": HOSTILE, "url": "https://example.org/x.js"}))
+    state = {"state": "crashed", "exit_code": 1, "message": HOSTILE, "next": "https://example.org/x.js"}
+    (run / "run_state.json").write_text(json.dumps(state))
     page = report.page(run)
     assert not page.tags & {"img", "link", "iframe", "object", "embed", "base", "form", "audio", "video", "a", "image"}
     assert not {name for name, _ in page.attributes} & {"src", "href", "action", "srcset", "data", "poster"}
@@ -299,7 +250,7 @@ def test_a_folder_with_nothing_but_a_config_is_a_run_that_has_just_begun(run: Pa
     for file in set(FILES) - {"config.toml", "checkpoint"}:
         (run / file).unlink()
     text = report.page(run).text
-    assert "How it ended is not known" in text and "No step is in metrics.jsonl" in text and "Curves" not in text
+    assert "How it ended is not known" in text and "No step is in metrics.jsonl" in text and "Metrics" not in text
 
 
 def make_huge(path: Path) -> None:
@@ -352,24 +303,8 @@ def test_files_that_may_not_be_read_are_named(run: Path, report: Report) -> None
     assert "cannot be read: Permission denied" in report.page(run).text
 
 
-def test_a_prompt_is_named_by_its_question_and_whether_its_last_answer_was_expected(
-    tmp_path: Path, report: Report
-) -> None:
-    run = write_run(tmp_path / "run")
-    rendered = "<|im_start|>user\nfirst?<|im_end|>\n<|im_start|>user\n1 < 2?<|im_end|>\n<|im_start|>assistant\n"
-    entry = {"prompt": [{"role": "prompt", "content": rendered}], "reference": "yes"}
-    lines = [{"step": 1, **entry, "answer": "no"}, {"step": 2, **entry, "answer": "yes"}]
-    lines += [{**line, "prompt": ["text"]} for line in lines[:1]]
-    write_lines(run / "samples.jsonl", *lines)
-    page = report.page(run).text
-    assert "Prompt 1: \n1 < 2?\n (answered as expected)\n" in page and "Prompt 2: \ntext\nprompt\n" in page
-
-
 def test_hostile_texts_are_only_text(tmp_path: Path, report: Report) -> None:
     run = write_run(tmp_path / "<b>&'\"\u202e\n")
-    message = {"role": HOSTILE, "content": HOSTILE}
-    sample = {"step": 1, "prompt": [message, HOSTILE, 7, {"content": [{"type": "text"}]}], "reference": HOSTILE}
-    write_lines(run / "samples.jsonl", {**sample, "answer": HOSTILE})
     restarts = [{"state": HOSTILE, "message": HOSTILE, "step": 5, "attempt": "x", "time": HOSTILE}, HOSTILE, None]
     state = {"state": HOSTILE, "exit_code": 10**30, "message": HOSTILE, "next": HOSTILE, "restarts": restarts}
     (run / "run_state.json").write_text(json.dumps(state))
@@ -391,30 +326,18 @@ def test_hostile_texts_are_only_text(tmp_path: Path, report: Report) -> None:
 def test_values_and_sources_are_bounded(run: Path, report: Report) -> None:
     losses = {f"validation_loss/{i}": 1.0 for i in range(1000)} | {"validation_loss/" + "x" * 999: 1}
     write_lines(run / "metrics.jsonl", {"step": 1, "loss": 1.0, **losses})
-    prompts = ({"step": 1, "prompt": [{"content": f"{i}"}], "answer": "x" * 9000} for i in range(99))
-    write_lines(run / "samples.jsonl", *prompts)
     (run / "train.log").write_text("".join(f"2026-11-23 22:00:00,000 WARNING {i}\n" for i in range(999)))
     found = report.json(run)
-    assert len(found["metrics"]["series"]) == len(tables.SERIES) + 32 and found["samples"]["prompts_left_out"] == 79
-    assert found["log"]["warnings"] == 999 and len(found["log"]["messages"]) == 50
+    assert len(found["metrics"]["series"]) == 64 and found["log"]["warnings"] == 999
     report.page(run)
     assert report.file.stat().st_size < 600_000
 
 
-def test_a_page_of_many_steps_stays_small_and_says_its_bins(tmp_path: Path, report: Report) -> None:
-    def of(step: int) -> dict[str, float]:
-        more = {"grad_norm": step % 7, "tokens_per_second": 9e4 + step % 9, "mfu": 0.3, "seconds": 1}
-        return {"step": step, "loss": 2 + step % 5 / 10 + 50 * (step == 77), "lr": 1e-4, **more}
-
-    for steps, most in ((100, 80_000), (15_000, 180_000)):
-        (tmp_path / f"{steps}").mkdir()
-        write_lines(tmp_path / f"{steps}" / "metrics.jsonl", *map(of, range(1, steps + 1)))
-        text = report.page(tmp_path / f"{steps}").text
-        assert report.file.stat().st_size < most
-        assert ("means of 32 steps" in text) == (steps > 500)
-    found = report.json(tmp_path / "15000")
-    [spike] = [mean for step, mean in found["metrics"]["series"]["loss"]["means"] if step == 80.5]
-    assert spike == pytest.approx(sum(of(step)["loss"] for step in range(65, 97)) / 32)
+def test_a_page_of_many_steps_stays_small(tmp_path: Path, report: Report) -> None:
+    steps = ({"step": step, "loss": 2 + step % 5, "mfu": 0.3, "seconds": 1} for step in range(1, 15_001))
+    (tmp_path / "run").mkdir()
+    write_lines(tmp_path / "run" / "metrics.jsonl", *steps)
+    assert "15,000" in report.page(tmp_path / "run").text and report.file.stat().st_size < 20_000
 
 
 def test_no_line_is_held_whole_that_is_longer_than_ours(tmp_path: Path) -> None:
@@ -432,22 +355,21 @@ def test_restarts_are_listed(run: Path, report: Report) -> None:
     entries = [first, {**first, "attempt": 2, "step": None, "state": "hung", "exit_code": 5, "new_key": 1}]
     state = json.loads((run / "run_state.json").read_text())
     (run / "run_state.json").write_text(json.dumps({**state, "restarts": entries}))
-    page = report.page(run)
-    assert "crashed\n1\n30\nboom" in page.text
-    folded = "<details><summary><bdi>boom</bdi></summary><pre>no progress\nstacks of all</pre></details>"
-    assert report.file.read_text(encoding="utf-8").count(folded) == 2
-    for shown in ("2026-11-23 22:15:10 UTC", "boom", "before the first", "2 restarts", "hung"):
-        assert shown in page.text, shown
+    text = report.page(run).text
+    assert "2 restarts; train.log has all about them: boom, boom" in text and "stacks" not in text
+    assert [(each["attempt"], each["exit_code"], each["step"]) for each in collect(run)["restarts"]] == [
+        (1, 1, 30), (2, 5, None),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("change", "level", "said"),
     [
-        ({"state": "running", "exit_code": 1, "message": "still"}, "neutral", "the last line of metrics.jsonl is "),
-        ({"state": "crashed", "exit_code": 1, "message": "boom\nmore"}, "bad", "boom (exit code 1); next: "),
+        ({"state": "running", "exit_code": 1, "message": "still"}, "neutral", "and metrics.jsonl is "),
+        ({"state": "crashed", "exit_code": 1, "message": "boom\nmore"}, "bad", "boom\nmore (exit code 1)\nnext: "),
         ({"state": "preempted", "exit_code": 3, "message": "SIGTERM"}, "warn", "SIGTERM (exit code 3)"),
         ({"state": "out_of_memory", "exit_code": 6, "message": "planned 9"}, "bad", "planned 9 (exit code 6)"),
-        ({"state": "new_state", "exit_code": 0}, "warn", "new_state"),
+        ({"state": "new_state", "exit_code": 0}, "bad", "New state (exit code 0)"),
         ({"state": None}, "warn", ""),
     ],
 )
@@ -472,12 +394,6 @@ def test_what_to_look_at(tmp_path: Path, run: Path) -> None:
     assert "10.0% of the time was spent waiting for data" in of(data_wait=0.1)
     assert "100 steps were skipped" in of(skipped=True)
     assert "The loss did not fall: 9 at first, now 9" in of(loss=9.0)
-    assert "0% of the answers of the last 10 steps are on the right side; half is chance" in of(accuracy=0.0)
-    assert "0% of the new answers" in of(validation_accuracy=0.0) and "on the right side" not in of(
-        validation_accuracy=0.9
-    )
-    assert "The model did not come nearer to its teacher: 1 nats at first, now 1" in of(agreement=0.1, kl=1.0)
-    assert "The teacher's folder keeps 0.0003 of the teacher's probability only" in of(kept_mass=0.0003)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 100, "validation_loss": 20.0}\n')
     assert "Validation loss was lowest at step 100 (2.0000; 20.0000 at the end, +900.0%)" in of()
@@ -489,7 +405,7 @@ def test_what_to_look_at(tmp_path: Path, run: Path) -> None:
     assert "as damaged: damaged-step-10" in text
     assert "not as written: step-100" in text
     [old, new] = collect(run)["checkpoints"]["listed"]
-    assert (old["why_suspect"], old["is_best"], new["is_best"]) == ("its loss is high", False, True)
+    assert (old["suspect"], old["is_best"], new["is_best"]) == ("its loss is high", False, True)
     assert old["bytes"] > 2_000_000 and "has changed since it was written" in new["problem"]
     assert "Validation losses that were not finite: " in of(validation_loss=None)
 
@@ -500,9 +416,7 @@ def test_names_of_files_are_those_that_the_run_writes() -> None:
 
 def test_lines_of_the_launcher_are_in_the_report(run: Path) -> None:
     append_to_log(run, ["rank 1 is behind", "restart 1 of 3"])
-    log = collect(run)["log"]
-    assert [entry["message"] for entry in log["messages"]] == ["twice", "once", "rank 1 is behind", "restart 1 of 3"]
-    assert log["errors"] == 3
+    assert collect(run)["log"]["errors"] == 3
 
 
 def test_skipped_spikes_are_told_from_steps_that_are_not_finite(run: Path, report: Report) -> None:
@@ -516,58 +430,26 @@ def test_skipped_spikes_are_told_from_steps_that_are_not_finite(run: Path, repor
     assert "1 step was skipped because of loss spikes (1): 99" in {finding.text for finding in findings(found)}
 
 
-def test_each_source_has_a_curve_with_its_lowest_point_marked_and_a_single_value_is_a_dot(
-    run: Path, tmp_path: Path
-) -> None:
-    short = collect(write_run(tmp_path / "short", steps=1))
-    assert 'class="k0" d="M10000,5000h0"' in charts({"short": short})
-    with (run / "metrics.jsonl").open("a") as file:  # the best validation is not the last one
-        write = (json.dumps({"step": step, "validation_loss": loss}) for step, loss in ((110, 1.0), (120, 4.0)))
-        file.write("\n".join(write))
-    of_kinds = re.findall("<figure.*?</figure>", charts({"run": collect(run)}), re.S)
-    assert [len(re.findall('path class="k', each)) for each in of_kinds] == [1, 3 * 3, 1]  # with legend and mark
-    assert re.findall("<bdi>(.*?)</bdi>", of_kinds[1]) == [
-        "all; ● lowest: 1.0000 at step 110", "code; ● lowest: 1.5000 at step 100", "web; ● lowest: 2.2500 at step 100",
-    ]  # fmt: skip
-    for curve in ("k0", "k1", "k2"):
-        [line] = re.findall(f'class="{curve}" d="M([^"]*)h0"', of_kinds[1])
-        [mark] = re.findall(f'class="{curve} lowest" d="M([^"]*)h0"', of_kinds[1])
-        assert mark == max(line.split(" "), key=lambda point: int(point.split(",")[1]))  # y grows downwards
-
-
-def test_several_runs_are_one_page_with_a_table_and_each_curve_of_each_run(
+def test_several_runs_are_a_table_with_what_to_look_at_and_the_settings_that_differ(
     run: Path, tmp_path: Path, report: Report, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = write_run(tmp_path / "b" / "<i>", steps=50, loss=lambda step: 3.0)
-    (other / "config.toml").write_text(
-        (run / "config.toml")
-        .read_text()
-        .replace("lr = 0.001", "lr = 0.5")
-        .replace("tokens_per_step = 0", "tokens_per_step = 4096")
-    )
+    other = write_run(tmp_path / "b" / "\x1b[31m", steps=50, loss=lambda step: 3.0)
+    config = (run / "config.toml").read_text().replace("lr = 0.001", "lr = 0.5")
+    (other / "config.toml").write_text(config.replace("tokens_per_step = 0", "tokens_per_step = 4096"))
     with (run / "metrics.jsonl").open("a") as file:  # a run that traced two steps
         for step, milliseconds in ((3, 10.0), (4, 30.0)):
             file.write(json.dumps({"step": step, "comm_ms": milliseconds, "comm_exposed_ms": 5.0}) + "\n")
     capsys.readouterr()
-    report(run, other, run, "--output", report.file)
-    text = report.file.read_text(encoding="utf-8")
-    page = Reading(text)
-    figures = re.findall("<figure.*?</figure>", text, re.S)
-    titles = [re.findall(r"<b>(\w+)", figure)[0] for figure in figures]
-    assert titles == ["Training", "Validation", "Throughput"]
-    for figure in figures:
-        assert len(re.findall(r'<path class="k[01]" d="M[^"]*h0"', figure)) == 2
-        assert re.findall("<bdi>(run|&lt;i&gt;)", figure) == ["run", "&lt;i&gt;"]
-    rows = re.findall("<tr>(.*?)</tr>", text)
-    assert [re.findall("<bdi>(.*?)</bdi>", row)[:4] for row in rows[:3]] == [
-        ["Run", "State", "Loss", "Lowest validation"], ["run", "Finished", LAST_LOSS, "2.0000"],
-        ["&lt;i&gt;", "Finished", "3.0000", "2.0000"],
+    text = report(run, other, run)
+    assert "\x1b" not in text and not (tmp_path / "report.html").exists()
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    [heads, _, *first] = rows[:4]
+    assert heads[:5] == ["Run", "State", "Loss", "Lowest validation", "Steps"]
+    shown = [dict(zip(heads, row, strict=True)) for row in first]
+    assert [(each["Run"], each["State"], each["Loss"]) for each in shown] == [
+        ("run", "Done", LAST_LOSS), ("\\x1b[31m", "Done", "3.0000"),
     ]  # fmt: skip
-    shown = [
-        dict(zip(re.findall("<bdi>(.*?)</bdi>", rows[0]), re.findall("<bdi>(.*?)</bdi>", row), strict=True))
-        for row in rows[1:3]
-    ]
-    assert [column for column in shown[0] if column in (*SETTINGS, *FIGURES)] == [*SETTINGS, *FIGURES]
+    assert [column for column in heads if column in (*SETTINGS, *FIGURES)] == [*SETTINGS, *FIGURES]
     assert [[each[name] for name in ("N", "B_micro", "GA", "T_eff", "ckpt", "dtype", "step_ms")] for each in shown] == [
         ["2", "1", "1", "512", "none", "float32", "500"], ["2", "1", "8", "4,096", "none", "float32", "500"],
     ]  # fmt: skip
@@ -575,15 +457,14 @@ def test_several_runs_are_one_page_with_a_table_and_each_curve_of_each_run(
         ("20.0", "5.0", "1.61"),
         ("", "", "1.61"),
     ]
-    assert "optimizer.lr\n0.001\n0.5\n" in page.text and "training.seq_len" not in page.text
-    assert "The loss did not fall" in page.text and not page.scripts and "i" not in page.tags
-    assert [each["name"] for each in json.loads(report(run, other, "--json"))] == ["run", "<i>"]
+    assert ["optimizer.lr", "0.001", "0.5"] in rows and "training.seq_len" not in text
+    assert "[31m: The loss did not fall" in text
+    assert [each["name"] for each in json.loads(report(run, other, "--json"))] == ["run", "\x1b[31m"]
     twin = tmp_path / "c" / "run"
     write_run(twin, steps=1)
     capsys.readouterr()
-    report(run, twin, "--output", report.file)  # runs of one name are told apart by their folders
-    assert f"{run}\nFinished" in Reading(report.file.read_text(encoding="utf-8")).text
-    assert "21 runs are too many for a page; name at most 20" in report(*[run] * 21, code=2)
+    assert f"| {run} " in report(run, twin)  # runs of one name are told apart by their folders
+    assert "leave --output out" in report(run, twin, "--output", report.file, code=2)
 
 
 # the command
@@ -621,9 +502,8 @@ def test_json_is_what_the_page_is_made_of(run: Path, report: Report) -> None:
     found = report.json(run)
     assert not (run / "report.html").exists()
     series = found["metrics"]["series"]["loss"]
-    assert series["means"][0] == [1.0, 6.0] and series["bin_steps"] == 1 and series["last"] == [100, 2.04]
-    assert [len(prompt["answers"]) for prompt in found["samples"]["prompts"]] == [6, 6]
-    assert [each["step"] for each in found["samples"]["prompts"][0]["answers"]] == [10, 60, 70, 80, 90, 100]
+    assert series["first"] == [1, 6.0] and series["last"] == [100, 2.04]
+    assert found["environment"] == {"layout": "FSDP2 over 2 (ZeRO-1)", "processes": "2"}
     assert found["config"]["optimizer.lr"] == "0.001" and found["card"] == 2**35
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import ASSETS, random_documents
 from gloo.job_parity import open_split
+from packed_rows import packed
 from test_corpus import TOKENIZER, write
 from test_generate import SPECS, reference, said_by_transformers
 from test_metrics import open_reporter
@@ -29,7 +30,6 @@ from titan_mi100.run.samples import answer_greedily, until_stop
 from titan_mi100.run.sinks import Explanation, TensorBoard
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.tools import prepare_corpus
-from titan_mi100.workshop.made_up import packed
 
 
 @pytest.mark.parametrize(

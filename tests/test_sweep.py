@@ -230,7 +230,7 @@ def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., lis
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "MEASURE", "faulty_parts:sweep_row")
     monkeypatch.setattr(command.launcher, "set_defaults", lambda processes: monkeypatch.setenv("GIVEN", str(processes)))
-    monkeypatch.setattr(command, "_MACHINE", Task("machine", "faulty_parts:machine"))
+    monkeypatch.setattr(command.children, "MACHINE", Task("machine", "faulty_parts:machine"))
 
     def sweep(*arguments: str) -> list[dict[str, Any]]:
         assert command.main([*SMALL, "--output", "out", *arguments]) == 0
@@ -267,7 +267,8 @@ def test_a_killed_sweep_leaves_no_process_and_goes_on(faulty: Callable[..., list
     code = (
         "import sys; from titan_mi100.workshop.measure.children import Task\n"
         "from titan_mi100.workshop.sweep import command\n"
-        "command.MEASURE, command._MACHINE = 'faulty_parts:sweep_row', Task('machine', 'faulty_parts:machine')\n"
+        "command.MEASURE = 'faulty_parts:sweep_row'\n"
+        "command.children.MACHINE = Task('machine', 'faulty_parts:machine')\n"
         "sys.exit(command.main(sys.argv[1:]))"
     )
     ask = ["--batch", "1", "4", "5"]
@@ -315,9 +316,8 @@ def test_published_figures_stand_beside_ours_only_on_the_same_hardware() -> None
     smaller = rows_of("--preset", "published", "--gpus", "2", "--model.flavor", "debug")
     apart += [table.markdown([record(row, machine=MI100) for row in smaller], with_published=True)]
     for text in apart:
-        mine, theirs = text.split("Published figures, made on 2x MI100")
-        assert "published" not in mine and "do not compare" in theirs.replace("\n", " ")
-        assert "| 5,404 " in theirs and "| 27.3 " in theirs
+        assert "published: step_ms" not in text and "| 5,404 " not in text
+        assert "The published figures are of 2 MI100, Qwen3-0.6B and rows of 1,024: they do not compare" in text
     assert "ublished" not in table.markdown([record()])
 
 

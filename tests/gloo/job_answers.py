@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from gloo.job_parity import open_split, run_split
+from packed_rows import packed
 
 from titan_mi100.data.answer_store import Arrays
 from titan_mi100.data.prepared import PackedDataset, Prepared
@@ -17,7 +18,7 @@ from titan_mi100.open_run.logprob_pass import LogprobPass
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
 from titan_mi100.planning.workload import Workload
-from titan_mi100.workshop.made_up import made_up, packed
+from titan_mi100.workshop.made_up import made_up
 
 
 def data_of(case: dict) -> Prepared:

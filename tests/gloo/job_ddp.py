@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from gloo.job_parity import CONSTANT, save
+from packed_rows import packed
 from torch import Tensor
 
 from titan_mi100.config.settings import Config, OptimizerConfig, ParallelismConfig, TrainingConfig
@@ -20,7 +21,7 @@ from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.qwen3 import Qwen3Spec
-from titan_mi100.workshop.made_up import made_up, packed
+from titan_mi100.workshop.made_up import made_up
 
 SPEC = Qwen3Spec(320, 64, 128, 2, 4, 2, 16, True, rope_theta=10_000.0)
 START = 6  # the first compressed step

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from packed_rows import packed
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -31,7 +32,7 @@ from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
 from titan_mi100.weights.load import fill_base
-from titan_mi100.workshop.made_up import made_up, packed
+from titan_mi100.workshop.made_up import made_up
 
 CONSTANT = LRSchedulerConfig(warmup_steps=0, decay_type="constant")
 

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gloo.job_parity import config_of
+from packed_rows import packed
 from torch.utils._pytree import tree_leaves
 
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
-from titan_mi100.workshop.made_up import made_up, packed
+from titan_mi100.workshop.made_up import made_up
 
 # method -> the operation, and which argument has all bytes of it
 METHODS = {

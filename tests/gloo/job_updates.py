@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from gloo.job_parity import CONSTANT, save, whole
+from packed_rows import packed
 from torch import Tensor
 
 from titan_mi100.config.settings import Config, ModelConfig, OptimizerConfig, ParallelismConfig, TrainingConfig
@@ -19,7 +20,7 @@ from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.qwen3 import Qwen3Spec
-from titan_mi100.workshop.made_up import made_up, packed
+from titan_mi100.workshop.made_up import made_up
 
 # its matrices have blocks of 16 to 32
 SPEC = Qwen3Spec(324, 128, 256, 4, 4, 2, 64, True, rope_theta=10_000.0, initializer_range=0.1, pad_token_id=208)

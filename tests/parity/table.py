@@ -31,6 +31,7 @@ if __name__ == "__main__":
 
 from conftest import torchrun
 from gloo.job_parity import CONSTANT, keep_gradients, save, whole
+from packed_rows import packed
 
 from titan_mi100.config.layout import SCHEDULES, check_schedule
 from titan_mi100.config.settings import (
@@ -53,7 +54,7 @@ from titan_mi100.shapes.qwen3 import Qwen3Spec
 from titan_mi100.shapes.qwen3_5 import Qwen3_5Spec, every_fourth
 from titan_mi100.shapes.qwen3_5_moe import Qwen3_5MoeSpec
 from titan_mi100.shapes.qwen3_moe import Qwen3MoeSpec
-from titan_mi100.workshop.made_up import made_up, packed
+from titan_mi100.workshop.made_up import made_up
 
 STEPS, ROWS, SEQ_LEN = 8, 16, 32  # ROWS per step
 CHUNK = 8  # tokens that the delta rule computes at once: a row has several

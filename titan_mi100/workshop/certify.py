@@ -29,8 +29,6 @@ from titan_mi100.workshop.measure.parts import CERTIFICATE, FAIL, FORMAT, NOT_RU
 
 _ROOM = 1 << 20  # bytes for certificate and page: checked before anything is measured
 _ON_GPU, _ON_CPU = 25.0, 10.0  # minutes
-# in a child process, because asking a device for its name can hang
-_MACHINE = Task("machine", "titan_mi100.workshop.measure.device:machine")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +43,7 @@ def _certify(options: argparse.Namespace) -> int:
     now = datetime.datetime.now(datetime.timezone.utc)
     folder = options.output or Path(f"certificate-{now:%Y%m%d-%H%M%S}")
     _make_folder(folder)
-    described = children.run(_MACHINE, lambda: 0 if signals else _MACHINE.seconds)
+    described = children.run(children.MACHINE, lambda: 0 if signals else children.MACHINE.seconds)
     if described.found:
         machine = Machine(**described.found)
         minutes = options.minutes or (_ON_GPU if machine.memory else _ON_CPU)

@@ -1,6 +1,6 @@
 """The columns of all tables about steps: `sweep`, `report` of several runs, metrics.jsonl. Imports no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 # What a step is made of; docs/TRAIN.md explains the short forms.
 SETTINGS = ("layout", "N", "B_micro", "GA", "T_eff", "ckpt", "dtype")
@@ -25,3 +25,12 @@ def figures(measured: Mapping[str, float | None]) -> dict[str, str]:
         number = "n/a" if figure is None else f"{figure * factor:,.{digits}f}" + "%" * (column == "MFU")
         cells[column] = number if key in measured else ""
     return cells
+
+
+def markdown_table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """Columns are padded, so that a terminal shows a table, too."""
+    lines = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in (header, *body)]
+    # a long reason, in the first column of figures, may run over those that are empty beside it
+    widths = [max(3, *(len(line[column]) for line in lines if len(line[column]) < 24)) for column in range(len(header))]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)

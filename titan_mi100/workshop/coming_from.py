@@ -36,13 +36,8 @@ def _lines(options: argparse.Namespace) -> Iterator[str]:
     name, _, value = options.name.partition("=")
     values, plain_name = options.value or [value] * bool(value), _plain(name)
     trainers = dict.fromkeys(entry.trainer for entry in entries())
-    matching = [entry for entry in entries() if plain_name in map(_last, entry.names) or plain_name in entry.names]
-    matching += [entry for entry in (find(plain_name),) if name and entry and entry not in matching]
-    matching += [
-        entry
-        for entry in entries()
-        if name and plain_name in map(_plain, [entry.trainer, *re.split(", | and ", entry.trainer)])
-    ]
+    best = find(plain_name) if name else None
+    matching = [entry for entry in entries() if entry == best or plain_name in _names(entry)]
     ours = [key for key in our_keys() if plain_name in (key, _last(key))]
     if not name:
         yield from (f"titan-mi100 coming-from {trainer!r}" for trainer in trainers if " and " not in trainer)
@@ -58,6 +53,12 @@ def _lines(options: argparse.Namespace) -> Iterator[str]:
         if own_entries := [entry for entry in matching if entry.trainer == trainer]:
             yield f"# {trainer}"
             yield from (line for entry in own_entries for line in described(entry))
+
+
+def _names(entry: Entry) -> set[str]:
+    """What an entry is listed for: the option, also without its section; its trainers."""
+    trainers = [entry.trainer, *re.split(", | and ", entry.trainer)]
+    return {*entry.names, *map(_last, entry.names), *map(_plain, trainers)}
 
 
 def _last(name: str) -> str:

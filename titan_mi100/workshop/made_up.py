@@ -1,39 +1,14 @@
 """Synthetic rows in memory, in the form of prepared data. Benchmarks and tests open runs with them."""
 
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from titan_mi100.data.encode import document_values
-from titan_mi100.data.packing import Packing, pack_together
-from titan_mi100.data.prepared import (
-    DataFacts,
-    DocumentTable,
-    PackedDataset,
-    Prepared,
-    SetFacts,
-    SourceRows,
-)
+from titan_mi100.data.packing import Packing
+from titan_mi100.data.prepared import DataFacts, DocumentTable, PackedDataset, Prepared, SetFacts, SourceRows
 
 _LENGTHS = (100, 500)  # shortest and longest random document in tokens; a document may be cut at the end of a row
-
-
-def packed(
-    documents: Sequence[tuple[np.ndarray, np.ndarray]], seq_len: int, pad_id: int = 0, together: int = 1
-) -> PackedDataset:
-    """Pack documents into rows, as preparation does.
-
-    Args:
-        documents: each (ids, supervised), two (tokens,) arrays.
-        together: documents of a record, see packing.pack_together.
-    """
-    encoded = [document_values(ids, supervised) for ids, supervised in documents]
-    lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)
-    starts = np.concatenate(([0], np.cumsum(lengths)))
-    packing = pack_together(lengths, seq_len, together)
-    return PackedDataset(DocumentTable(np.concatenate(encoded), starts), packing, seq_len, pad_id)
 
 
 def random_rows(rows: int, seq_len: int, vocabulary: int, supervised_share: float, seed: int = 7) -> PackedDataset:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import re
 import resource
 import sys
 import time
@@ -14,7 +15,6 @@ from titan_mi100 import cli as tool
 from titan_mi100.config.as_text import settings_parser
 from titan_mi100.config.layout import Batch, Layout
 from titan_mi100.config.load import load_config
-from titan_mi100.config.settings import CompileConfig, ParallelismConfig
 from titan_mi100.errors import UserError
 from titan_mi100.log import log, setup_logging
 from titan_mi100.planning.cards import Gpu
@@ -49,13 +49,14 @@ def _rehearse(options: argparse.Namespace, settings: Sequence[str]) -> int:
     try:
         config = load_config(settings, ranks, with_files=False)
     except UserError as error:
-        message = (
-            str(error)
-            .replace("./run_train.sh --nproc_per_node", "--rehearse")
-            .replace("--nproc_per_node", "--rehearse")
-        )
-        raise UserError(message) from None
-    _refuse(config.compile, config.parallelism, ranks, options.ranks)
+        raise UserError(re.sub(r"(\./run_train\.sh )?--nproc_per_node", "--rehearse", str(error))) from None
+    # what would be counted wrongly
+    if config.compile.enable:
+        raise UserError("compiled code cannot be rehearsed; add --compile.enable false (the collectives are the same)")
+    if config.parallelism.powersgd_rank:
+        raise UserError("PowerSGD's compressed steps cannot be rehearsed; set parallelism.powersgd_rank to 0")
+    if outside := [rank for rank in options.ranks if rank >= ranks]:
+        raise UserError(f"--ranks {outside[0]} does not exist; the ranks are 0 to {ranks - 1}")
     from titan_mi100.workshop.rehearsal.counter import ranks_of_stages  # imported after the checks: torch takes seconds
     from titan_mi100.workshop.rehearsal.saved import as_code, saved_by_kind
     from titan_mi100.workshop.rehearsal.session import rehearse
@@ -81,20 +82,6 @@ def _rehearse(options: argparse.Namespace, settings: Sequence[str]) -> int:
     advice = remedy(make_plan(workload, card, gpu))
     tool.say(f"a step needs {most / GIB:.1f} GiB, {gpu.name} has {card / GIB:.1f}; what helps most: {advice}")
     return _OUT_OF_MEMORY
-
-
-def _refuse(compiled: CompileConfig, parallelism: ParallelismConfig, ranks: int, chosen: Sequence[int]) -> None:
-    """Refuse what a rehearsal would count wrongly.
-
-    Raises:
-        UserError: compiled code, PowerSGD, or a rank that does not exist.
-    """
-    if compiled.enable:
-        raise UserError("compiled code cannot be rehearsed; add --compile.enable false (the collectives are the same)")
-    if parallelism.powersgd_rank:
-        raise UserError("PowerSGD's compressed steps cannot be rehearsed; set parallelism.powersgd_rank to 0")
-    if outside := [rank for rank in chosen if rank >= ranks]:
-        raise UserError(f"--ranks {outside[0]} does not exist; the ranks are 0 to {ranks - 1}")
 
 
 def _lines(
@@ -132,11 +119,9 @@ def _lines(
             f"rank {rehearsed.rank}, in a step:",
             f"{'axis':<13}{'collective':<15}{'ranks':>6}{'count':>8}{'payload':>12}{'ring sends':>12}  over",
         ]
-        for transfer, count, payload, ring in by_axis(rehearsed.work.traffic):
-            lines.append(
-                f"{transfer.axis:<13}{transfer.operation:<15}{len(transfer.group):>6}{count:>8,}"
-                f"{bytes_in_words(payload):>12}{bytes_in_words(round(ring)):>12}  {transfer.link(gpu.per_node)}"
-            )
+        for row in _collectives(rehearsed, gpu):
+            sizes = (bytes_in_words(round(row[name])) for name in ("payload", "ring_bytes"))
+            lines.append("{axis:<13}{operation:<15}{ranks:>6}{count:>8,}{:>12}{:>12}  {link}".format(*sizes, **row))
     if layout.inside_a_node > gpu.per_node:
         lines += ["", "tensor parallel spans several nodes: every layer waits for the network; keep it inside a node"]
     return lines
@@ -145,16 +130,19 @@ def _lines(
 def _as_json(found: "Sequence[Rehearsed]", gpu: Gpu, card: int, most: float) -> dict[str, Any]:
     ranks = []
     for rehearsed in found:
-        rows = [
-            {
-                "axis": transfer.axis, "operation": transfer.operation, "ranks": len(transfer.group), "count": count,
-                "payload": payload, "ring_bytes": ring, "link": transfer.link(gpu.per_node),
-            }
-            for transfer, count, payload, ring in by_axis(rehearsed.work.traffic)
-        ]  # fmt: skip
-        memory = asdict(rehearsed.memory)
-        ranks.append({"rank": memory.pop("rank"), "memory": memory, "flops": rehearsed.work.flops, "collectives": rows})
+        about = {"rank": rehearsed.rank, "memory": asdict(rehearsed.memory), "flops": rehearsed.work.flops}
+        ranks.append({**about, "collectives": _collectives(rehearsed, gpu)})
     return {"ranks": ranks, "card": card, "most": most, "fits": most <= card}
+
+
+def _collectives(rehearsed: "Rehearsed", gpu: Gpu) -> list[dict[str, Any]]:
+    return [
+        {
+            "axis": transfer.axis, "operation": transfer.operation, "ranks": len(transfer.group), "count": count,
+            "payload": payload, "ring_bytes": ring, "link": transfer.link(gpu.per_node),
+        }
+        for transfer, count, payload, ring in by_axis(rehearsed.work.traffic)
+    ]  # fmt: skip
 
 
 def _parser() -> argparse.ArgumentParser:

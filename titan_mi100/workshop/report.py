@@ -1,9 +1,9 @@
-"""Write a page about a run: did it go well, curves, checkpoints, restarts.
+"""Write a page about a run: did it go well, metrics, checkpoints, restarts. Or compare several in a table.
 
     titan-mi100 report RUN [RUN ...] [--output FILE.html] [--json]
 
-Of several runs: a comparison. The page is one file that needs no network, no other file and no JavaScript. The run may
-still be running. Imports no torch.
+The page is one file that needs no network, no other file and no JavaScript. Of several runs a table is printed. A run
+may still be running. Imports no torch.
 """
 
 import argparse
@@ -16,11 +16,10 @@ from titan_mi100 import cli as tool
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import check_output, write_output
 from titan_mi100.log import setup_logging
+from titan_mi100.wording import printable
 from titan_mi100.workshop.pages.collect import collect
 from titan_mi100.workshop.pages.document import is_page
-from titan_mi100.workshop.pages.page import columns_of, page
-
-_MOST_RUNS = 20
+from titan_mi100.workshop.pages.page import comparison, key_figures, page
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,27 +30,29 @@ def _report(options: argparse.Namespace) -> None:
     setup_logging(0)
     if options.json and options.output:
         raise UserError("--json prints to standard output and writes no page; leave --output out")
-    if len(options.runs) > _MOST_RUNS:
-        raise UserError(f"{len(options.runs)} runs are too many for a page; name at most {_MOST_RUNS}")
-    output = Path(options.output or (options.runs[0] if len(options.runs) == 1 else Path()) / "report.html")
-    if not options.json:
+    if options.output and len(options.runs) > 1:
+        raise UserError("a page is of one run, a table of several is printed; leave --output out")
+    runs = dict.fromkeys(options.runs)
+    output = Path(options.output or options.runs[0] / "report.html")
+    if not options.json and len(runs) == 1:
         check_output(output, "--output", is_page("Report: "))
-    runs = [collect(run) for run in dict.fromkeys(options.runs)]
+    collected = [collect(run) for run in runs]
     if options.json:
-        shown = [{**run, "columns": columns_of(run)} for run in runs]
-        print(json.dumps(shown if len(runs) > 1 else shown[0], allow_nan=False))
+        shown = [{**run, "columns": key_figures(run)} for run in collected]
+        print(json.dumps(shown if len(collected) > 1 else shown[0], allow_nan=False))
+    elif len(collected) > 1:
+        print(printable(comparison(collected)))
     else:
-        write_output(output, text := [page(runs)], "--output", is_page("Report: "))
+        write_output(output, text := [page(collected[0])], "--output", is_page("Report: "))
         print(f"{output}: {len(text[0].encode(errors='backslashreplace')):,} bytes")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = tool.Parser(prog="titan-mi100 report", description=__doc__.splitlines()[0], epilog="See docs/REPORT.md.")
     add = parser.add_argument
-    add("runs", metavar="RUN", nargs="+", type=Path, help="run folder, as training printed it; several: a comparison")
-    where = "the page (default: report.html in the run's folder; of several runs in the current folder)"
-    add("--output", metavar="FILE.html", default="", help=where)
-    add("--json", action="store_true", help="print the page's data as JSON instead of writing the page")
+    add("runs", metavar="RUN", nargs="+", type=Path, help="run folder, as training printed it; several: a table")
+    add("--output", metavar="FILE.html", default="", help="the page (default: report.html in the run's folder)")
+    add("--json", action="store_true", help="print the data as JSON instead")
     return parser
 
 

@@ -56,6 +56,10 @@ class Task:
     optional: bool = False
 
 
+# in a child process, because asking a device for its name can hang
+MACHINE = Task("machine", "titan_mi100.workshop.measure.device:machine")
+
+
 def run(task: Task, time_left: Callable[[], float]) -> Part:
     """Run a task until it ends or reaches its time limit, and kill all its processes.
 

@@ -1,115 +1,14 @@
-"""The charts of our pages, as HTML with inline SVG: curves over steps, and histograms. Imports no torch.
+"""The histogram of the data page, as HTML with inline SVG. Imports no torch.
 
-Curves scale with the page; labels are HTML text of fixed size.
+The drawing scales with the page; labels are HTML text of fixed size.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
 
 from titan_mi100.workshop.pages.document import text
-from titan_mi100.workshop.pages.long_files import SOURCE
 
 _UNITS = 10_000  # width and height of the SVG's coordinate system
-_COLORS = 7  # of the palette; further curves are dashed
-_TINY = 1e-90  # smaller ranges are drawn as flat, so that scales stay finite
-Point = tuple[float, float]  # step and value
-Points = Sequence[Point]
-_NONE: Mapping[str, Point] = MappingProxyType({})
-
-# key of metrics.jsonl -> title
-_KINDS = {
-    "loss": "Training loss (mean over supervised tokens, nats)",
-    "validation_loss": "Validation loss (nats per token)",
-    "accuracy": "Pairs whose chosen answer has the greater reward (share)",
-    "margin": "Margin: reward of the chosen answer minus that of the rejected one",
-    "reward_chosen": "Rewards of both answers",
-    "logp_chosen": "Log probabilities of both answers (nats)",
-    "below_reference": "How much less likely the answers are than under the reference (nats)",
-    "kl": "Distance from the teacher (KL, nats)",
-    "cross_entropy": "Cross-entropy of the labels (nats per token)",
-    "agreement": "Tokens whose likeliest id is the teacher's (share)",
-    "tokens_per_second": "Throughput (tokens/s)",
-    "busiest_expert": "Rows of the busiest expert (relative to the mean of its layer)",
-}
-_BESIDE = {"reward_chosen": "reward_rejected", "logp_chosen": "logp_rejected"}  # drawn in the same chart
-
-
-def charts(runs: Mapping[str, dict[str, Any]]) -> str:
-    """The charts that have data, as HTML. One run: all its curves; several: the same curve of each.
-
-    Args:
-        runs: name -> a run as `collect` returns it.
-    """
-    figures, every = "", {name: run["metrics"].get("series", {}) for name, run in runs.items()}
-    for kind, title in _KINDS.items():
-        if any("margin" in series for series in every.values()):
-            title = f"{title.partition(' (')[0]} (mean over pairs)" if kind.endswith("loss") else title
-            title = _KINDS["below_reference"] if kind == "kl" else title  # its name in older runs
-        chosen = _of_runs(kind, every) if len(runs) > 1 else _of_run(kind, *every.values())
-        if chosen:
-            widths = max(series["bin_steps"] for series in chosen.values())
-            lowest = {name: series["lowest"] for name, series in chosen.items()} if kind == "validation_loss" else {}
-            curves = {name: series["means"] for name, series in chosen.items()}
-            figures += figure(title, f"means of {widths:,} steps" if widths > 1 else "", curves, lowest)
-    return f'<div class="charts">{figures}</div>' if figures else ""
-
-
-def _of_runs(kind: str, every: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    curves = {name: series[kind] for name, series in every.items() if kind in series}
-    beside = {
-        f"{name} (rejected)": series[_BESIDE[kind]] for name, series in every.items() if _BESIDE.get(kind) in series
-    }
-    return {**curves, **beside}
-
-
-def _of_run(kind: str, series: dict[str, Any]) -> dict[str, Any]:
-    both = {kind, _BESIDE.get(kind, kind)}
-    of_kind = both | {f"validation_{each}" for each in both}
-    keys = [key for key in series if key in of_kind or (kind == "validation_loss" and key.startswith(SOURCE))]
-    keys.sort(key=lambda key: (key != kind, key))
-    if kind == "loss":
-        keys = [kind] if kind in series else []
-    names = {kind: "all", **({} if kind.endswith("loss") else {kind: kind.rpartition("_")[2]})}
-    return {names.get(key, key.removeprefix(SOURCE)).replace("_", " "): series[key] for key in keys}
-
-
-def figure(
-    title: str,
-    note: str,
-    curves: Mapping[str, Points],
-    lowest: Mapping[str, tuple[float, float]] = MappingProxyType({}),
-) -> str:
-    """A chart of curves over steps.
-
-    Args:
-        note: below its title.
-        curves: by their names.
-        lowest: name of a curve -> its lowest point, which gets a mark.
-    """
-    every = [point for points in (*curves.values(), lowest.values()) for point in points]
-    steps, values = zip(*every, strict=True)
-    low, high, last = min(values), max(values), max(1.0, *steps)
-    is_flat = high - low <= max(1e-6 * max(abs(low), abs(high)), _TINY)
-    room = (0.05 * abs(high) if abs(high) > _TINY else 1.0) if is_flat else 0.04 * (high - low)
-    low, high = low - room, high + room
-
-    def place(step: float, value: float) -> str:
-        return f"{round(_UNITS * step / last)},{round(_UNITS * (1 - (value - low) / (high - low)))}"
-
-    drawn, key = "", ""
-    for number, (name, points) in enumerate(curves.items()):
-        classes, shown = f"k{number % _COLORS}" + (" dashed" if number >= _COLORS else ""), text(name)
-        line = " ".join(place(step, value) for step, value in points)
-        drawn += f'<path class="{classes}" d="M{line}h0"/>'  # h0: a single point is a dot
-        if name in lowest:
-            drawn += f'<path class="{classes} lowest" d="M{place(*lowest[name])}h0"/>'
-            shown += f"; ● lowest: {lowest[name][1]:.4f} at step {lowest[name][0]:,}"
-        piece = f'<svg class="line" viewBox="0 0 20 4"><path class="{classes}" d="M0,2 20,2"/></svg>'
-        key += f"<li>{piece}<bdi>{shown}</bdi></li>"
-    below = [(at / last, f"{at:,.0f}") for at, _ in ticks(0, last) if at == int(at)]
-    return _frame(title, note, key if len(curves) > 1 or lowest else "", drawn, (low, high), below)
 
 
 def bars(title: str, note: str, edges: Sequence[str], series: Mapping[str, Sequence[int]]) -> str:
@@ -131,32 +30,21 @@ def bars(title: str, note: str, edges: Sequence[str], series: Mapping[str, Seque
         key += f"<li>{piece}<bdi>{text(name)}</bdi></li>"
     every = -(-len(edges) // 6)  # labels that fit a phone
     below = [(i / len(edges), label) for i, label in enumerate(edges, 1) if (len(edges) - i) % every == 0]
-    return _frame(title, note, key if len(series) > 1 else "", drawn, (0, most), below)
-
-
-def _frame(
-    title: str, note: str, key: str, drawn: str, ends: tuple[float, float], below: Sequence[tuple[float, str]]
-) -> str:
-    """A chart. Args: drawn: SVG of its curves. ends: of the vertical axis. below: (place, label) on the other axis."""
-    low, high = ends
-    marks = [(1 - (at - low) / (high - low), label) for at, label in ticks(low, high)]
-    left = "".join(f'<span style="top:{100 * at:.2f}%">{label}</span>' for at, label in marks)
     bottom = "".join(f'<span style="left:{100 * at:.2f}%">{text(label)}</span>' for at, label in below)
-    grid = "".join(f"M0,{round(_UNITS * at)} {_UNITS},{round(_UNITS * at)}" for at, _ in marks)
-    width = max((len(label) for _, label in marks), default=1) + 1
+    marks = {f"{count:,}": 1 - count / most for count in ticks(most)}
+    left = "".join(f'<span style="top:{100 * at:.2f}%">{label}</span>' for label, at in marks.items())
+    grid = "".join(f"M0,{round(_UNITS * at)} {_UNITS},{round(_UNITS * at)}" for at in marks.values())
     return (
         f'<figure class="chart"><figcaption><b>{text(title)}</b><small>{text(note)}</small></figcaption>'
-        f"{f'<ul class=key>{key}</ul>' if key else ''}"
-        f'<div class="plot" style="--labels:{width}ch"><div class="y">{left}</div><div class="area">'
+        f"{f'<ul class=key>{key}</ul>' if len(series) > 1 else ''}"
+        f'<div class="plot" style="--labels:{len(f"{most:,}") + 1}ch"><div class="y">{left}</div><div class="area">'
         f'<svg viewBox="0 0 {_UNITS} {_UNITS}" preserveAspectRatio="none" role="img" aria-label="{text(title)}">'
         f'<path class="grid" d="{grid}"/>{drawn}</svg></div><div class="x">{bottom}</div></div></figure>\n'
     )
 
 
-def ticks(low: float, high: float, most: int = 5) -> list[tuple[float, str]]:
-    """Round values from low to high for the axis, about `most` of them."""
-    rough = (high - low) / most
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
-    marks = [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-    return [(mark, f"{mark:,.0f}" if 1e4 <= abs(mark) < 1e7 else f"{mark:.4g}") for mark in marks]
+def ticks(most: int) -> range:
+    """Round counts from 0 to `most`, at most six of them."""
+    rough = max(1, most / 5)
+    power = 10 ** math.floor(math.log10(rough))
+    return range(0, most + 1, next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough))

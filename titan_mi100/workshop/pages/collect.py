@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,18 +19,11 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.plain import open_plain, plain_path, read_object
 from titan_mi100.watch.outcome import STATE
 from titan_mi100.wording import shortened, some
-from titan_mi100.workshop.pages.bins import usable
-from titan_mi100.workshop.pages.long_files import (
-    read_log,
-    read_metrics,
-    read_samples,
-    whole,
-    words,
-)
+from titan_mi100.workshop.pages.long_files import read_log, read_metrics, usable, whole, words
 
 METRICS, CONFIG, ENVIRONMENT, PLAN = "metrics.jsonl", "config.toml", "environment.json", "plan.json"
 _OF_A_RUN = (CONFIG, METRICS, STATE, ENVIRONMENT, "train.log")  # every run folder has at least one of them
-_MOST_RESTARTS, _MOST_CHECKPOINTS, _MOST_KEYS = 100, 100, 1000
+_MOST_RESTARTS, _MOST_KEYS = 100, 1000
 _REMEDY = "it is left out of the report"
 
 T = TypeVar("T")
@@ -63,6 +57,8 @@ def collect(folder: Path) -> dict[str, Any]:
     nothing: dict[str, Any] = {}
     state = read(STATE, in_object, nothing)
     age = read(METRICS, lambda path: time.time() - plain_path(path).stat().st_mtime, None)
+    environment = read(ENVIRONMENT, in_object, nothing)
+    card = read(PLAN, in_object, nothing).get("card")
     run = {
         "folder": str(folder),
         "name": Path(os.path.realpath(folder)).name,
@@ -72,10 +68,9 @@ def collect(folder: Path) -> dict[str, Any]:
         "metrics": read(METRICS, read_metrics, nothing),
         "metrics_age": age,
         "config": read(CONFIG, _config, nothing),
-        "environment": _texts(read(ENVIRONMENT, in_object, nothing)),
-        "card": _number(read(PLAN, in_object, nothing).get("card")),
+        "environment": {key: _value(environment[key]) for key in ("layout", "processes") if key in environment},
+        "card": card if usable(card) else None,
         "log": read("train.log", read_log, nothing),
-        "samples": read("samples.jsonl", read_samples, nothing),
         "checkpoints": read("checkpoint", _checkpoints, nothing),
     }
     return {**run, "problems": problems}
@@ -94,24 +89,10 @@ def check_is_run(folder: Path) -> None:
         raise UserError(f"{folder}: is not a run folder: it has none of {', '.join(_OF_A_RUN)}; {remedy}")
 
 
-def _number(value: object) -> float | None:
-    return float(value) if usable(value) else None  # type: ignore[arg-type]
-
-
-def _texts(found: Mapping[str, Any]) -> dict[str, str]:
-    """The object's values as text."""
-    shown = {}
-    for key, value in list(found.items())[:_MOST_KEYS]:
-        if value is None:
-            continue
-        is_list = isinstance(value, list) and all(isinstance(part, str) for part in value)
-        shown[shortened(str(key))] = shortened(" ".join(value) if is_list else _value(value), 2000)
-    return shown
-
-
 def _value(value: object) -> str:
+    """The value as text like that of TOML, of at most 1,000 characters."""
     try:
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        return shortened(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str), 1000)
     except (RecursionError, ValueError):  # ValueError: an integer of more than 4,300 digits
         return "(too large to show)"
 
@@ -132,36 +113,18 @@ def _restarts(found: object) -> list[dict[str, Any]]:
 
 def _config(path: Path) -> dict[str, str]:
     """The settings: `section.key` -> value as TOML-like text."""
-    document = read_toml(plain_path(path))
-    settings: dict[str, str] = {}
-
-    def flatten(prefix: str, value: object) -> None:
-        if len(settings) == _MOST_KEYS:
-            return
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                flatten(f"{prefix}.{key}" if prefix else key, inner)
-        elif isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
-            for number, inner in enumerate(value):
-                flatten(f"{prefix}[{number}]", inner)
-        else:
-            settings[shortened(prefix, 200)] = shortened(_value(value), 1000)
-
-    flatten("", document)
-    return settings
+    tables = ((name, table) for name, table in read_toml(plain_path(path)).items() if isinstance(table, dict))
+    settings = ((f"{name}.{key}", value) for name, table in tables for key, value in table.items())
+    return {shortened(key, 200): _value(value) for key, value in islice(settings, _MOST_KEYS)}
 
 
 def _checkpoints(folder: Path) -> dict[str, Any]:
-    """The checkpoint folders, oldest first; of many only the newest. Tensors are not read."""
-    every, listed = sealed.all_checkpoints(folder), []
-    for path in every[-_MOST_CHECKPOINTS:]:
+    """The checkpoint folders, oldest first. Tensors are not read."""
+    listed = []
+    for path in sealed.all_checkpoints(folder):
         with suppress(FileNotFoundError):  # a run that is still running has removed it meanwhile
             listed.append(_checkpoint(path))
-    return {
-        "listed": listed,
-        "left_out": max(0, len(every) - _MOST_CHECKPOINTS),
-        "damaged": [shortened(path.name) for path in sealed.damaged(folder)[:_MOST_CHECKPOINTS]],
-    }
+    return {"listed": listed, "damaged": [shortened(path.name) for path in sealed.damaged(folder)]}
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:
@@ -173,18 +136,15 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     except (sealed.DamagedError, UserError, OSError) as error:
         problem = shortened(str(error), 300)
     why = path.with_name(f"{path.name}.suspect")
-    is_suspect = os.path.lexists(why)
     return {
-        "name": path.name, "step": sealed.step_of(path), "bytes": size, "problem": problem, "is_suspect": is_suspect,
-        "why_suspect": _first_line(why) if is_suspect else "",
+        "name": path.name, "step": sealed.step_of(path), "bytes": size, "problem": problem,
+        "suspect": _first_line(why) if os.path.lexists(why) else "",
         "is_best": os.path.realpath(path) == os.path.realpath(path.parent / sealed.BEST),
         "saved": datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).isoformat(timespec="seconds"),
     }  # fmt: skip
 
 
 def _first_line(path: Path) -> str:
-    try:
-        with open_plain(path) as file:
-            return file.readline(500).decode("utf-8", "replace").strip()
-    except (UserError, OSError):
-        return "the reason cannot be read"
+    with suppress(UserError, OSError), open_plain(path) as file:
+        return file.readline(500).decode("utf-8", "replace").strip() or "no reason is given"
+    return "the reason cannot be read"

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
 from itertools import groupby
 from pathlib import Path
@@ -13,9 +13,8 @@ from titan_mi100.files.durable import check_output, write_output
 from titan_mi100.wording import plural, printable
 from titan_mi100.workshop.pages.charts import bars
 from titan_mi100.workshop.pages.data_report import MOST_TOKENS, page_report
-from titan_mi100.workshop.pages.document import html_document, is_page, text
+from titan_mi100.workshop.pages.document import finding_list, html_document, is_page, section, text
 from titan_mi100.workshop.pages.reasons import Kind
-from titan_mi100.workshop.pages.sections import finding_list, section, table, tiles
 from titan_mi100.workshop.pages.verdict import WARN, Finding
 
 _LEGEND = (
@@ -48,78 +47,32 @@ def page(title: str, report: dict[str, Any]) -> str:
     Args:
         report: as `page_report` makes it.
     """
-    sets = report.get("sets", [report])
-    real = report["rows"] * report["seq_len"]
-    figures = {
-        "Documents": (f"{report['documents']:,}", "conversations, texts, or pieces of them"),
-        "Tokens": (f"{report['tokens']:,}", f"{report['tokens'] / report['documents']:,.0f} in a document"),
-        "Learned": (f"{report['supervised'] / report['tokens']:.1%}", f"{report['supervised']:,} tokens"),
-        "Rows": (f"{report['rows']:,}", f"of {report['seq_len']:,} tokens each"),
-        "Padding": (f"{1 - report['tokens'] / real:.1%}", "of the rows' tokens"),
-    }
     about = "".join(f"{text(name)}: <bdi>{text(origin)}</bdi><br>" for name, origin in report["from"].items())
-    body = [f'<header><h1><bdi>{text(title)}</bdi></h1><p class="soft">{about}</p></header>', tiles(figures)]
+    read = "".join(f"<li><bdi>{text(line)}</bdi></li>" for line in report["read"])
+    body = [f'<header><h1><bdi>{text(title)}</bdi></h1><p class="soft">{about}</p></header>']
     body += [finding_list([Finding(WARN, warning) for warning in report["warnings"]])]
-    body += [
-        section("What is learned", _shares(report)),
-        section("What was read", _read(report["read"], sets[0]["ledger"])),
-    ]
-    most = MOST_TOKENS // len(sets)
+    body += [section("What was read", f"<ul>{read}</ul>")]
+    sets = report["sets"]
     for index, each in enumerate(sets):
-        inside = _set(each, most)
-        head = f"<details{'' if index else ' open'}><summary><b>Source <bdi>{text(each['source'])}</bdi></b></summary>"
-        body.append(f"{head}{inside}</details>" if len(sets) > 1 else inside)
-    if left_out := report.get("sets_left_out"):
+        inside = section("Lengths", _lengths(each)) + section("How rows are filled", _map(each))
+        inside += section("Documents, token by token", _documents(each, MOST_TOKENS // len(sets)))
+        counts = f"{plural(each['documents'], 'document')}, {each['supervised'] / each['tokens']:.1%} learned"
+        counts += f", {each['share']:.1%} of a run's rows" if each["share"] else ""
+        head = f"<b>Source <bdi>{text(each['source'])}</bdi></b>: {counts}"
+        folded = f"<details{'' if index else ' open'}><summary>{head}</summary>{inside}</details>"
+        body.append(folded if len(sets) > 1 else inside)
+    if left_out := report["sets_left_out"]:
         body.append(f"<p>{plural(left_out, 'more source')}: name one with --source.</p>")
     return html_document(title, "".join(body))
 
 
-def _shares(report: dict[str, Any]) -> str:
-    """Bars of what is learned, for all data and for each source of a mixture."""
-    rows = [
-        [
-            each["name"], f"{each['share']:.1%}" if each["share"] else "", f"{each['documents']:,}",
-            f"{each['tokens']:,}", f"{each['supervised'] / each['tokens']:.1%}", (_share(each, report["tokens"]), ""),
-        ]
-        for each in report["sources"]
-    ]  # fmt: skip
-    heads = ("Source", "Share of the rows", "Documents", "Tokens", "Learned", "Tokens beside those of all sources")
-    sources = table(heads, rows, numeric=range(1, 5)) if rows else ""
-    key = "<p class=soft>Green: tokens that are learned (supervised); grey: only read.</p>"
-    return f"{_share(report, report['tokens'])}{key}{sources}"
-
-
-def _share(counts: dict[str, Any], of: int) -> str:
-    learned, read = 100 * counts["supervised"] / of, 100 * (counts["tokens"] - counts["supervised"]) / of
-    label = f"{counts['supervised']:,} tokens are learned, {counts['tokens'] - counts['supervised']:,} are only read"
-    bar = f'<i style="width:{learned:.2f}%"></i><i style="width:{read:.2f}%"></i>'
-    return f'<div class="share" role="img" aria-label="{label}" title="{label}">{bar}</div>'
-
-
-def _read(read: Sequence[str], ledger: dict[str, Any]) -> str:
-    lines = "".join(f"<li><bdi>{text(line)}</bdi></li>" for line in read)
-    rows = [
-        (status, f"{summary['rows']:,}", "; ".join(f"{each['where']}: {each['reason']}" for each in summary["first"]))
-        for status, summary in ledger["statuses"].items()
-    ]
-    every = f"<p class=soft>Every row: <bdi>{text(ledger['path'])}</bdi></p>"
-    return f"<ul>{lines}</ul>{table(('Outcome', 'Rows of the files', 'The first of them'), rows, numeric=(1,))}{every}"
-
-
-def _set(report: dict[str, Any], most: int) -> str:
-    """The sections of one source's set. Args: most: tokens to show."""
+def _lengths(report: dict[str, Any]) -> str:
     lengths = report["lengths"]
     series = {"documents": lengths["documents"]}
     if any(lengths["overlong"]):
         series["rows of the files that did not fit, by their length"] = lengths["overlong"]
     note, edges = f"a row holds {report['seq_len']:,}", [f"{edge:,}" for edge in lengths["to"]]
-    chart = bars("Documents by their number of tokens", note, edges, series)
-    parts = (
-        section("Lengths", f'<div class="charts even">{chart}</div>'),
-        section("How rows are filled", _map(report)),
-        section("Documents, token by token", _documents(report, most)),
-    )
-    return "".join(parts)
+    return f'<div class="charts">{bars("Documents by their number of tokens", note, edges, series)}</div>'
 
 
 def _map(report: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -10,12 +9,11 @@ import numpy as np
 from titan_mi100.config.settings import Config
 from titan_mi100.data.encode import OVERLONG
 from titan_mi100.data.mixture import Mixture
-from titan_mi100.data.prepared import PackedDataset, Prepared, SourceRows, total
+from titan_mi100.data.prepared import PackedDataset, Prepared, SourceRows
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.tools.prepared.report import about, asked_rows, choose_source, open_data, read_ledger, shown_row
 from titan_mi100.workshop.pages.reasons import explain
 
-_FIRST = 5  # examples shown for each status of the ledger
 _PICTURED = 24  # rows in the packing picture
 # on a page: sources of a mixture, documents of a set, and tokens of all rows together
 _MOST_SETS, _MOST_DOCUMENTS, MOST_TOKENS = 8, 30, 16_384
@@ -25,29 +23,27 @@ def page_report(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     """Make the report. Args: as of tools.prepared.report.make_report, which raises the same.
 
     Returns:
-        See `open_data`; `sources`: those of a mixture, with counts and their share of a run's rows. And the report of
-        one set, see `_of_set`; of a mixture in which none is chosen the sums, and `sets`: reports of the first ones.
+        See `open_data`; `set`: its name; `sets`: of the chosen source, or of the first ones of a mixture, see
+        `_of_set`, each with its `share` of a run's rows (0: it is no mixture); `sets_left_out`: how many sources.
     """
     prepared, origin = open_data(config, options.where)
     sources, shares = prepared.validation if options.validation else prepared.sources, dict[str, float]()
     if config.data.is_mixture:
         mixture = Mixture(prepared.sources, 0, config.data.on_exhausted, config.data.weights_in == "documents")
-        every = mixture.segments[-1].shares
-        shares = {identity: share / sum(every.values()) for identity, share in every.items()}
-    report = {
-        **origin,
-        "sources": [
-            {"name": source.name, **asdict(source.counts), "share": shares.get(source.identity, 0)}
-            for source in sources
-            if shares
-        ],
-    }
+        shares = dict(mixture.segments[-1].shares)
     packed = [source for source in sources if isinstance(source.rows, PackedDataset)]
     if options.source or options.row or options.where or len(sources) == 1 or not packed:
-        return report | _of_set(config, options, prepared, choose_source(sources, options.source))
-    report |= {"set": "validation" if options.validation else "train", "sets_left_out": len(packed[_MOST_SETS:])}
-    report |= {"seq_len": config.training.seq_len, **asdict(total([source.counts for source in sources]))}
-    return report | {"sets": [_of_set(config, options, prepared, source) for source in packed[:_MOST_SETS]]}
+        packed = [choose_source(sources, options.source)]
+    sets = [
+        {
+            **_of_set(config, options, prepared, source),
+            "share": shares.get(source.identity, 0) / sum(shares.values() or [1]),
+        }
+        for source in packed[:_MOST_SETS]
+    ]
+    name = "validation" if options.validation else "train"
+    about_sets = {"set": sets[0]["set"] if len(sets) == 1 else name, "sets_left_out": len(packed[_MOST_SETS:])}
+    return {**origin, **about_sets, "sets": sets}
 
 
 def _of_set(config: Config, options: argparse.Namespace, data: Prepared, source: SourceRows) -> dict[str, Any]:
@@ -90,15 +86,8 @@ def _documents(row: dict[str, Any], dataset: PackedDataset) -> Iterator[dict[str
 
 
 def _summary(data: Prepared, dataset: PackedDataset) -> dict[str, Any]:
-    """The whole set: rows and first reasons per status of the ledger, lengths of its documents, packing."""
-    statuses, overlong = dict[str, dict[str, Any]](), list[int]()
-    for line in read_ledger(data.ledger()):
-        status, reason = statuses.setdefault(line["status"], {"rows": 0, "first": []}), line["reason"]
-        status["rows"] += 1
-        if reason and len(status["first"]) < _FIRST:
-            status["first"].append({"where": f"{line['file']}:{line['line']}", "reason": reason})
-        if OVERLONG in reason:
-            overlong.append(int(line["tokens"]))
+    """The whole set: lengths of its documents and of rows that did not fit, packing."""
+    overlong = [int(line["tokens"]) for line in read_ledger(data.ledger()) if OVERLONG in line["reason"]]
     lengths = np.diff(dataset.documents.starts)[dataset.packing.documents]
     # 16 bins up to seq_len; beyond it, bins of doubling width for rows that did not fit.
     edges = np.unique(np.linspace(0, dataset.seq_len, 17).round().astype(int)).tolist()
@@ -108,7 +97,6 @@ def _summary(data: Prepared, dataset: PackedDataset) -> dict[str, Any]:
     counts = [np.histogram(each, np.array(edges) + 0.5)[0].tolist() for each in (lengths, overlong)]
     pictured = np.linspace(0, len(dataset) - 1, _PICTURED).round().astype(int).tolist()
     return {
-        "ledger": {"path": str(data.ledger()), "statuses": statuses},
         "lengths": {"to": edges[1:], "documents": counts[0], "overlong": counts[1]},
         "packing": [_picture(dataset, row) for row in dict.fromkeys(pictured)],
     }

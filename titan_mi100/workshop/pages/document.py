@@ -1,10 +1,11 @@
-"""The frame and the style of our HTML pages: one file each, light and dark, no network. Imports no torch."""
+"""The frame, the style and the parts of our HTML pages: one file each, light and dark, no network. Imports no torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 from titan_mi100.wording import printable
+from titan_mi100.workshop.pages.verdict import BAD, Finding
 
 
 def text(value: object) -> str:
@@ -32,3 +33,41 @@ def html_document(title: str, body: str) -> str:
 def is_page(title: str) -> Callable[[bytes], bool]:
     """For durable.write_output: whether a file that begins so is a page of ours. Args: title: how its title begins."""
     return lambda start: start.startswith(b"<!DOCTYPE html>") and f"<title>{title}".encode() in start
+
+
+def section(title: str, inside: str) -> str:
+    return f"<section><h2><bdi>{text(title)}</bdi></h2>{inside}</section>\n" if inside else ""
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], numeric: Iterable[int] = ()) -> str:
+    """An HTML table that scrolls if it is wider than the page.
+
+    Args:
+        numeric: indices of the columns that are aligned to the right.
+    """
+    right = set(numeric)
+
+    def cell(tag: str, place: int, shown: str) -> str:
+        kind = ' class="n"' if place in right else ' class="t"' if tag == "td" and len(shown) > 30 else ""
+        return f"<{tag}{kind}><bdi>{text(shown)}</bdi></{tag}>"
+
+    def line(tag: str, values: Sequence[str]) -> str:
+        return f"<tr>{''.join(cell(tag, place, value) for place, value in enumerate(values))}</tr>"
+
+    body = "".join(line("td", row) for row in rows)
+    return f'<div class="scroll"><table><thead>{line("th", heads)}</thead><tbody>{body}</tbody></table></div>'
+
+
+def tiles(figures: Mapping[str, str]) -> str:
+    """Key figures as tiles. Args: figures: name -> figure; "": not known, and left out."""
+    shown = (f"<div><dt>{text(name)}</dt><dd>{text(figure)}</dd></div>" for name, figure in figures.items() if figure)
+    return f'<dl class="tiles">{"".join(shown)}</dl>'
+
+
+def finding_list(found: Sequence[Finding]) -> str:
+    """A list of things to look at."""
+    lines = (
+        f'<li class="{each.level}"><b>{"✖" if each.level == BAD else "!"}</b><bdi>{text(each.text)}</bdi></li>'
+        for each in found
+    )
+    return f'<ul class="findings">{"".join(lines)}</ul>' if found else ""

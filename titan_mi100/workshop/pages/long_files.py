@@ -1,49 +1,64 @@
-"""Reads the long files of a run in one pass: metrics, log, samples. Imports no torch.
+"""Reads the long files of a run in one pass: metrics and log. Imports no torch.
 
 A file may be truncated, hostile or of any size; the memory that reading it takes is bounded.
 """
 
 import json
 import re
+from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from titan_mi100.files.plain import open_plain
 from titan_mi100.wording import shortened
-from titan_mi100.workshop.pages.bins import Bins, usable
 
 _LONGEST_LINE = 1 << 16  # bytes; a line of metrics.jsonl has about 400
-_LONGEST_SAMPLE = 1 << 20  # bytes of a line of samples.jsonl
 _MOST_BYTES = 1 << 33  # largest file; a metrics.jsonl of 10,000,000 steps has half of it
-MEASURES = {  # of objectives
-    "accuracy", "margin", "reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected", "below_reference", "kl",
-    "cross_entropy", "kept_mass", "agreement",
-}  # fmt: skip
-SERIES = {
-    "loss", "grad_norm", "lr", "tokens_per_second", "mfu", "peak_memory_gib", "data_wait", "loss_scale", "seconds",
-    "comm_ms", "comm_exposed_ms",
-    "validation_loss", "bits_per_byte", "busiest_expert", "idle_experts", *MEASURES,
-    *(f"validation_{name}" for name in MEASURES),
-}  # fmt: skip
-SOURCE = "validation_loss/"  # prefix of the key of one source's validation loss
-_SUMS = ("seconds", "tokens", "supervised_tokens")
-_MOST_SERIES, _LONGEST_NAME = len(SERIES) + 32, 300
-_MOST_MESSAGES, _MOST_STEPS = 50, 100
-_MOST_PROMPTS, _MOST_ANSWERS = 20, 6
-_MOST_LEFT_OUT, _LONGEST_TEXT = 10_000, 4000
-_LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,\d+)? (INFO|WARNING|ERROR) (.*)")
+_MOST_SERIES, _LONGEST_NAME = 64, 300
+_MOST_STEPS = 100
+_RECENT = 10  # number of last values; their mean is the current level of a noisy curve
+_LARGEST = 1e100  # larger values are ignored, so that sums stay finite
+_LOG_LINE = re.compile(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:,\d+)? (WARNING|ERROR) ")
 
 
-def lines(path: Path, longest: int = _LONGEST_LINE) -> Iterator[bytes]:
-    """The file's lines; a line longer than `longest` bytes is returned in pieces.
+class Summary:
+    """The count, sum and extreme values of a key, in one pass over its (step, value)."""
+
+    def __init__(self, step: int, value: float) -> None:
+        self._count, self._sum = 0, 0.0
+        self._first = self._last = self._lowest = self._highest = (step, value)
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+
+    def add(self, step: int, value: float) -> None:
+        self._count, self._sum, self._last = self._count + 1, self._sum + value, (step, value)
+        self._lowest = self._last if value < self._lowest[1] else self._lowest
+        self._highest = self._last if value > self._highest[1] else self._highest
+        self._recent.append(value)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as a dict for JSON. `recent`: (mean of the last values, their number)."""
+        return {
+            "count": self._count, "sum": self._sum, "mean": self._sum / self._count, "first": self._first,
+            "last": self._last, "lowest": self._lowest, "highest": self._highest,
+            "recent": (sum(self._recent) / len(self._recent), len(self._recent)),
+        }  # fmt: skip
+
+
+def usable(value: object) -> bool:
+    """Whether a value is a number that can be shown, and is not a bool, NaN, infinite or huge."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
+
+
+def lines(path: Path) -> Iterator[bytes]:
+    """The file's lines; a line longer than _LONGEST_LINE is returned in pieces.
 
     Raises:
         UserError, OSError: as open_plain does.
     """
     read = 0
     with open_plain(path) as file:
-        while read < _MOST_BYTES and (line := file.readline(longest)):
+        while read < _MOST_BYTES and (line := file.readline(_LONGEST_LINE)):
             read += len(line)
             yield line
 
@@ -59,9 +74,9 @@ def words(value: object, most: int = 2000) -> str:
     return shortened(value, most) if isinstance(value, str) else ""
 
 
-def _objects(path: Path, longest: int = _LONGEST_LINE) -> Iterator[dict[str, Any] | None]:
+def _objects(path: Path) -> Iterator[dict[str, Any] | None]:
     """The JSON object of each line; None for a line that is not an object with a step."""
-    for line in lines(path, longest):
+    for line in lines(path):
         try:
             parsed = json.loads(line)
         except (ValueError, RecursionError):
@@ -71,101 +86,37 @@ def _objects(path: Path, longest: int = _LONGEST_LINE) -> Iterator[dict[str, Any
 
 
 def read_metrics(path: Path) -> dict[str, Any]:
-    """Read `metrics.jsonl`. Unknown keys are ignored.
+    """Read `metrics.jsonl`.
 
     Returns:
-        `series`: key -> Bins.summary; `steps`: lines of a step; `last_step`; `unreadable`: lines; `skipped`: steps, and
-        the first of them; `skipped_spikes`: how many were spikes; `validations_not_finite`; `epoch`;
-        `total`: sums over all steps.
+        `series`: key -> Summary.as_dict, of each key with numbers; `steps`: lines of a step; `last_step`; `unreadable`:
+        lines; `skipped`: steps, and the first of them; `skipped_spikes`: how many were spikes;
+        `validations_not_finite`.
     """
-    series: dict[str, Bins] = {}
-    total = dict.fromkeys(_SUMS, 0.0)
-    facts: dict[str, Any] = {"steps": 0, "last_step": None, "epoch": None, "unreadable": 0, "validations_not_finite": 0}
-    skipped, spikes, skipped_steps = 0, 0, list[int]()
+    series: dict[str, Summary] = {}
+    counts = dict.fromkeys(("steps", "unreadable", "validations_not_finite", "skipped", "skipped_spikes"), 0)
+    last_step, skipped_steps = None, list[int]()
     for record in _objects(path):
         if record is None:
-            facts["unreadable"] += 1
+            counts["unreadable"] += 1
             continue
-        step = record["step"]
-        for key, value in record.items():
-            is_source = key.startswith(SOURCE) and len(key) < _LONGEST_NAME
-            if (key in SERIES or is_source) and usable(value):
-                if key not in series and len(series) == _MOST_SERIES:
-                    continue
-                series.setdefault(key, Bins()).add(step, float(value))
-            elif key == "epoch" and usable(value):
-                facts["epoch"] = value
-        facts["validations_not_finite"] += "validation_loss" in record and not usable(record["validation_loss"])
+        step = record.pop("step")
+        for key, number in record.items():
+            if usable(number) and len(key) < _LONGEST_NAME and (key in series or len(series) < _MOST_SERIES):
+                series.setdefault(key, Summary(step, float(number))).add(step, float(number))
+        counts["validations_not_finite"] += "validation_loss" in record and not usable(record["validation_loss"])
         if "loss" in record:
-            facts["steps"] += 1
-            facts["last_step"] = max(step, facts["last_step"] or 0)
-            for key in _SUMS:
-                total[key] += record[key] if usable(record.get(key)) else 0
+            counts["steps"] += 1
+            last_step = max(step, last_step or 0)
             if record.get("skipped") is True:
-                skipped, spikes = skipped + 1, spikes + (record.get("spike") is True)
+                counts["skipped"] += 1
+                counts["skipped_spikes"] += record.get("spike") is True
                 skipped_steps += [step] if len(skipped_steps) < _MOST_STEPS else []
-    summaries = {key: bins.summary() for key, bins in sorted(series.items())}
-    facts |= {"skipped": skipped, "skipped_spikes": spikes, "skipped_steps": skipped_steps}
-    return {**facts, "total": total, "series": summaries}
+    summaries = {key: summary.as_dict() for key, summary in sorted(series.items())}
+    return {**counts, "last_step": last_step, "skipped_steps": skipped_steps, "series": summaries}
 
 
-def read_log(path: Path) -> dict[str, Any]:
-    """Read `train.log`: the times of its first and last line, and its warnings and errors; equal ones are counted.
-
-    Returns:
-        `messages`: the last ones.
-    """
-    messages: dict[tuple[str, str], dict[str, Any]] = {}
-    began, ended, warnings, errors = "", "", 0, 0
-    for line in lines(path):
-        if not (match := _LOG_LINE.match(line.decode("utf-8", "replace").rstrip("\n"))):
-            continue
-        time, level, message = match.groups()
-        began, ended = began or time, time
-        if level == "INFO":
-            continue
-        warnings, errors = warnings + (level == "WARNING"), errors + (level == "ERROR")
-        message = shortened(message, 1000)
-        record = messages.pop((level, message), {"level": level, "message": message, "count": 0, "first": time})
-        messages[level, message] = {**record, "count": record["count"] + 1, "last": time}
-        if len(messages) > _MOST_MESSAGES:
-            del messages[next(iter(messages))]
-    return {"began": began, "ended": ended, "warnings": warnings, "errors": errors, "messages": [*messages.values()]}
-
-
-def read_samples(path: Path) -> dict[str, Any]:
-    """Read `samples.jsonl`: the answers to each prompt; of many the first and the last ones.
-
-    Returns:
-        `prompts`: messages, reference, answers by step, `answers_left_out`; `prompts_left_out`; `unreadable`: number
-        of lines.
-    """
-    prompts: dict[str, dict[str, Any]] = {}
-    left_out: set[int] = set()
-    unreadable = 0
-    for sample in _objects(path, _LONGEST_SAMPLE):
-        if sample is None or not isinstance(sample.get("prompt"), list) or not isinstance(sample.get("answer"), str):
-            unreadable += 1
-            continue
-        about = {
-            "messages": [_message(message) for message in sample["prompt"][:_MOST_PROMPTS]],
-            "reference": words(sample.get("reference"), _LONGEST_TEXT),
-        }
-        key = json.dumps(about)
-        if key not in prompts and len(prompts) == _MOST_PROMPTS:
-            if len(left_out) < _MOST_LEFT_OUT:
-                left_out.add(hash(key))
-            continue
-        prompt = prompts.setdefault(key, {**about, "answers": [], "answers_left_out": 0})
-        prompt["answers"].append({"step": sample["step"], "answer": words(sample["answer"], _LONGEST_TEXT)})
-        if len(prompt["answers"]) > _MOST_ANSWERS:
-            del prompt["answers"][1]  # keep the first answer: it shows the model before training
-            prompt["answers_left_out"] += 1
-    return {"prompts": [*prompts.values()], "prompts_left_out": len(left_out), "unreadable": unreadable}
-
-
-def _message(message: object) -> dict[str, str]:
-    fields = message if isinstance(message, dict) else {"content": message}
-    content = fields.get("content")
-    shown = content if isinstance(content, str) else repr(content)  # e.g. a list of parts
-    return {"role": words(fields.get("role"), 50), "content": words(shown, _LONGEST_TEXT)}
+def read_log(path: Path) -> dict[str, int]:
+    """Count the warnings and errors in `train.log`."""
+    levels = Counter(match[1] for line in lines(path) if (match := _LOG_LINE.match(line)))
+    return {"warnings": levels[b"WARNING"], "errors": levels[b"ERROR"]}

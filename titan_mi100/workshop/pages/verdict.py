@@ -1,27 +1,14 @@
 """Judges a run: its state as text, and the findings that the user should look at. Imports no torch."""
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from titan_mi100.wording import duration_in_words, some
+from titan_mi100.wording import duration_in_words, plural, some
 
 GOOD, NEUTRAL, WARN, BAD = "good", "neutral", "warn", "bad"
-_STATES = {
-    "done": (GOOD, "Finished"),
-    "running": (NEUTRAL, "Running, or killed"),
-    "preempted": (WARN, "Stopped on request, resumable"),
-    "bad_input": (BAD, "Ended by its config or input"),
-    "numerical_abort": (BAD, "Ended: loss or gradients not finite"),
-    "save_failed": (BAD, "Ended: a checkpoint could not be saved"),
-    "export_failed": (BAD, "Ended: all steps are saved, but the export failed"),
-    "interrupted": (WARN, "Interrupted"),
-    "out_of_memory": (BAD, "Ended: out of memory"),
-    "lost_a_process": (BAD, "Ended: a process was lost"),
-    "crashed": (BAD, "Crashed"),
-    "hung": (BAD, "Ended: no progress"),
-}
+_LEVELS = {"done": GOOD, "running": NEUTRAL, "preempted": WARN, "interrupted": WARN}  # of a state; others: BAD
 # Limits of the findings: last / lowest validation loss; share of the time spent waiting for data; share of the memory.
 _RISE, _WAIT, _FULL = 1.02, 0.05, 0.95
-_CHANCE = 0.5  # share of answers on the right side; of the teacher's probability
 
 
 class Finding(NamedTuple):
@@ -36,102 +23,69 @@ def state_of(run: dict[str, Any]) -> Finding:
     state = run["state"]["state"]
     if not state:
         return Finding(WARN, "How it ended is not known")
-    return Finding(*_STATES.get(state, (WARN, f"State: {state}")))
+    return Finding(_LEVELS.get(state, BAD), state.replace("_", " ").capitalize())
 
 
 def findings(run: dict[str, Any]) -> list[Finding]:
     """The problems and possible problems of a run, bad ones first."""
-    problems = [*_of_state(run), *_of_metrics(run), *_of_files(run)]
-    return sorted(problems, key=lambda finding: finding.level != BAD)
+    return sorted((*_of_state(run), *_of_metrics(run), *_of_files(run)), key=lambda finding: finding.level != BAD)
 
 
-def _of_state(run: dict[str, Any]) -> list[Finding]:
-    state, problems = run["state"], []
+def _of_state(run: dict[str, Any]) -> Iterator[Finding]:
+    state = run["state"]
     if state["state"] == "running":
-        age = run["metrics_age"]
-        when = "no step was written yet" if age is None else f"the last line of metrics.jsonl is {_age(age)} old"
-        problems.append(Finding(WARN, f"The state is still `running`, and {when}. {state['message']}"))
-    elif state["exit_code"] or state["state"] not in ("", "done"):
-        # Only the first line of the message; the section "How it ended" has all.
-        first = (state["message"] or state_of(run).text).split("\n")[0]
+        age = "missing" if run["metrics_age"] is None else f"{duration_in_words(max(0.0, run['metrics_age']))} old"
+        yield Finding(WARN, f"The state is still `running`, and metrics.jsonl is {age}. {state['message']}")
+    elif state["message"] or state["exit_code"] or state["state"] not in ("", "done"):
         code = "" if state["exit_code"] is None else f" (exit code {state['exit_code']})"
-        following = f"; next: {state['next']}" if state["next"] else ""
-        problems.append(Finding(state_of(run).level, f"{first}{code}{following}"))
-    if restarts := len(run["restarts"]):
-        problems.append(Finding(WARN, f"{restarts} restart{'s' * (restarts > 1)}; see below for why"))
-    return problems
+        following = f"\nnext: {state['next']}" if state["next"] else ""
+        yield Finding(state_of(run).level, f"{state['message'] or state_of(run).text}{code}{following}")
+    if restarts := run["restarts"]:
+        why = [each["message"].partition("\n")[0] or each["state"] for each in restarts]
+        yield Finding(WARN, f"{plural(len(why), 'restart')}; train.log has all about them: {some(why)}")
 
 
-def _age(seconds: float) -> str:
-    return duration_in_words(max(0.0, seconds))
-
-
-def _of_metrics(run: dict[str, Any]) -> list[Finding]:
-    metrics, problems = run["metrics"], []
+def _of_metrics(run: dict[str, Any]) -> Iterator[Finding]:
+    metrics = run["metrics"]
     if not metrics.get("steps"):
-        return [Finding(WARN, "No step is in metrics.jsonl")]
+        yield Finding(WARN, "No step is in metrics.jsonl")
+        return
     series = metrics["series"]
     if skipped := metrics["skipped"]:
         steps = f"{skipped:,} step{'s were' if skipped > 1 else ' was'} skipped"
         spikes, overflow = metrics["skipped_spikes"], ", or overflowed fp16" if "loss_scale" in series else ""
         why = [f"loss or gradients were not finite{overflow}"] if skipped > spikes else []
         why += [f"of loss spikes ({spikes:,})"] if spikes else []
-        problems.append(Finding(WARN, f"{steps} because {', or because '.join(why)}: {some(metrics['skipped_steps'])}"))
+        yield Finding(WARN, f"{steps} because {', or because '.join(why)}: {some(metrics['skipped_steps'])}")
     if (loss := series.get("loss")) and loss["count"] > 20 and loss["recent"][0] >= loss["first"][1]:
-        problems.append(
-            Finding(BAD, f"The loss did not fall: {loss['first'][1]:.4g} at first, now {loss['recent'][0]:.4g}")
-        )
-    problems += _of_objective(series)
+        yield Finding(BAD, f"The loss did not fall: {loss['first'][1]:.4g} at first, now {loss['recent'][0]:.4g}")
     if broken := metrics["validations_not_finite"]:
-        problems.append(Finding(BAD, f"Validation losses that were not finite: {broken:,}"))
+        yield Finding(BAD, f"Validation losses that were not finite: {broken:,}")
     validation = series.get("validation_loss")
     if validation and validation["last"][1] > _RISE * validation["lowest"][1]:
         (step, lowest), (_, last) = validation["lowest"], validation["last"]
         rise = f"{last:.4f} at the end, {last / lowest - 1:+.1%}" if lowest > 0 else f"{last:.4f} at the end"
-        problems.append(
-            Finding(WARN, f"Validation loss was lowest at step {step:,} ({lowest:.4f}; {rise}): overfitting?")
-        )
+        yield Finding(WARN, f"Validation loss was lowest at step {step:,} ({lowest:.4f}; {rise}): overfitting?")
     if (waited := series.get("data_wait")) and waited["mean"] > _WAIT:
-        problems.append(Finding(WARN, f"{waited['mean']:.1%} of the time was spent waiting for data"))
+        yield Finding(WARN, f"{waited['mean']:.1%} of the time was spent waiting for data")
     card, memory = run["card"], series.get("peak_memory_gib")
-    if card and memory and memory["max"] * 2**30 > _FULL * card:
-        problems.append(Finding(WARN, f"Memory was nearly full: {memory['max']:.1f} of {card / 2**30:.1f} GiB"))
-    return problems
+    if card and memory and memory["highest"][1] * 2**30 > _FULL * card:
+        yield Finding(WARN, f"Memory was nearly full: {memory['highest'][1]:.1f} of {card / 2**30:.1f} GiB")
 
 
-def _of_objective(series: dict[str, Any]) -> list[Finding]:
-    """Of preferences and of distillation, whose loss says little."""
-    problems = list[Finding]()
-    if accuracy := series.get("validation_accuracy") or series.get("accuracy"):
-        share = accuracy["last"][1] if "validation_accuracy" in series else accuracy["recent"][0]
-        of = "new answers" if "validation_accuracy" in series else f"answers of the last {accuracy['recent'][1]} steps"
-        if share <= _CHANCE and series.get("accuracy", accuracy)["count"] > 20:
-            problems.append(Finding(BAD, f"{share:.0%} of the {of} are on the right side; half is chance"))
-    if (kl := series.get("kl")) and "agreement" in series and kl["count"] > 20 and kl["recent"][0] >= kl["first"][1]:
-        change = f"{kl['first'][1]:.4g} nats at first, now {kl['recent'][0]:.4g}"
-        problems.append(Finding(BAD, f"The model did not come nearer to its teacher: {change}"))
-    if (kept := series.get("kept_mass")) and kept["mean"] < _CHANCE:
-        problems.append(
-            Finding(WARN, f"The teacher's folder keeps {kept['mean']:.4f} of the teacher's probability only")
-        )
-    return problems
-
-
-def _of_files(run: dict[str, Any]) -> list[Finding]:
-    problems, checkpoints = [], run["checkpoints"]
+def _of_files(run: dict[str, Any]) -> Iterator[Finding]:
+    checkpoints = run["checkpoints"]
     listed = checkpoints.get("listed", [])
     for state, names in (
-        ("suspect: a run resumes from them only if asked to", [each["name"] for each in listed if each["is_suspect"]]),
+        ("suspect: a run resumes from them only if asked to", [each["name"] for each in listed if each["suspect"]]),
         ("not as written", [each["name"] for each in listed if each["problem"]]),
         ("set aside as damaged", checkpoints.get("damaged", [])),
     ):
         if names:
-            problems.append(Finding(WARN, f"Checkpoints {state}: {some(names)}"))
-    log = run["log"]
-    counts = [f"{log[key]:,} {key if log[key] > 1 else key[:-1]}" for key in ("errors", "warnings") if log.get(key)]
-    if counts:
-        problems.append(Finding(WARN, f"{' and '.join(counts)} in train.log; listed below"))
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        if unreadable := run[name.split(".")[0]].get("unreadable"):
-            problems.append(Finding(WARN, f"{name}: lines that could not be read and are left out: {unreadable:,}"))
-    return [*problems, *(Finding(WARN, problem) for problem in run["problems"])]
+            yield Finding(WARN, f"Checkpoints {state}: {some(names)}")
+    for level in ("error", "warning"):
+        if count := run["log"].get(f"{level}s"):
+            yield Finding(WARN, f"{plural(count, level)} in train.log")
+    if unreadable := run["metrics"].get("unreadable"):
+        yield Finding(WARN, f"metrics.jsonl: lines that could not be read and are left out: {unreadable:,}")
+    yield from (Finding(WARN, problem) for problem in run["problems"])

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partialmethod
-from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -29,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from titan_mi100.attention.base import Backend, Documents
 from titan_mi100.config.layout import SCHEDULES, Batch, Layout
-from titan_mi100.config.settings import ObjectiveConfig, OptimizerConfig, TrainingConfig
+from titan_mi100.config.settings import ObjectiveConfig, TrainingConfig
 from titan_mi100.data.answers import COLUMNS, PER_ID
 from titan_mi100.data.microbatch import Microbatch, one_document_per_row
 from titan_mi100.model.decoder import CausalLM
@@ -62,7 +61,6 @@ from titan_mi100.workshop.rehearsal import lone_group as no_others
 CPU = torch.device("cpu")
 _PIECE = sys.maxsize  # one piece per gradient: the norm's thousands of views take no memory, but fake tensors are slow
 _ADD, _TO = HostGradients._add, Tensor.to  # the originals, which the patches below call
-PHASES = ("forward and backward", "update")
 # Part of a source file's path -> category of what its code allocates. The stack is searched from the innermost call
 # outwards, and the first match counts; so more specific paths come first.
 _CALLERS = {
@@ -83,19 +81,13 @@ class Count:
     """The memory of one rank in a step.
 
     Attributes:
-        rank: the rank that was counted.
         peak: the most bytes on the device at once.
         categories: category (see CATEGORIES) -> its bytes at the peak.
-        kept: bytes on the device between two steps.
-        phases: phase (see PHASES) -> its peak in bytes.
         host: the most bytes in host memory at once.
     """
 
-    rank: int
     peak: int
     categories: dict[str, int]
-    kept: int
-    phases: dict[str, int]
     host: int
 
 
@@ -188,14 +180,14 @@ class TensorLedger(TorchDispatchMode):
             frame = frame.f_back
         return ACTIVATIONS
 
-    def peak(self, start: int, stop: int) -> tuple[int, dict[str, int]]:
-        """The peak on the device between two events, in bytes, and the bytes per category at the peak.
+    def peak(self, start: int) -> tuple[int, dict[str, int]]:
+        """The peak on the device from an event on, in bytes, and the bytes per category at the peak.
 
         Args:
-            start, stop: indices into `events`.
+            start: index into `events`.
         """
         live, most, when = 0, -1, 0
-        for number, (block, change) in enumerate(self.events[:stop]):
+        for number, (block, change) in enumerate(self.events):
             live += change if block.category != HOST else 0
             if number >= start and live > most:
                 most, when = live, number
@@ -209,10 +201,6 @@ class TensorLedger(TorchDispatchMode):
         """The peak of host memory, in bytes."""
         changes = [change for block, change in self.events if block.category == HOST]
         return max(itertools.accumulate(changes), default=0)
-
-    def kept(self) -> int:
-        """Bytes of the device that are in use now."""
-        return sum(change for block, change in self.events if block.category != HOST)
 
 
 def storages(tree: Any) -> Iterator[torch.UntypedStorage]:
@@ -266,7 +254,6 @@ class FakeRank:
     """
 
     workload: Workload
-    rank: int
     microbatches: int
     device_memory: int
     model: ParallelModel
@@ -275,19 +262,26 @@ class FakeRank:
 
     def count_step(self) -> Count:
         """Run one step with a new optimizer and count its memory."""
-        config, model, ledger, is_gpu = self.workload.config, self.model, self.ledger, self.device_memory > 0
-        is_on_host, rows = (
-            config.memory.offload == "weights",
-            inputs(config.training, config.objective, self.microbatches),
-        )
-        kept, *edges = _step(model, config.optimizer, is_on_host, rows, ledger, is_gpu)
+        config, model, ledger = self.workload.config, self.model, self.ledger
+        is_on_host = config.memory.offload == "weights"
+        rows = inputs(config.training, config.objective, self.microbatches)  # live until the end, as in a run
+        optimizer = build_optimizer(model.trained_parameters(), config.optimizer, 0, CPU, model.host_gradients)
+        ledger.label((tensor for _, tensor in optimizer.named_state()), HOST if is_on_host else OPTIMIZER)
+        trained = [parameter for _, parameter in model.trained_parameters()]
+        start = len(ledger.events)
+        model.forward_backward(rows, 1.0)
+        ledger.label((parameter.grad for parameter in trained), HOST if is_on_host else GRADIENTS)
+        model.measure_gradients()
+        elements = {False: lean.ELEMENTS[self.device_memory > 0 and not is_on_host]}
+        with patch.dict(lean.ELEMENTS, elements), first_rows_only():
+            optimizer.update(0.5)
+        peak, categories = ledger.peak(start)
+        model.clear_gradients()
         # A pipeline's receive buffers grow with the microbatches; add those of the microbatches that were not run.
         missing = self.workload.batch.gradient_accumulation_steps - self.microbatches
         received = missing * model.receiving_bytes if isinstance(model, PipelinedModel) else 0
-        phases = {name: ledger.peak(*part)[0] + received for name, part in zip(PHASES, pairwise(edges), strict=True)}
-        peak, categories = ledger.peak(edges[0], edges[-1])
         categories[COMMUNICATION] += received
-        return Count(self.rank, peak + received, categories, kept + received, phases, ledger.on_host())
+        return Count(peak + received, categories, ledger.on_host())
 
 
 class _FakePlacement(Placement):
@@ -342,32 +336,7 @@ def as_rank(
                 if where == HOST
                 else nullcontext(),
             ):
-                yield FakeRank(workload, rank, microbatches, device_memory, model, ledger, mode)
-
-
-def _step(
-    model: ParallelModel, config: OptimizerConfig, is_on_host: bool, inputs: list[Microbatch], ledger: TensorLedger,
-    is_gpu: bool,
-) -> tuple[int, int, int, int]:  # fmt: skip
-    """Run a step.
-
-    Returns:
-        Bytes kept after the step; and the ledger's event numbers at the start, before the update, and at the end.
-    """
-    optimizer = build_optimizer(model.trained_parameters(), config, 0, CPU, model.host_gradients)
-    ledger.label((tensor for _, tensor in optimizer.named_state()), HOST if is_on_host else OPTIMIZER)
-    trained = [parameter for _, parameter in model.trained_parameters()]
-    start = len(ledger.events)
-    model.forward_backward(inputs, 1.0)
-    ledger.label((parameter.grad for parameter in trained), HOST if is_on_host else GRADIENTS)
-    update = len(ledger.events)
-    model.measure_gradients()
-    elements = {False: lean.ELEMENTS[is_gpu and not is_on_host]}
-    with patch.dict(lean.ELEMENTS, elements), first_rows_only():
-        optimizer.update(0.5)
-    stop = len(ledger.events)
-    model.clear_gradients()
-    return ledger.kept(), start, update, stop
+                yield FakeRank(workload, microbatches, device_memory, model, ledger, mode)
 
 
 def first_rows_only() -> AbstractContextManager[object]:

@@ -35,7 +35,7 @@ from titan_mi100.planning.hardware import count_gpus, default_process_count, fin
 from titan_mi100.planning.plan import EFFICIENCY, GIB, Plan, make_plan, remedy
 from titan_mi100.planning.workload import Workload
 from titan_mi100.wording import duration_in_words
-from titan_mi100.workshop.columns import SETTINGS
+from titan_mi100.workshop.columns import SETTINGS, markdown_table
 from titan_mi100.workshop.measure import children
 from titan_mi100.workshop.measure.parts import PASS, UNAVAILABLE
 from titan_mi100.workshop.sweep import table
@@ -43,9 +43,6 @@ from titan_mi100.workshop.sweep.rows import AXES, EITHER, LAYOUTS, OWN_LAYOUT, P
 from titan_mi100.workshop.sweep.table import Record
 
 MEASURE = "titan_mi100.workshop.sweep.worker:measure"
-_MACHINE = children.Task(
-    "machine", "titan_mi100.workshop.measure.device:machine"
-)  # to ask a device for its name can hang
 _FINISHED = ("ok", "out of memory")  # not run again
 _WARMUP = 2  # steps before the timed ones: the first allocates, and PowerSGD begins with the second
 _PROFILED = 3  # steps after the timed ones
@@ -254,7 +251,7 @@ def _machine(options: argparse.Namespace) -> tuple[Record, Gpu | None, int]:
     if options.dry_run and (options.device or options.memory or not count_gpus()):
         gpu, card = find_card(options.device, options.memory, "mi100")
         return {}, gpu, card
-    described = children.run(_MACHINE, lambda: math.inf)
+    described = children.run(children.MACHINE, lambda: math.inf)
     if not described.found:
         raise UserError(f"this machine's device cannot be described: {described.said}; run titan-mi100 doctor")
     machine = described.found
@@ -273,10 +270,8 @@ def _dry_run(
     gpu: Gpu | None, card: int,
 ) -> str:  # fmt: skip
     """Each row with the plan's verdict, memory and time, as a table or as JSON."""
-    words = {
-        **{row: verdict(plan)[1] for row, plan in plans.items()},
-        **{r: f"refused: {w}" for r, w in refused.items()},
-    }
+    words = {row: verdict(plan)[1] for row, plan in plans.items()}
+    words |= {row: f"refused: {why}" for row, why in refused.items()}
     steps = {row: plan.step for row, plan in plans.items() if plan.step}
     if options.json:
         about = [{"row": asdict(row), "verdict": words[row], "planned_step_seconds": steps.get(row)} for row in rows]
@@ -289,15 +284,12 @@ def _dry_run(
     heading = f"{first.processes} x {gpu.name if gpu else 'card'}, {card / GIB:.1f} GiB each"
     summary = f"{len(starting)} of {len(rows)} rows would run"
     if steps and starting:
-        time_in_words = duration_in_words(sum(_seconds(row, plans[row]) for row in starting))
-        summary += (
-            f", for {time_in_words}, if a card reaches {EFFICIENCY:.0%} of its data sheet's rate and half of its "
-        )
-        summary += "link's rate (assumed, not measured)"
+        summary += f", for {duration_in_words(sum(_seconds(row, plans[row]) for row in starting))}, if a card reaches "
+        summary += f"{EFFICIENCY:.0%} of its data sheet's rate and half of its link's rate (assumed, not measured)"
     elif plans and not starting:
         summary += f"; what helps most: {remedy(min(plans.values(), key=lambda plan: plan.most))}"
     columns = [*SETTINGS, "planned step_ms", "by plan"]
-    return f"{heading}; {table.about(asdict(first))}\n\n{table.markdown_table(columns, body)}\n\n{summary}"
+    return f"{heading}; {table.about(asdict(first))}\n\n{markdown_table(columns, body)}\n\n{summary}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,12 +2,11 @@
 
 import csv
 import io
-from collections.abc import Sequence
 from typing import Any
 
 from titan_mi100.planning.cards import DEVICES
-from titan_mi100.planning.published import CARD, FLAVOR, PUBLISHED, RANKS, SEQ_LEN, PublishedStep
-from titan_mi100.workshop.columns import FIGURES, SETTINGS, figures
+from titan_mi100.planning.published import CARD, FLAVOR, PUBLISHED, RANKS, SEQ_LEN
+from titan_mi100.workshop.columns import FIGURES, SETTINGS, figures, markdown_table
 
 SUPERVISED = 0.5  # share of the tokens
 Record = dict[str, Any]  # a row, what became of it, and what was measured
@@ -30,7 +29,10 @@ def settings_cells(row: Record) -> list[str]:
 
 def markdown(records: list[Record], with_published: bool = False) -> str:
     """The table under what it was made with, and over what was counted."""
-    beside = with_published and comparable(records)
+    # whether the rows ran on what the published ones ran on
+    same = {"processes": RANKS, "model": FLAVOR, "seq": SEQ_LEN}.items()
+    on_theirs = all(r["machine"]["kind"] == DEVICES[CARD].name and same <= r["row"].items() for r in records)
+    beside = with_published and on_theirs
     body = []
     for record in records:
         words = "" if record["status"] == "ok" else ": ".join(filter(None, (record["status"], record["why"])))
@@ -39,23 +41,11 @@ def markdown(records: list[Record], with_published: bool = False) -> str:
         body.append([*settings_cells(record["row"]), *cells, *theirs])
     parts = [heading(records), markdown_table([*SETTINGS, *FIGURES, *(_THEIRS if beside else ())], body)]
     parts.append(footer(records))
-    if with_published and not beside:
-        where = f"2x {DEVICES[CARD].name}, DeepSpeed, a pipeline of 2, Qwen3-0.6B, rows of 1024"
-        rows = [[*map(str, key), *_cells(step)] for key, step in PUBLISHED.items()]
-        parts += [
-            f"Published figures, made on {where}: not the hardware or the model of the table above, so the two do not "
-            "compare:",
-            markdown_table(["B_micro", "GA", "ckpt", "dtype", *_THEIRS], rows),
-        ]
-    elif beside:
-        parts.append("The published columns: DeepSpeed, a pipeline of 2, on the same kind of GPU.")
+    if with_published:
+        where = f"{RANKS} {DEVICES[CARD].name}, Qwen3-{FLAVOR} and rows of {SEQ_LEN:,}"
+        apart = f"The published figures are of {where}: they do not compare with these rows."
+        parts.append("The published columns: DeepSpeed, a pipeline of 2, on the same kind of GPU." if beside else apart)
     return "\n\n".join(parts) + "\n"
-
-
-def comparable(records: list[Record]) -> bool:
-    """Whether the rows ran on what the published ones ran on."""
-    same = {"processes": RANKS, "model": FLAVOR, "seq": SEQ_LEN}.items()
-    return all(r["machine"]["kind"] == DEVICES[CARD].name and same <= r["row"].items() for r in records)
 
 
 def heading(records: list[Record]) -> str:
@@ -88,20 +78,7 @@ def footer(records: list[Record]) -> str:
 
 def _theirs(row: Record) -> list[str]:
     step = PUBLISHED.get((row["batch"], row["ga"], row["checkpointing"], row["dtype"]))
-    return _cells(step) if step and row["layout"].startswith("pp") else [""] * len(_THEIRS)
-
-
-def _cells(step: PublishedStep) -> list[str]:
-    return [f"{number:,}" for number in step]
-
-
-def markdown_table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """Columns are padded, so that a terminal shows a table, too."""
-    lines = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in (header, *body)]
-    # a long reason, in the first column of figures, may run over those that are empty beside it
-    widths = [max(3, *(len(line[column]) for line in lines if len(line[column]) < 24)) for column in range(len(header))]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
+    return [f"{number:,}" for number in step] if step and row["layout"].startswith("pp") else [""] * len(_THEIRS)
 
 
 def to_csv(records: list[Record]) -> str:
