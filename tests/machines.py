@@ -51,8 +51,7 @@ def build(machine: dict[str, Any], root: Path) -> System:
     def may_use(path: Path) -> bool:
         return str(path.relative_to(root)) not in machine["closed"]
 
-    free_bytes, lacks = (lambda path: int(machine["shm_free"])), tuple(machine.get("cannot_compile", ("", "")))
-    return System(root, machine["environ"], may_use, group_of, free_bytes, lambda environ: lacks)
+    return System(root, machine["environ"], may_use, group_of, lambda path: int(machine["shm_free"]))
 
 
 def facts_of(machine: dict[str, Any], root: Path, processes: int | None = None) -> Facts:
@@ -116,9 +115,7 @@ class Kind:
         def may_use(path: Path) -> bool:
             return str(path.relative_to(root)) not in self.closed
 
-        return System(
-            root, {}, may_use, lambda path: str(path.stat() and "render"), lambda _: 8 << 30, lambda _: ("", "")
-        )
+        return System(root, {}, may_use, lambda path: str(path.stat() and "render"), lambda _: 8 << 30)
 
     def facts(self, root: Path) -> Facts:
         """What the doctor knows there, if the torch that the set-up chooses answers."""

@@ -116,7 +116,7 @@ def test_the_launcher_asks_about_the_processes_and_the_environment_that_workers_
 def test_what_a_start_checks_takes_milliseconds_and_imports_no_torch(tmp_path: Path) -> None:
     machine = build(load("mi100"), tmp_path)
     began = time.perf_counter()
-    judge(reading.read(machine, 2), fast=True)
+    judge(reading.read(machine, 2))
     assert time.perf_counter() - began < 0.1
     code = "import sys; from titan_mi100.launch.before_start import before_start; before_start(2, print); "
     code += "print('torch' in sys.modules)"
@@ -128,7 +128,7 @@ def test_what_a_start_checks_takes_milliseconds_and_imports_no_torch(tmp_path: P
 def test_the_exit_code_is_2_where_something_fails(
     state: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "judge", lambda facts, fast: [Result("IOMMU", state, "what was found", "")])
+    monkeypatch.setattr(doctor, "judge", lambda facts: [Result("IOMMU", state, "what was found", "")])
     assert doctor.main(["--fast"]) == code
     shown = "" if state == "pass" else f"{state}  IOMMU  what was found\n\n"
     assert capsys.readouterr().out.startswith(shown)

@@ -32,7 +32,7 @@ def before_start(
         UserError: no run can work on this machine.
     """
     try:
-        verdicts = judge(read(system or System(environ=environ), processes), fast=True)
+        verdicts = judge(read(system or System(environ=environ), processes))
     except Exception as error:  # a bug in the checks must not stop a run
         say(f"doctor: the checks of this machine failed ({error!r}); starting without them")
         return

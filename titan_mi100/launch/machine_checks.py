@@ -16,7 +16,6 @@ from titan_mi100.wording import bytes_in_words, shown, some
 
 PASS, WARN, FAIL = "pass", "warn", "fail"
 SHM_WANTED = 512_000_000  # bytes, the limit of DeepSpeed's ds_report; Docker's default is 64 MiB
-CONTEXT, LOST = 3 << 28, 0.02  # bytes and share of a card's memory that a plan leaves to driver and libraries
 # NCCL's algorithms for all-gather and reduce-scatter. "tree" is not one: it serves all-reduce only.
 _SERVE_ALL_GATHER = {"ring", "pat", "nvls", "collnetdirect"}
 
@@ -42,14 +41,9 @@ class Result:
 Check = Callable[[Facts], Result | None]
 
 
-def judge(facts: Facts, fast: bool = False) -> list[Result]:
-    """Run the checks and return the verdicts of those that apply.
-
-    Args:
-        fast: only the checks of every start of a run: for problems that make it fail, hang or silently compute wrong
-            results, and the power cap.
-    """
-    return [verdict for check in (FAST if fast else CHECKS) if (verdict := check(facts))]
+def judge(facts: Facts) -> list[Result]:
+    """Run the checks and return the verdicts of those that apply."""
+    return [verdict for check in CHECKS if (verdict := check(facts))]
 
 
 def torch_build(facts: Facts) -> Result | None:
@@ -69,7 +63,7 @@ def torch_build(facts: Facts) -> Result | None:
         return Result("torch", PASS, f"{fact}; {where}, so it computes on the CPU")
     if not (torch.hip if vendor == "amd" else torch.cuda):
         remedy += "\nor export CUDA_VISIBLE_DEVICES= to train on the CPU"
-        return Result("torch", FAIL, f"{fact}; it cannot use {_named(cards)}", remedy, stops=True)
+        return Result("torch", FAIL, f"{fact}; it cannot use {named(cards)}", remedy, stops=True)
     if torch.usable is None and not torch.problem:
         return Result("torch", PASS, fact)  # the fast checks do not import torch
     if not torch.usable:
@@ -78,11 +72,11 @@ def torch_build(facts: Facts) -> Result | None:
         if (torch.cuda or "") >= "13" and "" < facts.driver < "580":  # the oldest driver of CUDA 13
             remedy = f"install driver 580 or newer, or: pip install torch==2.13.0 --index-url {PYTORCH_WHEELS}/cu126"
         remedy = f"fix the other failed checks first; if there are none, {remedy}"
-        return Result("torch", FAIL, f"{fact}; it cannot use {_named(cards)}: {why}", remedy)
+        return Result("torch", FAIL, f"{fact}; it cannot use {named(cards)}: {why}", remedy)
     if torch.usable < len(facts.numbered()):
         remedy = "see what is wrong with the others: sudo dmesg | grep -e amdgpu -e NVRM"
         return Result("torch", WARN, f"{fact}; it sees {torch.usable} of {len(facts.numbered())} visible cards", remedy)
-    return Result("torch", PASS, f"{fact}; it sees {_named(cards)}")
+    return Result("torch", PASS, f"{fact}; it sees {named(cards)}")
 
 
 def driver(facts: Facts) -> Result | None:
@@ -158,7 +152,7 @@ def own_graphics(facts: Facts) -> Result | None:
     if not used or len(used) == len(cards):
         return None
     numbers = ",".join(str(number) for number, card in enumerate(facts.present()) if card in used)
-    fact = f"{_named(set(cards) - set(used))} is inside the processor, and ROCm gives it a number like a card's"
+    fact = f"{named(set(cards) - set(used))} is inside the processor, and ROCm gives it a number like a card's"
     return Result("own graphics", WARN, fact, f"export HIP_VISIBLE_DEVICES={numbers}")
 
 
@@ -167,18 +161,8 @@ def peer_access(facts: Facts) -> Result | None:
     cards = [card for card in facts.visible() if re.search(r"GeForce RTX [45]0\d\d", card.name)]
     if len(cards) < 2 or facts.used() < 2 or facts.environ.get("NCCL_P2P_DISABLE") == "1":
         return None
-    fact = f"{_named(cards)} have none; where the driver offers it, NCCL hangs or sends wrong data"
+    fact = f"{named(cards)} have none; where the driver offers it, NCCL hangs or sends wrong data"
     return Result("P2P", WARN, fact, "export NCCL_P2P_DISABLE=1, but not with a driver that was changed to allow it")
-
-
-def free_memory(facts: Facts) -> Result | None:
-    """Do a display or other programs hold a card's memory? A plan counts on all but what driver and libraries need."""
-    held = [(total - free, total) for free, total in facts.torch.memory or () if total - free > CONTEXT + LOST * total]
-    if not held:
-        return None
-    sizes = some(f"{bytes_in_words(taken)} of {bytes_in_words(total)}" for taken, total in held)
-    remedy = "end them (nvidia-smi or rocm-smi --showpids names them), or use another card for the display"
-    return Result("free memory", WARN, f"{sizes} are in use by a display or other programs", remedy)
 
 
 def visibility(facts: Facts) -> Result | None:
@@ -262,7 +246,7 @@ def iommu(facts: Facts) -> Result | None:
         return None
     translated = [card for card in cards if (card.iommu or "").startswith("DMA")]
     if translated:
-        fact = f"it translates addresses of {_named(translated)}, type {translated[0].iommu}; NCCL and RCCL can hang"
+        fact = f"it translates addresses of {named(translated)}, type {translated[0].iommu}; NCCL and RCCL can hang"
         remedy = "add iommu=pt to GRUB_CMDLINE_LINUX_DEFAULT in /etc/default/grub, then sudo update-grub and reboot"
         return Result("IOMMU", WARN, fact, remedy)
     return Result("IOMMU", PASS, "passes addresses through" if any(card.iommu for card in cards) else "off")
@@ -279,44 +263,16 @@ def shared_memory(facts: Facts) -> Result | None:
     return Result("/dev/shm", WARN, f"{size}; collectives need {bytes_in_words(SHM_WANTED)}", remedy)
 
 
-def compiler(facts: Facts) -> Result | None:
-    """Can Triton build the kernels of attention and of the 8-bit optimizer? It needs a C compiler and Python.h."""
-    if not facts.visible():
-        return None
-    problem, remedy = facts.cannot_compile
-    if problem:
-        return Result("C compiler", WARN, f"{problem}; kernels that Triton has not built before are not used", remedy)
-    return Result("C compiler", PASS, "Triton can build its kernels")
-
-
-def power_cap(facts: Facts) -> Result | None:
-    """Is the cards' power cap below what they are made for?"""
-    cards = [card for card in facts.visible() if card.watts and card.full_watts]
-    capped = [card for card in cards if _less(card.watts, card.full_watts)]
-    if capped:
-        fact = f"{_named(capped)}: {some({f'{card.watts:.0f} of {card.full_watts:.0f} W' for card in capped})}"
-        watts = f"{capped[0].full_watts:.0f}"
-        remedy = f"sudo rocm-smi --setpoweroverdrive {watts}, unless the power supply or the cooling needs the cap"
-        return Result("power cap", WARN, fact, remedy)
-    return Result("power cap", PASS, f"{cards[0].watts:.0f} W, the whole") if cards else None
-
-
-# at every start of a run; the doctor runs all
-FAST: tuple[Check, ...] = (
+CHECKS: tuple[Check, ...] = (
     device_files, driver, visibility, torch_build, architecture, gfx_override, nccl_algo, expandable_segments, iommu,
-    shared_memory, compiler, power_cap, own_graphics, peer_access,
+    shared_memory, own_graphics, peer_access,
 )  # fmt: skip
-CHECKS: tuple[Check, ...] = (*FAST, free_memory)
 
 
-def _named(cards: Iterable[Card]) -> str:
+def named(cards: Iterable[Card]) -> str:
     """Cards as text: "2 x MI100 (gfx908)"."""
     names = [card.name if card.arch in (None, card.name) else f"{card.name} ({card.arch})" for card in cards]
     return some(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-
-
-def _less(part: float | None, whole: float | None) -> bool:
-    return bool(part and whole and part < whole)
 
 
 def _release(version: str | None) -> tuple[int, int] | None:

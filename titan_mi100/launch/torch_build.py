@@ -33,7 +33,6 @@ class Torch:
     blas_archs: tuple[str, ...] | None = None  # architectures that the rocBLAS in its folder has kernels for
     usable: int | None = None  # number of cards that it can use
     card_archs: tuple[str, ...] | None = None  # architectures of those cards: gfx908, sm_90
-    memory: tuple[tuple[int, int], ...] | None = None  # free bytes and all bytes of each of those cards
     problem: str = ""  # why torch could not be asked
 
 
@@ -123,9 +122,6 @@ def _answer() -> Torch:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
             problem = shortened(" ".join(str(error).split()), 300)
-    memory = None
-    with suppress(RuntimeError):  # another process has the card, which is in exclusive mode
-        memory = tuple(torch.cuda.mem_get_info(number) for number in range(usable))
     for number in range(usable):
         properties = torch.cuda.get_device_properties(number)
         # gcnArchName is "gfx908:sramecc+:xnack-": cut the features. In a CUDA build it is the card's name.
@@ -133,7 +129,7 @@ def _answer() -> Torch:
         archs.append(arch or f"sm_{properties.major}{properties.minor}")
     return Torch(
         torch.__version__, torch.version.hip, torch.version.cuda, tuple(flags.split()) if flags else None,
-        usable=usable, card_archs=tuple(archs), memory=memory, problem=problem,
+        usable=usable, card_archs=tuple(archs), problem=problem,
     )  # fmt: skip
 
 

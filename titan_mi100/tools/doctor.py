@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 
 from titan_mi100 import cli as tool
 from titan_mi100.launch import torch_build
-from titan_mi100.launch.machine_checks import CHECKS, FAIL, FAST, PASS, Result, judge
+from titan_mi100.launch.machine_checks import CHECKS, FAIL, PASS, Result, judge, named
 from titan_mi100.launch.machine_facts import Facts, read
 from titan_mi100.wording import printable
 
@@ -29,7 +29,7 @@ def _show(options: argparse.Namespace) -> int:
     facts = read()
     if not options.fast:
         facts = replace(facts, torch=torch_build.ask(facts.torch, os.environ))
-    verdicts = judge(facts, options.fast)
+    verdicts = judge(facts)
     if options.json:
         print(json.dumps({"facts": asdict(facts), "verdicts": [asdict(verdict) for verdict in verdicts]}))
     else:
@@ -40,15 +40,13 @@ def _show(options: argparse.Namespace) -> int:
         shown = [verdict for verdict in verdicts if not options.fast or verdict.state != PASS]
         for line in lines(shown, width, colors=terminal and not os.environ.get("NO_COLOR")):
             print(line)
-        print(("\n" if shown else "") + summary(verdicts, len(FAST if options.fast else CHECKS)))
+        print(("\n" if shown else "") + summary(verdicts, len(CHECKS)))
     return 2 if any(verdict.state == FAIL for verdict in verdicts) else 0
 
 
 def headline(facts: Facts) -> str:
     """The machine in one line."""
-    names = [f"{card.name} ({card.arch})" if card.arch else card.name for card in facts.cards]
-    cards = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "no GPU"
-    return f"{cards}; torch {facts.torch.version or 'not installed'}; Linux {facts.kernel}"
+    return f"{named(facts.cards) or 'no GPU'}; torch {facts.torch.version or 'not installed'}; Linux {facts.kernel}"
 
 
 def lines(verdicts: Sequence[Result], width: int | None, colors: bool) -> Iterator[str]:
@@ -81,7 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--json", action="store_true", help="print facts and verdicts as JSON, for scripts and bug reports")
-    add("--fast", action="store_true", help="only the checks of every run's start (milliseconds); print the problems")
+    add(
+        "--fast",
+        action="store_true",
+        help="as at every run's start: without asking torch (milliseconds); only problems",
+    )
     return parser
 
 
