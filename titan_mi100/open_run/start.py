@@ -261,8 +261,7 @@ def open_observers(
         return []
     observers: list[StepObserver] = [reporter] if reporter else []
     if any(parameter.experts for parameter in inputs.spec.parameters.values()):
-        freq = config.metrics.log_freq
-        observers.append(ExpertLoad(folder, reporter, model, inputs.spec, freq, range(progress.step, steps)))
+        observers.append(ExpertLoad(reporter, model, inputs.spec, config.metrics.log_freq, steps))
     with raise_together():
         accept_ledger(inputs.data, folder, inputs.world)
         most = config.training.max_nonfinite_steps
