@@ -79,11 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--json", action="store_true", help="print facts and verdicts as JSON, for scripts and bug reports")
-    add(
-        "--fast",
-        action="store_true",
-        help="as at every run's start: without asking torch (milliseconds); only problems",
-    )
+    add("--fast", action="store_true", help="as at a run's start: torch is not asked (milliseconds); print problems")
     return parser
 
 
