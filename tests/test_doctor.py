@@ -12,8 +12,8 @@ from conftest import REPO
 from machines import NAMES, build, facts_of, load
 
 from titan_mi100.errors import UserError
-from titan_mi100.launch import before_start as start
 from titan_mi100.launch import launcher as launch
+from titan_mi100.launch import machine_checks as start
 from titan_mi100.launch import machine_facts as reading
 from titan_mi100.launch.machine_checks import FAIL, PASS, Result, judge
 from titan_mi100.launch.torch_build import Torch
@@ -118,7 +118,7 @@ def test_what_a_start_checks_takes_milliseconds_and_imports_no_torch(tmp_path: P
     began = time.perf_counter()
     judge(reading.read(machine, 2))
     assert time.perf_counter() - began < 0.1
-    code = "import sys; from titan_mi100.launch.before_start import before_start; before_start(2, print); "
+    code = "import sys; from titan_mi100.launch.machine_checks import before_start; before_start(2, print); "
     code += "print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"

@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from titan_mi100.launch.machine_facts import ALLOCATOR, HIDING, Card, Facts
+from titan_mi100.errors import UserError
+from titan_mi100.launch.machine_facts import ALLOCATOR, HIDING, Card, Facts, System, read
 from titan_mi100.launch.wheels import PYTORCH_WHEELS, rocm_remedy
 from titan_mi100.planning.cards import CARDS
 from titan_mi100.wording import bytes_in_words, shown, some
@@ -44,6 +45,33 @@ Check = Callable[[Facts], Result | None]
 def judge(facts: Facts) -> list[Result]:
     """Run the checks and return the verdicts of those that apply."""
     return [verdict for check in CHECKS if (verdict := check(facts))]
+
+
+def before_start(processes: int, say: Callable[[str], None], system: System | None = None) -> None:
+    """Run the checks, as the launcher does, and report those that do not pass.
+
+    Args:
+        processes: processes of the run on this machine.
+        say: prints a line.
+        system: where the facts are read; None: this machine.
+
+    Raises:
+        UserError: no run can work on this machine.
+    """
+    try:
+        verdicts = judge(read(system, processes))
+    except Exception as error:  # a bug in the checks must not stop a run
+        say(f"doctor: the checks of this machine failed ({error!r}); starting without them")
+        return
+    for verdict in verdicts:
+        if verdict.state != PASS and not verdict.stops:
+            say(f"doctor: {verdict.state}: {_line(verdict)}")
+    if stopping := [_line(verdict) for verdict in verdicts if verdict.stops]:
+        raise UserError("\n".join([*stopping, "no run can work here; titan-mi100 doctor shows all checks"]))
+
+
+def _line(verdict: Result) -> str:
+    return f"{verdict.name}: {verdict.fact}; {verdict.remedy}".replace("\n", "; or ").replace("; or or", "; or")
 
 
 def torch_build(facts: Facts) -> Result | None:
