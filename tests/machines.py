@@ -122,9 +122,9 @@ class Kind:
         facts, requirement = read(self.build(root)), self.torch.split()[0]
         version, build = requirement.partition("==")[2], self.torch.rpartition("/")[2]
         if build in CUDA_ARCHS and self.archs[:1] and self.archs[0].startswith("sm"):
-            torch = Torch(version, cuda=f"{build[2:4]}.{build[4:]}", archs=CUDA_ARCHS[build], card_archs=self.archs)
+            torch = Torch(version, cuda=f"{build[2:4]}.{build[4:]}", archs=CUDA_ARCHS[build])
         elif requirement == self.torch and self.archs:
-            torch = Torch(version, cuda="13.0", archs=CUDA_ARCHS["cu130"], card_archs=self.archs)
+            torch = Torch(version, cuda="13.0", archs=CUDA_ARCHS["cu130"])
         elif requirement in PYTORCH_ARCHS and build.startswith("rocm"):
             torch = Torch(version, hip=build[4:], archs=tuple(PYTORCH_ARCHS[requirement][1]))
         elif "device-" in requirement:
@@ -164,7 +164,7 @@ KINDS = {
     ),
     "two MI100, ROCm 7": Kind(ROCM_7, "(gfx908, ROCm 7.1.1)", ("gfx908",) * 2, amd=(MI100,) * 2, rocm="7.1.1-38"),
     "two MI100, ROCm 10": Kind(
-        ROCM_7, "(gfx908, ROCm 10.0.0)", ("gfx908",) * 2, {"driver": "torch is for ROCm 7.2"},
+        ROCM_7, "(gfx908, ROCm 10.0.0)", ("gfx908",) * 2,
         amd=(MI100,) * 2, rocm="10.0.0",
     ),
     "WSL2": Kind(

@@ -182,7 +182,7 @@ CASES: list[tuple[checks.Check, Callable[[Facts], Facts], str | None, str]] = [
     (checks.torch_build, with_environ(HIP_VISIBLE_DEVICES="-1"), PASS, "hidden from it, so it computes on the CPU"),
     (checks.torch_build, of_geforce(cuda="13.0", usable=0), FAIL, "RTX 4090: it does not say why"),
     (checks.driver, changed(driverless=("MI100 at 0000:43",)), FAIL, "MI100 at 0000:43 without a compute driver"),
-    (checks.driver, changed(rocm="5.7.0"), WARN, "ROCm 5.7.0 in /opt/rocm, but torch is for ROCm 6.4"),
+    (checks.driver, lambda facts: replace(facts, cards=()), None, ""),
     (checks.driver, changed(rocm=""), PASS, "Linux 6.8.0-48-generic, driver 6.12.12"),
     (checks.architecture, with_torch(archs=("gfx90a",)), FAIL, "gfx908: torch has code for gfx90a only"),
     (checks.architecture, with_torch(archs=None, blas_archs=("gfx90a",)), FAIL, "rocBLAS in torch has code for gfx90a"),
@@ -306,19 +306,6 @@ def test_an_override_is_only_doubtful_where_the_card_has_no_code_of_its_own(heal
     assert architecture is not None and architecture.state == PASS  # gfx1030, which torch has
 
 
-@pytest.mark.parametrize(
-    ("archs", "runs"),
-    [(("sm_80", "sm_90"), True), (("sm_80",), True), (("sm_86",), True), (("sm_89",), False), (("sm_70",), False),
-     (("sm_70", "compute_80"), True), (("compute_90",), False), (("sm_90a",), False)],
-)  # fmt: skip
-def test_an_nvidia_card_runs_code_of_its_own_major_version_or_older_ptx(
-    archs: tuple[str, ...], runs: bool, tmp_path: Path
-) -> None:
-    facts = facts_of(load("h100"), tmp_path)
-    found = checks.architecture(replace(facts, torch=replace(facts.torch, archs=archs, card_archs=("sm_86",))))
-    assert found is not None and (found.state == PASS) == runs
-
-
 def test_beside_an_nvidia_card_an_amd_one_in_the_processor_does_not_count(tmp_path: Path, healthy: Facts) -> None:
     h100 = facts_of(load("h100"), tmp_path)
     both = replace(h100, cards=(replace(healthy.cards[0], arch="gfx90c"), *h100.cards))
@@ -381,7 +368,7 @@ def test_the_installed_torch_answers_as_its_files_say(monkeypatch: pytest.Monkey
         assert torch_build.installed(wants_blas=False, environ={}) == Torch()
     assert told.problem == "" or told.cuda  # a CUDA build without a driver says so
     assert (told.version, told.hip, told.cuda) == (known.version, known.hip, known.cuda)
-    assert told.usable is not None and len(told.card_archs or ()) == told.usable
+    assert told.usable is not None
 
 
 FAKE = """
@@ -391,8 +378,7 @@ FAKE = """
     atexit.register(print, "and its farewell")
     __version__, version = "2.8.0+rocm6.4", N(hip="6.4.43482", cuda=None)
     _C = N(_cuda_getArchFlags=lambda: "gfx908 gfx90a")
-    card = N(gcnArchName="gfx908:sramecc+:xnack-", major=9, minor=0)
-    cuda = N(is_available=lambda: True, device_count=lambda: 2, get_device_properties=lambda number: card)
+    cuda = N(is_available=lambda: True, device_count=lambda: 2)
 """
 
 
@@ -415,9 +401,9 @@ def test_a_torch_that_crashes_hangs_or_fails_is_described(tmp_path: Path) -> Non
     assert ask(broken, tmp_path / "lies").problem == "ended with exit code 1"
 
 
-def test_a_build_names_its_cards_architectures_without_their_features_or_says_why_it_sees_none(tmp_path: Path) -> None:
+def test_a_build_names_its_architectures_or_says_why_it_sees_no_card(tmp_path: Path) -> None:
     told = ask(FAKE, tmp_path / "two")
-    assert told == Torch("2.8.0+rocm6.4", "6.4.43482", None, ("gfx908", "gfx90a"), None, 2, ("gfx908", "gfx908"))
+    assert told == Torch("2.8.0+rocm6.4", "6.4.43482", None, ("gfx908", "gfx90a"), None, 2)
     code = FAKE + "\n    def init(): raise RuntimeError('No HIP GPUs\\n are available')"
     code += "\n    cuda.is_available, cuda.init = lambda: False, init"
     told = ask(code, tmp_path / "none")

@@ -108,45 +108,29 @@ def torch_build(facts: Facts) -> Result | None:
 
 
 def driver(facts: Facts) -> Result | None:
-    """Do the driver, ROCm on the machine and torch's ROCm fit? Does each Instinct card have its driver?"""
-    versions = [f"Linux {facts.kernel}", f"driver {facts.driver or 'of the kernel'}"]
-    versions += [f"ROCm {facts.rocm} in /opt/rocm"] if facts.rocm else []
+    """Does each Instinct card have its driver?"""
     if facts.driverless:
         remedy = "load it: sudo modprobe amdgpu; see why it skips a card: sudo dmesg | grep -e kfd -e amdgpu"
         return Result("driver", FAIL, f"{some(facts.driverless)} without a compute driver", remedy)
-    if not facts.visible():
-        return None
-    built = _release(facts.torch.hip)
-    if facts.vendor() == "amd" and built and (own := _release(facts.rocm)) and own[0] != built[0]:
-        fact = f"{', '.join(versions)}, but torch is for ROCm {built[0]}.{built[1]}"
-        remedy = (
-            "AMD tests a driver with ROCm up to two releases older or newer; install a torch built for the ROCm of "
-            "this machine"
-        )
-        return Result("driver", WARN, fact, remedy)
-    return Result("driver", PASS, ", ".join(versions))
+    rocm = f", ROCm {facts.rocm} in /opt/rocm" if facts.rocm else ""
+    fact = f"Linux {facts.kernel}, driver {facts.driver or 'of the kernel'}{rocm}"
+    return Result("driver", PASS, fact) if facts.visible() else None
 
 
 def architecture(facts: Facts) -> Result | None:
-    """Do torch and its rocBLAS have code for each card's architecture?"""
+    """Do torch and its rocBLAS have code for each AMD card's architecture? For NVIDIA's cards torch itself warns."""
     torch, name = facts.torch, "architecture"
-    if facts.vendor() == "nvidia":  # PTX and code for older minor versions run too, see _runs; on AMD names must match
-        archs, lists = set(torch.card_archs or ()), {"torch": torch.archs or ()}
-        missing = {arch for arch in archs if not _runs(arch, torch.archs or ())}
-        remedy = "choose the build for this card at pytorch.org/get-started"
-    else:
-        archs = {_override(facts) or card.arch or "" for card in facts.visible() if torch.hip} - {""}
-        lists = {"torch": torch.archs or (), "rocBLAS in torch": torch.blas_archs or ()}
-        missing = {arch for arch in archs for listed in lists.values() if listed and arch not in listed}
-        remedy = rocm_remedy(missing)
+    archs = {_override(facts) or card.arch or "" for card in facts.visible() if torch.hip} - {""}
+    lists = {"torch": torch.archs or (), "rocBLAS in torch": torch.blas_archs or ()}
     known = {library: listed for library, listed in lists.items() if listed}
+    missing = {arch for arch in archs for listed in known.values() if arch not in listed}
     if not archs or not known:
         return None
     if not missing:
         return Result(name, PASS, f"{some(sorted(archs))}: {' and '.join(known)} have code for it")
     library = next(library for library, listed in known.items() if not missing <= set(listed))
     fact = f"{some(sorted(missing))}: {library} has code for {some(known[library], 20)} only"
-    return Result(name, FAIL, fact, remedy, stops=missing == archs)
+    return Result(name, FAIL, fact, rocm_remedy(missing), stops=missing == archs)
 
 
 def gfx_override(facts: Facts) -> Result | None:
@@ -303,27 +287,7 @@ def named(cards: Iterable[Card]) -> str:
     return some(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
 
-def _release(version: str | None) -> tuple[int, int] | None:
-    """Major and minor number of a version; None: it has none."""
-    match = re.match(r"(\d{1,3})\.(\d{1,3})", version or "")
-    return (int(match[1]), int(match[2])) if match else None
-
-
 def _override(facts: Facts) -> str | None:
     """The architecture that HSA_OVERRIDE_GFX_VERSION names: gfx90a for 9.0.10. None: the value is no version."""
     match = re.fullmatch(r"(\d{1,2})\.(\d{1,2})\.(\d{1,2})", facts.environ.get("HSA_OVERRIDE_GFX_VERSION", ""))
     return f"gfx{match[1]}{int(match[2]):x}{int(match[3]):x}" if match else None
-
-
-def _runs(arch: str, listed: Iterable[str]) -> bool:
-    """Whether an NVIDIA card can run code for one of these architectures.
-
-    It runs code (sm_*) of its own major version up to its minor version, and PTX (compute_*) up to its version.
-    """
-    own = int(arch.removeprefix("sm_"))  # major x 10 + minor
-    for target in listed:
-        kind, _, number = target.partition("_")
-        version = int(re.match(r"\d*", number)[0] or 0)  # type: ignore[index]  # sm_90a
-        if version <= own and (kind == "compute" or (kind == "sm" and version // 10 == own // 10)):
-            return True
-    return False
