@@ -80,7 +80,7 @@ def test_a_single_value_given_twice_is_refused(file: Path, second: tuple[str, ..
     message = refusal("--job.config_file", str(file), "--training.seed", "7", *second)
     assert message == f"command line: --training.seed is given twice, as '7' and '{second[-1][-1]}'; keep one of them"
     message = refusal("--job.config_file", str(file), "--optimizer.lr", "1", "2")
-    assert message == "command line: '2' is not an option; only a list takes several values"
+    assert message.startswith("command line: '2' is not an option; only a list takes several values (")
 
 
 def test_the_launchers_folder_is_the_runs_whatever_the_config_names(
