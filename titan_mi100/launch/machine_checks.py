@@ -138,23 +138,17 @@ def gfx_override(facts: Facts) -> Result | None:
     version = facts.environ.get("HSA_OVERRIDE_GFX_VERSION")
     if not version or facts.vendor() != "amd" or not facts.visible():
         return None
-    name, forced = "gfx override", _override(facts)
-    fact = f"HSA_OVERRIDE_GFX_VERSION={version}"
-    archs = sorted({card.arch for card in facts.visible() if card.arch})
-    remedy = "unset HSA_OVERRIDE_GFX_VERSION"
+    name, forced, fact = "gfx override", _override(facts), f"HSA_OVERRIDE_GFX_VERSION={version}"
     if forced is None:
-        return Result(name, FAIL, f"{fact} is not a version such as 9.0.8", remedy)
-    others = [arch for arch in archs if arch != forced]
+        return Result(name, FAIL, f"{fact} is not a version such as 9.0.8", "unset HSA_OVERRIDE_GFX_VERSION")
+    others = {card.arch for card in facts.visible() if card.arch} - {forced}
     if not others:
         return Result(name, PASS, f"{fact}: equals the cards' own architecture")
-    lists = [listed for listed in (facts.torch.archs, facts.torch.blas_archs) if listed]
+    fact += f" makes {some(sorted(others))} run code of {forced}"
     # The override is for consumer cards that no build supports. A card that torch has code for must not be overridden.
-    if set(others) & {card.arch for card in CARDS if card.arch.startswith("gfx9")} or any(
-        set(others) & set(own) for own in lists
-    ):
-        fact += f" makes {some(others)} run code of {forced}, which fails or computes wrongly"
-        return Result(name, FAIL, fact, f"{remedy}: this card does not need it")
-    fact += f" makes {some(others)} run code of {forced}"
+    supported = {card.arch for card in CARDS if card.arch.startswith("gfx9")}
+    if others & supported.union(facts.torch.archs or (), facts.torch.blas_archs or ()):
+        return Result(name, FAIL, fact, "unset HSA_OVERRIDE_GFX_VERSION: this card does not need it")
     return Result(name, WARN, fact, "correct only if both have the same instructions, as gfx1031 and gfx1030 do")
 
 
