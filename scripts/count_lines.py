@@ -37,11 +37,11 @@ CORE = (
     ),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )
-BUDGETS = {"core": 9935, "titan_mi100": 27670, "scripts": 1160}  # lines of code
+BUDGETS = {"core": 9930, "titan_mi100": 27660, "scripts": 1160}  # lines of code
 FOLDERS = {  # the same, of folders in titan_mi100/ with all below them
     "attention": 930, "checkpoint": 720, "config": 1905, "data": 4230, "device": 105, "files": 1160,
     "generation": 275, "launch": 1185, "model": 1465, "objectives": 190, "open_run": 1130, "optim": 615,
-    "parallel": 1160, "planning": 780, "run": 1370, "shapes": 950, "text": 1440, "tools": 1230, "watch": 565,
+    "parallel": 1160, "planning": 780, "run": 1365, "shapes": 950, "text": 1440, "tools": 1230, "watch": 565,
     "weights": 1205, "workshop": 4215,
 }  # fmt: skip
 BUDGETS |= {f"titan_mi100/{folder}": budget for folder, budget in FOLDERS.items()}
