@@ -51,8 +51,7 @@ def build(machine: dict[str, Any], root: Path) -> System:
     def may_use(path: Path) -> bool:
         return str(path.relative_to(root)) not in machine["closed"]
 
-    free_bytes, lacks = (lambda path: int(machine["shm_free"])), tuple(machine.get("cannot_compile", ("", "")))
-    return System(root, machine["environ"], may_use, group_of, free_bytes, lambda environ: lacks)
+    return System(root, machine["environ"], may_use, group_of, lambda path: int(machine["shm_free"]))
 
 
 def facts_of(machine: dict[str, Any], root: Path, processes: int | None = None) -> Facts:
@@ -116,18 +115,16 @@ class Kind:
         def may_use(path: Path) -> bool:
             return str(path.relative_to(root)) not in self.closed
 
-        return System(
-            root, {}, may_use, lambda path: str(path.stat() and "render"), lambda _: 8 << 30, lambda _: ("", "")
-        )
+        return System(root, {}, may_use, lambda path: str(path.stat() and "render"), lambda _: 8 << 30)
 
     def facts(self, root: Path) -> Facts:
         """What the doctor knows there, if the torch that the set-up chooses answers."""
         facts, requirement = read(self.build(root)), self.torch.split()[0]
         version, build = requirement.partition("==")[2], self.torch.rpartition("/")[2]
         if build in CUDA_ARCHS and self.archs[:1] and self.archs[0].startswith("sm"):
-            torch = Torch(version, cuda=f"{build[2:4]}.{build[4:]}", archs=CUDA_ARCHS[build], card_archs=self.archs)
+            torch = Torch(version, cuda=f"{build[2:4]}.{build[4:]}", archs=CUDA_ARCHS[build])
         elif requirement == self.torch and self.archs:
-            torch = Torch(version, cuda="13.0", archs=CUDA_ARCHS["cu130"], card_archs=self.archs)
+            torch = Torch(version, cuda="13.0", archs=CUDA_ARCHS["cu130"])
         elif requirement in PYTORCH_ARCHS and build.startswith("rocm"):
             torch = Torch(version, hip=build[4:], archs=tuple(PYTORCH_ARCHS[requirement][1]))
         elif "device-" in requirement:
@@ -167,7 +164,7 @@ KINDS = {
     ),
     "two MI100, ROCm 7": Kind(ROCM_7, "(gfx908, ROCm 7.1.1)", ("gfx908",) * 2, amd=(MI100,) * 2, rocm="7.1.1-38"),
     "two MI100, ROCm 10": Kind(
-        ROCM_7, "(gfx908, ROCm 10.0.0)", ("gfx908",) * 2, {"driver": "torch is for ROCm 7.2"},
+        ROCM_7, "(gfx908, ROCm 10.0.0)", ("gfx908",) * 2,
         amd=(MI100,) * 2, rocm="10.0.0",
     ),
     "WSL2": Kind(

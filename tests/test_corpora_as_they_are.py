@@ -30,7 +30,7 @@ from titan_mi100.config.toml_file import read_toml
 from titan_mi100.data.formats import choose_format
 from titan_mi100.data.loader import RowStream
 from titan_mi100.data.mixture import Mixture
-from titan_mi100.data.sources import open_sources
+from titan_mi100.data.prepare import open_sources
 from titan_mi100.errors import UserError
 from titan_mi100.text.load import load_tokenizer
 

@@ -27,9 +27,9 @@ from titan_mi100.config.settings import DataConfig, SourceConfig
 from titan_mi100.data.corpora import making, shards
 from titan_mi100.data.corpora.corpus import Corpus, CorpusRows, read_corpus
 from titan_mi100.data.corpora.shards import cut_into_units
+from titan_mi100.data.prepare import open_sources
 from titan_mi100.data.prepared import PADDING_ROW
 from titan_mi100.data.rows import PADDING_DOCUMENT
-from titan_mi100.data.sources import open_sources
 from titan_mi100.errors import UserError
 from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.load import load_tokenizer

@@ -509,15 +509,13 @@ def test_a_missing_file_is_answered_with_a_similar_name_or_the_missing_folder(
 ) -> None:
     (tmp_path / "train.jsonl").touch()
     similar, missing = str(tmp_path / "trian.jsonl"), str(tmp_path / "data" / "*.jsonl")
-    there, none = f"; there is no folder {tmp_path / 'data'}; {tmp_path} has train.jsonl", "No such file or directory"
+    none, no_folder = "No such file or directory", "is no folder, or may not be entered"
     for path, said in (
         (similar, f"cannot be read: {none}; did you mean {tmp_path / 'train.jsonl'}?"),
-        (missing, f"matches no file{there}"),
-        (str(tmp_path / "data" / "parts" / "a" / "x.jsonl"), f"cannot be read: {none}{there}"),
+        (missing, f"matches no file; {tmp_path / 'data'} {no_folder}"),
         (str(tmp_path / "x"), f"cannot be read: {none}"),
     ):
         assert matching_files(path)[1] == [f"{path}: {said}"]
     may = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: may(path, mode) and Path(path) != tmp_path)  # as for no root
-    assert nearby(missing) == f"; the folder {tmp_path} may not be entered: Permission denied"
-    assert nearby(similar) == f"; the folder {tmp_path} may not be entered: Permission denied"
+    assert nearby(similar) == f"; {tmp_path} {no_folder}"

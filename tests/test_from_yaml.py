@@ -356,7 +356,7 @@ enable_tensorboard = false
         "do_train": "7 the command trains, and validates where there is validation data",
         "template": "14 the chat template is the model folder's; model.chat_template names another Jinja file",
         "max_samples": "16 name a smaller file in data.path, or set training.steps",
-        "plot_loss": "22 titan-mi100 report RUN draws the curves",
+        "plot_loss": "22 TensorBoard draws the curves",
         "warmup_ratio": "31 lr_scheduler.warmup_steps counts steps, which are known when model and data are here",
         "ddp_timeout": "33 watchdog.seconds limits a step, watchdog.start_seconds the start",
     },

@@ -21,8 +21,7 @@ from titan_mi100.data.prepare import prepare_data
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.tools.inspect_data import main
 from titan_mi100.tools.prepared import report as inspect_report
-from titan_mi100.tools.prepared.texts import token_texts
-from titan_mi100.tools.prepared.view import report_lines
+from titan_mi100.tools.prepared.report import token_texts
 from titan_mi100.workshop.pages import data_page, reasons
 
 HOSTILE = "<script>alert(1)</script> </mark><img src=x onerror=alert(2)> & \x1b[31m \x07 \u202e\u00a0 ⟧ ↵ é😀"
@@ -108,12 +107,10 @@ def test_a_token_of_whole_characters_and_a_part_shows_both() -> None:
     assert token_texts(tokenizer, tokenizer.encode("Köln ☀️")) == ["K", "ö", "ln", " ⟨E2 98⟩", "⟨80⟩→☀", "️"]
 
 
-def test_without_color_brackets_hold_what_is_supervised_and_with_color_green(inspect: Inspect) -> None:
+def test_brackets_hold_what_is_supervised(inspect: Inspect) -> None:
     inspect.write(chat("one", "ONE two", "two", HOSTILE))
-    plain, colored = inspect(), "\n".join(report_lines(inspect.report("--row", "0"), in_color=True))
-    assert "⟦ONE two<|im_end|>⟧" in plain and "\x1b[32mONE two<|im_end|>\x1b[0m" in colored
-    assert "\x1b" not in plain and "\x07" not in colored
-    assert set(re.findall("\x1b\\[[^m]*m", colored)) == {f"\x1b[{code}m" for code in ("0", "1", "1;36", "2", "32")}
+    plain = inspect()
+    assert "⟦ONE two<|im_end|>⟧" in plain and "\x1b" not in plain and "\x07" not in plain
 
 
 def tokens_of_page(text: str) -> list[tuple[str, int, int, bool]]:

@@ -35,7 +35,7 @@ def test_a_card_is_read_from_the_kernels_files(tmp_path: Path) -> None:
     assert (first.vendor, first.name, first.arch) == ("amd", "MI100", "gfx908")
     assert (first.address, first.device_file) == ("0000:23:00.0", "/dev/dri/renderD128")
     assert (second.address, second.device_file) == ("0000:83:00.0", "/dev/dri/renderD129")
-    assert (first.iommu, first.watts, first.full_watts) == ("identity", 290.0, 290.0)
+    assert first.iommu == "identity"
     assert (facts.kernel, facts.driver, facts.rocm) == ("6.8.0-48-generic", "6.12.12", "6.4.1")
     assert facts.groups == ("user", "sudo", "video", "render")
     assert [file.path for file in facts.device_files] == ["/dev/kfd", "/dev/dri/renderD128", "/dev/dri/renderD129"]
@@ -54,15 +54,6 @@ def test_an_architecture_is_named_as_the_compiler_names_it(
     machine["files"][f"{NODE}/properties"] = lines
     card = facts_of(machine, tmp_path).cards[0]
     assert (card.arch, card.name, card.address) == (arch, name, "0000:23:00.0")
-
-
-@pytest.mark.parametrize(("default", "full"), [("290000000", 290.0), (None, 300.0), ("0", 300.0), ("178000000", 300.0)])
-def test_a_power_cap_is_compared_with_the_default_or_with_the_most_if_that_is_far_above(
-    default: str | None, full: float, tmp_path: Path
-) -> None:
-    machine, folder = load("mi100"), f"{CARD}/hwmon/hwmon1"
-    machine["files"] |= {f"{folder}/power1_cap_default": default, f"{folder}/power1_cap_max": "300000000"}
-    assert facts_of(machine, tmp_path).cards[0].full_watts == full
 
 
 def test_an_nvidia_card_is_read_from_its_drivers_files(tmp_path: Path) -> None:
@@ -112,9 +103,9 @@ def test_what_is_not_known_is_not_judged(tmp_path: Path) -> None:
     machine["files"] = {path: text for path, text in machine["files"].items() if path.startswith((NODE, "dev/"))}
     found = facts_of({**machine, "links": {}}, tmp_path)
     (card,) = found.cards
-    assert (card.watts, card.full_watts, card.iommu) == (None,) * 3
+    assert card.iommu is None
     judged = {verdict.name for verdict in checks.judge(found)}
-    assert not judged & {"power cap", "IOMMU"}
+    assert "IOMMU" not in judged
 
 
 def test_this_machine_is_read_as_the_system_calls_say() -> None:
@@ -191,7 +182,7 @@ CASES: list[tuple[checks.Check, Callable[[Facts], Facts], str | None, str]] = [
     (checks.torch_build, with_environ(HIP_VISIBLE_DEVICES="-1"), PASS, "hidden from it, so it computes on the CPU"),
     (checks.torch_build, of_geforce(cuda="13.0", usable=0), FAIL, "RTX 4090: it does not say why"),
     (checks.driver, changed(driverless=("MI100 at 0000:43",)), FAIL, "MI100 at 0000:43 without a compute driver"),
-    (checks.driver, changed(rocm="5.7.0"), WARN, "ROCm 5.7.0 in /opt/rocm, but torch is for ROCm 6.4"),
+    (checks.driver, lambda facts: replace(facts, cards=()), None, ""),
     (checks.driver, changed(rocm=""), PASS, "Linux 6.8.0-48-generic, driver 6.12.12"),
     (checks.architecture, with_torch(archs=("gfx90a",)), FAIL, "gfx908: torch has code for gfx90a only"),
     (checks.architecture, with_torch(archs=None, blas_archs=("gfx90a",)), FAIL, "rocBLAS in torch has code for gfx90a"),
@@ -230,13 +221,6 @@ CASES: list[tuple[checks.Check, Callable[[Facts], Facts], str | None, str]] = [
     (checks.peer_access, of_geforce(), WARN, "2 x NVIDIA GeForce RTX 4090 have none; where the driver offers it, NCCL"),
     (checks.peer_access, lambda facts: replace(of_geforce()(facts), environ={"NCCL_P2P_DISABLE": "1"}), None, ""),
     (checks.peer_access, lambda facts: replace(of_geforce()(facts), processes=1), None, ""),
-    (checks.free_memory, with_torch(memory=((31 << 30, 32 << 30), (32 << 30, 32 << 30))), None, ""),
-    (
-        checks.free_memory,
-        with_torch(memory=((32 << 30, 32 << 30), (30 << 30, 32 << 30))),
-        WARN,
-        "2.1 GB of 34.4 GB are",
-    ),
     (checks.nccl_algo, with_environ(NCCL_ALGO="Ring"), PASS, "NCCL_ALGO=Ring"),
     (checks.nccl_algo, with_environ(NCCL_ALGO="Ring,Tree"), PASS, "NCCL_ALGO=Ring,Tree"),
     (checks.nccl_algo, with_environ(NCCL_ALGO="Tree"), FAIL, "no algorithm for all-gather"),
@@ -253,9 +237,6 @@ CASES: list[tuple[checks.Check, Callable[[Facts], Facts], str | None, str]] = [
     (checks.shared_memory, changed(shm_free=64 << 20), WARN, "67.1 MB free; collectives need 512.0 MB"),
     (checks.shared_memory, changed(shm_free=None), WARN, "missing"),
     (checks.shared_memory, changed(shm_free=64 << 20, processes=1), None, ""),
-    (checks.compiler, changed(cannot_compile=("no gcc in PATH", "x")), WARN, "no gcc in PATH; kernels"),
-    (checks.compiler, lambda facts: replace(facts, cards=(), cannot_compile=("no gcc", "x")), None, ""),
-    (checks.power_cap, with_cards(watts=178.0), WARN, "2 x MI100 (gfx908): 178 of 290 W"),
 ]
 
 
@@ -325,19 +306,6 @@ def test_an_override_is_only_doubtful_where_the_card_has_no_code_of_its_own(heal
     assert architecture is not None and architecture.state == PASS  # gfx1030, which torch has
 
 
-@pytest.mark.parametrize(
-    ("archs", "runs"),
-    [(("sm_80", "sm_90"), True), (("sm_80",), True), (("sm_86",), True), (("sm_89",), False), (("sm_70",), False),
-     (("sm_70", "compute_80"), True), (("compute_90",), False), (("sm_90a",), False)],
-)  # fmt: skip
-def test_an_nvidia_card_runs_code_of_its_own_major_version_or_older_ptx(
-    archs: tuple[str, ...], runs: bool, tmp_path: Path
-) -> None:
-    facts = facts_of(load("h100"), tmp_path)
-    found = checks.architecture(replace(facts, torch=replace(facts.torch, archs=archs, card_archs=("sm_86",))))
-    assert found is not None and (found.state == PASS) == runs
-
-
 def test_beside_an_nvidia_card_an_amd_one_in_the_processor_does_not_count(tmp_path: Path, healthy: Facts) -> None:
     h100 = facts_of(load("h100"), tmp_path)
     both = replace(h100, cards=(replace(healthy.cards[0], arch="gfx90c"), *h100.cards))
@@ -400,7 +368,7 @@ def test_the_installed_torch_answers_as_its_files_say(monkeypatch: pytest.Monkey
         assert torch_build.installed(wants_blas=False, environ={}) == Torch()
     assert told.problem == "" or told.cuda  # a CUDA build without a driver says so
     assert (told.version, told.hip, told.cuda) == (known.version, known.hip, known.cuda)
-    assert told.usable is not None and len(told.card_archs or ()) == told.usable
+    assert told.usable is not None
 
 
 FAKE = """
@@ -410,9 +378,7 @@ FAKE = """
     atexit.register(print, "and its farewell")
     __version__, version = "2.8.0+rocm6.4", N(hip="6.4.43482", cuda=None)
     _C = N(_cuda_getArchFlags=lambda: "gfx908 gfx90a")
-    card = N(gcnArchName="gfx908:sramecc+:xnack-", major=9, minor=0)
-    cuda = N(is_available=lambda: True, device_count=lambda: 2, get_device_properties=lambda number: card)
-    cuda.mem_get_info = lambda number: (3, 4)
+    cuda = N(is_available=lambda: True, device_count=lambda: 2)
 """
 
 
@@ -435,18 +401,13 @@ def test_a_torch_that_crashes_hangs_or_fails_is_described(tmp_path: Path) -> Non
     assert ask(broken, tmp_path / "lies").problem == "ended with exit code 1"
 
 
-def test_a_build_names_its_cards_architectures_without_their_features_or_says_why_it_sees_none(tmp_path: Path) -> None:
+def test_a_build_names_its_architectures_or_says_why_it_sees_no_card(tmp_path: Path) -> None:
     told = ask(FAKE, tmp_path / "two")
-    assert told == Torch(
-        "2.8.0+rocm6.4", "6.4.43482", None, ("gfx908", "gfx90a"), None, 2, ("gfx908", "gfx908"), ((3, 4),) * 2
-    )
+    assert told == Torch("2.8.0+rocm6.4", "6.4.43482", None, ("gfx908", "gfx90a"), None, 2)
     code = FAKE + "\n    def init(): raise RuntimeError('No HIP GPUs\\n are available')"
     code += "\n    cuda.is_available, cuda.init = lambda: False, init"
     told = ask(code, tmp_path / "none")
     assert (told.usable, told.problem) == (0, "No HIP GPUs are available")
-    code = FAKE + "\n    def busy(number): raise RuntimeError('CUDA-capable device(s) is/are busy')"
-    told = ask(code + "\n    cuda.mem_get_info = busy", tmp_path / "busy")
-    assert (told.usable, told.memory, told.problem) == (2, None, "")  # another process has the card to itself
 
 
 def test_what_triton_needs_to_build_a_kernel_is_found_as_triton_finds_it(

@@ -87,7 +87,7 @@ def test_rates_are_per_second_over_all_ranks_and_mfu_is_of_the_peak(tmp_path: Pa
 def test_figures_have_the_keys_that_tables_read(tmp_path: Path) -> None:
     reporter = open_reporter(tmp_path, 2)
     reporter.after_step(1, RESULT)
-    reporter.communication(1, 120.5, 20.25)
+    reporter.add(1, comm_ms=120.5, comm_exposed_ms=20.25)
     reporter.close()
     measured: dict = {}
     for line in (tmp_path / "metrics.jsonl").read_text().splitlines():

@@ -18,9 +18,8 @@ from titan_mi100.config.settings import DataConfig, SourceConfig
 from titan_mi100.data.loader import RowStream
 from titan_mi100.data.mixture import Mixture, Segment, consumed_at
 from titan_mi100.data.mixture_schedule import LONGEST_PERIOD, RowSchedule, shares_of
-from titan_mi100.data.prepare import prepare_data
+from titan_mi100.data.prepare import open_sources, prepare_data
 from titan_mi100.data.prepared import PADDING_ROW, SetFacts, SourceRows
-from titan_mi100.data.sources import open_sources
 from titan_mi100.errors import UserError
 from titan_mi100.files.schema import validated
 from titan_mi100.open_run.rows import last_step

@@ -79,7 +79,7 @@ def test_options_alone_write_a_config_that_fits_and_name_the_next_commands(run: 
     code, _, err = run(*given, "--output", "mine.toml")
     assert (
         code == 2
-        and "mine.toml: exists already, and is not overwritten; name another file, or delete it" in err
+        and "mine.toml: exists already, and is not overwritten; name another file with --output" in err
         and Path("mine.toml").read_bytes() == before
     )
     assert run(*given)[0] == 0 and run(*given)[0] == 0

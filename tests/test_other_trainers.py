@@ -212,9 +212,7 @@ def test_an_option_of_another_trainer_is_answered_with_ours_to_paste(arguments: 
         ("--path a.jsonl b.jsonl", "write --data.path a.jsonl b.jsonl"),
         ("--trainning.steps 3", "is not an option; did you mean --training.steps?"),
         ("--frobnicate 3", "is not an option; --help lists them"),
-        ("my.toml", "name the config with --job.config_file my.toml"),
-        ("my.yaml", "a config is a TOML file here"),
-        ("train.jsonl", "name data with --data.path train.jsonl"),
+        ("my.toml", "--job.config_file names a TOML file"),
     ],
 )
 def test_what_does_not_exist_here_is_said_once(arguments: str, expected: str) -> None:
@@ -323,7 +321,7 @@ BASE = "base = 'base.toml'\n"
     [
         (f"[dta]\npath = 'x'\n{MODEL}", "[dta] is not a section"),
         (f"[frob]\nodd = 'x'\n{MODEL}", "[frob] is not a section"),
-        ("[training\nsteps = 3", ": [training; add the missing ]"),
+        ("[training\nsteps = 3", ": [training; write [section] or key = value, with texts in quotes and lists in [ ]"),
         (
             f"{BASE}[parallelism]\ntensor_parallel_degree = '2'\ndata_parallel_shard_degree = 1",
             "tensor_parallel_degree = '2' must",

@@ -23,17 +23,13 @@ from titan_mi100.config.load import config_from_command_line, load_config
 from titan_mi100.config.toml_file import tomllib
 from titan_mi100.errors import UserError
 from titan_mi100.files import child, library
-from titan_mi100.files.durable import FolderLock
 from titan_mi100.files.patterns import matching_files
 from titan_mi100.files.plain import LFS_POINTER
-from titan_mi100.launch import before_start
-from titan_mi100.launch.before_start import unfinished_run
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.base import parameter_count, parameter_shapes
 from titan_mi100.shapes.families import PRESETS, to_hf_config
 from titan_mi100.text.load import load_tokenizer
-from titan_mi100.watch.outcome import RunState, write_run_state
 from titan_mi100.weights.base import EMBEDDING, HEAD, Kind, Weights, box
 from titan_mi100.weights.convert import to_hf
 from titan_mi100.weights.load import untrained_rows
@@ -245,35 +241,6 @@ def test_a_number_that_makes_transformers_take_any_memory_ends_a_child_process_o
     with pytest.raises(UserError, match=refusal):
         to_hf(open_source(folder), tmp_path / "out", verify="logits")
     assert not (tmp_path / "out").exists()
-
-
-def _denied(_: Path) -> None:
-    raise PermissionError(13, "Permission denied")
-
-
-def test_a_new_run_of_a_config_names_the_one_that_is_not_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def made(name: str, state: str, step: int = 0) -> Path:
-        folder = tmp_path / name
-        (folder / f"checkpoint/step-{step}" if step else folder).mkdir(parents=True)
-        if state:
-            write_run_state(folder, RunState(state, state != "done", "", ""))
-        return folder
-
-    new = made("mine-20260102-000000", "")
-    made("mine-20260101-000000", "crashed")  # nothing is saved
-    made("mine-20260101-000001", "done", 9)
-    made("others-20260101-000002", "preempted", 9)
-    assert unfinished_run(new) == ""
-    old = made("mine-20260101-000003-2", "preempted", 7)
-    assert f"{old} has an unfinished run of mine.toml, saved up to step-7; to resume it" in unfinished_run(new)
-    assert unfinished_run(old) == "" == unfinished_run(made("mine", ""))
-    lock = FolderLock(old)
-    assert unfinished_run(new) == ""  # it runs
-    monkeypatch.setattr(before_start, "list_checkpoints", _denied)
-    assert unfinished_run(new) == ""  # another user's
-    del lock
 
 
 class Held(Weights):

@@ -84,7 +84,7 @@ def test_every_word_has_an_effect_or_is_refused(files: Path, capsys: pytest.Capt
         ((*new, "--model", "teacher"), "--model has no effect with --ids"),
         ((*new, "--top_k", "3"), "--top_k has no effect with --ids"),
         ((*new, "--out", "teacher"), "--out has no effect with --ids"),
-        ((*new, "few.jsonl"), "'few.jsonl' is not an option; name data with --data.path"),
+        ((*new, "few.jsonl"), "'few.jsonl' is not an option; only a list takes several values"),
         ((*new, *vllm), "has no effect with --ids"),
         ((*vllm, "--bogus", "1"), "--bogus has no effect with --from_vllm"),
         ((*vllm, "--model", "teacher"), "--model has no effect with --from_vllm"),

@@ -328,14 +328,6 @@ def test_the_best_validation_is_the_first_of_equals_and_is_forgotten_with_its_ro
         assert (restored.best_loss, restored.plan, restored.rows_consumed) == (best, plan, 8)
 
 
-def test_who_looks_for_slow_ranks_hears_of_each_step(world: World) -> None:
-    heard: list[int] = []
-    run = opened(world)
-    run.stragglers = SimpleNamespace(after_step=lambda number, *_: heard.append(number))  # type: ignore[assignment]
-    run.step(), run.step()
-    assert heard == [1, 2]
-
-
 def test_other_rows_have_another_fingerprint() -> None:
     made = [made_up(random_rows(2, 16, SPEC.vocab_size, 0.5, seed=seed)).facts.plan for seed in (0, 0, 1)]
     assert made[0] == made[1] != made[2]

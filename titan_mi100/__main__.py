@@ -13,19 +13,6 @@ from titan_mi100.doors import COMMANDS, door
 
 # as run_train.sh blocks them
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_OTHER_WORDS = {  # what other tools call a command
-    **dict.fromkeys(("finetune", "fine-tune", "sft", "pretrain", "resume", "run"), "train"),
-    **dict.fromkeys(("chat", "infer", "inference"), "generate"),
-    **dict.fromkeys(("export", "save"), "convert dcp-to-hf"),
-    **dict.fromkeys(("eval", "test", "benchmark"), "evaluate harness"),
-    "merge": "convert merge-lora",
-    "tokenize": "prepare",
-    "preprocess": "prepare",
-    "memory": "plan",
-    "rehearse": "plan --rehearse N",
-    "init": "config new",
-    "bench": "sweep",
-}
 
 
 def console() -> int:
@@ -78,8 +65,6 @@ def _unknown(given: list[str], count: int) -> str:
     from titan_mi100.wording import shown
 
     of_group = [name.split()[1] for name in COMMANDS if count == 2 and name.startswith(f"{given[0]} ")]
-    if count == 1 and (ours := _OTHER_WORDS.get(given[0])):
-        return f"{shown(given[0])} is not a command; here it is titan-mi100 {ours}"
     known = of_group or [*dict.fromkeys(name.split()[0] for name in COMMANDS)]
     where = f"{given[0]} " * (count - 1)
     return f"{where}{shown(given[count - 1])} is not a command{did_you_mean(given[count - 1], known, where)}"

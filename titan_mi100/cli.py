@@ -156,27 +156,21 @@ def exit_code(program: Callable[[], object], say: Callable[[object], None] = say
     return code
 
 
-def run(main: Callable[[], object], afterwards: str = "nothing was left behind") -> None:
-    """Run a command that logs; exits if it fails: 1 error, 2 the user's mistake, 130 interrupted.
-
-    Args:
-        afterwards: the end of the message after a failure: what is left on the disk.
-    """
+def run(main: Callable[[], object]) -> None:
+    """Run a command that logs; exits if it fails: 1 error, 2 the user's mistake, 130 interrupted."""
     open_streams()
     setup_logging(0)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `finally` blocks clean up
     try:
         code = _code_of(main, log.error)
-    except (RuntimeError, OSError) as error:
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        code, remedy = _asked_to_end(error), "; free some space" if full else ""
-        if code in (0, 130):  # SIGTERM is not answered
-            message = message_of(error) if is_out_of_memory(error) else f"{error}{remedy}"
-            log.error("interrupted" if code else f"{message}; {afterwards}")
-        code = code or (6 if is_out_of_memory(error) else 2 if getattr(error, "errno", 0) == errno.ENAMETOOLONG else 1)
     except Exception as error:
-        log.error(message_of(error))
-        code = 6 if is_out_of_memory(error) else 1
+        code, number, no_memory = _asked_to_end(error), getattr(error, "errno", 0), is_out_of_memory(error)
+        if code in (0, 130):  # SIGTERM is not answered
+            is_known = isinstance(error, RuntimeError | OSError) and not no_memory
+            remedy = "; free some space" * (number in (errno.ENOSPC, errno.EDQUOT))
+            message = f"{error}{remedy}; nothing was left behind" if is_known else message_of(error)
+            log.error("interrupted" if code else message)
+        code = code or (6 if no_memory else 2 if number == errno.ENAMETOOLONG else 1)
     flush_output()
     if code:
         sys.exit(code)

@@ -46,7 +46,7 @@ class ByteProgress:
     def __init__(self, what: str, total: int) -> None:
         from tqdm import tqdm
 
-        self._what, self._total, self._done, self._note = what, total, 0, ""
+        self._what, self._total, self._done = what, total, 0
         self._bar = tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=not sys.stderr.isatty())
         self._started = self._said = time.monotonic()
 
@@ -62,19 +62,8 @@ class ByteProgress:
         now = time.monotonic()
         if self._bar.disable and now - self._said > 10 and self._done:
             left = (now - self._started) * (self._total - self._done) / self._done
-            note = f", {self._note}" if self._note else ""
-            log.info(f"{self._what}: {self._done / max(self._total, 1):.0%}{note}, {left:,.0f} s left")
+            log.info(f"{self._what}: {self._done / max(self._total, 1):.0%}, {left:,.0f} s left")
             self._said = now
-
-
-class TokenProgress(ByteProgress):
-    """Progress in bytes that also shows tokens per second."""
-
-    def reach(self, size: int, tokens: int) -> None:
-        """Set the total progress: `size` bytes have been read and have given `tokens` tokens."""
-        self._note = f"{tokens / max(time.monotonic() - self._started, 1e-9):,.0f} tokens/s"
-        self._bar.set_postfix_str(self._note, refresh=False)
-        self.advance(size - self._done)
 
 
 def setup_logging(rank: int) -> None:

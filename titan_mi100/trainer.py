@@ -45,7 +45,6 @@ class StepResult:
     spike_above: float | None = None  # the step is a spike: its loss is finite but above this; None: no spike
     worst_microbatches: Sequence[int] = ()  # in a spike: this rank's microbatch with the highest loss
     measures: Mapping[str, float] = field(default_factory=dict)  # the objective's, means like the loss
-    ranks: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0))  # (ranks, values): waited, own_values
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -62,7 +61,6 @@ class _Gathered(NamedTuple):
     of_step: Sequence[float]  # summed: the next step's counts; before them come those of the device, see gather
     memory: Sequence[float]  # the maximum is used
     flags: Sequence[float]  # set if any rank's is
-    own_values: Sequence[float]  # kept by rank: waited, and what own_values returns
 
     def gather(self, on_device: Tensor, device: torch.device) -> list[Tensor]:
         """The fields of all ranks, (ranks, values) each. A collective.
@@ -85,10 +83,6 @@ class Hooks:
     def flags(self) -> Mapping[str, bool]:
         """This rank's flags by name, the same names in each step. In the result a flag is set if any rank's is."""
         return {}
-
-    def own_values(self) -> Sequence[float]:
-        """Values of this rank, equally many on each; the result holds those of all ranks."""
-        return ()
 
     def spike_above(self) -> float:
         """The loss above which a step is a spike; the same on all ranks."""
@@ -163,9 +157,8 @@ class Trainer:
         # Every rank decides from the same gathered values, a row per rank.
         on_device = torch.cat([torch.stack([gradients.squares, (~gradients.finite).double()]), losses.sum(0)])
         flags = self._hooks.flags()
-        own = [waited, *self._hooks.own_values()]
-        to_gather = _Gathered(self._next_counts, [peak_memory_gib(model.device)], [*map(float, flags.values())], own)
-        summed, memory, raised, own_values = to_gather.gather(on_device, model.device)
+        to_gather = _Gathered(self._next_counts, [peak_memory_gib(model.device)], [*map(float, flags.values())])
+        summed, memory, raised = to_gather.gather(on_device, model.device)
         squares, not_finite, loss_sum, *rest = summed.sum(0).tolist()
         names = model.objective.measures
         measures, self._counts = dict(zip(names, rest, strict=False)), rest[len(names) :]
@@ -207,7 +200,6 @@ class Trainer:
             flags=frozenset(name for name, on in zip(flags, are_up, strict=True) if on),
             spike_above=limit if is_spike else None,
             worst_microbatches=self._worst(losses, microbatches) if is_spike else [],
-            ranks=own_values,
         )
 
     def _worst(self, losses: Tensor, microbatches: list[Microbatch]) -> list[int]:

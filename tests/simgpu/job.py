@@ -31,7 +31,6 @@ from titan_mi100.model import loss
 from titan_mi100.open_run.run import Run
 from titan_mi100.optim import lean, optimizer
 from titan_mi100.parallel import build, distributed, offload
-from titan_mi100.watch.stragglers import Stragglers
 
 
 def as_on_the_device() -> None:
@@ -40,7 +39,6 @@ def as_on_the_device() -> None:
     lean.ELEMENTS = dict.fromkeys((False, True), 1 << 14)
     offload._PIECE = 1 << 14
     distributed.PIECE = 1 << 40  # of a norm on the CPU
-    Stragglers._count_products = lambda _: 1  # type: ignore  # else seconds of products for a card
     start = optimizer.AdamW.__init__
     optimizer.AdamW.__init__ = lambda *a, **named: start(*a, **{**named, "fused": True})  # type: ignore
     if accelerator.kind() == "cpu":

@@ -16,7 +16,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from titan_mi100.attention.base import Backend, Documents, Shape
 from titan_mi100.attention.launches import Launch, candidates
 from titan_mi100.attention.running import running_kernel
 from titan_mi100.attention.torch_backends import Chunked
+from titan_mi100.cli import version_of
 from titan_mi100.config.kernels import KERNELS, OWN
 from titan_mi100.device import accelerator
 from titan_mi100.device.compiler import cannot_compile
@@ -111,8 +111,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
     """Everything that a verdict depends on apart from the question: device, driver, versions, and our own code."""
     facts: dict[str, Any] = {"torch": torch.__version__, **accelerator.runtimes()}
     for name in itertools.chain.from_iterable(kernel.packages for kernel in KERNELS.values()):
-        with suppress(PackageNotFoundError):
-            facts[name] = version(name)
+        facts[name] = version_of(name)
     for driver in ("/sys/module/amdgpu/version", "/sys/module/nvidia/version"):
         with suppress(OSError):
             facts[driver] = Path(driver).read_text()

@@ -47,11 +47,6 @@ def _start(
         kernel[programs](*arguments, **shape, **_constants(tile, q.device))
 
 
-def _token_stride(x: Tensor) -> int:
-    """The stride from token to token of (batch, seq, heads, head_dim), seen as one row of tokens; see _flat."""
-    return x.stride(1)
-
-
 def _flat(x: Tensor) -> Tensor:
     """The tensor in the kernels' layout, copied if needed: the batch as one row of tokens, heads contiguous."""
     batch, seq, _, dim = x.shape
@@ -76,7 +71,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, launch: str) 
     out, lse = q.new_empty(q.shape), q.new_empty((heads, batch * seq), dtype=torch.float32)
     tile = _launch(launch, dim, q.itemsize).forward
     programs = (triton.cdiv(batch * seq, tile.block_q), heads)
-    strides = [_token_stride(x) for x in (q, k, v, out)]
+    strides = [x.stride(1) for x in (q, k, v, out)]  # from token to token; see _flat
     arguments = (q, k, v, out, lse, boundaries, dim**-0.5, batch * seq, *strides)
     _start(kernels.forward_kernel, tile, q, k, programs, *arguments)
     return out, lse
@@ -97,15 +92,15 @@ def attention_backward(
     grad_q, grad_k, grad_v = (x.new_empty(x.shape) for x in (q, k, v))
     # (heads, tokens): sum(out * grad) per query. The first kernel writes it, the second one reads it.
     delta = torch.empty_like(lse)
-    strides = [_token_stride(x) for x in (q, k, v)]
+    strides = [x.stride(1) for x in (q, k, v)]
     arguments = (q, k, v, out, grad, grad_q, lse, delta, boundaries, dim**-0.5, tokens, *strides)
     programs = (triton.cdiv(tokens, tiles.queries.block_q), heads)
-    other_strides = (_token_stride(out), _token_stride(grad))
+    other_strides = (out.stride(1), grad.stride(1))
     _start(kernels.queries_gradient_kernel, tiles.queries, q, k, programs, *arguments, *other_strides)
     arguments = (q, k, v, grad, grad_k, grad_v, lse, delta, boundaries, dim**-0.5, tokens, *strides)
     # One program per block of keys and per key head: it sums over its query heads, so no atomics are needed.
     programs = (triton.cdiv(tokens, tiles.keys.block_k), kv_heads)
-    other_strides = (_token_stride(grad), _token_stride(grad_k))
+    other_strides = (grad.stride(1), grad_k.stride(1))
     for parts in ((True, True),) if tiles.keys.parts == 1 else ((True, False), (False, True)):
         which = dict(zip(("KEYS", "VALUES"), parts, strict=True))
         _start(kernels.keys_gradient_kernel, tiles.keys, q, k, programs, *arguments, *other_strides, **which)

@@ -74,6 +74,4 @@ def _remedy(problem: str, line: str) -> str:
         return "in \"...\" a backslash begins an escape; write the text in '...', or / for each backslash"
     if word := re.match(r"(True|False|None)\b", value):
         return "there is no None; delete the line" if word[1] == "None" else f"write {name} = {word[1].lower()}"
-    if "array" in problem:
-        return "a ] is missing above it; add it" if line.startswith("[") else "add the missing ]"
-    return "add the missing ]" if "]" in problem else "write key = value, and texts in quotes"
+    return "write [section] or key = value, with texts in quotes and lists in [ ]"

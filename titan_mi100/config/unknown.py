@@ -15,6 +15,7 @@ from titan_mi100.wording import as_key, has_control_characters, shown
 
 Document = Mapping[str, Any]  # a parsed TOML file
 LAUNCHER_OPTIONS = ("max_restarts", "nproc_per_node", "nnodes", "node_rank", "rdzv", "rehearse")
+_STRAY = "; only a list takes several values (--job.config_file names a TOML file, --data.path data)"
 
 
 class Unknown(NamedTuple):
@@ -62,7 +63,7 @@ def unknown_option(argument: str, words: Sequence[str]) -> Unknown:
     name = argument.lstrip("-").partition("=")[0]
     where, value = f"command line: {shown(argument)}", list(words) if len(words) > 1 else next(iter(words), None)
     if not argument.startswith("-"):
-        return Unknown(f"{where} is not an option{_stray(argument)}", None)
+        return Unknown(f"{where} is not an option{_STRAY}", None)
     if name in LAUNCHER_OPTIONS:
         return Unknown(f"{where} is not an option here; it is one of ./run_train.sh and titan-mi100 train", set())
     tables = {key for key, ours in our_keys().items() if table_of(ours)}
@@ -146,15 +147,3 @@ def _guess(name: str, in_toml: bool) -> tuple[str, set[str] | None]:
                 spelling = meant.removeprefix(f"{section}.") if names is own else "[{}] {}".format(*meant.split("."))
             return f"; did you mean {spelling}?", {meant}
     return "; --help lists them", None
-
-
-def _stray(argument: str) -> str:
-    """What to do about a word of the command line that belongs to no option."""
-    ending = argument.rpartition(".")[2].lower()
-    if ending == "toml":
-        return f"; name the config with --job.config_file {argument}"
-    if ending in ("yaml", "yml", "py"):
-        return "; a config is a TOML file here: titan-mi100 config new --from X.yaml writes it"
-    if ending in ("jsonl", "json", "parquet"):
-        return f"; name data with --data.path {argument}"
-    return "; only a list takes several values"

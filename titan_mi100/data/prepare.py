@@ -16,11 +16,11 @@ from titan_mi100.config.settings import Config, DataConfig, ModelConfig
 from titan_mi100.config.srun import RUN_FOLDER
 from titan_mi100.data.build import CODE_HASH, LIBRARIES, DataRequest, make_folder
 from titan_mi100.data.cache import cached_text, open_or_build_folder
+from titan_mi100.data.corpora.opening import open_corpus
 from titan_mi100.data.files import expand_patterns
 from titan_mi100.data.ledger import LEDGER, REFUSED_LEDGER, copy_ledger, has_trained
-from titan_mi100.data.prepared import Prepared, RefusedData, open_prepared
-from titan_mi100.data.sets import patterns
-from titan_mi100.data.sources import open_sources
+from titan_mi100.data.prepared import DataFacts, Prepared, RefusedData, SourceRows, open_prepared
+from titan_mi100.data.sets import HELD_OUT, file_sources, patterns, set_name
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import FolderLock
 from titan_mi100.files.plain import read_plain
@@ -65,6 +65,59 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
     if prepared.facts.n_vocab < _FEW_TOKENS * size:
         prepared.facts.warnings.append(f"{count}, but the model's vocab_size is {size:,}: is it the model's tokenizer?")
     return prepared
+
+
+def open_sources(config: DataConfig, files: Prepared | None, tokenizer: str, seq_len: int) -> Prepared:
+    """Open all sources of a run.
+
+    Args:
+        files: the prepared files; None: all sources are corpora, and there are no validation files.
+        tokenizer: fingerprint of the model's tokenizer.
+        seq_len: tokens per row.
+
+    Raises:
+        UserError: from `open_corpus`.
+    """
+    # Prepared files are indexed by their position among the sources of files; see sets.set_name.
+    of_files, sources = file_sources(config), config.sources
+    train, validation, facts = list[SourceRows](), list[SourceRows](), files.facts if files else None
+    held_out = {source.name: source for source in files.validation} if files else {}
+    for source in sources:
+        if source in of_files:
+            assert files is not None
+            index = of_files.index(source)
+            opened = files.sources[index]
+            if config.validation_fraction:
+                own = held_out[set_name("validation", index, len(of_files))]
+                validation.append(replace(own, name=source.name))
+        else:
+            (opened, *own_validation), own_facts = open_corpus(source, tokenizer, config, seq_len)
+            validation += own_validation
+            facts = own_facts if facts is None else _merged_facts(facts, own_facts)
+        train.append(replace(opened, name=source.name, weight=source.weight, epochs=source.epochs))
+    if config.validation_path:
+        validation.append(held_out[set_name("validation", HELD_OUT, len(of_files))])
+    assert facts is not None
+    fingerprints = [source.fingerprint for source in train]
+    weights = {f"weight of {s.name}": s.weight for s in train} if config.is_mixture else {}
+    cached = files.cached if files else True
+    return Prepared(
+        files.folder if files else Path(),
+        train,
+        validation,
+        replace(facts, fingerprints=fingerprints, made_of={**facts.made_of, **weights}),
+        cached,
+    )
+
+
+def _merged_facts(facts: DataFacts, more: DataFacts) -> DataFacts:
+    """Merge the facts of two sources. tokenizer, seq_len and pad_id are the same in both."""
+    return replace(
+        facts,
+        plan=hashlib.sha256(f"{facts.plan} {more.plan}".encode()).hexdigest(),
+        made_of={**facts.made_of, **more.made_of},
+        summary=[*facts.summary, *more.summary],
+    )
 
 
 def _check_own_tokenizer(model: ModelConfig, load: str) -> None:

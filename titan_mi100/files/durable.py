@@ -279,16 +279,6 @@ def _remove_if_abandoned(aside: Path) -> None:
     os.close(lock)
 
 
-def is_locked(folder: Path) -> bool:
-    """Whether a run holds the folder's lock."""
-    try:
-        with (folder / LOCK).open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
-    return False
-
-
 class FolderLock:
     """An exclusive lock on a run folder. The system releases it when the process ends, even by SIGKILL.
 

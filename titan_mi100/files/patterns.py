@@ -91,18 +91,8 @@ def _matches(pattern: str, links: list[str]) -> Iterator[str]:
 def nearby(path: str) -> str:
     """The end of a message about a missing file: its folder is missing, or it holds a file with a similar name."""
     folder = os.path.dirname(path) or "."
-    if not os.path.isdir(folder):
-        if glob.has_magic(folder):
-            return ""
-        while not os.path.isdir(above := os.path.dirname(folder) or "."):
-            folder = above
-        if not os.access(above, os.X_OK):
-            return f"; the folder {above} may not be entered: Permission denied"
-        there = sorted(os.listdir(above)) if os.access(above, os.R_OK) else []
-        near = f"; {os.path.abspath(above)} has {some(there, 5)}" if there else ""
-        return f"; there is no folder {folder}{near}"
-    if not os.access(folder, os.X_OK):
-        return f"; the folder {folder} may not be entered: Permission denied"
+    if not os.path.isdir(folder) or not os.access(folder, os.X_OK):
+        return "" if glob.has_magic(folder) else f"; {folder} is no folder, or may not be entered"
     try:
         names = sorted(set(os.listdir(folder)) - {os.path.basename(path)})[:_MOST_NAMES]  # a broken link is there
     except OSError:

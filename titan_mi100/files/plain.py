@@ -90,7 +90,7 @@ def read_object(path: Path, remedy: str, largest: int = LARGEST_CONFIG) -> dict[
     return parse_object(content, path, remedy)
 
 
-def _without_contradictions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_contradictions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON. Raises ValueError: it has a key twice, with different values."""
     members = dict(pairs)
     if len(members) < len(pairs) and (twice := [key for key, value in pairs if members[key] != value]):
@@ -108,7 +108,7 @@ def parse_object(content: bytes, path: str | Path, remedy: str) -> dict[str, Any
     """Decode a file's content as a JSON object. Args: path, remedy: for the message. Raises UserError."""
     try:
         hooks: dict[str, Any] = {"parse_constant": _finite, "parse_float": _finite}  # the former: of NaN, Infinity
-        parsed = json.loads(content.decode("utf-8"), object_pairs_hook=_without_contradictions, **hooks)
+        parsed = json.loads(content.decode("utf-8"), object_pairs_hook=without_contradictions, **hooks)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as JSON: {error}; {remedy}") from None
     if not isinstance(parsed, dict):

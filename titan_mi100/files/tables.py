@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.child import TOO_MUCH, raise_limits
-from titan_mi100.files.plain import MIB, is_plain_name, open_plain, read_object
+from titan_mi100.files.plain import MIB, is_plain_name, open_plain, read_object, without_contradictions
 from titan_mi100.files.schema import validated
 from titan_mi100.wording import shortened, shown, some
 
@@ -90,7 +90,7 @@ def read_safetensors(file: str) -> Table:
     path = Path(file)
     with _as_user_error(path, "not a complete safetensors file", "download it again"), open_plain(path) as opened:
         length, size = _from_little_endian(opened.read(8)), os.fstat(opened.fileno()).st_size
-        header = json.loads(_read_bounded(opened, 8, length, size).decode(), object_pairs_hook=_unique)
+        header = json.loads(_read_bounded(opened, 8, length, size).decode(), object_pairs_hook=without_contradictions)
         validated(header.pop("__metadata__", {}), dict[str, str], "__metadata__")
         end, table = 8 + length, {}
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
@@ -106,13 +106,6 @@ def read_safetensors(file: str) -> Table:
         if end != size:
             raise ValueError(f"has {size:,} bytes, its header says {end:,}")
     return table
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    members = dict(pairs)
-    if len(members) != len(pairs):
-        raise ValueError("the header has a key twice")
-    return members
 
 
 # ---- pickles: a pickle can call any function that it names; here each name becomes an inert class

@@ -24,7 +24,7 @@ from titan_mi100.config.settings import WatchdogConfig
 from titan_mi100.config.srun import ASKS_LIMIT, PLACE, RUN_FOLDER, srun_tasks
 from titan_mi100.errors import UserError
 from titan_mi100.launch import links
-from titan_mi100.launch.before_start import before_start, unfinished_run
+from titan_mi100.launch.machine_checks import before_start
 from titan_mi100.launch.several_nodes import Leader, follow, parse
 from titan_mi100.streams import open_streams
 from titan_mi100.watch.heartbeat import FOLDER_FILE, WATCHED, WRITE_STACKS
@@ -111,8 +111,6 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ, prog
 def _run_alone(launcher: "Launcher", processes: int, most_restarts: int) -> int:
     """Run on a single node, with restarts. Returns the exit code."""
     folder = launcher.check(processes)
-    if words := unfinished_run(Path(folder)):
-        say(words)
     launcher.prepare(folder)
     torchrun = (*_ONE_NODE, "--nproc_per_node", str(processes)) if processes > 1 else ()
     restarts = Restarts(ATTEMPTS if most_restarts else 1, most_restarts)

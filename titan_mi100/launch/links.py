@@ -92,9 +92,6 @@ class Link:
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), setting)
 
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
     def close(self) -> None:
         self._socket.close()
 

@@ -9,14 +9,14 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from titan_mi100.launch.machine_facts import ALLOCATOR, HIDING, Card, Facts
+from titan_mi100.errors import UserError
+from titan_mi100.launch.machine_facts import ALLOCATOR, HIDING, Card, Facts, System, read
 from titan_mi100.launch.wheels import PYTORCH_WHEELS, rocm_remedy
 from titan_mi100.planning.cards import CARDS
 from titan_mi100.wording import bytes_in_words, shown, some
 
 PASS, WARN, FAIL = "pass", "warn", "fail"
 SHM_WANTED = 512_000_000  # bytes, the limit of DeepSpeed's ds_report; Docker's default is 64 MiB
-CONTEXT, LOST = 3 << 28, 0.02  # bytes and share of a card's memory that a plan leaves to driver and libraries
 # NCCL's algorithms for all-gather and reduce-scatter. "tree" is not one: it serves all-reduce only.
 _SERVE_ALL_GATHER = {"ring", "pat", "nvls", "collnetdirect"}
 
@@ -42,14 +42,36 @@ class Result:
 Check = Callable[[Facts], Result | None]
 
 
-def judge(facts: Facts, fast: bool = False) -> list[Result]:
-    """Run the checks and return the verdicts of those that apply.
+def judge(facts: Facts) -> list[Result]:
+    """Run the checks and return the verdicts of those that apply."""
+    return [verdict for check in CHECKS if (verdict := check(facts))]
+
+
+def before_start(processes: int, say: Callable[[str], None], system: System | None = None) -> None:
+    """Run the checks, as the launcher does, and report those that do not pass.
 
     Args:
-        fast: only the checks of every start of a run: for problems that make it fail, hang or silently compute wrong
-            results, and the power cap.
+        processes: processes of the run on this machine.
+        say: prints a line.
+        system: where the facts are read; None: this machine.
+
+    Raises:
+        UserError: no run can work on this machine.
     """
-    return [verdict for check in (FAST if fast else CHECKS) if (verdict := check(facts))]
+    try:
+        verdicts = judge(read(system, processes))
+    except Exception as error:  # a bug in the checks must not stop a run
+        say(f"doctor: the checks of this machine failed ({error!r}); starting without them")
+        return
+    for verdict in verdicts:
+        if verdict.state != PASS and not verdict.stops:
+            say(f"doctor: {verdict.state}: {_line(verdict)}")
+    if stopping := [_line(verdict) for verdict in verdicts if verdict.stops]:
+        raise UserError("\n".join([*stopping, "no run can work here; titan-mi100 doctor shows all checks"]))
+
+
+def _line(verdict: Result) -> str:
+    return f"{verdict.name}: {verdict.fact}; {verdict.remedy}".replace("\n", "; or ").replace("; or or", "; or")
 
 
 def torch_build(facts: Facts) -> Result | None:
@@ -69,7 +91,7 @@ def torch_build(facts: Facts) -> Result | None:
         return Result("torch", PASS, f"{fact}; {where}, so it computes on the CPU")
     if not (torch.hip if vendor == "amd" else torch.cuda):
         remedy += "\nor export CUDA_VISIBLE_DEVICES= to train on the CPU"
-        return Result("torch", FAIL, f"{fact}; it cannot use {_named(cards)}", remedy, stops=True)
+        return Result("torch", FAIL, f"{fact}; it cannot use {named(cards)}", remedy, stops=True)
     if torch.usable is None and not torch.problem:
         return Result("torch", PASS, fact)  # the fast checks do not import torch
     if not torch.usable:
@@ -78,53 +100,37 @@ def torch_build(facts: Facts) -> Result | None:
         if (torch.cuda or "") >= "13" and "" < facts.driver < "580":  # the oldest driver of CUDA 13
             remedy = f"install driver 580 or newer, or: pip install torch==2.13.0 --index-url {PYTORCH_WHEELS}/cu126"
         remedy = f"fix the other failed checks first; if there are none, {remedy}"
-        return Result("torch", FAIL, f"{fact}; it cannot use {_named(cards)}: {why}", remedy)
+        return Result("torch", FAIL, f"{fact}; it cannot use {named(cards)}: {why}", remedy)
     if torch.usable < len(facts.numbered()):
         remedy = "see what is wrong with the others: sudo dmesg | grep -e amdgpu -e NVRM"
         return Result("torch", WARN, f"{fact}; it sees {torch.usable} of {len(facts.numbered())} visible cards", remedy)
-    return Result("torch", PASS, f"{fact}; it sees {_named(cards)}")
+    return Result("torch", PASS, f"{fact}; it sees {named(cards)}")
 
 
 def driver(facts: Facts) -> Result | None:
-    """Do the driver, ROCm on the machine and torch's ROCm fit? Does each Instinct card have its driver?"""
-    versions = [f"Linux {facts.kernel}", f"driver {facts.driver or 'of the kernel'}"]
-    versions += [f"ROCm {facts.rocm} in /opt/rocm"] if facts.rocm else []
+    """Does each Instinct card have its driver?"""
     if facts.driverless:
         remedy = "load it: sudo modprobe amdgpu; see why it skips a card: sudo dmesg | grep -e kfd -e amdgpu"
         return Result("driver", FAIL, f"{some(facts.driverless)} without a compute driver", remedy)
-    if not facts.visible():
-        return None
-    built = _release(facts.torch.hip)
-    if facts.vendor() == "amd" and built and (own := _release(facts.rocm)) and own[0] != built[0]:
-        fact = f"{', '.join(versions)}, but torch is for ROCm {built[0]}.{built[1]}"
-        remedy = (
-            "AMD tests a driver with ROCm up to two releases older or newer; install a torch built for the ROCm of "
-            "this machine"
-        )
-        return Result("driver", WARN, fact, remedy)
-    return Result("driver", PASS, ", ".join(versions))
+    rocm = f", ROCm {facts.rocm} in /opt/rocm" if facts.rocm else ""
+    fact = f"Linux {facts.kernel}, driver {facts.driver or 'of the kernel'}{rocm}"
+    return Result("driver", PASS, fact) if facts.visible() else None
 
 
 def architecture(facts: Facts) -> Result | None:
-    """Do torch and its rocBLAS have code for each card's architecture?"""
+    """Do torch and its rocBLAS have code for each AMD card's architecture? For NVIDIA's cards torch itself warns."""
     torch, name = facts.torch, "architecture"
-    if facts.vendor() == "nvidia":  # PTX and code for older minor versions run too, see _runs; on AMD names must match
-        archs, lists = set(torch.card_archs or ()), {"torch": torch.archs or ()}
-        missing = {arch for arch in archs if not _runs(arch, torch.archs or ())}
-        remedy = "choose the build for this card at pytorch.org/get-started"
-    else:
-        archs = {_override(facts) or card.arch or "" for card in facts.visible() if torch.hip} - {""}
-        lists = {"torch": torch.archs or (), "rocBLAS in torch": torch.blas_archs or ()}
-        missing = {arch for arch in archs for listed in lists.values() if listed and arch not in listed}
-        remedy = rocm_remedy(missing)
+    archs = {_override(facts) or card.arch or "" for card in facts.visible() if torch.hip} - {""}
+    lists = {"torch": torch.archs or (), "rocBLAS in torch": torch.blas_archs or ()}
     known = {library: listed for library, listed in lists.items() if listed}
+    missing = {arch for arch in archs for listed in known.values() if arch not in listed}
     if not archs or not known:
         return None
     if not missing:
         return Result(name, PASS, f"{some(sorted(archs))}: {' and '.join(known)} have code for it")
     library = next(library for library, listed in known.items() if not missing <= set(listed))
     fact = f"{some(sorted(missing))}: {library} has code for {some(known[library], 20)} only"
-    return Result(name, FAIL, fact, remedy, stops=missing == archs)
+    return Result(name, FAIL, fact, rocm_remedy(missing), stops=missing == archs)
 
 
 def gfx_override(facts: Facts) -> Result | None:
@@ -132,23 +138,17 @@ def gfx_override(facts: Facts) -> Result | None:
     version = facts.environ.get("HSA_OVERRIDE_GFX_VERSION")
     if not version or facts.vendor() != "amd" or not facts.visible():
         return None
-    name, forced = "gfx override", _override(facts)
-    fact = f"HSA_OVERRIDE_GFX_VERSION={version}"
-    archs = sorted({card.arch for card in facts.visible() if card.arch})
-    remedy = "unset HSA_OVERRIDE_GFX_VERSION"
+    name, forced, fact = "gfx override", _override(facts), f"HSA_OVERRIDE_GFX_VERSION={version}"
     if forced is None:
-        return Result(name, FAIL, f"{fact} is not a version such as 9.0.8", remedy)
-    others = [arch for arch in archs if arch != forced]
+        return Result(name, FAIL, f"{fact} is not a version such as 9.0.8", "unset HSA_OVERRIDE_GFX_VERSION")
+    others = {card.arch for card in facts.visible() if card.arch} - {forced}
     if not others:
         return Result(name, PASS, f"{fact}: equals the cards' own architecture")
-    lists = [listed for listed in (facts.torch.archs, facts.torch.blas_archs) if listed]
+    fact += f" makes {some(sorted(others))} run code of {forced}"
     # The override is for consumer cards that no build supports. A card that torch has code for must not be overridden.
-    if set(others) & {card.arch for card in CARDS if card.arch.startswith("gfx9")} or any(
-        set(others) & set(own) for own in lists
-    ):
-        fact += f" makes {some(others)} run code of {forced}, which fails or computes wrongly"
-        return Result(name, FAIL, fact, f"{remedy}: this card does not need it")
-    fact += f" makes {some(others)} run code of {forced}"
+    supported = {card.arch for card in CARDS if card.arch.startswith("gfx9")}
+    if others & supported.union(facts.torch.archs or (), facts.torch.blas_archs or ()):
+        return Result(name, FAIL, fact, "unset HSA_OVERRIDE_GFX_VERSION: this card does not need it")
     return Result(name, WARN, fact, "correct only if both have the same instructions, as gfx1031 and gfx1030 do")
 
 
@@ -158,7 +158,7 @@ def own_graphics(facts: Facts) -> Result | None:
     if not used or len(used) == len(cards):
         return None
     numbers = ",".join(str(number) for number, card in enumerate(facts.present()) if card in used)
-    fact = f"{_named(set(cards) - set(used))} is inside the processor, and ROCm gives it a number like a card's"
+    fact = f"{named(set(cards) - set(used))} is inside the processor, and ROCm gives it a number like a card's"
     return Result("own graphics", WARN, fact, f"export HIP_VISIBLE_DEVICES={numbers}")
 
 
@@ -167,18 +167,8 @@ def peer_access(facts: Facts) -> Result | None:
     cards = [card for card in facts.visible() if re.search(r"GeForce RTX [45]0\d\d", card.name)]
     if len(cards) < 2 or facts.used() < 2 or facts.environ.get("NCCL_P2P_DISABLE") == "1":
         return None
-    fact = f"{_named(cards)} have none; where the driver offers it, NCCL hangs or sends wrong data"
+    fact = f"{named(cards)} have none; where the driver offers it, NCCL hangs or sends wrong data"
     return Result("P2P", WARN, fact, "export NCCL_P2P_DISABLE=1, but not with a driver that was changed to allow it")
-
-
-def free_memory(facts: Facts) -> Result | None:
-    """Do a display or other programs hold a card's memory? A plan counts on all but what driver and libraries need."""
-    held = [(total - free, total) for free, total in facts.torch.memory or () if total - free > CONTEXT + LOST * total]
-    if not held:
-        return None
-    sizes = some(f"{bytes_in_words(taken)} of {bytes_in_words(total)}" for taken, total in held)
-    remedy = "end them (nvidia-smi or rocm-smi --showpids names them), or use another card for the display"
-    return Result("free memory", WARN, f"{sizes} are in use by a display or other programs", remedy)
 
 
 def visibility(facts: Facts) -> Result | None:
@@ -262,7 +252,7 @@ def iommu(facts: Facts) -> Result | None:
         return None
     translated = [card for card in cards if (card.iommu or "").startswith("DMA")]
     if translated:
-        fact = f"it translates addresses of {_named(translated)}, type {translated[0].iommu}; NCCL and RCCL can hang"
+        fact = f"it translates addresses of {named(translated)}, type {translated[0].iommu}; NCCL and RCCL can hang"
         remedy = "add iommu=pt to GRUB_CMDLINE_LINUX_DEFAULT in /etc/default/grub, then sudo update-grub and reboot"
         return Result("IOMMU", WARN, fact, remedy)
     return Result("IOMMU", PASS, "passes addresses through" if any(card.iommu for card in cards) else "off")
@@ -279,67 +269,19 @@ def shared_memory(facts: Facts) -> Result | None:
     return Result("/dev/shm", WARN, f"{size}; collectives need {bytes_in_words(SHM_WANTED)}", remedy)
 
 
-def compiler(facts: Facts) -> Result | None:
-    """Can Triton build the kernels of attention and of the 8-bit optimizer? It needs a C compiler and Python.h."""
-    if not facts.visible():
-        return None
-    problem, remedy = facts.cannot_compile
-    if problem:
-        return Result("C compiler", WARN, f"{problem}; kernels that Triton has not built before are not used", remedy)
-    return Result("C compiler", PASS, "Triton can build its kernels")
-
-
-def power_cap(facts: Facts) -> Result | None:
-    """Is the cards' power cap below what they are made for?"""
-    cards = [card for card in facts.visible() if card.watts and card.full_watts]
-    capped = [card for card in cards if _less(card.watts, card.full_watts)]
-    if capped:
-        fact = f"{_named(capped)}: {some({f'{card.watts:.0f} of {card.full_watts:.0f} W' for card in capped})}"
-        watts = f"{capped[0].full_watts:.0f}"
-        remedy = f"sudo rocm-smi --setpoweroverdrive {watts}, unless the power supply or the cooling needs the cap"
-        return Result("power cap", WARN, fact, remedy)
-    return Result("power cap", PASS, f"{cards[0].watts:.0f} W, the whole") if cards else None
-
-
-# at every start of a run; the doctor runs all
-FAST: tuple[Check, ...] = (
+CHECKS: tuple[Check, ...] = (
     device_files, driver, visibility, torch_build, architecture, gfx_override, nccl_algo, expandable_segments, iommu,
-    shared_memory, compiler, power_cap, own_graphics, peer_access,
+    shared_memory, own_graphics, peer_access,
 )  # fmt: skip
-CHECKS: tuple[Check, ...] = (*FAST, free_memory)
 
 
-def _named(cards: Iterable[Card]) -> str:
+def named(cards: Iterable[Card]) -> str:
     """Cards as text: "2 x MI100 (gfx908)"."""
     names = [card.name if card.arch in (None, card.name) else f"{card.name} ({card.arch})" for card in cards]
     return some(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-
-
-def _less(part: float | None, whole: float | None) -> bool:
-    return bool(part and whole and part < whole)
-
-
-def _release(version: str | None) -> tuple[int, int] | None:
-    """Major and minor number of a version; None: it has none."""
-    match = re.match(r"(\d{1,3})\.(\d{1,3})", version or "")
-    return (int(match[1]), int(match[2])) if match else None
 
 
 def _override(facts: Facts) -> str | None:
     """The architecture that HSA_OVERRIDE_GFX_VERSION names: gfx90a for 9.0.10. None: the value is no version."""
     match = re.fullmatch(r"(\d{1,2})\.(\d{1,2})\.(\d{1,2})", facts.environ.get("HSA_OVERRIDE_GFX_VERSION", ""))
     return f"gfx{match[1]}{int(match[2]):x}{int(match[3]):x}" if match else None
-
-
-def _runs(arch: str, listed: Iterable[str]) -> bool:
-    """Whether an NVIDIA card can run code for one of these architectures.
-
-    It runs code (sm_*) of its own major version up to its minor version, and PTX (compute_*) up to its version.
-    """
-    own = int(arch.removeprefix("sm_"))  # major x 10 + minor
-    for target in listed:
-        kind, _, number = target.partition("_")
-        version = int(re.match(r"\d*", number)[0] or 0)  # type: ignore[index]  # sm_90a
-        if version <= own and (kind == "compute" or (kind == "sm" and version // 10 == own // 10)):
-            return True
-    return False

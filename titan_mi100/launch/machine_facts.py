@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from titan_mi100.device.compiler import cannot_compile
 from titan_mi100.launch.torch_build import Torch, installed
 from titan_mi100.planning.hardware import NEVER_USED, USED_ALONE, find_gpu
 
@@ -42,7 +41,6 @@ class System:
     may_use: Callable[[Path], bool] = lambda path: os.access(path, os.R_OK | os.W_OK)
     group_of: Callable[[Path], str] = group_of
     free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free
-    cannot_compile: Callable[[Mapping[str, str]], tuple[str, str]] = cannot_compile
 
     def text(self, path: str | Path) -> str | None:
         """A file's first 64 KiB as text, stripped; None: it does not exist or cannot be read."""
@@ -51,11 +49,6 @@ class System:
                 return file.read(1 << 16).decode(errors="replace").strip()
         except OSError:
             return None
-
-    def number(self, path: str | Path) -> int | None:
-        """A file's content as a non-negative integer; None: it is something else."""
-        content = self.text(path)
-        return int(content) if content and re.fullmatch(r"\d{1,18}", content, re.ASCII) else None
 
     def names(self, path: str | Path) -> list[str]:
         """The names in a folder, in natural order (card2 before card10); [] if the folder does not exist."""
@@ -66,7 +59,6 @@ class System:
         return sorted(listed, key=lambda name: [int(part) if part.isdecimal() else 0 for part in _NUMBER.split(name)])
 
 
-_LEAST_DEFAULT = 0.8  # of the most that a card may take
 _NUMBER = re.compile(r"(\d{1,18})", re.ASCII)
 
 
@@ -80,8 +72,6 @@ class Card:
     device_file: str
     address: str  # on the PCI bus
     iommu: str | None  # type of its IOMMU domain: identity, DMA, DMA-FQ; "": no IOMMU
-    watts: float | None  # power cap
-    full_watts: float | None  # power cap that the card is made for
     use: str = "always"  # a processor's own graphics: "alone", where there is no card; "never": no torch has its code
 
 
@@ -109,7 +99,6 @@ class Facts:
     environ: Mapping[str, str]  # those of VARIABLES that are set
     processes: int | None  # processes of the run on this machine; None: one per card
     shm_free: int | None  # free bytes in /dev/shm
-    cannot_compile: tuple[str, str]  # see compiler.py
     torch: Torch
 
     def vendor(self) -> str:
@@ -193,7 +182,6 @@ def read(system: System | None = None, processes: int | None = None) -> Facts:
         environ={name: system.environ[name] for name in VARIABLES if name in system.environ},
         processes=processes,
         shm_free=_shm_free(system),
-        cannot_compile=system.cannot_compile(system.environ),
         torch=installed(wants_blas=any(card.vendor == "amd" for card in cards), environ=system.environ),
     )
 
@@ -234,10 +222,6 @@ def _nvidia_cards(system: System) -> Iterable[Card]:
 
 def _card(system: System, vendor: str, name: str, arch: str | None, address: str, file: str) -> Card:
     device = f"sys/bus/pci/devices/{address}"
-    monitor = next((f"{device}/hwmon/{name}" for name in system.names(f"{device}/hwmon")), "")
-    cap, default, most = (system.number(f"{monitor}/power1_cap{end}") for end in ("", "_default", "_max"))
-    # Radeon cards can be set above their default. But some MI100s are sold with 178 W as default, and can take 290.
-    most = most if default and most and default < _LEAST_DEFAULT * most else default or most
     is_on_bus = bool(address) and (system.root / device).exists()
     has_group = is_on_bus and (system.root / device / "iommu_group").exists()
     return Card(
@@ -247,8 +231,6 @@ def _card(system: System, vendor: str, name: str, arch: str | None, address: str
         device_file=file,
         address=address,
         iommu=system.text(f"{device}/iommu_group/type") if has_group else "" if is_on_bus else None,
-        watts=cap / 1e6 if cap else None,  # the files have microwatts
-        full_watts=most / 1e6 if most else None,
     )
 
 

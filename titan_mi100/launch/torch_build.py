@@ -29,11 +29,9 @@ class Torch:
     version: str = ""  # "": not installed
     hip: str | None = None  # the ROCm version it was built for, as torch.version.hip; None: not built for ROCm
     cuda: str | None = None  # the CUDA version it was built for; None: not built for CUDA
-    archs: tuple[str, ...] | None = None  # architectures its kernels were compiled for: gfx908, sm_90, compute_90
+    archs: tuple[str, ...] | None = None  # architectures its kernels were compiled for: gfx908, sm_90
     blas_archs: tuple[str, ...] | None = None  # architectures that the rocBLAS in its folder has kernels for
     usable: int | None = None  # number of cards that it can use
-    card_archs: tuple[str, ...] | None = None  # architectures of those cards: gfx908, sm_90
-    memory: tuple[tuple[int, int], ...] | None = None  # free bytes and all bytes of each of those cards
     problem: str = ""  # why torch could not be asked
 
 
@@ -117,24 +115,14 @@ def _answer() -> Torch:
 
     flags = getattr(torch._C, "_cuda_getArchFlags", lambda: None)()  # get_arch_list() is empty if no card is usable
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    problem, archs = "", list[str]()
+    problem = ""
     if usable == 0 and (torch.version.cuda or torch.version.hip):
         try:  # device_count() hides the reason; init() raises it
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
             problem = shortened(" ".join(str(error).split()), 300)
-    memory = None
-    with suppress(RuntimeError):  # another process has the card, which is in exclusive mode
-        memory = tuple(torch.cuda.mem_get_info(number) for number in range(usable))
-    for number in range(usable):
-        properties = torch.cuda.get_device_properties(number)
-        # gcnArchName is "gfx908:sramecc+:xnack-": cut the features. In a CUDA build it is the card's name.
-        arch = properties.gcnArchName.partition(":")[0] if torch.version.hip else ""
-        archs.append(arch or f"sm_{properties.major}{properties.minor}")
-    return Torch(
-        torch.__version__, torch.version.hip, torch.version.cuda, tuple(flags.split()) if flags else None,
-        usable=usable, card_archs=tuple(archs), memory=memory, problem=problem,
-    )  # fmt: skip
+    archs = tuple(flags.split()) if flags else None
+    return Torch(torch.__version__, torch.version.hip, torch.version.cuda, archs, usable=usable, problem=problem)
 
 
 def main() -> None:

@@ -1,6 +1,5 @@
 """An open run, as the training loop uses it."""
 
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -29,7 +28,6 @@ from titan_mi100.run.progress import Progress
 from titan_mi100.run.samples import Sampler
 from titan_mi100.trainer import StepResult, Trainer
 from titan_mi100.watch.heartbeat import SAVE, VALIDATION, Heartbeat
-from titan_mi100.watch.stragglers import Stragglers
 
 _EARLY = 20  # the first validation comes after this part of the steps
 MOVED = "moved"  # a flag of the trainer: the run folder's path leads elsewhere
@@ -86,7 +84,6 @@ class Run:
     forecast: Forecast
     observers: list[StepObserver]
     supervision: Supervision
-    stragglers: Stragglers | None
     sampler: Sampler | None
     profiler: Profiler | None
     measured: dict[str, float] = field(default_factory=dict)  # the last validation
@@ -108,11 +105,8 @@ class Run:
         self.progress.after_step(result)
         if not result.skipped:  # the loss is that of the weights before the update, which may just have been saved
             self.checkpointer.judge(self.progress.suspicion)
-        began = time.perf_counter()
         for observer in self.observers:
             observer.after_step(number, result)
-        if self.stragglers is not None:
-            self.stragglers.after_step(number, result, time.perf_counter() - began)
         return result
 
     @property

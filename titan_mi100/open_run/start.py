@@ -2,7 +2,7 @@
 with several processes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -57,7 +57,6 @@ from titan_mi100.run.samples import open_sampler
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.trainer import Hooks, Trainer, UpdateRules
 from titan_mi100.watch.heartbeat import START, VALIDATION, Heartbeat
-from titan_mi100.watch.stragglers import Stragglers
 from titan_mi100.weights.load import load_weights
 from titan_mi100.weights.source import open_weights
 
@@ -119,8 +118,7 @@ def open_run(
     tokenizer, base = config.tokenizer_path(), config.checkpoint.initial_load_path
     sampler = open_sampler(config.validation, config.training.seq_len, inputs.data, tokenizer, base)
     child.end()  # no more files from elsewhere are read
-    stragglers = Stragglers(world, config.metrics.log_freq) if folder is not None and world.size > 1 else None
-    hooks = RunHooks(inputs, supervision, checkpointer, stragglers)
+    hooks = RunHooks(inputs, supervision, checkpointer)
     scale = progress.loss_scale if config.training.mixed_precision_param == "float16" else None
     rules = UpdateRules(config.training.max_norm, config.training.skip_loss_spikes, scale)
     trainer = Trainer(model, optimizer, stream, rules, progress.rows_consumed, hooks)
@@ -128,7 +126,7 @@ def open_run(
         config=config, world=world, folder=folder, mesh=mesh, data=inputs.data, about=about,
         model=model, optimizer=optimizer, checkpointer=checkpointer, stream=stream, trainer=trainer,
         progress=progress, steps=steps, supervision=supervision,
-        reporter=reporter, forecast=forecast, observers=observers, stragglers=stragglers,
+        reporter=reporter, forecast=forecast, observers=observers,
         sampler=sampler, profiler=profiler,
     )  # fmt: skip
 
@@ -136,12 +134,10 @@ def open_run(
 class RunHooks(Hooks):
     """What a step asks of this run."""
 
-    def __init__(
-        self, inputs: RunInputs, supervision: Supervision, checkpointer: Checkpointer, stragglers: Stragglers | None
-    ) -> None:
+    def __init__(self, inputs: RunInputs, supervision: Supervision, checkpointer: Checkpointer) -> None:
         self._progress, self._sigmas = inputs.progress, inputs.config.training.loss_spike_sigmas
         self._is_first, self._supervision = inputs.world.rank == 0, supervision
-        self._checkpointer, self._stragglers = checkpointer, stragglers
+        self._checkpointer = checkpointer
 
     def begin(self, part: str) -> None:
         self._supervision.heartbeat.note(part)
@@ -149,9 +145,6 @@ class RunHooks(Hooks):
     def flags(self) -> dict[str, bool]:
         has_moved = self._is_first and bool(self._supervision.moved())
         return {STOP: self._supervision.wants_to_stop(), SAVE_FAILED: self._checkpointer.has_failed(), MOVED: has_moved}
-
-    def own_values(self) -> Sequence[float]:
-        return self._stragglers.own_values() if self._stragglers else ()
 
     def spike_above(self) -> float:
         return self._progress.spike_above(self._sigmas)
@@ -266,8 +259,7 @@ def open_observers(
         return []
     observers: list[StepObserver] = [reporter] if reporter else []
     if any(parameter.experts for parameter in inputs.spec.parameters.values()):
-        freq = config.metrics.log_freq
-        observers.append(ExpertLoad(folder, reporter, model, inputs.spec, freq, range(progress.step, steps)))
+        observers.append(ExpertLoad(reporter, model, inputs.spec, config.metrics.log_freq, steps))
     with raise_together():
         accept_ledger(inputs.data, folder, inputs.world)
         most = config.training.max_nonfinite_steps

@@ -160,15 +160,9 @@ class Reporter:
         self._write(step, record, prefix="validation/")
         log.info(f"step {step}  {words}" + "".join(f"  {name} {own:.4f}" for name, own in sources.items()))
 
-    def experts(self, step: int, busiest: float, idle: int) -> None:
-        """How evenly the experts were used until this step."""
-        record = {"step": step, "time": utc_now(), "busiest_expert": busiest, "idle_experts": idle}
-        self._write(step, record, prefix="train/")
-
-    def communication(self, step: int, milliseconds: float, exposed: float) -> None:
-        """A profiled step's collectives on this rank. Args: exposed: ms of them in which nothing is computed."""
-        record = {"step": step, "time": utc_now(), "comm_ms": milliseconds, "comm_exposed_ms": exposed}
-        self._write(step, record, prefix="train/")
+    def add(self, step: int, **values: float) -> None:
+        """Report further values of a step, beside those of `after_step`."""
+        self._write(step, {"step": step, "time": utc_now(), **values}, prefix="train/")
 
     def samples(self, step: int, answered: Sequence[dict[str, Any]]) -> None:
         """Args: answered: entries of samples.jsonl without their step."""

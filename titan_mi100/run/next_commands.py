@@ -15,7 +15,6 @@ from titan_mi100.config.settings import Config, LoRAConfig
 from titan_mi100.text.assets import is_corpus
 
 CONFIG = "config.toml"  # in the run folder: the resolved settings
-_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
 
 
 def after_run(folder: Path, config: Config, step: int) -> list[tuple[str, str]]:
@@ -105,7 +104,7 @@ def _serve(lora: LoRAConfig, base: str, export: str) -> str:
     """vLLM's command. An adapter's folder is the tokenizer, too: so stop token and prompts are its own."""
     if not lora.rank:
         return shlex.join(["vllm", "serve", export])
-    least = max(lora.rank, lora.expert_rank)
-    rank = next(allowed for allowed in _VLLM_RANKS if allowed >= least or allowed == _VLLM_RANKS[-1])
+    # --max-lora-rank takes powers of two from 8 to 512
+    rank = min(max(8, 1 << (max(lora.rank, lora.expert_rank) - 1).bit_length()), 512)
     adapter = ("--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", f"tuned={export}")
     return shlex.join(["vllm", "serve", shown_path(base), "--tokenizer", export, *adapter])

@@ -133,7 +133,7 @@ class Profiler:
             return
         log.info(text)
         if self._reporter is not None:
-            self._reporter.communication(step, 1000 * summary.communication, 1000 * summary.exposed)
+            self._reporter.add(step, comm_ms=1000 * summary.communication, comm_exposed_ms=1000 * summary.exposed)
         if accelerator.is_gpu(self._world.device) and not summary.on_gpu:
             log.error(f"{path}: holds nothing of the GPU; what Kineto has printed says why")
         log.info(f"step {step}: writing the trace took {time.perf_counter() - started:.1f} s")

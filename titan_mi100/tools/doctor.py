@@ -7,18 +7,14 @@ import argparse
 import json
 import os
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 
 from titan_mi100 import cli as tool
 from titan_mi100.launch import torch_build
-from titan_mi100.launch.machine_checks import CHECKS, FAIL, FAST, PASS, Result, judge
+from titan_mi100.launch.machine_checks import CHECKS, FAIL, PASS, WARN, Result, judge, named
 from titan_mi100.launch.machine_facts import Facts, read
 from titan_mi100.wording import printable
-
-_COLORS = {"pass": "\033[32m", "warn": "\033[33m", "fail": "\033[31m"}
-_PLAIN = "\033[0m"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,47 +25,35 @@ def _show(options: argparse.Namespace) -> int:
     facts = read()
     if not options.fast:
         facts = replace(facts, torch=torch_build.ask(facts.torch, os.environ))
-    verdicts = judge(facts, options.fast)
+    verdicts = judge(facts)
     if options.json:
         print(json.dumps({"facts": asdict(facts), "verdicts": [asdict(verdict) for verdict in verdicts]}))
     else:
-        terminal = sys.stdout.isatty()
-        width = min(os.get_terminal_size(sys.stdout.fileno()).columns or 80, 120) if terminal else None
         if not options.fast:
             print(f"{headline(facts)}\n")
         shown = [verdict for verdict in verdicts if not options.fast or verdict.state != PASS]
-        for line in lines(shown, width, colors=terminal and not os.environ.get("NO_COLOR")):
+        for line in lines(shown):
             print(line)
-        print(("\n" if shown else "") + summary(verdicts, len(FAST if options.fast else CHECKS)))
+        print(("\n" if shown else "") + summary(verdicts, len(CHECKS)))
     return 2 if any(verdict.state == FAIL for verdict in verdicts) else 0
 
 
 def headline(facts: Facts) -> str:
     """The machine in one line."""
-    names = [f"{card.name} ({card.arch})" if card.arch else card.name for card in facts.cards]
-    cards = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "no GPU"
-    return f"{cards}; torch {facts.torch.version or 'not installed'}; Linux {facts.kernel}"
+    return f"{named(facts.cards) or 'no GPU'}; torch {facts.torch.version or 'not installed'}; Linux {facts.kernel}"
 
 
-def lines(verdicts: Sequence[Result], width: int | None, colors: bool) -> Iterator[str]:
-    """The verdicts as text. Remedies have lines of their own and are never wrapped, so that commands can be copied.
-
-    Args:
-        width: columns of the terminal; None: facts are not wrapped either.
-    """
+def lines(verdicts: Sequence[Result]) -> Iterator[str]:
+    """The verdicts as text. Remedies have lines of their own, so that commands can be copied."""
     column = max((len(verdict.name) for verdict in verdicts), default=0)
     margin = " " * (len("pass") + 2 + column + 2)
     for verdict in verdicts:
-        state = f"{_COLORS[verdict.state]}{verdict.state}{_PLAIN}" if colors else verdict.state
-        space = max(width - len(margin), 20) if width else sys.maxsize
-        first, *others = textwrap.wrap(printable(verdict.fact), space, break_long_words=False, break_on_hyphens=False)
-        yield f"{state}  {verdict.name:{column}}  {first}"
-        yield from (margin + line for line in others)
+        yield f"{verdict.state}  {verdict.name:{column}}  {printable(verdict.fact)}"
         yield from (f"{margin}-> {line}" for line in printable(verdict.remedy).splitlines())
 
 
 def summary(verdicts: Sequence[Result], checks: int) -> str:
-    counts = [f"{sum(v.state == state for v in verdicts)} {state}" for state in _COLORS]
+    counts = [f"{sum(v.state == state for v in verdicts)} {state}" for state in (PASS, WARN, FAIL)]
     return f"{', '.join(counts)}; {checks - len(verdicts)} checks do not apply here"
 
 
@@ -81,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--json", action="store_true", help="print facts and verdicts as JSON, for scripts and bug reports")
-    add("--fast", action="store_true", help="only the checks of every run's start (milliseconds); print the problems")
+    add("--fast", action="store_true", help="as at a run's start: torch is not asked (milliseconds); print problems")
     return parser
 
 

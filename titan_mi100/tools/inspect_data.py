@@ -1,15 +1,16 @@
 """Show the data as training sees them: packed rows token by token.
 
-prepared/report.py makes the report. `--json` prints it, a terminal shows lines of it (prepared/view.py), and `--html`
-writes the workshop's page, which also has a summary of the set.
+prepared/report.py makes the report. `--json` prints it, a terminal shows lines of it, and `--html` writes the
+workshop's page, which also has a summary of the set.
 """
 
 import argparse
 import json
-import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
+from itertools import groupby, islice
+from typing import Any
 
 from titan_mi100 import cli as tool
 from titan_mi100.config.as_text import settings_parser
@@ -17,7 +18,7 @@ from titan_mi100.config.load import load_config
 from titan_mi100.doors import door
 from titan_mi100.log import setup_logging
 from titan_mi100.tools.prepared.report import make_report
-from titan_mi100.tools.prepared.view import report_lines
+from titan_mi100.wording import plural, printable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,9 +34,36 @@ def _show(options: argparse.Namespace, settings: Sequence[str]) -> None:
         report = make_report(load_config(settings, world_size=None), options)
     if options.json:
         return print(json.dumps(report, ensure_ascii=False))
-    for line in report_lines(report, in_color=sys.stdout.isatty() and not os.environ.get("NO_COLOR")):
+    for line in report_lines(report):
         print(line)
     return None
+
+
+def report_lines(report: dict[str, Any]) -> Iterator[str]:
+    """The lines of a report that `make_report` returned. Supervised text is in brackets."""
+    if "read" in report:
+        yield from map(printable, report["read"])
+        yield from (printable(f"{name}: {origin}") for name, origin in report["from"].items())
+        yield from (printable(f"warning: {line}") for line in report["warnings"])
+    yield from (printable(line["says"]) for line in report["where"])
+    for row in report["shown"]:
+        real = len(row["id"]) - row["padding"]
+        holds = f"{plural(len(row['documents']), 'document')}, {plural(real, 'token')}"
+        yield printable(f"\nrow {row['row']} of {report['set']}: {holds}")
+        yield "supervised: ⟦so⟧"
+        tokens = iter(zip(row["text"], row["supervised"], strict=True))
+        for index, document in enumerate(row["documents"]):
+            count = f"{plural(document['tokens'], 'token')}, {document['supervised']:,} supervised"
+            role = document["role"]
+            name = f"pair {index // 2}, {role}" if role else f"document {index}"
+            yield printable(f"── {name}: {document['where']}: {count} ──")
+            shown = ""
+            for is_learned, run in groupby(islice(tokens, document["tokens"]), lambda token: token[1]):
+                text = "".join(text.replace("↵", "↵\n") for text, _ in run)
+                shown += f"⟦{printable(text)}⟧" if is_learned else printable(text)
+            yield shown
+        if row["padding"]:
+            yield f"── padding: {row['padding']:,} tokens, id {row['id'][-1]} ──"
 
 
 def _parser() -> tool.Parser:

@@ -31,7 +31,7 @@ from titan_mi100.data.packing import pack_rows
 from titan_mi100.data.survey import Survey, survey
 from titan_mi100.doors import door
 from titan_mi100.errors import UserError
-from titan_mi100.files.durable import write_output
+from titan_mi100.files.durable import check_output, write_output
 from titan_mi100.files.patterns import matching_files
 from titan_mi100.planning.device import positive, size_gib
 from titan_mi100.planning.hardware import count_gpus, dtype_advice
@@ -126,7 +126,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _new(options: argparse.Namespace) -> None:
-    _check_free(options.output or "")
+    if options.output:
+        check_output(Path(options.output), "--output")
     if options.yaml:
         return _carry_over(options)
     if options.trainer:
@@ -194,7 +195,6 @@ def _about_memory(answers: UserChoices, plan: Plan, changed: str) -> list[str]:
 def _write(given: str | None, answers: UserChoices, change: Change, lines: Sequence[str], theirs: Any = None) -> None:
     """Write the config, with a run folder and an export; print what is to know of it, and the next commands."""
     output = Path(given or _free_name(f"{Path(answers.model).name}-{answers.method}".lower()))
-    _check_free(str(output))  # again: the survey took some seconds
     folder = os.path.abspath(change.get("job", {}).get("run_folder") or f"outputs/{output.stem}")
     if os.path.lexists(folder):
         problem = "exists already, so the run would resume there, or mix with what is in it"
@@ -216,11 +216,6 @@ def _write(given: str | None, answers: UserChoices, change: Change, lines: Seque
             ]
         )
     )
-
-
-def _check_free(output: str) -> None:
-    if os.path.lexists(output):
-        raise UserError(f"--output {output}: exists already, and is not overwritten; name another file, or delete it")
 
 
 def _questions() -> dict[str, Question]:

@@ -45,7 +45,7 @@ from titan_mi100.files.patterns import matching_files, unusable
 from titan_mi100.files.plain import parse_object, read_plain
 from titan_mi100.files.pool import forked_pool, kill_workers
 from titan_mi100.files.schema import LONGEST
-from titan_mi100.log import TokenProgress, log
+from titan_mi100.log import ByteProgress, log
 from titan_mi100.text.assets import CORPUS, PLAN
 from titan_mi100.text.base import Tokenizer
 from titan_mi100.text.load import load_tokenizer
@@ -219,17 +219,15 @@ def _make_shards(
 ) -> None:
     """Make shards in worker processes. Raises UserError: some could not be made; the completed ones are kept."""
     sizes = {number: plan.bytes_of(plan.units[number]) for number in numbers}
-    errors, size, tokens = list[str](), 0, 0
+    errors = list[str]()
     pool = forked_pool(min(workers, len(numbers)), _init_worker, folder, plan, tokenizer)
     try:
-        bar = TokenProgress("tokenising", sum(sizes.values()))
-        with bar:
+        with ByteProgress("tokenising", sum(sizes.values())) as progress:
             futures = {pool.submit(_work_on_shard, number): number for number in numbers}
             for future in as_completed(futures):
                 try:
                     shard = future.result()
-                    size, tokens = size + sizes[futures[future]], tokens + shard.tokens
-                    bar.reach(size, tokens)
+                    progress.advance(sizes[futures[future]])
                     _check_readable(plan, shard, most_bad)
                 except UserError as error:
                     errors.append(str(error))
