@@ -1,7 +1,6 @@
 """Runs on a mixture of corpora and files, as whole processes: resumed on other processes, or with other weights."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -141,5 +140,5 @@ def test_rows_of_a_corpus_are_shown(
     assert "is a corpus; only single rows can be shown, with --row N" in capsys.readouterr().err
     page = folder / f"{concatenate}.html"
     assert inspect_data.main([*given[:-1], "--html", str(page)]) == 0
-    shown = page.read_text()  # all sources in the table, and the documents of those that are no corpora
-    assert re.findall("<tr><td><bdi>(a|chats)</bdi>", shown) == ["a", "chats"] and shown.count("<h2><bdi>Lengths") == 1
+    shown = page.read_text()  # all sources in the list, and the documents of those that are no corpora
+    assert "<li><bdi>a: corpus of 300 documents" in shown and shown.count("<h2><bdi>Lengths") == 1

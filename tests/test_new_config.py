@@ -74,7 +74,7 @@ def test_options_alone_write_a_config_that_fits_and_name_the_next_commands(run: 
     plan = make_plan(Workload.of(config, 2), 32 * GIB)
     assert plan.fits and f"{plan.most / GIB:.1f} of 32 GiB" in out and "no GPU is here" not in out
     if not new.count_gpus():
-        assert "for 2 processes on the CPU" in run(*given[:4], "--output", "cpu.toml")[1]
+        assert "for 1 process on the CPU" in run(*given[:4], "--output", "cpu.toml")[1]
     before = Path("mine.toml").read_bytes()
     code, _, err = run(*given, "--output", "mine.toml")
     assert (

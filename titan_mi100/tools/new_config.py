@@ -221,11 +221,11 @@ def _write(given: str | None, answers: UserChoices, change: Change, lines: Seque
 def _questions() -> dict[str, Question]:
     gpus = count_gpus()
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
-    memory = "32GB" if gpus else f"{host / 2:.0f}GB"  # on a CPU, each of two processes has half of the memory
+    memory = "32GB" if gpus else f"{host:.0f}GB"
     return {
         "model": Question("Folder of the model (config.json, tokenizer, safetensors)", "", _model),
         "data": Question("Training data: files or globs, separated by spaces", "", _data),
-        "gpus": Question("Number of GPUs, or of processes on a CPU", str(gpus or 2), positive),
+        "gpus": Question("Number of GPUs, or of processes on a CPU", str(gpus or 1), positive),
         "memory": Question("Memory of each", memory, size_gib),
         "method": Question("Train all weights: full; adapters: lora; on 4-bit weights: qlora", "full", _method),
     }

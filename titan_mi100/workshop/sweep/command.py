@@ -31,7 +31,7 @@ from titan_mi100.launch import launcher
 from titan_mi100.log import setup_logging
 from titan_mi100.planning.cards import Gpu
 from titan_mi100.planning.device import find_card, positive, positive_float, size_gib
-from titan_mi100.planning.hardware import count_gpus, default_process_count, find_gpu
+from titan_mi100.planning.hardware import count_gpus, find_gpu
 from titan_mi100.planning.plan import EFFICIENCY, GIB, Plan, make_plan, remedy
 from titan_mi100.planning.workload import Workload
 from titan_mi100.wording import duration_in_words
@@ -215,7 +215,7 @@ def asked_rows(options: argparse.Namespace, settings: Sequence[str]) -> dict[Row
     Raises:
         UserError: the config's own mistakes; two options that set the same thing; an objective other than sft.
     """
-    preset, processes = PRESETS.get(options.preset), options.gpus or default_process_count()
+    preset, processes = PRESETS.get(options.preset), options.gpus or count_gpus() or 2
     axes: dict[str, list[Any]] = {axis: choices for axis in AXES if (choices := getattr(options, axis))}
     cells = list(preset.cells) if preset else [{}]
     if EITHER.keys() <= {*axes, *cells[0]}:
