@@ -37,7 +37,7 @@ CORE = (
     ),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )
-BUDGETS = {"core": 9970, "titan_mi100": 28000, "scripts": 1160}  # lines of code
+BUDGETS = {"core": 9970, "titan_mi100": 28000, "scripts": 1860}  # lines of code
 FOLDERS = {  # the same, of folders in titan_mi100/ with all below them
     "attention": 935, "checkpoint": 720, "config": 1915, "data": 4235, "device": 105, "files": 1185,
     "generation": 275, "launch": 1300, "model": 1465, "objectives": 190, "open_run": 1140, "optim": 615,

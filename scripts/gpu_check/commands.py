@@ -1,119 +1,127 @@
-"""The commands as a user types them: train, SIGKILL, resume to the same bits, export, generate; fp16 and DPO."""
+"""The commands as a user types them: doctor, train, resume after SIGKILL, export, generate; fp16 and DPO."""
 
-import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from gpu_check.sections import WORK
 from titan_mi100.device import accelerator
+from titan_mi100.errors import UserError
+from titan_mi100.files.durable import sha256_of
 
 _QUESTION = "What is 23 + 48?"
+_WORK = Path(os.environ.get(WORK, ""))
 
 
-def _folder() -> Path:
-    return Path(os.environ["TITAN_GPU_CHECK"])
+def _ask(module: str, *words: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", f"titan_mi100.{module}", *words], capture_output=True, text=True)
 
 
-def _start(name: str, steps: int, tiny: bool, *options: str) -> subprocess.Popen:
-    """Start the trainer on the bundled data. Its log is NAME.log."""
-    on_gpu, folder = bool(accelerator.count()), _folder()
+def doctor() -> dict[str, Any]:
+    """The doctor's lines. A failed check is a failure of this task."""
+    done = _ask("tools.doctor")
+    return {"lines": [line for line in done.stdout.splitlines() if line.strip()], **_ended(done)}
+
+
+def _ended(done: subprocess.CompletedProcess) -> dict[str, Any]:
+    """The problem of a command that has failed."""
+    return {"problem": f"exit code {done.returncode}" if done.returncode else "", "said": ""}
+
+
+def sanitizer(tool: str) -> dict[str, Any]:
+    """One launch of each kernel under a tool of NVIDIA's compute-sanitizer. Raises UserError: it is not installed."""
+    program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(program).exists():
+        raise UserError("compute-sanitizer is not installed; it comes with the CUDA toolkit")
+    # memory from the driver, block by block: torch's allocator would hide what lies behind a tensor's end
+    command = [program, "--tool", tool, "--error-exitcode", "9", "env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1"]
+    command += [sys.executable, "-c", "from gpu_check.kernels import launch_all; launch_all()"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    return {"lines": [line for line in done.stdout.splitlines() if line][-15:], **_ended(done)}
+
+
+def _start(name: str, steps: int, **options: Any) -> subprocess.Popen:
+    """Start the trainer on the bundled data; its log is NAME.log. Args: options: section__key."""
     settings = {
-        "job.run_folder": folder / name, "data.cache_folder": folder / "cache", "training.steps": steps,
-        "training.local_batch_size": 2 if tiny else 8, "checkpoint.interval": steps // 4, "metrics.log_freq": 1,
-        "validation.freq": steps, "validation.prompts": 0, "parallelism.zero_stage": -1,
-        "training.mixed_precision_param": "bfloat16" if on_gpu else "float32",
+        "job__run_folder": _WORK / name, "data__cache_folder": _WORK / "cache", "training__steps": steps,
+        "training__local_batch_size": 8, "checkpoint__interval": steps // 4, "metrics__log_freq": 1,
+        "validation__freq": steps, "validation__prompts": 0, "parallelism__zero_stage": -1,
+        "training__mixed_precision_param": "bfloat16" if accelerator.count() else "float32", **options,
     }  # fmt: skip
-    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    words = [word for key, value in settings.items() for word in (f"--{key.replace('__', '.')}", str(value))]
     command = [sys.executable, "-m", "titan_mi100.train", "--job.config_file", "train_configs/debug.toml"]
-    with (folder / f"{name}.log").open("ab") as log:
-        return subprocess.Popen([*command, *words, *options], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    with (_WORK / f"{name}.log").open("ab") as log:
+        return subprocess.Popen([*command, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
 
-def _run(name: str, steps: int, tiny: bool, *options: str) -> dict[str, Any]:
-    """Train to the end. Returns its measures; the last lines of its log, if it fails."""
+def _train(name: str, steps: int, **options: Any) -> dict[str, Any]:
+    """Train to the end. If it fails, the result has the last lines of its log."""
     began = time.monotonic()
-    code = _start(name, steps, tiny, *options).wait()
-    rows, log = _metrics(name), (_folder() / f"{name}.log").read_text(errors="replace").splitlines()
-    if code or not rows:
+    code = _start(name, steps, **options).wait()
+    losses, log = [loss for loss, _ in _steps(name).values()], (_WORK / f"{name}.log").read_text().splitlines()
+    if code or not losses:
         return {"lines": log[-5:], "problem": f"exit code {code}", "said": ""}
-    first, last = rows[min(rows)], rows[max(rows)]
-    words = f"loss {first['loss']:.3f} to {last['loss']:.3f}, {last['tokens_per_second']:,.0f} tokens/s"
-    chosen = next((line.partition("attention: ")[2] for line in log if "attention: " in line), "")
-    return {"losses": [row["loss"] for row in rows.values()], "problem": "" if last["loss"] < first["loss"] else "the loss does not fall",
-            "said": f"{words}, {time.monotonic() - began:.0f} s in all; attention {chosen[:100]}"}  # fmt: skip
+    attention = next((line.partition("attention: ")[2] for line in log if "attention: " in line), "")
+    said = f"loss {losses[0]:.3f} to {losses[-1]:.3f}, {time.monotonic() - began:.0f} s; attention: {attention[:100]}"
+    return {"losses": losses, "problem": "" if losses[-1] < losses[0] else "the loss does not fall", "said": said}
 
 
-def _metrics(name: str) -> dict[int, dict[str, Any]]:
-    """The rows of steps in metrics.jsonl, by step; of a step that was taken twice, the later one."""
-    path = _folder() / name / "metrics.jsonl"
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    rows = [row for row in map(json.loads, lines) if "grad_norm" in row]
-    return {row["step"]: row for row in rows}
+def _steps(name: str) -> dict[int, tuple[float, float]]:
+    """Loss and gradient norm by step; those of a step that was taken twice are the later ones."""
+    path = _WORK / name / "metrics.jsonl"
+    rows = map(json.loads, path.read_text().split("\n")[:-1] if path.exists() else [])
+    return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows if "grad_norm" in row}
 
 
-def _weights(name: str) -> list[str]:
-    """Hashes of the exported weights."""
-    files = sorted((_folder() / name).glob("hf-step-*/*.safetensors"))
-    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+def _exported(name: str) -> Path:
+    return max((_WORK / name).glob("hf-step-*"))
 
 
-def train(steps: int, tiny: bool) -> dict[str, Any]:
-    """The whole run, which also exports its weights."""
-    return _run("whole", steps, tiny)
+def train(steps: int) -> dict[str, Any]:
+    """Train and export."""
+    return _train("whole", steps)
 
 
-def killed(steps: int, tiny: bool) -> dict[str, Any]:
+def killed(steps: int) -> dict[str, Any]:
     """The same run, killed in the middle and started again: losses, gradient norms and weights have the same bits."""
-    process = _start("killed", steps, tiny)
-    while process.poll() is None and len(_metrics("killed")) <= steps // 2:
+    process = _start("killed", steps)
+    while process.poll() is None and len(_steps("killed")) <= steps // 2:
         time.sleep(0.05)
     process.kill()
     process.wait()
-    killed_at = max(_metrics("killed"), default=0)
-    resumed = _run("killed", steps, tiny)
-    if resumed["problem"]:
+    last = max(_steps("killed"), default=0)
+    if (resumed := _train("killed", steps))["problem"]:
         return resumed
-    runs = [
-        {step: (row["loss"], row["grad_norm"]) for step, row in _metrics(name).items()} for name in ("whole", "killed")
-    ]
-    differs = [step for step in runs[0] if runs[0][step] != runs[1].get(step)]
-    problem = f"step {differs[0]} differs from that of the run that was not killed" if differs else ""
-    if not problem and (_weights("whole") != _weights("killed") or not _weights("whole")):
-        problem = "the exported weights differ"
-    said = f"killed after step {killed_at} of {steps}, resumed: {'other' if problem else 'the same'} losses, norms, weights"
-    return {"killed_at": killed_at, "problem": problem, "said": said}
+    whole, again = _steps("whole"), _steps("killed")
+    problems = [f"step {step} has other numbers" for step in whole if whole[step] != again.get(step)][:1]
+    hashes = [{file.name: sha256_of(file) for file in _exported(name).iterdir()} for name in ("whole", "killed")]
+    problems += ["the exported files differ"] if hashes[0] != hashes[1] else []
+    said = f"SIGKILL after step {last} of {steps}; losses, norms and weights compared with those of the whole run"
+    return {"killed_after": last, "problem": "; ".join(problems), "said": said}
 
 
-def generate(steps: int, tiny: bool) -> dict[str, Any]:
+def generate(steps: int) -> dict[str, Any]:
     """A greedy answer of the exported model, twice."""
-    model = max((_folder() / "whole").glob("hf-step-*"))
-    command = [sys.executable, "-m", "titan_mi100.tools.generate", "--model", str(model), "--prompt", _QUESTION]
-    answers = []
-    for _ in range(2):
-        done = subprocess.run([*command, "--max_new_tokens", "16"], capture_output=True, text=True)
-        if done.returncode:
-            return {"lines": done.stderr.splitlines()[-3:], "problem": f"exit code {done.returncode}", "said": ""}
-        answers.append(done.stdout.strip())
-    problem = "" if answers[0] == answers[1] else "equal calls give other answers"
-    return {"answers": answers, "problem": problem, "said": f"{_QUESTION} {' '.join(answers[0].split())[:80]}"}
+    words = "--model", str(_exported("whole")), "--prompt", _QUESTION, "--max_new_tokens", "16"
+    first, second = (_ask("tools.generate", *words) for _ in range(2))
+    if first.returncode:
+        return {"lines": first.stderr.splitlines()[-3:], **_ended(first)}
+    problem = "" if first.stdout == second.stdout else "equal calls give other answers"
+    return {"problem": problem, "said": f"{_QUESTION} {' '.join(first.stdout.split())[:80]}"}
 
 
-def fp16(steps: int, tiny: bool) -> dict[str, Any]:
+def fp16(steps: int) -> dict[str, Any]:
     """A run in fp16, which a CPU computes slowly."""
-    return _run(
-        "fp16", steps // 2, tiny, "--training.mixed_precision_param", "float16", "--checkpoint.export_hf", "false"
-    )
+    return _train("fp16", steps // 2, training__mixed_precision_param="float16", checkpoint__export_hf="false")
 
 
-def dpo(steps: int, tiny: bool) -> dict[str, Any]:
+def dpo(steps: int) -> dict[str, Any]:
     """DPO on the bundled pairs, from the exported weights."""
-    model = max((_folder() / "whole").glob("hf-step-*"))
-    return _run(
-        "dpo", steps // 4, tiny, "--objective.name", "preference", "--data.path", "train_configs/debug/pairs.jsonl",
-        "--checkpoint.initial_load_path", str(model), "--model.flavor", "", "--training.seq_len", "512",
-        "--optimizer.lr", "1e-3",
-    )  # fmt: skip
+    pairs = {"objective__name": "preference", "data__path": "train_configs/debug/pairs.jsonl", "model__flavor": ""}
+    start = {"checkpoint__initial_load_path": _exported("whole"), "optimizer__lr": 1e-3, "training__seq_len": 512}
+    return _train("dpo", steps // 4, **pairs, **start)

@@ -1,31 +1,33 @@
-"""Our other kernels and composed operations: values against the same in fp64, and speed beside other implementations.
-
-To add a kernel, add an entry to KERNELS.
+"""Our other kernels, and operations that are composed of several: values against the same in fp64, and times beside
+other implementations. To add a kernel, add an entry to KERNELS.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import cache, partial
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
-from gpu_check.attention import device_and_arch
+from gpu_check.attention import DEVICE, in_words, launches_of, run_once
 from titan_mi100.attention.base import Documents
 from titan_mi100.attention.trial import difference
-from titan_mi100.config.settings import LoRAConfig
-from titan_mi100.model import delta_rule, elementwise, nf4
+from titan_mi100.config.settings import OptimizerConfig
+from titan_mi100.model import delta_rule, nf4
+from titan_mi100.model.elementwise import at_least_fp32
 from titan_mi100.model.experts import ExpertLinear, Routes, choose_products
-from titan_mi100.model.layers import Linear
-from titan_mi100.model.lora import LoRALinear
 from titan_mi100.model.loss import HeadMemory, head_loss
+from titan_mi100.optim.lean import LeanAdamW, choose_kernel
+from titan_mi100.workshop.measure.children import Task
 from titan_mi100.workshop.measure.products import samples
 
-Sizes = Sequence[int]
 _SLACK = 4.0  # the error may be this many times that of the reference in the same dtype, as in attention's trial
+_FORMATS = (("8bit", "fp32", 0.03), ("bf16", "fp32", 0.01), ("8bit", "bf16_sr", 0), ("8bit", "24bit", 0))
+_UPDATE = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}
 
 
 class Kernel(NamedTuple):
@@ -35,234 +37,175 @@ class Kernel(NamedTuple):
         draw: (generator, *sizes) -> its inputs on the CPU; floating ones in fp32.
         ours: of the inputs.
         reference: the same in plain operations, which is computed in fp64.
-        sizes: to compare values with; speed: to time; tiny: for a CPU.
+        sizes: to compare values with; timed: to time.
         others: name -> other implementations to time.
-        has_gradient: backward is compared and timed, too.
     """
 
     draw: Callable[..., tuple[Tensor, ...]]
     ours: Callable[..., Tensor]
     reference: Callable[..., Tensor]
-    sizes: Sizes
-    speed: Sizes
-    tiny: Sizes
+    sizes: Sequence[int]
+    timed: Sequence[int]
     dtypes: Sequence[str] = ("bfloat16", "float32")
-    others: Mapping[str, Callable[..., Tensor]] = {}
-    has_gradient: bool = True
+    others: Mapping[str, Callable[..., Tensor]] = {}  # not changed
 
 
-def _normal(by: torch.Generator, *size: int, scale: float = 1.0) -> Tensor:
-    return torch.randn(size, generator=by) * scale
-
-
-# Delta rule. Sizes: tokens, key heads, value heads, size of a key and of a value.
 def _draw_rule(by: torch.Generator, tokens: int, k_heads: int, v_heads: int, size: int) -> tuple[Tensor, ...]:
-    q, k = _normal(by, 1, tokens, k_heads, size), _normal(by, 1, tokens, k_heads, size)
-    v, strength = _normal(by, 1, tokens, v_heads, size), torch.rand(1, tokens, v_heads, generator=by)
-    decay = -torch.rand(1, tokens, v_heads, generator=by)
-    return q, k, v, decay, strength, _ids(tokens)
+    q, k, v = (torch.randn(1, tokens, heads, size, generator=by) for heads in (k_heads, k_heads, v_heads))
+    decay, strength = (torch.rand(1, tokens, v_heads, generator=by) for _ in range(2))
+    documents = Documents(1, tokens, (tokens // 3, tokens - tokens // 3))
+    return q, k, v, -decay, strength, delta_rule.document_ids(documents, torch.device("cpu"))
 
 
-def _ids(tokens: int) -> Tensor:
-    lengths = tokens // 3, tokens - tokens // 3
-    return delta_rule.document_ids(Documents(1, tokens, lengths), torch.device("cpu"))
-
-
-def _convolve(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    """The convolution of each document by itself. Its length is known: see _ids."""
-    first = x.shape[1] // 3
-    parts = [part.mT for part in x.split([first, x.shape[1] - first], 1)]
-    width = weight.shape[1]
-    padded = [F.pad(part, (width - 1, 0)) for part in parts]
-    return torch.cat([F.conv1d(part, weight[:, None], groups=len(weight)) for part in padded], 2).mT
-
-
-# Products of experts. Sizes: rows, experts, inputs, outputs.
 def _draw_experts(by: torch.Generator, rows: int, experts: int, inputs: int, outputs: int) -> tuple[Tensor, ...]:
-    expert = torch.randint(0, experts, (rows, 1), generator=by)
-    return _normal(by, rows, inputs), _normal(by, experts * outputs, inputs, scale=0.02), expert
+    expert = torch.randint(0, experts, (rows, 1), generator=by).sort(0).values
+    return torch.randn(rows, inputs, generator=by), torch.randn(experts * outputs, inputs, generator=by), expert
 
 
 @cache
-def _experts(experts: int, inputs: int, rows: int, dtype: torch.dtype, device: torch.device) -> ExpertLinear:
+def _experts(experts: int, columns: int, rows: int, dtype: torch.dtype) -> ExpertLinear:
     """The layer, with torch's grouped product where that passes the trial of a run."""
-    layer = ExpertLinear(inputs, rows, experts, False).to(device)
-    choose_products(layer, dtype, device)
+    layer = ExpertLinear(columns, rows, experts, False).to(DEVICE)
+    choose_products(layer, dtype, DEVICE)
     return layer
 
 
-def _grouped(x: Tensor, weight: Tensor, expert: Tensor, by_loop: bool = False) -> Tensor:
+def _grouped(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
     experts = int(expert.max()) + 1
-    layer = _experts(experts, x.shape[1], len(weight), x.dtype, x.device)
-    before, layer.by_kernel = layer.by_kernel, layer.by_kernel and not by_loop
-    try:
-        return functional_call(layer, {"weight": weight}, (x, Routes(expert, experts)))
-    finally:
-        layer.by_kernel = before
+    layer = _experts(experts, x.shape[1], len(weight), x.dtype)
+    return functional_call(layer, {"weight": weight}, (x, Routes(expert, experts)))
 
 
 def _expert_by_expert(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
-    """Rows are sorted by expert, as _grouped's are: x is in that order already."""
-    counts = expert.flatten().bincount(minlength=int(expert.max()) + 1).tolist()
-    matrices = weight.chunk(len(counts))
-    return torch.cat([part @ matrix.t() for part, matrix in zip(x.split(counts), matrices, strict=True)])
+    counts = expert.flatten().bincount().tolist()
+    return torch.cat([rows @ part.t() for rows, part in zip(x.split(counts), weight.chunk(len(counts)), strict=True)])
 
 
-# NF4. Sizes: outputs, inputs.
-def _draw_codes(by: torch.Generator, outputs: int, inputs: int) -> tuple[Tensor, ...]:
-    codes = torch.randint(0, 256, (outputs, inputs // 2), generator=by, dtype=torch.uint8)
-    return codes, torch.rand(outputs, inputs // nf4.BLOCK, generator=by)
-
-
-@cache
-def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return nf4.value_pairs(dtype, device)
+_pairs = cache(nf4.value_pairs)  # a run keeps the table, too
 
 
 def _dequantize(codes: Tensor, largest: Tensor) -> Tensor:
-    return nf4.dequantize(codes.view(largest.dtype), largest, _pairs(largest.dtype, largest.device))
+    return nf4.dequantize(codes.view(largest.dtype), largest.detach(), _pairs(largest.dtype, DEVICE))
 
 
 def _look_up(codes: Tensor, largest: Tensor) -> Tensor:
-    values = _pairs(largest.dtype, largest.device)[codes.long()].flatten(1)
-    return values * largest.repeat_interleave(nf4.BLOCK, 1)
+    values = _pairs(largest.dtype, DEVICE)[codes.long()].flatten(1)
+    return values * largest.detach().repeat_interleave(nf4.BLOCK, 1)
 
 
-# Adapters. Sizes: tokens, inputs, outputs, rank.
-def _draw_adapter(by: torch.Generator, tokens: int, inputs: int, outputs: int, rank: int) -> tuple[Tensor, ...]:
-    matrices = [_normal(by, *size, scale=0.02) for size in ((outputs, inputs), (rank, inputs), (outputs, rank))]
-    return _normal(by, tokens, inputs), *matrices
-
-
-def _adapted(x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    with torch.device("meta"):
-        layer = LoRALinear(Linear(x.shape[1], len(weight)), LoRAConfig(rank=len(a), alpha=2.0 * len(a)))
-    return functional_call(layer, {"weight": weight, "lora_A.weight": a, "lora_B.weight": b}, (x,))
-
-
-def _adapted_plainly(x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    return x @ weight.t() + 2.0 * (x @ a.t() @ b.t())
-
-
-# The head's loss. Sizes: tokens, vocabulary, hidden.
 def _draw_head(by: torch.Generator, tokens: int, vocabulary: int, hidden: int) -> tuple[Tensor, ...]:
     labels = torch.randint(0, vocabulary, (1, tokens), generator=by)
-    return _normal(by, 1, tokens, hidden), _normal(by, vocabulary, hidden, scale=0.02), labels
+    return torch.randn(1, tokens, hidden, generator=by), 0.02 * torch.randn(vocabulary, hidden, generator=by), labels
 
 
 def _head(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    tokens = torch.arange(labels.numel(), device=labels.device)
-    return head_loss(hidden, weight, labels, tokens, memory=HeadMemory.of(hidden.device))
+    tokens = torch.arange(labels.numel(), device=DEVICE)
+    return head_loss(hidden, weight, labels, tokens, memory=HeadMemory.of(DEVICE))
 
 
 def _cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(elementwise.at_least_fp32(hidden[0] @ weight.t()), labels[0], reduction="sum")[None]
+    return F.cross_entropy(at_least_fp32(hidden[0] @ weight.t()), labels[0], reduction="sum")[None]
 
 
 KERNELS: Mapping[str, Kernel] = {
-    "delta rule": Kernel(
-        _draw_rule, lambda *inputs: delta_rule.delta_rule(*inputs)[0], lambda *inputs: delta_rule.recurrence(*inputs)[0],
-        (300, 4, 8, 128), (8192, 16, 16, 128), (96, 2, 4, 32),
+    "delta rule": Kernel(  # tokens, key heads, value heads, size of a key and of a value
+        _draw_rule, lambda *x: delta_rule.delta_rule(*x)[0], lambda *x: delta_rule.recurrence(*x)[0],
+        (200, 2, 4, 64), (8192, 16, 16, 128),
     ),
-    "convolution": Kernel(
-        lambda by, tokens, channels: (_normal(by, 1, tokens, channels), _normal(by, channels, 4), _ids(tokens)),
-        lambda x, weight, ids: delta_rule.causal_convolution(x, weight, ids)[0], _convolve,
-        (300, 256), (8192, 6144), (96, 32), others={"conv1d": _convolve},
+    "grouped products": Kernel(  # rows, experts, inputs, outputs
+        _draw_experts, _grouped, _expert_by_expert,
+        (512, 16, 256, 128), (32768, 128, 2048, 768), others={"one by one": _expert_by_expert},
     ),
-    "grouped products": Kernel(
-        lambda *sizes: (lambda x, w, e: (x, w, e.sort(0).values))(*_draw_experts(*sizes)), _grouped, _expert_by_expert,
-        (512, 16, 256, 128), (32768, 128, 2048, 768), (64, 4, 32, 16), others={"a loop": partial(_grouped, by_loop=True)},
+    "NF4": Kernel(  # outputs, half of the inputs
+        lambda by, m, n: (torch.randint(256, (m, n), generator=by).byte(), torch.rand(m, n // 32, generator=by)),
+        _dequantize, _look_up,
+        (512, 512), (12288, 2048), dtypes=("bfloat16", "float16"),
     ),
-    "NF4": Kernel(
-        _draw_codes, _dequantize, _look_up, (512, 1024), (12288, 4096), (64, 128), dtypes=("bfloat16", "float16"),
-        has_gradient=False,
-    ),
-    "LoRA": Kernel(
-        _draw_adapter, _adapted, _adapted_plainly, (512, 256, 512, 16), (4096, 4096, 12288, 16), (64, 32, 96, 4),
-        others={"without adapter": lambda x, weight, a, b: F.linear(x, weight) + 0 * (a.sum() + b.sum())},
-    ),
-    "head's loss": Kernel(
-        _draw_head, _head, _cross_entropy, (256, 20000, 256), (5325, 151936, 1024), (48, 999, 32),
-        others={"torch's cross_entropy": _cross_entropy},
-    ),
-    "SwiGLU": Kernel(
-        lambda by, *size: (_normal(by, *size), _normal(by, *size)), elementwise.swiglu,
-        lambda gate, up: gate * gate.sigmoid() * up, (512, 1024), (8192, 3072), (64, 96),
-    ),
-    "norm": Kernel(
-        lambda by, *size: (_normal(by, *size), _normal(by, size[-1])), partial(elementwise.rms_norm, eps=1e-6),
-        lambda x, gain: x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * gain,
-        (512, 1024), (8192, 1024), (64, 96), dtypes=("float32",),
+    "head's loss": Kernel(  # tokens, vocabulary, hidden
+        _draw_head, _head, _cross_entropy,
+        (128, 5000, 256), (5325, 151936, 1024), others={"cross_entropy": _cross_entropy},
     ),
 }  # fmt: skip
 
 
-def tasks(what: str, tiny: bool) -> dict[str, Any]:
-    """A task for each kernel and, for values, dtype."""
+def tasks(tiny: bool) -> dict[str, Any]:
+    """A task for each kernel and dtype. Args: tiny: time small sizes."""
     listed = [
-        {"name": f"{what}/{name}/{dtype}", "target": f"gpu_check.kernels:{what}",
-         "arguments": {"kernel": name, "dtype": dtype, "tiny": tiny}}
-        for name, kernel in KERNELS.items()
-        for dtype in (kernel.dtypes if what == "values" else kernel.dtypes[:1])
+        asdict(Task(f"kernels/{name}/{dtype}", f"{__name__}:measure", {"name": name, "dtype": dtype, "tiny": tiny}))
+        for name, kernel in KERNELS.items() for dtype in kernel.dtypes
     ]  # fmt: skip
     return {"tasks": listed, "problem": "", "said": f"{len(KERNELS)} kernels"}
 
 
-def values(kernel: str, dtype: str, tiny: bool) -> dict[str, Any]:
-    """Results and gradients against the reference in fp64. Equal calls must give equal bits."""
-    checked, device = KERNELS[kernel], device_and_arch()[0]
-    inputs = checked.draw(torch.Generator().manual_seed(0), *(checked.tiny if tiny else checked.sizes))
-    # what our kernel reads, in its dtype: the reference computes with the same numbers
-    inputs = tuple(_cast(x.to(device), getattr(torch, dtype)) for x in inputs)
-    ours, again = (_results(checked.ours, inputs, checked) for _ in range(2))
-    usual = _results(checked.reference, inputs, checked)
-    exact = _results(checked.reference, tuple(_cast(x, torch.float64) for x in inputs), checked)
-    errors, theirs = ([*map(difference, computed, exact)] for computed in (ours, usual))
-    eps = torch.finfo(getattr(torch, dtype)).eps
-    problems = [
-        f"result {number} is wrong by {error:.1e} of its largest element (at most {bar:.1e})"
-        for number, (error, other) in enumerate(zip(errors, theirs, strict=True))
-        if not error <= (bar := _SLACK * max(other, eps))
-    ]
-    if not all(map(torch.equal, ours, again)):
-        problems.append("equal calls give other bits")
-    said = f"errors of output and gradients {' '.join(f'{error:.1e}' for error in errors)}"
-    said += f" (plain operations: {' '.join(f'{error:.1e}' for error in theirs)})"
-    return {"errors": errors, "plain": theirs, "problem": "; ".join(problems), "said": said}
+def measure(name: str, dtype: str, tiny: bool) -> dict[str, Any]:
+    """Results and gradients against the reference in fp64, whether equal calls give equal bits, and milliseconds of
+    forward and backward.
+    """
+    kernel, least = KERNELS[name], torch.finfo(getattr(torch, dtype)).eps
+    inputs = _inputs(kernel, dtype, kernel.sizes)
+    computed, again, usual = (_results(call, inputs) for call in (kernel.ours, kernel.ours, kernel.reference))
+    exact = _results(kernel.reference, [_cast(x, torch.float64) for x in inputs])
+    errors, plain = ([*map(difference, some, exact)] for some in (computed, usual))
+    problems = [f"an error is {a:.1e}, {b:.1e} with plain operations"
+                for a, b in zip(errors, plain, strict=True) if not a <= _SLACK * max(b, least)]  # fmt: skip
+    problems += [] if all(map(torch.equal, computed, again)) else ["equal calls give other bits"]
+    inputs = inputs if tiny else _inputs(kernel, dtype, kernel.timed)
+    calls = {"ours": kernel.ours, **kernel.others}
+    times = {name: 1000 * median(samples(partial(_results, call, inputs), DEVICE)) for name, call in calls.items()}
+    each = ", ".join(f"{name} {ms:.3f} ms" for name, ms in times.items())
+    said = "errors of output and gradients {} (plain operations: {}); {}".format(*map(in_words, (errors, plain)), each)
+    return {"errors": errors, "plain": plain, "ms": times, "problem": "; ".join(problems), "said": said}
 
 
-def speed(kernel: str, dtype: str, tiny: bool) -> dict[str, Any]:
-    """Milliseconds of forward, and of forward and backward, of ours and of others."""
-    timed, device = KERNELS[kernel], device_and_arch()[0]
-    inputs = timed.draw(torch.Generator().manual_seed(0), *(timed.tiny if tiny else timed.speed))
-    inputs = tuple(_cast(x.to(device), getattr(torch, dtype)) for x in inputs)
-    times = {}
-    for name, function in {"ours": timed.ours, **timed.others}.items():
-        leaves = _leaves(inputs, timed)
-        calls = [lambda function=function, leaves=leaves: function(*leaves)]
-        if timed.has_gradient:
-            calls.append(lambda function=function: _results(function, inputs, timed))
-        times[name] = [1000 * median(samples(call, device)) for call in calls]
-    each = ", ".join(f"{name} {' / '.join(f'{ms:.2f}' for ms in both)} ms" for name, both in times.items())
-    words = "forward / with backward" if timed.has_gradient else "forward"
-    return {"times": times, "problem": "", "said": f"{words}: {each}"}
+def _inputs(kernel: Kernel, dtype: str, sizes: Sequence[int]) -> list[Tensor]:
+    drawn = kernel.draw(torch.Generator().manual_seed(0), *sizes)
+    return [_cast(x.to(DEVICE), getattr(torch, dtype)) for x in drawn]
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if x.is_floating_point() else x
 
 
-def _leaves(inputs: Sequence[Tensor], kernel: Kernel) -> list[Tensor]:
-    return [x.detach().requires_grad_(kernel.has_gradient and x.is_floating_point()) for x in inputs]
-
-
-def _results(function: Callable[..., Tensor], inputs: Sequence[Tensor], kernel: Kernel) -> list[Tensor]:
-    """The output, and the gradients of floating inputs."""
-    leaves = _leaves(inputs, kernel)
+def _results(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The output, and the gradients of floating inputs if it has any."""
+    leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
     output = function(*leaves)
-    if not kernel.has_gradient:
+    if not output.requires_grad:
         return [output]
-    weights = torch.linspace(-1, 1, output.numel(), device=output.device, dtype=output.dtype).view(output.shape)
-    weights = weights if output.numel() > 1 else torch.ones_like(output)
-    differentiable = [x for x in leaves if x.requires_grad]
-    return [output.detach(), *torch.autograd.grad(output, differentiable, weights)]
+    weights = torch.linspace(0.5, 1.5, output.numel(), device=DEVICE, dtype=output.dtype).view(output.shape)
+    return [output.detach(), *torch.autograd.grad(output, [x for x in leaves if x.requires_grad], weights)]
+
+
+def optimizer(rows: int, columns: int) -> dict[str, Any]:
+    """Each format: whether one kernel gives the bits of plain operations, three updates against fp64, and times."""
+    lines, problems, draw = list[str](), list[str](), torch.Generator().manual_seed(0)
+    start, *gradients = (torch.randn(rows, columns, generator=draw).to(DEVICE) for _ in range(4))
+    exact, wide = nn.Parameter(start.double()), nn.Parameter(start.clone())
+    for parameter, fused in ((exact, False), (wide, True)):
+        adam = torch.optim.AdamW([parameter], fused=fused, **_UPDATE)
+        for gradient in gradients:
+            parameter.grad = gradient.to(parameter.dtype)
+            adam.step()
+    for state, master, bar in _FORMATS:
+        config = OptimizerConfig(state=state, master=master)
+        weight = nn.Parameter(start.to(torch.float32 if master == "fp32" else torch.bfloat16, copy=True))
+        ours = LeanAdamW([{**_UPDATE, "params": [weight], "param_names": ["weight"]}], config, 1, DEVICE)
+        for gradient in gradients:
+            weight.grad = gradient.to(weight.dtype)
+            ours.update(1.0)
+        error = ((weight - exact).norm() / (exact - start).norm()).item() if bar else 0.0
+        ms = 1000 * median(samples(partial(ours.update, 1.0), DEVICE))
+        words = f", error of three updates {error:.1e} of their norm" if bar else ""
+        lines.append(f"{state}, {master}: {choose_kernel(config, DEVICE)[1]}, {ms:.2f} ms{words}")
+        problems += [lines[-1]] if error > bar else []
+    said = f"{rows:,} x {columns:,}; torch's fused AdamW in fp32 {1000 * median(samples(adam.step, DEVICE)):.2f} ms"
+    return {"lines": lines, "problem": "; ".join(problems), "said": said}
+
+
+def launch_all() -> None:
+    """Launch each kernel once, for a sanitizer."""
+    for dim in (128, 256):
+        print(f"attention {dim}", run_once(2, dim, "bfloat16", launches_of(dim, "bfloat16")[0]))
+    print("optimizer", choose_kernel(OptimizerConfig(state="8bit", master="bf16_sr"), DEVICE)[1])
+    for name, kernel in KERNELS.items():
+        print(name, len(_results(kernel.ours, _inputs(kernel, kernel.dtypes[0], kernel.sizes))), "results", flush=True)

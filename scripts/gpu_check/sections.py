@@ -1,171 +1,127 @@
 """The sections of the GPU check: their tasks and time limits, what matters most first. Imports no torch."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from titan_mi100.config.kernels import OWN
-from titan_mi100.tools.new_config import METHODS, Change
+from titan_mi100.config.kernels import EXPLICIT, KERNELS, OWN, REFERENCE
+from titan_mi100.config.toml_file import tomllib
 from titan_mi100.workshop.measure.children import Task
 
 CALLS = "first", "second"
-_LORA, _QLORA, _LEAN = METHODS["lora"][0][1], METHODS["lora"][1][1], METHODS["full"][2][1]
-_COMPILED: Change = {"compile": {"enable": True}}
-_TINY_MODELS = {
-    "0.6B": "debug",
-    "1.7B": "debug",
-    "8B": "debug",
-    "qwen3.5-0.8B": "qwen3.5-debug",
-    "30B-A3B": "moe-debug",
-}
+WORK, RESULTS = "TITAN_GPU_CHECK_WORK", "TITAN_GPU_CHECK_RESULTS"  # name folders for the processes that measure
+_CERTIFY = "titan_mi100.workshop.measure"
+_TINY = {"0.6B": "debug", "1.7B": "debug", "8B": "debug", "qwen3.5-0.8B": "qwen3.5-debug", "30B-A3B": "moe-debug"}
 
 
 class Section(NamedTuple):
-    """Tasks that share a process.
-
-    Attributes:
-        seconds: time limit of all of them together.
-    """
+    """Tasks that share a process. Attributes: seconds: time limit of all of them together."""
 
     name: str
-    seconds: int
+    seconds: float
     tasks: Sequence[Task]
 
 
 class Training(NamedTuple):
-    """Training steps to measure.
+    """Training steps to measure; steps.toml lists them.
 
     Attributes:
+        batch: rows of a microbatch.
         forwards: microbatches of a step.
         checkpointing: activation_checkpoint.mode.
+        layers: the model's first ones only; 0: all.
+        profiled: a further step is profiled.
         changes: of the config.
-        layers: of the model; 0: all.
-        is_profiled: a further step is profiled.
     """
 
     model: str
     method: str
     seq: int
-    batch: int
-    forwards: int
-    checkpointing: str
-    changes: Mapping[str, Any] = MappingProxyType({})
+    batch: int = 1
+    forwards: int = 1
+    checkpointing: str = "none"
     layers: int = 0
-    is_profiled: bool = False
+    profiled: bool = False
     attention: str = OWN
     dtype: str = "bfloat16"
+    changes: Mapping[str, Any] = MappingProxyType({})
+
+    def tiny(self) -> "Training":
+        """A run of the same kind for a CPU."""
+        changes = {"layers": 4 if "3.5" in self.model else 2, "changes": {**self.changes, "compile": {}}}
+        return self._replace(model=_TINY[self.model], seq=64, dtype="float32", attention="sdpa", **changes)
+
+    def task(self) -> Task:
+        name = f"{self.model}{f', {self.layers} layers' * bool(self.layers)}/{self.method}/{self.seq} m={self.batch}"
+        name += f" GA={self.forwards} {self.checkpointing} {self.attention} {self.dtype}"
+        return _task(f"steps/{name}", "steps:measure", **{**self._asdict(), "changes": dict(self.changes)})
 
 
-TRAININGS: Mapping[str, Sequence[Training]] = {
-    "steps of 0.6B": (
-        Training("0.6B", "full", 8192, 1, 2, "none", is_profiled=True),
-        Training("0.6B", "full", 8192, 1, 2, "selective"),
-        Training("0.6B", "full", 1024, 1, 2, "none", is_profiled=True),
-        Training("0.6B", "LoRA", 2048, 8, 1, "none", _LORA, is_profiled=True),
-    ),
-    "steps of 8B and Qwen3.5": (
-        Training("8B", "LoRA", 2048, 2, 1, "selective", _LORA, is_profiled=True),
-        Training("8B", "QLoRA", 2048, 2, 1, "selective", _QLORA, is_profiled=True),
-        Training("qwen3.5-0.8B", "full", 2048, 4, 1, "full", is_profiled=True),
-    ),
-    "further steps": (
-        Training("30B-A3B", "LoRA", 2048, 2, 1, "selective", _LORA, layers=4, is_profiled=True),
-        Training("0.6B", "full, compiled", 8192, 1, 2, "none", _COMPILED, is_profiled=True),
-        Training("0.6B", "full, fp16", 2048, 4, 1, "none", dtype="float16"),
-        Training("1.7B", "full, lean", 2048, 4, 1, "selective", _LEAN),
-    ),
-    "more steps": (
-        Training("0.6B", "full", 1024, 8, 2, "none"),
-        Training("0.6B", "full", 8192, 1, 2, "none", attention="varlen"),
-        Training("0.6B", "LoRA", 2048, 1, 4, "none", _LORA),
-        Training("0.6B", "LoRA, compiled", 2048, 8, 1, "none", {**_LORA, **_COMPILED}),
-        Training("30B-A3B", "QLoRA", 2048, 2, 1, "selective", _QLORA, layers=4),
-        Training("30B-A3B", "full, lean", 2048, 2, 1, "selective", _LEAN, layers=2),
-    ),
-}
-# heads, key heads, head size of 0.6B, 8B and Qwen3.5-0.8B; then of other models
-HEADS = ((16, 8, 128), (32, 8, 128), (8, 2, 256))
-_VALUES = (*((*heads, "bfloat16") for heads in HEADS), (16, 8, 128, "float16"), (16, 8, 128, "float32"),
-           (8, 4, 64, "bfloat16"), (4, 2, 32, "bfloat16"))  # fmt: skip
+# heads, key heads, head size, dtype: 0.6B, 8B, Qwen3.5-0.8B, which are timed; others
+_TIMED = ((16, 8, 128, "bfloat16"), (32, 8, 128, "bfloat16"), (8, 2, 256, "bfloat16"))
+_SHAPES = (*_TIMED, (16, 8, 128, "float16"), (16, 8, 128, "float32"), (8, 4, 64, "bfloat16"), (4, 2, 32, "bfloat16"))
 
 
-def sections_of(call: str, tiny: bool) -> list[Section]:
-    """The sections of a call. Args: tiny: with sizes for a CPU, to try the check itself."""
+def sections_of(call: str, tiny: bool, beginnings: tuple[str, ...] = ("",)) -> list[Section]:
+    """The sections of a call whose names begin so. Args: tiny: small sizes and long limits, for a CPU."""
+    every = _second(tiny) if call == "second" else _first(tiny)
+    chosen = [section for section in every if section.name.startswith(beginnings)]
+    return [section._replace(seconds=10 * section.seconds) for section in chosen] if tiny else chosen
 
-    def task(name: str, target: str, seconds: float = 120, optional: bool = False, **arguments: Any) -> Task:
-        return Task(name, f"gpu_check.{target}", arguments, seconds=seconds, optional=optional)
 
-    def certified(name: str, target: str, optional: bool = False, **arguments: Any) -> Task:
-        return Task(name, f"titan_mi100.workshop.measure.{target}", arguments, optional=optional)
+def _task(name: str, target: str, /, **arguments: Any) -> Task:
+    """A task of this check, or of certify. An error in optional ones means that they are not available here."""
+    own = "" if target.startswith(_CERTIFY) else "gpu_check."
+    optional = target.split(":")[0] in (f"{_CERTIFY}.attention", "plain_loop")
+    return Task(name, own + target, arguments, optional=optional)
 
-    def steps(section: str, seconds: int) -> Section:
-        return Section(section, seconds, [_training_task(one, tiny) for one in TRAININGS[section]])
 
-    values = [_tiny_heads(one) for one in _VALUES[3:4]] if tiny else _VALUES
-    heads = [_tiny_heads((*HEADS[0], "float32"))[:3]] if tiny else HEADS
-    commands = {"steps": 12 if tiny else 120, "tiny": tiny}
-    product = {"model": "debug" if tiny else "0.6B", "tokens": 64 if tiny else 4096}
-    if call == "second":
-        return [
-            Section("commands", 55, [
-                task("commands/train", "commands:train", **commands),
-                task("commands/fp16", "commands:fp16", **commands),
-                task("commands/dpo", "commands:dpo", **commands),
-            ]),
-            Section("auto", 45, [task("auto/0.6B", "attention:automatic", tiny=tiny)]),
-            steps("more steps", 60),
-            Section("sanitizer", 55, [
-                task(f"sanitizer/{tool}", "sanitizer:check", tool=tool, tiny=tiny) for tool in ("memcheck", "racecheck")
-            ]),
-        ]  # fmt: skip
+def _steps(section: str, seconds: int, tiny: bool) -> Section:
+    trainings = tomllib.loads(Path(__file__).with_name("steps.toml").read_text(encoding="utf-8"))
+    asked = [Training(**training) for training in trainings[section]]
+    return Section(section, seconds, [(training.tiny() if tiny else training).task() for training in asked])
+
+
+def _commands(seconds: int, tiny: bool, *names: str) -> Section:
+    tasks = [_task(f"commands/{name}", f"commands:{name}", steps=12 if tiny else 120) for name in names]
+    return Section("commands", seconds, tasks)
+
+
+def _first(tiny: bool) -> list[Section]:
+    shapes, seq, timed = ([(2, 1, 32, "float16")], 96, 96) if tiny else (_SHAPES, 3000, 8192)
+    tiles = [
+        _task(f"attention kernels/{n} heads, {kv} of keys, size {dim}/{dtype}", "attention:tiles", heads=n, kv_heads=kv,
+             dim=dim, dtype=dtype, seq=seq, timed=timed if (n, kv, dim, dtype) in shapes[:3] else 0)
+        for n, kv, dim, dtype in shapes
+    ]  # fmt: skip
+    model, tokens, size = ("debug", 64, 512) if tiny else ("0.6B", 4096, 8192)
+    shape = dict(zip(("heads", "kv_heads", "head_dim", "dtype"), shapes[0], strict=True), batch=2, seq=timed)
     return [
-        Section("environment", 45, [
-            task("environment/packages", "environment:packages"),
-            task("environment/doctor", "environment:doctor"),
-            certified("bandwidth/device 0", "products:bandwidth"),
-            *(certified(f"gemm/{product['model']}/{dtype}", "products:gemm", **product, dtype=dtype)
+        Section("environment", 40, [
+            _task("environment/doctor", "commands:doctor"),
+            _task("bandwidth/device 0", f"{_CERTIFY}.products:bandwidth"),
+            *(_task(f"gemm/{model}/{dtype}", f"{_CERTIFY}.products:gemm", model=model, tokens=tokens, dtype=dtype)
               for dtype in ("bfloat16", "float16", "float32")),
         ]),
-        Section("warm-up", 55, [task("warm-up/attention", "attention:warm_up", values=values)]),
-        Section("values", 70, [
-            *(task(f"values/attention/{n}.{kv}.{dim}/{dtype}", "attention:values", heads=n, kv_heads=kv, dim=dim,
-                   dtype=dtype, seq=96 if tiny else 3000) for n, kv, dim, dtype in values),
-            task("values/optimizer", "optimizer:tasks", what="values", tiny=tiny),
-            task("values/kernels", "kernels:tasks", what="values", tiny=tiny),
+        Section("warm-up", 50, [_task("warm-up/attention", "attention:warm_up", shapes=shapes)]),
+        Section("attention kernels", 60, tiles),
+        Section("kernels", 70, [
+            *(_task(f"attention/{name}/{model}/{shape['dtype']}/{timed}", f"{_CERTIFY}.attention:measure", name=name,
+                        shape=shape) for name in KERNELS if name not in (EXPLICIT, REFERENCE)),
+            _task("kernels/optimizer", "kernels:optimizer", rows=size, columns=size),
+            _task("kernels", "kernels:tasks", tiny=tiny),
         ]),
-        Section("speed", 60, [
-            *(task(f"speed/attention/{n}.{kv}.{dim}", "attention:speed", heads=n, kv_heads=kv, dim=dim,
-                   seq=128 if tiny else 8192) for n, kv, dim in heads),
-            task("speed/optimizer", "optimizer:tasks", what="speed", tiny=tiny),
-            task("speed/kernels", "kernels:tasks", what="speed", tiny=tiny),
-        ]),
-        steps("steps of 0.6B", 70),
-        Section("commands", 95, [
-            task(f"commands/{name}", f"commands:{name}", **commands) for name in ("train", "killed", "generate")
-        ]),
-        steps("steps of 8B and Qwen3.5", 75),
-        Section("plain loop", 40, [
-            task("plain loop/losses", "plain_loop:losses", tiny=tiny),
-            *(task(f"plain loop/0.6B/{batch} x {seq}", "plain_loop:speed", seq=seq, batch=batch, tiny=tiny)
-              for batch, seq in ((1, 8192), (8, 1024))),
-        ]),
-        steps("further steps", 70),
+        _steps("steps of 0.6B", 70, tiny),
+        _commands(90, tiny, "train", "killed", "generate"),
+        _steps("steps of 8B and Qwen3.5", 75, tiny),
+        Section("plain loop", 40, [_task("plain loop/losses", "plain_loop:losses", tiny=tiny),
+                                   _task("plain loop/0.6B, 8192", "plain_loop:speed", tiny=tiny)]),
+        _steps("further steps", 65, tiny),
     ]  # fmt: skip
 
 
-def _tiny_heads(heads: tuple[int, int, int, str]) -> tuple[int, int, int, str]:
-    return (2, 1, 32, heads[3])
-
-
-def _training_task(training: Training, tiny: bool) -> Task:
-    if tiny:
-        model, layers = _TINY_MODELS[training.model], 4 if training.model.startswith("qwen3.5") else 2
-        changes = {**training.changes, "compile": {"enable": False}}
-        training = training._replace(model=model, layers=layers, seq=64, changes=changes)
-        training = training._replace(dtype="float32", attention="sdpa")
-    model = training.model + (f", {training.layers} layers" if training.layers else "")
-    name = (
-        f"{model}/{training.method}/{training.seq} m={training.batch} GA={training.forwards} {training.checkpointing}"
-    )
-    name += f" {training.attention} {training.dtype}"
-    return Task(f"steps/{name}", "gpu_check.steps:measure", training._asdict(), optional="compile" in training.changes)
+def _second(tiny: bool) -> list[Section]:
+    tools = [_task(f"sanitizer/{tool}", "commands:sanitizer", tool=tool) for tool in ("memcheck", "racecheck")]
+    commands = _commands(60, tiny, "train", "fp16", "dpo")
+    return [commands, _steps("more steps", 70, tiny), Section("sanitizer", 70, tools)]
