@@ -35,7 +35,7 @@ from titan_mi100.workshop.measure.parts import NOT_RUN, PASS, UNAVAILABLE, Heade
 ROOT = Path(__file__).resolve().parents[2]
 PRINTED, LOG = "results.txt", "log.txt"
 _MACHINE = Task("machine", "titan_mi100.workshop.measure.device:machine", seconds=30)
-_LOOK, _LEAST = 0.1, 3.0  # seconds: between two looks at a process; of time without which no task starts
+_LOOK, LEAST = 0.1, 3.0  # seconds: between two looks at a process; of time without which no task starts
 _BOARD = ("model", "method", "bf16", "N", "toks/s", "mfu")  # columns of certificates/README.md
 
 
@@ -76,7 +76,7 @@ def measure(section: Section, keep: Callable[[Part], None], log: Path, signals: 
     end, waiting, child = time.monotonic() + section.seconds, list(section.tasks), None
     while waiting:
         task, began = waiting.pop(0), time.monotonic()
-        if signals or end - began < _LEAST:
+        if signals or end - began < LEAST:
             keep(Part(task.name, NOT_RUN, "interrupted" if signals else f"the section's {section.seconds} s were over"))
             continue
         child = child or _Child(log)

@@ -97,8 +97,9 @@ def _first(tiny: bool) -> list[Section]:
     ]  # fmt: skip
     model, tokens, size = ("debug", 64, 512) if tiny else ("0.6B", 4096, 8192)
     shape = dict(zip(("heads", "kv_heads", "head_dim", "dtype"), shapes[0], strict=True), batch=2, seq=timed)
+    backends = sorted(KERNELS.keys() - {EXPLICIT, REFERENCE}, key=lambda name: (name == "flex", name))  # it is compiled
     return [
-        Section("environment", 40, [
+        Section("environment", 35, [
             _task("environment/doctor", "commands:doctor"),
             _task("bandwidth/device 0", f"{_CERTIFY}.products:bandwidth"),
             *(_task(f"gemm/{model}/{dtype}", f"{_CERTIFY}.products:gemm", model=model, tokens=tokens, dtype=dtype)
@@ -106,14 +107,14 @@ def _first(tiny: bool) -> list[Section]:
         ]),
         Section("warm-up", 50, [_task("warm-up/attention", "attention:warm_up", shapes=shapes)]),
         Section("attention kernels", 60, tiles),
-        Section("kernels", 70, [
-            *(_task(f"attention/{name}/{model}/{shape['dtype']}/{timed}", f"{_CERTIFY}.attention:measure", name=name,
-                        shape=shape) for name in KERNELS if name not in (EXPLICIT, REFERENCE)),
-            _task("kernels/optimizer", "kernels:optimizer", rows=size, columns=size),
+        Section("kernels", 75, [
             _task("kernels", "kernels:tasks", tiny=tiny),
+            _task("kernels/optimizer", "kernels:optimizer", rows=size, columns=size),
+            *(_task(f"attention/{name}/{model}/{shape['dtype']}/{timed}", f"{_CERTIFY}.attention:measure", name=name,
+                    shape=shape) for name in backends),
         ]),
         _steps("steps of 0.6B", 70, tiny),
-        _commands(90, tiny, "train", "killed", "generate"),
+        _commands(105, tiny, "train", "killed", "generate"),
         _steps("steps of 8B and Qwen3.5", 75, tiny),
         Section("plain loop", 40, [_task("plain loop/losses", "plain_loop:losses", tiny=tiny),
                                    _task("plain loop/0.6B, 8192", "plain_loop:speed", tiny=tiny)]),
@@ -123,5 +124,5 @@ def _first(tiny: bool) -> list[Section]:
 
 def _second(tiny: bool) -> list[Section]:
     tools = [_task(f"sanitizer/{tool}", "commands:sanitizer", tool=tool) for tool in ("memcheck", "racecheck")]
-    commands = _commands(60, tiny, "train", "fp16", "dpo")
-    return [commands, _steps("more steps", 70, tiny), Section("sanitizer", 70, tools)]
+    commands = _commands(80, tiny, "train", "fp16", "dpo")
+    return [commands, _steps("more steps", 70, tiny), Section("sanitizer", 65, tools)]

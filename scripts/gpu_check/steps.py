@@ -46,7 +46,7 @@ def measure(**training: Any) -> dict[str, Any]:
     lines = host_waits(run) if accelerator.is_cuda(run.world.device) else []
     lines += largest_kernels(run, measured["seconds"]) if asked.profiled else []
     run.close()
-    problem = measured["problem"] or ("" if last < first else "the loss does not fall")
+    problem = measured["problem"] or ("" if last <= first else "the loss rises")
     measured["said"] += f", loss {first:.3f} to {last:.3f}"
     return {**measured, "lines": lines, "problem": problem}
 
