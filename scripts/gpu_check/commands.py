@@ -15,7 +15,6 @@ from titan_mi100.device import accelerator
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import sha256_of
 
-_QUESTION = "What is 23 + 48?"
 _WORK = Path(os.environ.get(WORK, ""))
 
 
@@ -110,9 +109,9 @@ def killed(steps: int) -> dict[str, Any]:
 
 def generate(steps: int) -> dict[str, Any]:
     """A greedy answer of the exported model."""
-    done = _ask("tools.generate", "--model", str(_exported("whole")), "--prompt", _QUESTION, "--max_new_tokens", "16")
+    done = _ask("tools.generate", "--model", str(_exported("whole")), "--prompt", "23 + 48?", "--max_new_tokens", "16")
     answer = " ".join(done.stdout.split())
-    return {"lines": [f"{_QUESTION} {answer[:80]}", *done.stderr.splitlines()[-3:]], **_ended(done)}
+    return {"lines": [f"23 + 48? {answer[:80]}", *done.stderr.splitlines()[-3:]], **_ended(done)}
 
 
 def fp16(steps: int) -> dict[str, Any]:
@@ -124,4 +123,7 @@ def dpo(steps: int) -> dict[str, Any]:
     """DPO on the bundled pairs, from the exported weights."""
     pairs = {"objective__name": "preference", "data__path": "train_configs/debug/pairs.jsonl", "model__flavor": ""}
     start = {"checkpoint__initial_load_path": _exported("whole"), "optimizer__lr": 1e-3, "training__seq_len": 512}
-    return _train("dpo", steps // 4, **pairs, **start)
+    trained = _train("dpo", steps // 4, **pairs, **start)
+    if "losses" in trained:  # the policy begins as its reference
+        trained["problem"] = "" if abs(trained["losses"][0] - 0.693) < 0.01 else "the first loss is not ln 2"
+    return trained

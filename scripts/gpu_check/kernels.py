@@ -25,9 +25,8 @@ from titan_mi100.optim.lean import LeanAdamW, choose_kernel
 from titan_mi100.workshop.measure.children import Task
 from titan_mi100.workshop.measure.products import samples
 
-_SLACK = 4.0  # the error may be this many times that of the reference in the same dtype, as in attention's trial
 _FORMATS = (("8bit", "fp32", 0.03), ("bf16", "fp32", 0.01), ("8bit", "bf16_sr", 0), ("8bit", "24bit", 0))
-_UPDATE = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+_UPDATE: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}
 
 
 class Kernel(NamedTuple):
@@ -146,15 +145,16 @@ def measure(name: str, dtype: str, tiny: bool) -> dict[str, Any]:
     computed, again, usual = (_results(call, inputs) for call in (kernel.ours, kernel.ours, kernel.reference))
     exact = _results(kernel.reference, [_cast(x, torch.float64) for x in inputs])
     errors, plain = ([*map(difference, some, exact)] for some in (computed, usual))
+    # at most four times that of the reference in the same dtype, as in attention's trial
     problems = [f"an error is {a:.1e}, {b:.1e} with plain operations"
-                for a, b in zip(errors, plain, strict=True) if not a <= _SLACK * max(b, least)]  # fmt: skip
+                for a, b in zip(errors, plain, strict=True) if not a <= 4 * max(b, least)]  # fmt: skip
     problems += [] if all(map(torch.equal, computed, again)) else ["equal calls give other bits"]
     inputs = inputs if tiny else _inputs(kernel, dtype, kernel.timed)
     calls = {"ours": kernel.ours, **kernel.others}
     times = {name: 1000 * median(samples(partial(_results, call, inputs), DEVICE)) for name, call in calls.items()}
     each = ", ".join(f"{name} {ms:.3f} ms" for name, ms in times.items())
     said = "errors of output and gradients {} (plain operations: {}); {}".format(*map(in_words, (errors, plain)), each)
-    return {"errors": errors, "plain": plain, "ms": times, "problem": "; ".join(problems), "said": said}
+    return {"ms": times, "problem": "; ".join(problems), "said": said}
 
 
 def _inputs(kernel: Kernel, dtype: str, sizes: Sequence[int]) -> list[Tensor]:

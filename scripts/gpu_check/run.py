@@ -83,7 +83,8 @@ def measure(section: Section, keep: Callable[[Part], None], log: Path, signals: 
         outcome = child.ask(task, min(task.seconds, end - began), signals)
         part = children.part_of(task, outcome, time.monotonic() - began)
         if outcome[0] not in (MEASURED, UNAVAILABLE):  # after an error of the device all further calls would fail
-            child = child.kill()
+            child.kill()
+            child = None
         waiting[:0] = [Task(**further) for further in (part.found or {}).pop("tasks", ())]
         keep(part)
     if child:

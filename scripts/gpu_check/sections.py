@@ -49,7 +49,10 @@ class Training(NamedTuple):
 
     def tiny(self) -> "Training":
         """A run of the same kind for a CPU."""
-        changes = {"layers": 4 if "3.5" in self.model else 2, "changes": {**self.changes, "compile": {}}}
+        changes: dict[str, Any] = {
+            "layers": 4 if "3.5" in self.model else 2,
+            "changes": {**self.changes, "compile": {}},
+        }
         return self._replace(model=_TINY[self.model], seq=64, dtype="float32", attention="sdpa", **changes)
 
     def task(self) -> Task:
@@ -124,5 +127,5 @@ def _first(tiny: bool) -> list[Section]:
 
 def _second(tiny: bool) -> list[Section]:
     tools = [_task(f"sanitizer/{tool}", "commands:sanitizer", tool=tool) for tool in ("memcheck", "racecheck")]
-    commands = _commands(80, tiny, "train", "fp16", "dpo")
-    return [commands, _steps("more steps", 70, tiny), Section("sanitizer", 65, tools)]
+    commands, steps = _commands(80, tiny, "train", "fp16", "dpo"), _steps("more steps", 70, tiny)
+    return [commands, steps, Section("sanitizer", 65, tools)]

@@ -40,8 +40,7 @@ def measure(**training: Any) -> dict[str, Any]:
     row = {"model": asked.model + f", {asked.layers} layers" * bool(asked.layers), "method": asked.method, "N": "1",
            "seq": str(asked.seq), "m": str(asked.batch), "GA": str(asked.forwards), "ckpt": asked.checkpointing,
            "attention": asked.attention, "bf16": dtype}  # fmt: skip
-    first = run.step().loss
-    measured = timed(run, row)
+    first, measured = run.step().loss, timed(run, row)
     last = measured["losses"][-1] or math.inf
     lines = host_waits(run) if accelerator.is_cuda(run.world.device) else []
     lines += largest_kernels(run, measured["seconds"]) if asked.profiled else []
@@ -63,7 +62,7 @@ def open_run(asked: Training, *further: dict[str, Any]) -> Run:
         kinds = {"layer_types": spec.layer_types[: asked.layers]} if hasattr(spec, "layer_types") else {}
         spec = replace(spec, num_hidden_layers=asked.layers, **kinds)
     take_shortcuts()
-    return on_random_rows([usual, asked.changes, *further], init_distributed(), 1, spec)
+    return on_random_rows([usual, dict(asked.changes), *further], init_distributed(), 1, spec)
 
 
 @cache
@@ -92,7 +91,7 @@ def take_shortcuts() -> None:
         launch = next(filter(None, reversed(launches)), "")
         return Choice(name, "the check names it", arch.split(":")[0], launch), []
 
-    load.initial_values, load.quantize, opening.choose = from_pool, once, named
+    load.initial_values, load.quantize, opening.choose = from_pool, once, named  # type: ignore[assignment]
 
 
 def host_waits(run: Run) -> list[str]:
