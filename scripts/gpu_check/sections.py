@@ -49,10 +49,7 @@ class Training(NamedTuple):
 
     def tiny(self) -> "Training":
         """A run of the same kind for a CPU."""
-        changes: dict[str, Any] = {
-            "layers": 4 if "3.5" in self.model else 2,
-            "changes": {**self.changes, "compile": {}},
-        }
+        changes: Any = {"layers": 4 if "3.5" in self.model else 2, "changes": {**self.changes, "compile": {}}}
         return self._replace(model=_TINY[self.model], seq=64, dtype="float32", attention="sdpa", **changes)
 
     def task(self) -> Task:
@@ -108,7 +105,7 @@ def _first(tiny: bool) -> list[Section]:
             *(_task(f"gemm/{model}/{dtype}", f"{_CERTIFY}.products:gemm", model=model, tokens=tokens, dtype=dtype)
               for dtype in ("bfloat16", "float16", "float32")),
         ]),
-        Section("warm-up", 50, [_task("warm-up/attention", "attention:warm_up", shapes=shapes)]),
+        Section("warm-up", 60, [_task("warm-up/attention", "attention:warm_up", shapes=shapes)]),
         Section("attention kernels", 60, tiles),
         Section("kernels", 75, [
             _task("kernels", "kernels:tasks", tiny=tiny),
@@ -126,6 +123,7 @@ def _first(tiny: bool) -> list[Section]:
 
 
 def _second(tiny: bool) -> list[Section]:
+    shapes = [(4, 2, 32, "float16")] if tiny else [*_TIMED[:1], (4, 2, 32, "bfloat16"), (4, 2, 32, "float16")]
     tools = [_task(f"sanitizer/{tool}", "commands:sanitizer", tool=tool) for tool in ("memcheck", "racecheck")]
-    commands, steps = _commands(80, tiny, "train", "fp16", "dpo"), _steps("more steps", 70, tiny)
-    return [commands, steps, Section("sanitizer", 65, tools)]
+    warm, steps = _task("warm-up/attention", "attention:warm_up", shapes=shapes), _steps("more steps", 65, tiny)
+    return [Section("warm-up", 25, [warm]), _commands(60, tiny, "fp16", "dpo"), steps, Section("sanitizer", 65, tools)]
