@@ -46,6 +46,11 @@ def not_a_number() -> dict[str, Any]:
     return {"size": float("nan")}
 
 
+def asks_for_another() -> dict[str, Any]:
+    """A task of the GPU check that asks for a further one."""
+    return {"tasks": [{"name": "wrong", "target": "faulty_parts:wrong_numbers"}], "problem": "", "said": "one more"}
+
+
 def crash() -> None:
     os.abort()
 

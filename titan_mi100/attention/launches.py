@@ -92,8 +92,8 @@ TABLES: Mapping[tuple[str, int, int], str] = {
     ("sm80", 256, 2): _SM80_256,
     ("sm86", 256, 2): _SM80_256,
     ("sm89", 256, 2): _SM80_256,
-    # Tiles of 64 keys use wgmma, those of 32 the older instructions.
-    ("sm90", 256, 2): "64.64.8.2 128.32.8.2 64.32.8.2 | 64.32.8.2 64.32.8.1 | 32.32.8.1 32.64.8.1 64.64.8.1 16.32.8.1",
+    # Tiles of 64 keys would use wgmma, but Triton 3.4 keeps 128 bytes of registers a thread in memory with them.
+    ("sm90", 256, 2): "64.64.8.2 128.32.8.2 64.32.8.2 | 64.32.8.2 64.32.8.1 | 32.32.8.1 16.32.8.1",
     ("sm100", 256, 2): "64.64.8.2 128.32.8.2 | 64.64.8.1 64.32.8.2 | 32.32.8.1 16.32.8.1",
     ("sm120", 256, 2): _SM80_256,
     **{(arch, 128, 4): _CDNA_FP32 for arch in ("gfx908", "gfx90a", "gfx942", "gfx950")},

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from titan_mi100.wording import printable, shortened
 from titan_mi100.workshop.measure.parts import FAIL, NOT_RUN, PASS, UNAVAILABLE, Part
 
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_MEASURED = "measured"
+MEASURED = "measured"
 # What can become of a process. Causes before consequences: when one rank dies, the others fail in a collective or hang.
 _FAILURES = ("out of memory", UNAVAILABLE, "killed", "crashed", "failed", "hung")
 _LOOK = 0.05  # seconds between two looks at the processes
@@ -86,12 +87,16 @@ def run(task: Task, time_left: Callable[[], float]) -> Part:
     if not has_ended and time_left() <= 0:
         words = f"stopped after {took:.0f} s, because the time for this kind of part ended; give more --minutes"
         return Part(task.name, NOT_RUN, words, took)
-    status, message, measured = _worst(outcomes)
-    if not has_ended:
-        status, message = "hung", f"did not end within {task.seconds:g} s"
+    outcome = _worst(outcomes) if has_ended else ("hung", f"did not end within {task.seconds:g} s", None)
+    return part_of(task, outcome, took)
+
+
+def part_of(task: Task, outcome: Outcome, took: float) -> Part:
+    """The line of the certificate. Args: took: seconds."""
+    status, message, measured = outcome
     if status == UNAVAILABLE or (status == "failed" and task.optional):
         return Part(task.name, UNAVAILABLE, message, took)
-    if status != _MEASURED:
+    if status != MEASURED:
         return Part(task.name, FAIL, f"{status}: {message}", took)
     problem, words = (measured.pop(key, "") for key in ("problem", "said"))
     return Part(task.name, FAIL if problem else PASS, "; ".join(filter(None, (problem, words))), took, measured)
@@ -144,7 +149,7 @@ def _wait(ranks: Sequence[_Rank], until: float, time_left: Callable[[], float]) 
     """Wait for the processes; when one has failed, at most _GRACE seconds longer. False: a limit came first."""
     has_failed = False
     while running := [rank for rank in ranks if rank.process.poll() is None]:
-        if not has_failed and any(rank not in running and rank.outcome()[0] != _MEASURED for rank in ranks):
+        if not has_failed and any(rank not in running and rank.outcome()[0] != MEASURED for rank in ranks):
             has_failed, until = True, min(until, time.monotonic() + _GRACE)
         if time.monotonic() > until or time_left() <= 0:
             return has_failed
@@ -154,9 +159,7 @@ def _wait(ranks: Sequence[_Rank], until: float, time_left: Callable[[], float]) 
 
 def _worst(outcomes: Sequence[Outcome]) -> Outcome:
     """Rank 0's result, or the failure that explains most."""
-    failed = [
-        (_FAILURES.index(status), r, message) for r, (status, message, _) in enumerate(outcomes) if status != _MEASURED
-    ]
+    failed = [(_FAILURES.index(s), rank, why) for rank, (s, why, _) in enumerate(outcomes) if s != MEASURED]
     if not failed:
         return outcomes[0]
     number, rank, message = min(failed)
@@ -173,18 +176,20 @@ def main() -> None:
     target, arguments, path, parent = json.loads(sys.argv[3])
     end_with_parent(parent)
     # a NaN is no JSON; a function that returns one has a fault, which must not spoil the file of all parts
-    durable.replace(Path(path), json.dumps(_call(target, arguments), allow_nan=False))
+    durable.replace(Path(path), json.dumps(call(target, arguments), allow_nan=False))
     sys.stderr.flush()
     # Skip the interpreter's teardown: jobs of several processes sometimes abort there, and a broken library can hang.
     os._exit(0)
 
 
-def _call(target: str, arguments: dict[str, Any]) -> Outcome:
+def call(target: str, arguments: dict[str, Any]) -> Outcome:
+    """Call "module:function" with the arguments; its errors are outcomes, too."""
     module, name = target.split(":")
     try:
-        return _MEASURED, "", getattr(importlib.import_module(module), name)(**arguments)
+        return MEASURED, "", getattr(importlib.import_module(module), name)(**arguments)
     except UserError as error:
         return UNAVAILABLE, _tidy(str(error)), None
     except Exception as error:
+        traceback.print_exc()
         message = _tidy(f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}")
         return "out of memory" if is_out_of_memory(error) else "failed", message, None

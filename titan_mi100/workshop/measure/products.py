@@ -39,7 +39,7 @@ def gemm(model: str, tokens: int, dtype: str, most_frequent: bool = False) -> di
         )
         for name, a, b in (("forward", x, w.t()), ("input's gradient", grad, w), ("weight's gradient", grad.t(), x)):
             sizes = {"m": a.shape[0], "k": a.shape[1], "n": b.shape[1], "count": count}
-            times = _samples(partial(torch.mm, a, b), device)
+            times = samples(partial(torch.mm, a, b), device)
             products.append({"name": name, **sizes, "error": _error(a, b), "times": times})
     # a part of the products does not count as the model's rate
     names = {"model": "" if most_frequent else model, "dtype": dtype}
@@ -77,7 +77,7 @@ def _largest(x: Tensor) -> float:
     return max(x.max().item(), -x.min().item())
 
 
-def _samples(call: Callable[[], Any], device: torch.device) -> list[float]:
+def samples(call: Callable[[], Any], device: torch.device) -> list[float]:
     """Seconds of single calls, after a warm-up call: at least three, at most 20, until they add up to 0.3."""
     call()
     seconds: list[float] = []
@@ -96,9 +96,9 @@ def bandwidth() -> dict[str, Any]:
     size = _ARRAY[accelerator.is_gpu(device)]
     b = torch.arange(size // 4, device=device, dtype=torch.int32).remainder_(1 << 20).float()
     a, c = torch.zeros_like(b), b.clone()
-    copied = _samples(lambda: a.copy_(b), device)
+    copied = samples(lambda: a.copy_(b), device)
     wrong = int((a != b).sum())
-    triad = _samples(lambda: torch.add(b, c, alpha=3, out=a), device)
+    triad = samples(lambda: torch.add(b, c, alpha=3, out=a), device)
     wrong += int((a != b * 4).sum())
     rates = [n * size / statistics.median(times) / 1e9 for n, times in ((2, copied), (3, triad))]
     return {

@@ -13,6 +13,7 @@ from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World, init_distributed
 from titan_mi100.planning.plan import GIB
 from titan_mi100.planning.workload import with_settings
+from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.workshop.made_up import made_up, random_rows
 from titan_mi100.workshop.measure.communication import communication
 from titan_mi100.workshop.measure.parts import parity
@@ -28,11 +29,14 @@ def steps(row: dict[str, str], changes: list[dict[str, Any]]) -> dict[str, Any]:
         row: the first columns of the row in the table.
         changes: of the default config, see plan.with_settings; a later one counts more.
     """
-    world = init_distributed()
-    run = _open(changes, world, steps=1)  # every step trains on the same rows
+    return timed(on_random_rows(changes, init_distributed(), steps=1), row)  # every step trains on the same rows
+
+
+def timed(run: Run, row: dict[str, str]) -> dict[str, Any]:
+    """The times and losses of an open run's next steps. A collective. Args: row: see `steps`."""
     results = [run.step() for _ in range(_WARM_UP + _STEPS)][_WARM_UP:]
     median, plan = sorted(results, key=lambda step: step.seconds)[_STEPS // 2], run.forecast.plan
-    comm_ms = communication(run.trainer.step, world)["comm_ms"] if world.size > 1 else 0.0
+    comm_ms = communication(run.trainer.step, run.world)["comm_ms"] if run.world.size > 1 else 0.0
     dist.barrier()  # no rank ends while another one still communicates
     measured = {
         "row": row, "attention": run.about["chosen"]["attention"]["name"], "tokens": median.tokens,
@@ -40,7 +44,7 @@ def steps(row: dict[str, str], changes: list[dict[str, Any]]) -> dict[str, Any]:
         "losses": [if_finite(step.loss) for step in results], "peak_memory_gib": results[-1].peak_memory_gib,
         "comm_ms": comm_ms, "plan": {"least": plan.least, "most": plan.most, "seconds": plan.step},
     }  # fmt: skip
-    return judged(measured, accelerator.is_gpu(world.device))
+    return judged(measured, accelerator.is_gpu(run.world.device))
 
 
 def judged(found: dict[str, Any], is_card: bool) -> dict[str, Any]:
@@ -84,7 +88,7 @@ def same_losses(rows: int, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]
         "lr_scheduler": {"warmup_steps": 0, "decay_type": "constant"},
     }  # fmt: skip
     for layout, settings in layouts.items():
-        run = _open([tiny, {"parallelism": settings}], world, _STEPS)
+        run = on_random_rows([tiny, {"parallelism": settings}], world, _STEPS)
         results = [run.step() for _ in range(_STEPS)]
         losses, norms = ([if_finite(getattr(r, metric)) for r in results] for metric in ("loss", "grad_norm"))
         runs.append({"name": f"{layout} on {world.size}", "ranks": world.size, "losses": losses, "norms": norms})
@@ -93,9 +97,9 @@ def same_losses(rows: int, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]
     return {"runs": runs, "problem": problem, "said": numbers}
 
 
-def _open(changes: list[dict[str, Any]], world: World, steps: int) -> Run:
-    """A run on random rows, so many that they are enough for some steps. A collective."""
+def on_random_rows(changes: list[dict[str, Any]], world: World, steps: int, spec: ModelSpec | None = None) -> Run:
+    """A run on random rows, so many that they are enough for some steps. A collective. Args: spec: see open_run."""
     config = reduce(with_settings, changes, Config())
-    spec, rows = config.spec(), steps * config.batch(world.size).global_batch_size
+    spec, rows = spec or config.spec(), steps * config.batch(world.size).global_batch_size
     prepared = made_up(random_rows(rows, config.training.seq_len, spec.vocab_size, _SUPERVISED))
-    return open_run(config, world, data=prepared)
+    return open_run(config, world, spec=spec, data=prepared)
