@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from titan_mi100.attention import kernels
@@ -17,7 +16,7 @@ from titan_mi100.attention.base import Backend, Documents, boundaries
 from titan_mi100.attention.launches import Launch, Tile, candidates, options
 from titan_mi100.device import accelerator
 from titan_mi100.device.accelerator import to_device
-from titan_mi100.device.operators import custom_operator, is_watched
+from titan_mi100.device.operators import custom_operator
 
 
 @functools.cache
@@ -134,22 +133,7 @@ def _gradients(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, .
     return *attention_backward(grad, q, k, v, out, lse, boundaries, ctx.launch), None, None
 
 
-attention.operator.register_autograd(_gradients, setup_context=_keep)
-
-
-class _Attention(torch.autograd.Function):
-    """The operator `attention` without its cost."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = attention.direct(*inputs)
-        _keep(ctx, inputs, output)
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return _gradients(ctx, grad, None)
+attention.differentiable(_gradients, _keep)
 
 
 def _pairs(q: Tensor, boundaries: Tensor) -> int:
@@ -191,5 +175,5 @@ class Triton(Backend):
         return to_device(torch.from_numpy(boundaries(documents)), device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Tensor) -> Tensor:
-        call = attention.operator if is_watched(q) else _Attention.apply
-        return call(q, k, v, prepared, self.launch)[0]
+        output: Tensor = attention(q, k, v, prepared, self.launch)[0]
+        return output

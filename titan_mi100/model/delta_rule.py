@@ -31,6 +31,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from titan_mi100.attention.base import Documents, boundaries
 from titan_mi100.device.accelerator import to_device
+from titan_mi100.device.operators import custom_operator
 from titan_mi100.model.elementwise import at_least_fp32
 from titan_mi100.shapes.delta_rule import CHUNK, SUBSTITUTED, tokens_at_once
 
@@ -293,7 +294,7 @@ class _Chunks(NamedTuple):
 # The two loops over chunks. They are operators: torch.compile would unroll them, which takes minutes for a long row.
 
 
-@torch.library.custom_op("titan_mi100::delta_rule_states", mutates_args=())
+@custom_operator("titan_mi100::delta_rule_states")
 def forward_states(state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The state before each chunk and after the last one, and V' of each chunk. Args: parts: of _Chunks."""
     k, beta, entry, last, inverse, v = parts
@@ -306,7 +307,7 @@ def forward_states(state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tens
     return states, changes
 
 
-@torch.library.custom_op("titan_mi100::delta_rule_states_backward", mutates_args=())
+@custom_operator("titan_mi100::delta_rule_states_backward")
 def backward_states(grad_state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of all states, of (I + A) V' of each chunk, and of its r.
 
@@ -328,12 +329,12 @@ def backward_states(grad_state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor
     return states, scaled, lasts
 
 
-@forward_states.register_fake
+@forward_states.operator.register_fake
 def _(state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return state.new_empty(len(parts[0]) + 1, *state.shape), torch.empty_like(parts[-1])
 
 
-@backward_states.register_fake
+@backward_states.operator.register_fake
 def _(grad_state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     states = grad_state.new_empty(len(parts[0]) + 1, *grad_state.shape)
     return states, torch.empty_like(parts[-2]), torch.empty_like(parts[3])

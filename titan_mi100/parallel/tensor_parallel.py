@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from titan_mi100.device.operators import custom_operator
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.model.layers import local_weight
 from titan_mi100.model.lora import LoRAExpertLinear, LoRALinear
@@ -143,7 +144,7 @@ def _embed(embedding: nn.Embedding, mesh: DeviceMesh, ids: Tensor) -> Tensor:
 # block) as contiguous: the embedding's gradient was wrong. torch.compile does not trace into custom operators.
 
 
-@torch.library.custom_op("titan_mi100::gather_sequence", mutates_args=())
+@custom_operator("titan_mi100::gather_sequence")
 def gather_sequence(x: Tensor, group_name: str) -> Tensor:
     """All-gather: (batch, seq / ranks, hidden) of each rank -> (batch, seq, hidden) on all ranks.
 
@@ -156,7 +157,7 @@ def gather_sequence(x: Tensor, group_name: str) -> Tensor:
     return torch.cat(parts.chunk(ranks), dim=1)
 
 
-@torch.library.custom_op("titan_mi100::scatter_sequence", mutates_args=())
+@custom_operator("titan_mi100::scatter_sequence")
 def scatter_sequence(x: Tensor, group_name: str) -> Tensor:
     """Reduce-scatter: the sum over ranks of (batch, seq, hidden) -> this rank's (batch, seq / ranks, hidden).
 
@@ -168,12 +169,12 @@ def scatter_sequence(x: Tensor, group_name: str) -> Tensor:
     return own
 
 
-@gather_sequence.register_fake
+@gather_sequence.operator.register_fake
 def _(x: Tensor, group_name: str) -> Tensor:
     return x.new_empty(len(x), x.shape[1] * _group(group_name)[1], x.shape[2])
 
 
-@scatter_sequence.register_fake
+@scatter_sequence.operator.register_fake
 def _(x: Tensor, group_name: str) -> Tensor:
     return x.new_empty(len(x), x.shape[1] // _group(group_name)[1], x.shape[2])
 
@@ -188,9 +189,5 @@ def _keep_group(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
     ctx.group_name = inputs[1]
 
 
-gather_sequence.register_autograd(
-    lambda ctx, gradient: (scatter_sequence(gradient, ctx.group_name), None), setup_context=_keep_group
-)
-scatter_sequence.register_autograd(
-    lambda ctx, gradient: (gather_sequence(gradient, ctx.group_name), None), setup_context=_keep_group
-)
+gather_sequence.differentiable(lambda ctx, gradient: (scatter_sequence(gradient, ctx.group_name), None), _keep_group)
+scatter_sequence.differentiable(lambda ctx, gradient: (gather_sequence(gradient, ctx.group_name), None), _keep_group)
