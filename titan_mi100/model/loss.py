@@ -331,7 +331,8 @@ class _FusedBlocks(_Blocks):
     def gradient(self, softmax: _Softmax, grad: Tensor) -> Callable[[Tensor, int], Tensor]:
         from titan_mi100.model.fused import head_launch
 
-        ids, grad, scale = softmax.ids.contiguous(), grad.contiguous(), grad.sum(1)
+        ids, grad = softmax.ids.contiguous(), grad.contiguous()
+        scale = grad.sum(1) if softmax.target is not None else grad[:, 0]
 
         def of_block(logits: Tensor, start: int) -> Tensor:
             head_launch.subtract(logits, start, ids, scale, softmax.log_sum)
