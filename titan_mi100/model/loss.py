@@ -349,14 +349,17 @@ def _form(hidden: Tensor, ids: Tensor) -> type[_Blocks]:
 
 
 def trial(device: torch.device, dtype: torch.dtype) -> str:
-    """What is wrong with the kernels on this device: their results against the plain form in fp32. See running.Trial."""
-    draw, bar = torch.Generator().manual_seed(1), 2 * torch.finfo(dtype).eps + 1e-5
-    hidden, weight = ((torch.randn(rows, 64, generator=draw) / 3).to(device, dtype) for rows in (33, 5000))
+    """What is wrong with the kernels on this device: results against those of the plain form in fp32.
+
+    See running.Trial. The vocabulary has more than one block, and a block more columns than a kernel takes at a time.
+    """
+    draw, bar, tokens, vocabulary = torch.Generator().manual_seed(1), 2 * torch.finfo(dtype).eps + 1e-5, 17, 33_000
+    hidden, weight = ((torch.randn(n, 64, generator=draw) / 3).to(device, dtype) for n in (tokens, vocabulary))
     for k in (1, 3):
-        ids, factors = torch.randint(5000, (33, k), generator=draw), torch.rand(33, k, generator=draw).to(device)
+        ids, factors = torch.randint(vocabulary, (tokens, k), generator=draw), torch.rand(tokens, k, generator=draw)
         ids[3, -1], ids[5] = IGNORE, 7
         exact, fused = (
-            _trial_results(kinds, [x.to(wide) for x in (hidden, weight)], ids.to(device), factors)
+            _trial_results(kinds, [x.to(wide) for x in (hidden, weight)], ids.to(device), factors.to(device))
             for kinds, wide in (((), torch.float32), (("head",), dtype))
         )
         for name, ours, theirs in zip(("loss", "best", "gradient", "weight's gradient"), fused, exact, strict=True):
@@ -370,7 +373,7 @@ def trial(device: torch.device, dtype: torch.dtype) -> str:
 def _trial_results(kinds: Collection[str], tensors: list[Tensor], ids: Tensor, factors: Tensor) -> tuple[Tensor, ...]:
     hidden, weight = (x.requires_grad_() for x in tensors)
     with only(kinds):
-        losses, best = _BlockedCrossEntropy.apply(hidden, weight, ids, None, HeadMemory(1))
+        losses, best = _BlockedCrossEntropy.apply(hidden, weight, ids, None, HeadMemory(len(ids) * 10_000))
         return losses.detach(), best, *torch.autograd.grad((losses * factors).sum(), (hidden, weight))
 
 
