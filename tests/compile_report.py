@@ -199,7 +199,12 @@ def compiled_head(arch: str, name: str, dtype: str, ids: int) -> Any:
     from titan_mi100.model.fused import head_kernel, head_launch
 
     kernel, fixed = getattr(head_kernel, f"{name}_kernel"), head_constants(ids)
-    kinds = {"logits": f"*{dtype}", "delta": f"*{dtype}", "ids": "*i64", **dict.fromkeys(("width", "start", "k"), "i32")}
+    kinds = {
+        "logits": f"*{dtype}",
+        "delta": f"*{dtype}",
+        "ids": "*i64",
+        **dict.fromkeys(("width", "start", "k"), "i32"),
+    }
     signature = {name: "constexpr" if name in fixed else kinds.get(name, "*fp32") for name in kernel.arg_names}
     constants = {(place,): fixed[name] for place, name in enumerate(kernel.arg_names) if name in fixed}
     aligned = [place for place, (name, kind) in enumerate(signature.items()) if kind[0] == "*" or name == "width"]

@@ -53,7 +53,10 @@ def test_the_optimizer_leaves_the_bits_of_plain_torch(
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("arch", "dtype"),
-    [*itertools.product(("gfx908", "gfx90a", "gfx942"), ("bf16", "fp16")), *marked(*itertools.product(RDNA, ("bf16",)))],
+    [
+        *itertools.product(("gfx908", "gfx90a", "gfx942"), ("bf16", "fp16")),
+        *marked(*itertools.product(RDNA, ("bf16",))),
+    ],
 )
 def test_the_loss_is_right(arch: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     head_is_right(arch, dtype, monkeypatch)

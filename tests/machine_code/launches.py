@@ -127,6 +127,7 @@ class Emulated:
 
     compiled: Compiled
     order: str = "in turn"
+    may_be_part: bool = False  # it need not write the whole of a tensor
     known: str = "-"  # a pattern of problems with wait states that are passed over
     passed_over: set[str] = field(default_factory=set)
     lines: set[int] = field(default_factory=set)  # those that were
@@ -169,7 +170,7 @@ class Emulated:
             group = Workgroup(self._program, memory, number, waves, shared, self.lines, self._is_known)
             group.run(start, (number % grid[0], number // grid[0]), ORDERS[self.order])
         for address, array in addresses.values():
-            if (found := memory.read(address, array)) is not None:
+            if (found := memory.read(address, array, self.may_be_part)) is not None:
                 array[...] = found
 
     def _is_known(self, problem: str) -> bool:

@@ -40,6 +40,7 @@ def sum_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * width
+    before, total_before = tl.load(highest + row), tl.load(total + row)  # barriers below keep the stores behind these
     peak = tl.full((LANES,), -1e30, tl.float32)  # finite: a lane without logits then adds exactly 0
     summed = tl.zeros((LANES,), tl.float32)
     for first in range(0, width, DEPTH * LANES):
@@ -48,11 +49,9 @@ def sum_kernel(
         raised = tl.maximum(peak, tl.max(x, 0))
         summed = summed * _exp(peak - raised) + tl.sum(_exp(x - raised[None, :]), 0)
         peak = raised
-    before = tl.load(highest + row)
     raised = tl.maximum(before, tl.max(peak, 0))
-    summed_row = tl.load(total + row) * _exp(before - raised) + tl.sum(summed * _exp(peak - raised), 0)
+    tl.store(total + row, total_before * _exp(before - raised) + tl.sum(summed * _exp(peak - raised), 0))
     tl.store(highest + row, raised)
-    tl.store(total + row, summed_row)
     if ONE:
         column = (tl.load(ids + row) - start).to(tl.int32)
         inside = (column >= 0) & (column < width)
