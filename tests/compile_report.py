@@ -6,7 +6,8 @@ Every launch that titan_mi100/attention/launches.py offers an architecture is co
 size 128 for fp32. Exit code 1, and a line each, if one spills registers into scratch memory, needs more shared memory
 (LDS) than there is, or uses no matrix instructions in 16 bits (MFMA, WMMA, MMA). Then the optimizer's kernel for each
 kind of state; its last column counts products and sums that became one operation, of which there must be none. At last
-the kernels of the head's loss. AMD's kernels need a linker, lld 16 or later: `apt-get install lld-16`, or TRITON_HIP_LLD_PATH.
+the kernels of the head's loss. AMD's kernels need a linker, lld 16 or later: `apt-get install lld-16`, or
+TRITON_HIP_LLD_PATH.
 
 --store writes tests/assets/compiled-VERSION.csv, which the tests compare with the tables; do so after each change of a
 launch or of kernels.py, with both versions of Triton (they install without torch).

@@ -1,4 +1,7 @@
-"""As test_machine_code.py: MI200, MI300, RDNA3, and the kernels of the optimizer and of the head's loss. A file of its own, for a second worker."""
+"""As test_machine_code.py: MI200, MI300, RDNA3, and the kernels of the optimizer and of the head's loss.
+
+A file of its own, for a second worker.
+"""
 
 import itertools
 import os
