@@ -220,7 +220,7 @@ class _Blocks:
         self._hidden, self._weight = hidden, weight
         tokens, vocabulary = len(hidden), len(weight)
         self.wide = torch.promote_types(hidden.dtype, torch.float32)
-        self._size = min(self._columns(max(HEAD_COLUMNS, memory.block_elements // tokens)), vocabulary)
+        self._size = min(self._width(max(HEAD_COLUMNS, memory.block_elements // tokens)), vocabulary)
         self.keeps_logits = tokens * vocabulary <= memory.kept_elements  # there is a buffer for every block
         self.holds_logits = False  # forward has filled them all
         self._logits = hidden.new_empty(tokens * (vocabulary if self.keeps_logits else self._size))
@@ -231,7 +231,7 @@ class _Blocks:
         own = self.keeps_logits or self._hidden.dtype != self.wide
         return self._hidden.new_empty(len(self._hidden) * self._size, dtype=self.wide) if own else self._logits
 
-    def _columns(self, planned: int) -> int:
+    def _width(self, planned: int) -> int:
         """Columns of a block. Args: planned: those that HeadMemory asks for."""
         return planned
 
@@ -313,7 +313,7 @@ class _FusedBlocks(_Blocks):
     the copies of a block of the weight that is to be cast, and has as many more columns.
     """
 
-    def _columns(self, planned: int) -> int:
+    def _width(self, planned: int) -> int:
         tokens, vocabulary = len(self._hidden), len(self._weight)
         logit, second = self._hidden.itemsize, self.wide.itemsize if self._hidden.dtype != self.wide else 0
         cast = 2 * logit * self._hidden.shape[1] if self._weight.dtype != self._hidden.dtype else 0  # and its gradient
