@@ -199,7 +199,7 @@ class _Traffic(TorchDispatchMode):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        self.operations, self.ours, self.bytes = 0, Counter[str](), 0
+        self.operations, self.ours, self.bytes, self.buffers = 0, Counter[str](), 0, list[int]()
         monkeypatch.setattr(head_launch, "launch", self._launch)
 
     def _launch(self, kernel: Any, programs: tuple[int, ...], first: Tensor, *others: Any, **constants: Any) -> None:
@@ -213,6 +213,8 @@ class _Traffic(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         is_view = any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
         name = func.__name__
+        if name.startswith("new_empty"):
+            self.buffers.append(made.nbytes)
         if not is_view and "empty" not in name and not name.startswith(("mm.", "addmm", "scalar_tensor")):
             self.operations += name.split(".")[0] != "promote_types"
             self.bytes += sum(x.nbytes for x in tree_leaves((args, kwargs, made)) if isinstance(x, Tensor))
@@ -234,6 +236,7 @@ def test_a_step_of_06b_moves_at_most_8_bytes_a_logit(kept: int, k: int, monkeypa
     ours, times = sum(traffic.ours.values()), traffic.bytes / (2 * rows * vocabulary)
     print(*traffic.ours.items(), f"{traffic.operations} other operations, {times:.2f} times 2 bytes a logit")
     assert times <= 3.5 and ours == (18 if k == 1 else 36)
+    assert max(traffic.buffers) <= (2 * rows * vocabulary if kept else 6 * HEAD_BLOCK) and len(traffic.buffers) <= 2
     assert traffic.operations <= 23 and (k > 1 or ours + traffic.operations <= 40)
 
 
