@@ -5,8 +5,9 @@
 Every launch that titan_mi100/attention/launches.py offers an architecture is compiled, for fp16 and bf16, and at head
 size 128 for fp32. Exit code 1, and a line each, if one spills registers into scratch memory, needs more shared memory
 (LDS) than there is, or uses no matrix instructions in 16 bits (MFMA, WMMA, MMA). Then the optimizer's kernel for each
-kind of state; its last column counts products and sums that became one operation, of which there must be none. AMD's
-kernels need a linker, lld 16 or later: `apt-get install lld-16`, or TRITON_HIP_LLD_PATH.
+kind of state; its last column counts products and sums that became one operation, of which there must be none. At last
+the kernels of the head's loss. AMD's kernels need a linker, lld 16 or later: `apt-get install lld-16`, or
+TRITON_HIP_LLD_PATH.
 
 --store writes tests/assets/compiled-VERSION.csv, which the tests compare with the tables; do so after each change of a
 launch or of kernels.py, with both versions of Triton (they install without torch).
@@ -162,6 +163,56 @@ def compiled_update(arch: str, state: str, master: str) -> Any:
     return _compile(kernel, arch, signature, constants, divisible, dict(triton_update.LAUNCH))
 
 
+@dataclass(frozen=True)
+class HeadReport:
+    """A kernel of the head's loss, compiled; `ids` of a token."""
+
+    arch: str
+    kernel: str
+    dtype: str
+    ids: int
+    registers: str
+    spilled: int
+    shared: int
+
+    def problems(self) -> Iterator[str]:
+        if self.spilled:
+            name = f"{self.arch} {self.kernel} {self.dtype}, {self.ids} ids"
+            yield f"{name}: {self.spilled} bytes of registers per thread are kept in memory"
+
+
+HEAD_KERNELS = (("sum", 1), ("gradient", 1), ("pick", 32), ("ids_gradient", 32), ("ids_gradient", 1024))
+
+
+def compile_head(arch: str, kernel: str, dtype: str, ids: int) -> HeadReport:
+    return HeadReport(arch, kernel, dtype, ids, *_read(compiled_head(arch, kernel, dtype, ids), arch)[:3])
+
+
+def head_constants(ids: int) -> dict[str, int]:
+    from titan_mi100.model.fused import head_launch
+
+    shape = {"DEPTH": head_launch._DEPTH, "LANES": head_launch._LANES, "COLUMNS": head_launch._COLUMNS}
+    return {"ONE": ids == 1, "IDS": ids, **shape}
+
+
+def compiled_head(arch: str, name: str, dtype: str, ids: int) -> Any:
+    """As at run time: rows that lie at multiples of 16, and other integers of any kind."""
+    from titan_mi100.model.fused import head_kernel, head_launch
+
+    kernel, fixed = getattr(head_kernel, f"{name}_kernel"), head_constants(ids)
+    kinds = {
+        "logits": f"*{dtype}",
+        "delta": f"*{dtype}",
+        "ids": "*i64",
+        **dict.fromkeys(("width", "start", "k"), "i32"),
+    }
+    signature = {name: "constexpr" if name in fixed else kinds.get(name, "*fp32") for name in kernel.arg_names}
+    constants = {(place,): fixed[name] for place, name in enumerate(kernel.arg_names) if name in fixed}
+    aligned = [place for place, (name, kind) in enumerate(signature.items()) if kind[0] == "*" or name == "width"]
+    divisible = {(place,): [["tt.divisibility", 16]] for place in aligned}
+    return _compile(kernel, arch, signature, constants, divisible, {"num_warps": head_launch._WARPS})
+
+
 # Of an element: both moments, the divisor, the weight. 24-bit weights have three more: decay, noise, both together.
 _SUMS = (4, 7)
 
@@ -258,6 +309,12 @@ def main() -> int:
             update = compile_update(arch, state, master)
             problems += update.problems()
             print(json.dumps(asdict(update)) if given.json else _row(asdict(update).values()), flush=True)
+    if not given.json:
+        print("\n| arch | kernel | dtype | ids | registers | spilled | shared |\n" + "|---" * 7 + "|")
+    for arch, dtype, kernel in itertools.product(given.arch, ("bf16",) if given.first else DTYPES, HEAD_KERNELS):
+        head = compile_head(arch, kernel[0], dtype, kernel[1])
+        problems += head.problems()
+        print(json.dumps(asdict(head)) if given.json else _row(asdict(head).values()), flush=True)
     for problem in problems:
         print(problem, file=sys.stderr)
     return 1 if problems else 0

@@ -1,11 +1,14 @@
-"""As test_machine_code.py: MI200, MI300, RDNA3, and the optimizer's kernel. A file of its own, for a second worker."""
+"""As test_machine_code.py: MI200, MI300, RDNA3, and the kernels of the optimizer and of the head's loss.
+
+A file of its own, for a second worker.
+"""
 
 import itertools
 import os
 
 import pytest
 from conftest import FULL
-from machine_code.cases import are_right, equals_plain_torch, only_full, table
+from machine_code.cases import are_right, equals_plain_torch, head_is_right, only_full, table
 from test_lean_optimizer import KINDS
 
 RDNA = ("gfx1100", "gfx1151")
@@ -48,3 +51,15 @@ def test_the_optimizer_leaves_the_bits_of_plain_torch(
     arch: str, kind: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     equals_plain_torch(kind, arch, monkeypatch)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    [
+        *itertools.product(("gfx908", "gfx90a", "gfx942"), ("bf16", "fp16")),
+        *marked(*itertools.product(RDNA, ("bf16",))),
+    ],
+)
+def test_the_loss_is_right(arch: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    head_is_right(arch, dtype, monkeypatch)

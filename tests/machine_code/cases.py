@@ -7,9 +7,10 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
+import test_fused_head
 import torch
 from conftest import FULL
-from machine_code.launches import ORDERS, Attention, Compiled, Emulated, Update, compile_all
+from machine_code.launches import ORDERS, Attention, Compiled, Emulated, Head, Update, compile_all
 from test_attention_kernel import BARS, inputs, results
 from test_compile_report import LINKERS, REQUIRED
 from test_lean_optimizer import dtype_of, optimizer_of
@@ -21,6 +22,7 @@ from titan_mi100.attention.base import Documents
 from titan_mi100.attention.launches import Launch, candidates
 from titan_mi100.attention.torch_backends import Eager
 from titan_mi100.errors import UserError
+from titan_mi100.model.fused import head_kernel
 from titan_mi100.optim import kernels as optimizer_kernels
 from titan_mi100.optim import triton_update
 
@@ -63,7 +65,7 @@ def errors(
     known: str = "-",
 ) -> tuple[dict[str, float], list[Emulated]]:
     """The largest errors against fp64, relative to the largest element."""
-    emulated = [Emulated(code, order, known) for code in compiled]
+    emulated = [Emulated(code, order, known=known) for code in compiled]
     emulated[2].other = emulated[3] if len(emulated) > 3 else None
     for name, kernel in zip(KERNELS, emulated, strict=False):
         patch.setattr(kernels, name, kernel)
@@ -96,6 +98,17 @@ def equals_plain_torch(kind: tuple[str, str], arch: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(optimizer_kernels, "update_kernel", Emulated(compiled, "at random"))
     for plain, ours in zip(updated(kind, None), updated(kind, triton_update.update), strict=True):
         assert torch.equal(plain.reshape(-1).view(torch.uint8), ours.reshape(-1).view(torch.uint8))
+
+
+def head_is_right(arch: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks with a second tile that ends inside; one id per token, and twenty."""
+    for k, names in ((1, ("sum", "gradient")), (20, ("sum", "gradient", "pick", "ids_gradient"))):
+        asked = [Head(arch, name, dtype, 1 if k == 1 else 32) for name in names]
+        for name, code in zip(names, compile_all(asked), strict=True):
+            monkeypatch.setattr(head_kernel, f"{name}_kernel", Emulated(code, "at random", may_be_part=True))
+        tensors = test_fused_head.case(7, k, DTYPES[dtype], vocabulary=17_040)
+        found = test_fused_head.results(tensors, block=7 * 4000)
+        test_fused_head.assert_near(found, test_fused_head.in_fp64(tensors), test_fused_head.BARS[DTYPES[dtype]])
 
 
 def table(arch: str, dtype: str, head_dim: int) -> list[Launch]:

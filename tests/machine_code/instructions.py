@@ -371,6 +371,8 @@ def scalar(instruction: Instruction, program: Program) -> Run:
     signature, compute = SCALAR[instruction.name]
     kinds, results = signature.split(">")
     sources = instruction.operands[len(results.removesuffix("s")) :]
+    if "D" in kinds:
+        sources, kinds = [instruction.operands[0], *sources], kinds.replace("D", "i")
     if "s" in kinds:
         sources = [*sources, Operand("scc", SCC)]
     fetch = [scalar_source(instruction, o, kind.replace("s", "u")) for o, kind in zip(sources, kinds, strict=True)]

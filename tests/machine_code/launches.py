@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 import numpy as np
 import torch
-from compile_report import GROUP, Tile, compiled_kernel, compiled_update, set_linker
+from compile_report import GROUP, Tile, compiled_head, compiled_kernel, compiled_update, head_constants, set_linker
 from machine_code import rdna, wait_states
 from machine_code.assembly import Program, parse
 from machine_code.instructions import build
@@ -52,6 +52,15 @@ class Update(NamedTuple):
     master: str
 
 
+class Head(NamedTuple):
+    """A launch of a kernel of the head's loss, as compile_report.HEAD_KERNELS names it."""
+
+    arch: str
+    kernel: str
+    dtype: str
+    ids: int
+
+
 @dataclass(frozen=True)
 class Compiled:
     text: str
@@ -68,7 +77,7 @@ def _compiler() -> subprocess.Popen:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
 
-def compile_all(launches: Sequence[Attention | Update]) -> list[Compiled]:
+def compile_all(launches: Sequence[Attention | Update | Head]) -> list[Compiled]:
     compiler = _compiler()
     assert compiler.stdin is not None and compiler.stdout is not None
     print(json.dumps(launches), file=compiler.stdin, flush=True)
@@ -82,6 +91,10 @@ def _compile(fields: list[Any]) -> list[Any]:
         arch, state, master = fields
         compiled = compiled_update(arch, state, master)
         constants: dict[str, Any] = {"MASTER": master, "CODED": state == "8bit", "BLOCK": 256}
+    elif len(fields) == len(Head._fields):
+        compiled = compiled_head(*fields)
+        names = {"sum": ("ONE", "DEPTH", "LANES"), "gradient": ("ONE", "COLUMNS")}.get(fields[1], ("IDS",))
+        constants = {name: head_constants(fields[3])[name] for name in names}
     else:
         from titan_mi100.attention import kernels
 
@@ -114,6 +127,7 @@ class Emulated:
 
     compiled: Compiled
     order: str = "in turn"
+    may_be_part: bool = False  # it need not write the whole of a tensor
     known: str = "-"  # a pattern of problems with wait states that are passed over
     passed_over: set[str] = field(default_factory=set)
     lines: set[int] = field(default_factory=set)  # those that were
@@ -156,7 +170,7 @@ class Emulated:
             group = Workgroup(self._program, memory, number, waves, shared, self.lines, self._is_known)
             group.run(start, (number % grid[0], number // grid[0]), ORDERS[self.order])
         for address, array in addresses.values():
-            if (found := memory.read(address, array)) is not None:
+            if (found := memory.read(address, array, self.may_be_part)) is not None:
                 array[...] = found
 
     def _is_known(self, problem: str) -> bool:

@@ -3,7 +3,7 @@
 Kinds of vector operands: u, i, f are 32 bits of each lane as unsigned, signed, float; U, I are pairs of registers;
 h is fp16 in the low half; B is a flag for each lane, in a pair of SGPRs (with 32 lanes b, in one); D is the old value
 of the target as float.
-Kinds of scalar operands: u, i are 32 bits, U, I 64; s is scc, which no operand names.
+Kinds of scalar operands: u, i are 32 bits, U, I 64; s is scc, which no operand names; D is the old value of the target.
 
 Written after AMD's "Instinct MI100 Instruction Set Architecture" (CDNA1), chapters 5, 6 and 12, and the same of MI200
 and MI300. The roots, reciprocals, logarithms and powers are the exact ones, rounded; denormals there are zero.
@@ -194,6 +194,7 @@ VECTOR: dict[str, tuple[str, Callable]] = {
     # fp32
     "v_add_f32": ("ff>f", lambda a, b: a + b),
     "v_sub_f32": ("ff>f", lambda a, b: a - b),
+    "v_subrev_f32": ("ff>f", lambda a, b: b - a),
     "v_mul_f32": ("ff>f", lambda a, b: a * b),
     "v_max_f32": ("ff>f", np.fmax),
     "v_max3_f32": ("fff>f", lambda a, b, c: np.fmax(np.fmax(a, b), c)),
@@ -252,11 +253,16 @@ def _bit_field(value: int, field: int, is_signed: bool) -> tuple[int, bool]:
     return bits, bits != 0
 
 
+def _signed(short: int) -> int:
+    """A constant of 16 bits."""
+    return (short & 0xFFFF) - ((short & 0x8000) << 1)
+
+
 # integers of Python, which the machine cuts to size; the second result is scc
 SCALAR: dict[str, tuple[str, Callable]] = {
     "s_mov_b32": ("u>u", lambda a: a),
     "s_mov_b64": ("U>U", lambda a: a),
-    "s_movk_i32": ("u>u", lambda a: (a & 0xFFFF) - ((a & 0x8000) << 1)),
+    "s_movk_i32": ("u>u", lambda a: _signed(a)),
     "s_brev_b32": ("u>u", lambda a: int(f"{a:032b}"[::-1], 2)),
     "s_not_b32": ("u>us", lambda a: (~a, ~a & LOW32 != 0)),
     "s_add_u32": ("uu>us", lambda a, b: (a + b, a + b > LOW32)),
@@ -264,9 +270,11 @@ SCALAR: dict[str, tuple[str, Callable]] = {
     "s_sub_u32": ("uu>us", lambda a, b: (a - b, b > a)),
     "s_subb_u32": ("uus>us", lambda a, b, c: (a - b - c, b + c > a)),
     "s_add_i32": ("ii>us", lambda a, b: (a + b, not _fits(a + b))),
+    "s_addk_i32": ("Du>us", lambda a, b: (a + _signed(b), not _fits(a + _signed(b)))),
     "s_sub_i32": ("ii>us", lambda a, b: (a - b, not _fits(a - b))),
     "s_mul_i32": ("uu>u", lambda a, b: a * b),
     "s_mul_hi_u32": ("uu>u", lambda a, b: a * b >> 32),
+    "s_mul_hi_i32": ("ii>u", lambda a, b: a * b >> 32),
     "s_min_i32": ("ii>us", lambda a, b: (min(a, b), a <= b)),
     "s_ashr_i32": ("iu>us", lambda a, b: (a >> (b & 31), a >> (b & 31) != 0)),
     "s_lshr_b32": ("uu>us", lambda a, b: (a >> (b & 31), a >> (b & 31) != 0)),

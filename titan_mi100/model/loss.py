@@ -5,8 +5,10 @@ The full (tokens, vocabulary) logits exist only if a small microbatch lets them 
 Legend: n supervised tokens, V vocabulary, H hidden size.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +18,11 @@ from torch.autograd.function import once_differentiable
 
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.device import accelerator
+from titan_mi100.model.fused.running import only, runs
 from titan_mi100.planning.memory import HEAD_BLOCK, HEAD_BLOCK_CPU, HEAD_BYTES_PER_LOGIT, HEAD_COLUMNS
+
+_ALIGNED = 128  # columns of a fused block are a multiple of it: products and kernels then read whole rows of tiles
+_MOST_IDS = 1024  # per token, that the kernels take
 
 
 @dataclass(frozen=True)
@@ -127,18 +133,12 @@ class _BlockedCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # (n, H), (V, H), (n, k) -> (n, k), (n,)
         known = ids != IGNORE
         ids = ids if group is None else ids - dist.get_rank(group) * len(weight)  # columns of this shard
-        blocks = _Blocks(hidden, weight, memory)
-        # Online softmax: the maximum so far and the sum of exp(logit - maximum), (n,), and the ids' logits, (n, k). A
-        # new maximum rescales the sum, so one pass over the blocks is enough.
+        blocks = _form(hidden, ids)(hidden, weight, memory)
         highest = torch.full(ids.shape[:1], -torch.inf, dtype=blocks.wide, device=hidden.device)
         total, target = torch.zeros_like(highest), highest.new_zeros(ids.shape)
+        sums = _Sums(highest, total, target)
         for start, stop in blocks:
-            logits = blocks.in_fp32(blocks.compute(blocks.weight(start, stop), start))
-            inside, column = _columns(ids, start, stop)
-            target += torch.where(inside, logits.gather(1, column), 0.0)
-            raised = torch.maximum(highest, logits.amax(dim=1))
-            total.mul_(highest.sub_(raised).exp_()).add_(blocks.exponential(logits, raised).sum(dim=1))
-            highest = raised
+            blocks.add(sums, blocks.compute(blocks.weight(start, stop), start), ids, start)
         if group is not None:  # combine the shards: rescale this shard's sum to the maximum of all shards
             own = highest.clone()
             dist.all_reduce(highest, dist.ReduceOp.MAX, group)
@@ -146,9 +146,9 @@ class _BlockedCrossEntropy(torch.autograd.Function):
             dist.all_reduce(total, group=group)
             dist.all_reduce(target, group=group)  # of each id, it is zero except on the rank whose shard has it
         log_sum = highest + total.log()
-        ctx.save_for_backward(hidden, weight, ids, known, log_sum)
+        ctx.save_for_backward(hidden, weight, ids, known, log_sum, target if blocks.needs_target(ids) else None)
         blocks.holds_logits = blocks.keeps_logits
-        ctx.blocks, ctx.memory = blocks if blocks.keeps_logits else None, memory
+        ctx.blocks, ctx.form, ctx.memory = blocks if blocks.keeps_logits else None, type(blocks), memory
         best = highest - log_sum
         ctx.mark_non_differentiable(best)
         return torch.where(known, log_sum[:, None] - target, 0.0), best
@@ -156,27 +156,15 @@ class _BlockedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden, weight, ids, known, log_sum = ctx.saved_tensors
+        hidden, weight, ids, known, log_sum, target = ctx.saved_tensors
         # ctx.blocks is None if no logits are kept, and when a zero-bubble pipeline calls backward a second time.
-        blocks: _Blocks = ctx.blocks or _Blocks(hidden, weight, ctx.memory)
-        grad = torch.where(known, grad, 0.0)  # (n, k)
-        # One id: its gradient scales the whole row at the end, which rounds once.
-        scale, shares = (grad, known.to(grad.dtype)) if ids.shape[1] == 1 else (None, grad)
+        blocks: _Blocks = ctx.blocks or ctx.form(hidden, weight, ctx.memory)
+        gradient = blocks.gradient(_Softmax(ids, known, log_sum, target), torch.where(known, grad, 0.0))
         grad_hidden = torch.zeros(hidden.shape, dtype=log_sum.dtype, device=hidden.device)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # None: the head is frozen
-        rows = torch.arange(len(ids), device=ids.device)[:, None].expand(ids.shape)
         for start, stop in blocks:
             part = blocks.weight(start, stop)
-            logits = blocks.buffer(start, stop) if blocks.holds_logits else blocks.compute(part, start)
-            # d loss / d logit = sum of the gradients x softmax - gradient x one_hot(id), here (n, block)
-            delta = blocks.in_fp32(logits).sub_(log_sum[:, None]).exp_()
-            inside, column = _columns(ids, start, stop)
-            if scale is None:
-                delta.mul_(grad.sum(1, keepdim=True))
-            delta.index_put_((rows, column), -torch.where(inside, shares, 0.0).to(delta.dtype), accumulate=True)
-            if scale is not None:
-                delta.mul_(scale)
-            delta = delta if logits.dtype == delta.dtype else logits.copy_(delta)
+            delta = gradient(blocks.buffer(start, stop) if blocks.holds_logits else blocks.compute(part, start), start)
             if delta.dtype == grad_hidden.dtype:
                 grad_hidden.addmm_(delta, part)
             else:
@@ -190,8 +178,39 @@ class _BlockedCrossEntropy(torch.autograd.Function):
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None
 
 
+class _Sums(NamedTuple):
+    """Online softmax over the blocks so far. A new maximum rescales the sum, so one pass over the blocks is enough.
+
+    Attributes:
+        highest: (n,): the greatest logit.
+        total: (n,): the sum of exp(logit - highest).
+        target: (n, k): the ids' logits; 0 for an id that no block had.
+    """
+
+    highest: Tensor
+    total: Tensor
+    target: Tensor
+
+
+class _Softmax(NamedTuple):
+    """What the gradient of the logits needs of forward.
+
+    Attributes:
+        ids: (n, k), columns of this shard.
+        known: (n, k).
+        log_sum: (n,).
+        target: (n, k): see _Sums; None: not needed.
+    """
+
+    ids: Tensor
+    known: Tensor
+    log_sum: Tensor
+    target: Tensor | None
+
+
 class _Blocks:
-    """Iterates over (start, stop) column ranges of the vocabulary, and owns the buffers of the call.
+    """Iterates over (start, stop) column ranges of the vocabulary, and owns the buffers of the call. The work between
+    its products is in plain operations here; see _FusedBlocks.
 
     The buffers hold one block, or all blocks if the logits are kept. They are reused: on a CPU, allocating a new buffer
     per block takes longer than the arithmetic, because the system fills new memory with zeros.
@@ -200,14 +219,21 @@ class _Blocks:
     def __init__(self, hidden: Tensor, weight: Tensor, memory: HeadMemory) -> None:
         self._hidden, self._weight = hidden, weight
         tokens, vocabulary = len(hidden), len(weight)
-        self._size = min(max(HEAD_COLUMNS, memory.block_elements // tokens), vocabulary)
+        self.wide = torch.promote_types(hidden.dtype, torch.float32)
+        self._size = min(self._width(max(HEAD_COLUMNS, memory.block_elements // tokens)), vocabulary)
         self.keeps_logits = tokens * vocabulary <= memory.kept_elements  # there is a buffer for every block
         self.holds_logits = False  # forward has filled them all
-        self.wide = torch.promote_types(hidden.dtype, torch.float32)
         self._logits = hidden.new_empty(tokens * (vocabulary if self.keeps_logits else self._size))
-        # A second buffer is needed if the logits must not be overwritten, or if fp32 copies of them are needed.
-        own = self.keeps_logits or hidden.dtype != self.wide
-        self._wide = hidden.new_empty(tokens * self._size, dtype=self.wide) if own else self._logits
+
+    @cached_property
+    def _wide(self) -> Tensor:
+        """A second buffer, if the logits must not be overwritten, or if fp32 copies of them are needed."""
+        own = self.keeps_logits or self._hidden.dtype != self.wide
+        return self._hidden.new_empty(len(self._hidden) * self._size, dtype=self.wide) if own else self._logits
+
+    def _width(self, planned: int) -> int:
+        """Columns of a block. Args: planned: those that HeadMemory asks for."""
+        return planned
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         for start in range(0, len(self._weight), self._size):
@@ -230,6 +256,44 @@ class _Blocks:
         tokens, first = len(self._hidden), start if self.keeps_logits else 0
         return self._logits[tokens * first : tokens * (first + stop - start)].view(tokens, stop - start)
 
+    def needs_target(self, ids: Tensor) -> bool:
+        """Whether the gradient needs _Sums.target."""
+        return False
+
+    def add(self, sums: _Sums, logits: Tensor, ids: Tensor, start: int) -> None:
+        """Add a block's logits to the sums."""
+        logits = self.in_fp32(logits)
+        inside, column = _columns(ids, start, start + logits.shape[1])
+        sums.target.add_(torch.where(inside, logits.gather(1, column), 0.0))
+        raised = torch.maximum(sums.highest, logits.amax(dim=1))
+        shrunk = sums.highest.sub_(raised).exp_()
+        sums.total.mul_(shrunk).add_(self.exponential(logits, raised).sum(dim=1))
+        sums.highest.copy_(raised)
+
+    def gradient(self, softmax: _Softmax, grad: Tensor) -> Callable[[Tensor, int], Tensor]:
+        """A function of a block's logits and its first column. It computes the gradient of the logits in their dtype
+        and in their memory: sum of the gradients x softmax - gradient x one_hot(id).
+
+        Args:
+            grad: (n, k), the gradient of the losses, 0 for IGNORE.
+        """
+        ids, known, log_sum, _ = softmax
+        # One id: its gradient scales the whole row at the end, which rounds once.
+        scale, shares = (grad, known.to(grad.dtype)) if ids.shape[1] == 1 else (None, grad)
+        rows = torch.arange(len(ids), device=ids.device)[:, None].expand(ids.shape)
+
+        def of_block(logits: Tensor, start: int) -> Tensor:
+            delta = self.in_fp32(logits).sub_(log_sum[:, None]).exp_()
+            inside, column = _columns(ids, start, start + logits.shape[1])
+            if scale is None:
+                delta.mul_(grad.sum(1, keepdim=True))
+            delta.index_put_((rows, column), -torch.where(inside, shares, 0.0).to(delta.dtype), accumulate=True)
+            if scale is not None:
+                delta.mul_(scale)
+            return delta if logits.dtype == delta.dtype else logits.copy_(delta)
+
+        return of_block
+
     def in_fp32(self, logits: Tensor) -> Tensor:
         """The logits in fp32 (or fp64): the same tensor if it is wide enough, else a copy in the second buffer."""
         return logits if logits.dtype == self.wide else self._scratch(logits).copy_(logits)
@@ -240,6 +304,77 @@ class _Blocks:
 
     def _scratch(self, like: Tensor) -> Tensor:
         return self._wide[: like.numel()].view(like.shape)
+
+
+class _FusedBlocks(_Blocks):
+    """The same with the kernels of fused/head_kernel.py, which need no second buffer.
+
+    A block takes the memory that is planned for both buffers (planning/memory.py: 6 bytes a logit in 16 bits) and for
+    the copies of a block of the weight that is to be cast, and has as many more columns.
+    """
+
+    def _width(self, planned: int) -> int:
+        tokens, vocabulary = len(self._hidden), len(self._weight)
+        logit, second = self._hidden.itemsize, self.wide.itemsize if self._hidden.dtype != self.wide else 0
+        cast = 2 * logit * self._hidden.shape[1] if self._weight.dtype != self._hidden.dtype else 0  # and its gradient
+        most = planned * (tokens * (logit + second) + cast) // (tokens * logit + cast) // _ALIGNED * _ALIGNED
+        return math.ceil(vocabulary / math.ceil(vocabulary / most) / _ALIGNED) * _ALIGNED  # blocks of equal size
+
+    def needs_target(self, ids: Tensor) -> bool:
+        return ids.shape[1] > 1
+
+    def add(self, sums: _Sums, logits: Tensor, ids: Tensor, start: int) -> None:
+        from titan_mi100.model.fused import head_launch
+
+        head_launch.add(logits, start, ids.contiguous(), *sums)
+
+    def gradient(self, softmax: _Softmax, grad: Tensor) -> Callable[[Tensor, int], Tensor]:
+        from titan_mi100.model.fused import head_launch
+
+        ids, grad = softmax.ids.contiguous(), grad.contiguous()
+        scale = grad.sum(1) if softmax.target is not None else grad[:, 0]
+
+        def of_block(logits: Tensor, start: int) -> Tensor:
+            head_launch.subtract(logits, start, ids, scale, softmax.log_sum)
+            if softmax.target is not None:
+                head_launch.subtract_several(logits, start, ids, grad, scale, softmax.log_sum, softmax.target)
+            return logits
+
+        return of_block
+
+
+def _form(hidden: Tensor, ids: Tensor) -> type[_Blocks]:
+    """The form of the work between the products of these tokens. The kernel for ids compares them in pairs."""
+    return _FusedBlocks if runs("head", hidden) and ids.shape[1] <= _MOST_IDS else _Blocks
+
+
+def trial(device: torch.device, dtype: torch.dtype) -> str:
+    """What is wrong with the kernels on this device: results against those of the plain form in fp32.
+
+    See running.Trial. The vocabulary has more than one block, and a block more columns than a kernel takes at a time.
+    """
+    draw, bar, tokens, vocabulary = torch.Generator().manual_seed(1), 2 * torch.finfo(dtype).eps + 1e-5, 17, 33_000
+    hidden, weight = ((torch.randn(n, 64, generator=draw) / 3).to(device, dtype) for n in (tokens, vocabulary))
+    for k in (1, 3):
+        ids, factors = torch.randint(vocabulary, (tokens, k), generator=draw), torch.rand(tokens, k, generator=draw)
+        ids[3, -1], ids[5] = IGNORE, 7
+        exact, fused = (
+            _trial_results(kinds, [x.to(wide) for x in (hidden, weight)], ids.to(device), factors.to(device))
+            for kinds, wide in (((), torch.float32), (("head",), dtype))
+        )
+        for name, ours, theirs in zip(("loss", "best", "gradient", "weight's gradient"), fused, exact, strict=True):
+            error = float((ours.float() - theirs).abs().max() / theirs.abs().max())
+            if not error <= bar:
+                return f"wrong: with {k} ids per token the {name} differs by {error:.1e} of its largest value"
+    return ""
+
+
+@torch.enable_grad()
+def _trial_results(kinds: Collection[str], tensors: list[Tensor], ids: Tensor, factors: Tensor) -> tuple[Tensor, ...]:
+    hidden, weight = (x.requires_grad_() for x in tensors)
+    with only(kinds):
+        losses, best = _BlockedCrossEntropy.apply(hidden, weight, ids, None, HeadMemory(len(ids) * 10_000))
+        return losses.detach(), best, *torch.autograd.grad((losses * factors).sum(), (hidden, weight))
 
 
 def _columns(ids: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:

@@ -67,6 +67,8 @@ def choose(trials: Mapping[str, Trial], wanted: Collection[str], device: torch.d
 
 
 def launch(kernel: Any, programs: tuple[int, ...], first: Tensor, *arguments: Any, **constants: Any) -> None:
-    """Launch a kernel on the device of its first argument."""
+    """Launch a kernel on the device of its first argument. A fake tensor has no values to compute."""
+    if first.is_meta or isinstance(first, torch._subclasses.FakeTensor):
+        return
     with accelerator.device_guard(first.device):
         kernel[programs](first, *arguments, **constants)
