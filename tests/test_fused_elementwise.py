@@ -1,0 +1,59 @@
+"""The fused kernels between products in Triton's interpreter, against the plain forms in fp64."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from interpreted import DEVICE
+from torch import Tensor
+
+from titan_mi100.model import elementwise
+from titan_mi100.model.fused.running import only
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+KINDS = ["elementwise"]
+# Rounded once: half of eps relative to the element. The largest element may be twice as far from its neighbours.
+BARS = {torch.bfloat16: 0.51 * 2**-7, torch.float16: 0.51 * 2**-10, torch.float32: 3e-6}
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(DEVICE, dtype)
+
+
+def gradients(function: Callable[..., object], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs, and the gradients of all inputs of a weighted sum of the outputs."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    outputs = function(*leaves)
+    outputs = [outputs] if isinstance(outputs, Tensor) else [*outputs]  # type: ignore[misc]
+    weights = [drawn(*y.shape, seed=9 + n).mul(8).round().to(y.dtype) for n, y in enumerate(outputs)]  # exact in each
+    return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, weights)]
+
+
+def agrees(function: Callable[..., object], inputs: Sequence[Tensor], factor: float = 1.0) -> None:
+    """The kernels against the plain form in fp64; and the same bits again."""
+    ours: list[list[Tensor]] = []
+    for _ in range(2):
+        with only(KINDS):
+            ours.append(gradients(function, inputs))
+    assert all(torch.equal(*pair) for pair in zip(*ours, strict=True))
+    expected = gradients(function, [x.double() for x in inputs])
+    for x, y in zip(ours[0], expected, strict=True):
+        assert x.shape == y.shape and torch.isfinite(x).all()
+        error = ((x.double() - y).abs() / y.abs().clamp_min(y.abs().max() / 8)).max().item()
+        assert error <= factor * BARS[x.dtype], error
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 3, 64), (2, 5, 1100), (7, 192)])
+def test_swiglu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    gate, up = 3 * drawn(*shape, dtype=dtype), drawn(*shape, dtype=dtype, seed=2)
+    agrees(elementwise.swiglu, (gate, up))
+
+
+def test_swiglu_of_parts_of_a_merged_product_of_no_rows_and_of_large_gates() -> None:
+    merged = drawn(2, 3, 128)
+    with only(KINDS):
+        ours = elementwise.swiglu(*merged.chunk(2, dim=-1))
+        assert elementwise.swiglu(merged[:, :0], merged[:, :0]).shape == (2, 0, 128)
+    torch.testing.assert_close(ours, elementwise.swiglu(*merged.chunk(2, dim=-1)))
+    agrees(elementwise.swiglu, (torch.tensor([[-80.0, -20.0, 20.0, 1e4]], device=DEVICE), drawn(1, 4)))
