@@ -9,6 +9,8 @@ from torch import Tensor
 
 from titan_mi100.model import elementwise
 from titan_mi100.model.fused.running import only
+from titan_mi100.model.layers import RMSNorm
+from titan_mi100.model.qwen3_5 import ZeroCentredNorm
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 KINDS = ["elementwise"]
@@ -57,3 +59,56 @@ def test_swiglu_of_parts_of_a_merged_product_of_no_rows_and_of_large_gates() -> 
         assert elementwise.swiglu(merged[:, :0], merged[:, :0]).shape == (2, 0, 128)
     torch.testing.assert_close(ours, elementwise.swiglu(*merged.chunk(2, dim=-1)))
     agrees(elementwise.swiglu, (torch.tensor([[-80.0, -20.0, 20.0, 1e4]], device=DEVICE), drawn(1, 4)))
+
+
+def norm_of(kind: type[RMSNorm], size: int) -> RMSNorm:
+    norm = kind(size, 1e-6).to(DEVICE)
+    norm.weight.data += 0.3 * drawn(size)
+    return norm
+
+
+def with_gains(norms: Sequence[RMSNorm], function: Callable[..., object]) -> Callable[..., object]:
+    """The function with the norms' gains as its last arguments, whose gradients are compared too."""
+
+    def call(*inputs: Tensor) -> object:
+        for norm, gain in zip(norms, inputs[-len(norms) :], strict=True):
+            del norm.weight
+            norm.weight = gain  # type: ignore[assignment]
+        return function(*inputs[: -len(norms)])
+
+    return call
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", [RMSNorm, ZeroCentredNorm])
+@pytest.mark.parametrize("shape", [(1, 3, 64), (2, 7, 192), (1, 5, 1024), (1, 3, 2560)])
+def test_norm_with_and_without_a_sum(shape: tuple[int, ...], kind: type[RMSNorm], dtype: torch.dtype) -> None:
+    norm, x = norm_of(kind, shape[-1]), drawn(*shape, dtype=dtype)
+    gain = norm.weight.detach().to(dtype)
+    agrees(with_gains([norm], norm), (x, gain))
+    x, added = (drawn(*shape, seed=n).mul(8).round().div(8).to(dtype) for n in (5, 6))  # a sum that is exact
+    agrees(with_gains([norm], norm), (x, added, gain))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [64, 96, 128])
+def test_gated_norm(size: int, dtype: torch.dtype) -> None:
+    shape = (1, 5, 3, size)
+    x, gate, gain = drawn(*shape, dtype=dtype), drawn(*shape, dtype=dtype, seed=3), 1 + 0.3 * drawn(size)
+    agrees(lambda *inputs: elementwise.gated_norm(*inputs, 1e-6), (x, gate, gain))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", [RMSNorm, ZeroCentredNorm])
+@pytest.mark.parametrize(("size", "rotated"), [(64, 64), (128, 128), (256, 64), (96, 24)])
+def test_norm_and_rotation(size: int, rotated: int, kind: type[RMSNorm], dtype: torch.dtype) -> None:
+    tokens = (1, 37) if size == 64 else (2, 5)
+    norms = norm_of(kind, size), norm_of(kind, size)
+    cos, sin = elementwise.rotary_tables(torch.arange(tokens[1], device=DEVICE).expand(tokens), rotated, 1e4)
+    q = drawn(*tokens, 3, 2 * size, dtype=dtype)  # in two parts, as Qwen3.5's queries and gates are
+    k, gain = drawn(*tokens, 2, size, dtype=dtype), norms[0].weight.detach().to(dtype)
+
+    def turned(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return elementwise.norm_and_rotate(q.chunk(2, dim=-1)[0], k, norms, cos, sin)
+
+    agrees(with_gains(norms, turned), (q, k, gain, gain.roll(1)), 1.1)

@@ -3,7 +3,6 @@
 What a function saves for backward is listed in shapes/ (`saved`). Qwen3's norm of the hidden states is layers.RMSNorm.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_mi100.model.fused.running import runs_unwatched
+from titan_mi100.model.layers import RMSNorm, local_weight
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
@@ -21,6 +21,16 @@ def at_least_fp32(x: Tensor) -> Tensor:
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     """F.rms_norm over the last dimension, of x and gain in fp32 or fp64; on a CPU in a third of its time."""
     return _CPUNorm.apply(x, gain, eps) if x.device.type == "cpu" else F.rms_norm(x, gain.shape, gain, eps)
+
+
+def gated_norm(x: Tensor, gate: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """RMSNorm of x times silu(gate), computed in fp32."""
+    if runs_unwatched("elementwise", x):
+        from titan_mi100.model.fused.elementwise_launch import Norm
+
+        return Norm.apply(x, gate, gain, eps, {"KIND": "gate", "CENTRED": False, "ROUNDED": False})
+    wide = at_least_fp32(x)
+    return (rms_norm(wide, gain.to(wide.dtype), eps) * F.silu(gate.to(wide.dtype))).to(x.dtype)
 
 
 class _CPUNorm(torch.autograd.Function):
@@ -70,14 +80,25 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)
 
 
-def norm_and_rotate(x: Tensor, norm: Callable[[Tensor], Tensor], cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply a norm to each head of queries or keys, and rotate its first values, as many as the tables have.
+def norm_and_rotate(
+    q: Tensor, k: Tensor, norms: tuple[RMSNorm, RMSNorm], cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Apply a norm to each head of queries and keys, and rotate its first values, as many as the tables have.
 
     Both run in fp32, so that the result is rounded to 16 bits once and not twice.
 
     Args:
-        x: (batch, seq, heads, head_dim).
+        q, k: (batch, seq, heads, head_dim), with heads of their own.
     """
+    if runs_unwatched("elementwise", q):
+        from titan_mi100.model.fused.elementwise_launch import Turn
+
+        gains = (local_weight(norm.weight, norm.weight.dtype) for norm in norms)
+        return Turn.apply(q, k, *gains, cos, sin, norms[0].eps, norms[0].is_centred)
+    return _normed_and_rotated(q, norms[0], cos, sin), _normed_and_rotated(k, norms[1], cos, sin)
+
+
+def _normed_and_rotated(x: Tensor, norm: RMSNorm, cos: Tensor, sin: Tensor) -> Tensor:
     normed = norm(at_least_fp32(x))
     if (rest := x.shape[-1] - cos.shape[-1]) == 0:
         return rotate(normed, cos, sin).to(x.dtype)
