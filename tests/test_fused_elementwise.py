@@ -112,3 +112,8 @@ def test_norm_and_rotation(size: int, rotated: int, kind: type[RMSNorm], dtype: 
         return elementwise.norm_and_rotate(q.chunk(2, dim=-1)[0], k, norms, cos, sin)
 
     agrees(with_gains(norms, turned), (q, k, gain, gain.roll(1)), 1.1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_trial_passes(dtype: torch.dtype) -> None:
+    assert elementwise.trial(DEVICE, dtype) == ""

@@ -3,13 +3,14 @@
 What a function saves for backward is listed in shapes/ (`saved`). Qwen3's norm of the hidden states is layers.RMSNorm.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_mi100.model.fused.running import runs_unwatched
+from titan_mi100.model.fused.running import only, runs_unwatched
 from titan_mi100.model.layers import RMSNorm, local_weight
 
 
@@ -113,3 +114,32 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
         return SwiGLU.apply(gate, up)
     return F.silu(gate) * up
+
+
+def trial(device: torch.device, dtype: torch.dtype) -> str:
+    """What is wrong with the kernels on this device: they must compute what plain operations do. See running.Trial."""
+    draw, norm, eps = torch.Generator().manual_seed(1), RMSNorm(128, 1e-6).to(device), torch.finfo(dtype).eps
+    cos, sin = rotary_tables(torch.arange(70, device=device)[None], 64, 1e4)
+    cases: dict[str, Callable[..., Any]] = {
+        "SwiGLU": swiglu,
+        "the norm": lambda x, y: norm(x),
+        "the norm of a sum": norm,
+        "the gated norm": lambda x, y: gated_norm(x, y, norm.weight, norm.eps),
+        "the rotation": lambda x, y: norm_and_rotate(x, y, (norm, norm), cos, sin),
+    }
+    for name, function in cases.items():
+        computed = []
+        x, y = (torch.randn(1, 70, 3, 128, generator=draw).to(device, dtype).requires_grad_() for _ in range(2))
+        for kinds in ((), ("elementwise",), ("elementwise",)):
+            with only(kinds), torch.enable_grad():
+                outputs = function(x, y)
+                outputs = [outputs] if isinstance(outputs, Tensor) else [*outputs]
+                leaves, weights = [x, y, norm.weight], [output.detach().cos() for output in outputs]
+                grads = torch.autograd.grad(outputs, leaves, weights, allow_unused=True, materialize_grads=True)
+                computed.append([*outputs, *grads])
+        plain, ours, again = computed
+        if not all(torch.equal(*pair) for pair in zip(ours, again, strict=True)):
+            return f"{name} gives other bits the second time"
+        if not all((a - b).abs().max() <= 8 * eps * a.abs().max() for a, b in zip(plain, ours, strict=True)):
+            return f"{name} differs from that of plain operations"
+    return ""

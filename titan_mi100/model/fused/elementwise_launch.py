@@ -20,9 +20,9 @@ class SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        gate, up = _rows(gate), _rows(up)
-        ctx.save_for_backward(gate, up)
         product = gate.new_empty(gate.shape)
+        gate, up = _flat(gate, -2), _flat(up, -2)
+        ctx.save_for_backward(gate, up)
         _swiglu(kernels.swiglu_kernel, gate, up, gate, up, product)
         return product
 
@@ -30,30 +30,27 @@ class SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         gate, up = ctx.saved_tensors
-        grads = gate.new_empty(gate.shape), up.new_empty(up.shape)
+        grads = gate.new_empty(grad.shape), up.new_empty(grad.shape)
         _swiglu(kernels.swiglu_backward_kernel, gate, up, grad.contiguous(), gate, up, *grads)
         return grads
 
 
 def _swiglu(kernel: Any, gate: Tensor, up: Tensor, *tensors: Tensor) -> None:
-    columns = gate.shape[-1]
-    programs = (gate.numel() // columns, triton.cdiv(columns, _COLUMNS))
-    if gate.numel():  # an expert of a batch may have no rows
-        strides = (columns, _row_stride(gate), _row_stride(up))
-        launch(kernel, programs, *tensors, *strides, BLOCK=_COLUMNS, num_warps=_WARPS)
+    rows, columns = gate.shape
+    if rows:  # an expert of a batch may have none
+        programs, strides = (rows, triton.cdiv(columns, _COLUMNS)), (gate.stride(0), up.stride(0))
+        launch(kernel, programs, *tensors, columns, *strides, BLOCK=_COLUMNS, num_warps=_WARPS)
 
 
-def _row_stride(x: Tensor) -> int:
-    return x.stride(-2) if x.dim() > 1 else x.shape[-1]
+def _flat(x: Tensor, last: int) -> Tensor:
+    """The tensor with its dimensions up to `last` as one. It is copied where one stride does not find those, or values
+    are apart; parts of a merged product are not.
+    """
+    flat = x.flatten(0, last)
+    return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
-def _rows(x: Tensor) -> Tensor:
-    """The tensor, copied unless it is rows of contiguous columns that one stride finds. Merged products give such."""
-    fits = x.stride(-1) == 1 and all(x.stride(i) == x.shape[i + 1] * x.stride(i + 1) for i in range(x.dim() - 2))
-    return x if fits else x.contiguous()
-
-
-def _tile(size: int, rows: int) -> tuple[int, int, dict[str, int]]:
+def _tile(size: int, rows: int) -> tuple[int, int, dict[str, Any]]:
     """The blocks of rows of a matrix with these columns, how many of them a program that sums takes, and constants."""
     block = triton.next_power_of_2(size)
     height, warps = max(1, _TILE // block), 4 if block <= _TILE else 8
@@ -65,8 +62,8 @@ def _tile(size: int, rows: int) -> tuple[int, int, dict[str, int]]:
 def _sum(sums: Tensor, counts: tuple[int, ...], gains: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The gradients of one gain or two. Args: sums: (rows, size), of the first gain `counts[0]`, then of the second."""
     size, outputs = sums.shape[1], tuple(gain.new_empty(gain.shape) for gain in gains)
-    programs, constants = (triton.cdiv(size, 64), len(gains)), {"BLOCK": 64, "ROWS": 32, "num_warps": _WARPS}
-    launch(kernels.sum_kernel, programs, sums, outputs[0], outputs[-1], counts[0], sum(counts), SIZE=size, **constants)
+    launch(kernels.sum_kernel, (triton.cdiv(size, 64), len(gains)), sums, outputs[0], outputs[-1], counts[0],
+           sum(counts), SIZE=size, BLOCK=64, ROWS=32, num_warps=_WARPS)  # fmt: skip
     return outputs
 
 
@@ -79,31 +76,29 @@ class Norm(torch.autograd.Function):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Args: constants: KIND, CENTRED and ROUNDED of the kernel."""
         x, other = x.contiguous(), x if other is None else other.contiguous()
-        is_sum, rows = constants["KIND"] == "sum", x.numel() // x.shape[-1]
-        normed, total = x.new_empty(x.shape), x.new_empty(x.shape) if is_sum else x
+        kind, rows = constants["KIND"], x.numel() // x.shape[-1]
+        normed, total = x.new_empty(x.shape), x.new_empty(x.shape) if kind == "sum" else x
         blocks, _, tile = _tile(x.shape[-1], rows)
         if rows:
-            tensors = (x, other, gain, normed, total)
-            launch(kernels.norm_kernel, (blocks,), *tensors, rows, eps, **tile, **constants)
+            launch(kernels.norm_kernel, (blocks,), x, other, gain, normed, total, rows, eps, **tile, **constants)
         ctx.eps, ctx.constants = eps, constants
-        ctx.save_for_backward(total, gain, *([other] if constants["KIND"] == "gate" else ()))
-        return (normed, total) if is_sum else normed
+        ctx.save_for_backward(total, gain, *([other] if kind == "gate" else ()))
+        return (normed, total) if kind == "sum" else normed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *of_sum: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, gain, *gate = ctx.saved_tensors
-        grad, size, is_trained = grad.contiguous(), x.shape[-1], ctx.needs_input_grad[2]
+        size, is_trained = x.shape[-1], ctx.needs_input_grad[2]
         of_x, of_gate = x.new_empty(x.shape), gate[0].new_empty(x.shape) if gate else x
-        others = (*gate, *(part.contiguous() for part in of_sum), x)
+        other = (*gate, *(part.contiguous() for part in of_sum), x)[0]
         rows = x.numel() // size
         blocks, steps, tile = _tile(size, rows)
         programs = triton.cdiv(blocks, steps)
         sums = x.new_empty(programs if is_trained else 0, size, dtype=torch.float32)
         if rows:
-            tensors = (grad, x, others[0], gain, of_x, of_gate, sums)
-            constants = {**tile, **ctx.constants, "TRAINED": is_trained}
-            launch(kernels.norm_backward_kernel, (programs,), *tensors, rows, steps, ctx.eps, **constants)
+            launch(kernels.norm_backward_kernel, (programs,), grad.contiguous(), x, other, gain, of_x, of_gate, sums,
+                   rows, steps, ctx.eps, TRAINED=is_trained, **tile, **ctx.constants)  # fmt: skip
         of_gain = _sum(sums, (programs,), (gain,))[0] if is_trained else None
         return of_x, of_gate if gate else of_x if of_sum else None, of_gain, None, None
 
@@ -114,43 +109,40 @@ class Turn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         q, k, q_gain, k_gain, cos, sin, ctx.eps, ctx.is_centred = inputs
-        q, k = _heads(q), _heads(k)
+        q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
         cos, sin = (table.expand(*q.shape[:2], 1, -1).contiguous() for table in (cos, sin))
-        outputs = q.new_empty(q.shape), k.new_empty(k.shape)
+        q, k = _flat(q, 1), _flat(k, 1)
+        ctx.save_for_backward(q, k, q_gain, k_gain, cos, sin)
         programs, shape, _, constants = _turn(q, k, cos, 1)
-        tensors = (q, k, q_gain, k_gain, cos, sin, *outputs)
-        launch(kernels.turn_kernel, (sum(programs),), *tensors, programs[0], *shape, ctx.eps,
+        launch(kernels.turn_kernel, (sum(programs),), *ctx.to_save, q_out, k_out, programs[0], *shape, ctx.eps,
                CENTRED=ctx.is_centred, **constants)  # fmt: skip
-        ctx.save_for_backward(*tensors[:6])
-        return outputs
+        return q_out, k_out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, *gains, cos, _ = ctx.saved_tensors
-        outputs, is_trained = (q.new_empty(q.shape), k.new_empty(k.shape)), any(ctx.needs_input_grad[2:4])
+    def backward(ctx: Any, q_grad: Tensor, k_grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, q_gain, k_gain, cos, _ = ctx.saved_tensors
+        of_q, of_k, is_trained = q.new_empty(q_grad.shape), k.new_empty(k_grad.shape), any(ctx.needs_input_grad[2:4])
         programs, shape, steps, constants = _turn(q, k, cos, 0)
         sums = q.new_empty(sum(programs) if is_trained else 0, q.shape[-1], dtype=torch.float32)
-        tensors = (*(grad.contiguous() for grad in grads), *ctx.saved_tensors, *outputs, sums)
-        launch(kernels.turn_backward_kernel, (sum(programs),), *tensors, programs[0], *shape, steps, ctx.eps,
-               CENTRED=ctx.is_centred, TRAINED=is_trained, **constants)  # fmt: skip
-        of_gains = _sum(sums, programs, (gains[0], gains[1])) if is_trained else (None, None)
-        return *outputs, *of_gains, None, None, None, None
+        launch(kernels.turn_backward_kernel, (sum(programs),), q_grad.contiguous(), k_grad.contiguous(),
+               *ctx.saved_tensors, of_q, of_k, sums, programs[0], *shape, steps, ctx.eps, CENTRED=ctx.is_centred,
+               TRAINED=is_trained, **constants)  # fmt: skip
+        of_gains = _sum(sums, programs, (q_gain, k_gain)) if is_trained else (None, None)
+        return of_q, of_k, *of_gains, None, None, None, None
 
 
 def _turn(
     q: Tensor, k: Tensor, cos: Tensor, steps: int
-) -> tuple[tuple[int, int], tuple[int, ...], int, dict[str, int]]:
-    """The programs of q and k, their shapes and strides, the steps of a program (as given, or chosen), constants."""
-    tokens, heads, size = q.shape[0] * q.shape[1], (q.shape[2], k.shape[2]), q.shape[3]
-    _, by_rows, constants = _tile(size, tokens * sum(heads))
+) -> tuple[tuple[int, int], tuple[int, ...], int, dict[str, Any]]:
+    """The programs of q and k, their shapes and strides, the steps of a program (as given, or chosen), constants.
+
+    Args:
+        q, k: (tokens, heads, size).
+    """
+    heads = q.shape[1], k.shape[1]
+    _, by_rows, constants = _tile(q.shape[2], len(q) * sum(heads))
     steps = steps or by_rows
-    of_q, of_k = (triton.cdiv(tokens * count, steps * constants["ROWS"]) for count in heads)
-    strides = (stride for x in (q, k) for stride in x.stride()[1:3])
-    return (of_q, of_k), (tokens, *heads, *strides), steps, {**constants, "TURNED": cos.shape[-1]}
-
-
-def _heads(x: Tensor) -> Tensor:
-    """The tensor (batch, seq, heads, size), copied unless one stride finds all tokens and one all heads of a token."""
-    fits = x.stride(3) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
-    return x if fits else x.contiguous()
+    of_q, of_k = (triton.cdiv(len(q) * count, steps * constants["ROWS"]) for count in heads)
+    shape = (len(q), *heads, *q.stride()[:2], *k.stride()[:2])
+    return (of_q, of_k), shape, steps, {**constants, "TURNED": cos.shape[-1]}
