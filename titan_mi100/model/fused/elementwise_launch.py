@@ -11,7 +11,7 @@ from titan_mi100.model.fused import elementwise_kernels as kernels
 from titan_mi100.model.fused.running import launch
 
 _COLUMNS, _WARPS = 1024, 4  # of a program of SwiGLU
-_TILE = 2048  # elements that a program of another kernel has at once, or one row
+_TILE = 1024  # elements that a program of another kernel has at once, or one row
 _PROGRAMS = 512  # that sum parts of a gain's gradient. Never by the card: it decides bits
 
 
@@ -30,9 +30,9 @@ class SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         gate, up = ctx.saved_tensors
-        grads = gate.new_empty(grad.shape), up.new_empty(grad.shape)
-        _swiglu(kernels.swiglu_backward_kernel, gate, up, grad.contiguous(), gate, up, *grads)
-        return grads
+        of_gate, of_up = gate.new_empty(grad.shape), up.new_empty(grad.shape)
+        _swiglu(kernels.swiglu_backward_kernel, gate, up, grad.contiguous(), gate, up, of_gate, of_up)
+        return of_gate, of_up
 
 
 def _swiglu(kernel: Any, gate: Tensor, up: Tensor, *tensors: Tensor) -> None:
@@ -53,7 +53,7 @@ def _flat(x: Tensor, last: int) -> Tensor:
 def _tile(size: int, rows: int) -> tuple[int, int, dict[str, Any]]:
     """The blocks of rows of a matrix with these columns, how many of them a program that sums takes, and constants."""
     block = triton.next_power_of_2(size)
-    height, warps = max(1, _TILE // block), 4 if block <= _TILE else 8
+    height, warps = max(1, _TILE // block), 4 if block <= 2 * _TILE else 8
     blocks = triton.cdiv(rows, height)
     constants = {"SIZE": size, "BLOCK": block, "ROWS": height, "num_warps": warps}
     return blocks, max(1, triton.cdiv(blocks, _PROGRAMS)), constants
@@ -114,20 +114,20 @@ class Turn(torch.autograd.Function):
         q, k = _flat(q, 1), _flat(k, 1)
         ctx.save_for_backward(q, k, q_gain, k_gain, cos, sin)
         programs, shape, _, constants = _turn(q, k, cos, 1)
-        launch(kernels.turn_kernel, (sum(programs),), *ctx.to_save, q_out, k_out, programs[0], *shape, ctx.eps,
-               CENTRED=ctx.is_centred, **constants)  # fmt: skip
+        launch(kernels.turn_kernel, (sum(programs),), q, k, q_gain, k_gain, cos, sin, q_out, k_out,
+               programs[0], *shape, ctx.eps, CENTRED=ctx.is_centred, **constants)  # fmt: skip
         return q_out, k_out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, q_grad: Tensor, k_grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, q_gain, k_gain, cos, _ = ctx.saved_tensors
+        q, k, q_gain, k_gain, cos, sin = ctx.saved_tensors  # read once: recomputation unpacks it
         of_q, of_k, is_trained = q.new_empty(q_grad.shape), k.new_empty(k_grad.shape), any(ctx.needs_input_grad[2:4])
         programs, shape, steps, constants = _turn(q, k, cos, 0)
         sums = q.new_empty(sum(programs) if is_trained else 0, q.shape[-1], dtype=torch.float32)
         launch(kernels.turn_backward_kernel, (sum(programs),), q_grad.contiguous(), k_grad.contiguous(),
-               *ctx.saved_tensors, of_q, of_k, sums, programs[0], *shape, steps, ctx.eps, CENTRED=ctx.is_centred,
-               TRAINED=is_trained, **constants)  # fmt: skip
+               q, k, q_gain, k_gain, cos, sin, of_q, of_k, sums, programs[0], *shape, steps, ctx.eps,
+               CENTRED=ctx.is_centred, TRAINED=is_trained, **constants)  # fmt: skip
         of_gains = _sum(sums, programs, (q_gain, k_gain)) if is_trained else (None, None)
         return of_q, of_k, *of_gains, None, None, None, None
 
