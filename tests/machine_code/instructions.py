@@ -371,6 +371,8 @@ def scalar(instruction: Instruction, program: Program) -> Run:
     signature, compute = SCALAR[instruction.name]
     kinds, results = signature.split(">")
     sources = instruction.operands[len(results.removesuffix("s")) :]
+    if instruction.name in ("s_addk_i32", "s_mulk_i32"):  # the target is the first source, too
+        sources = instruction.operands
     if "s" in kinds:
         sources = [*sources, Operand("scc", SCC)]
     fetch = [scalar_source(instruction, o, kind.replace("s", "u")) for o, kind in zip(sources, kinds, strict=True)]
