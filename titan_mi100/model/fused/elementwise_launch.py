@@ -12,7 +12,7 @@ from titan_mi100.model.fused.running import launch
 
 _COLUMNS, _WARPS = 1024, 4  # of a program of SwiGLU
 _TILE = 1024  # elements that a program of another kernel has at once, or one row
-_PROGRAMS = 512  # that sum parts of a gain's gradient. Never by the card: it decides bits
+PROGRAMS = 512  # that sum parts of a gain's gradient. Never by the card: it decides bits
 
 
 class SwiGLU(torch.autograd.Function):
@@ -56,7 +56,7 @@ def _tile(size: int, rows: int) -> tuple[int, int, dict[str, Any]]:
     height, warps = max(1, _TILE // block), 4 if block <= 2 * _TILE else 8
     blocks = triton.cdiv(rows, height)
     constants = {"SIZE": size, "BLOCK": block, "ROWS": height, "num_warps": warps}
-    return blocks, max(1, triton.cdiv(blocks, _PROGRAMS)), constants
+    return blocks, max(1, triton.cdiv(blocks, PROGRAMS)), constants
 
 
 def _sum(sums: Tensor, counts: tuple[int, ...], gains: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
