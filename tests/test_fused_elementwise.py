@@ -88,6 +88,7 @@ def test_swiglu_of_parts_of_a_merged_product_of_no_rows_and_of_large_gates() -> 
     merged = drawn(2, 3, 128)
     with only(KINDS):
         ours = elementwise.swiglu(*merged.chunk(2, dim=-1))
+        assert torch.equal(elementwise.swiglu(merged[..., :64].contiguous(), merged[..., 64:]), ours)
         assert elementwise.swiglu(merged[:, :0], merged[:, :0]).shape == (2, 0, 128)
     torch.testing.assert_close(ours, elementwise.swiglu(*merged.chunk(2, dim=-1)))
     agrees(elementwise.swiglu, (torch.tensor([[-80.0, -20.0, 20.0, 1e4]], device=DEVICE), drawn(1, 4)))

@@ -144,20 +144,11 @@ def turn_kernel(
         q, k: (tokens, heads, SIZE), with strides of tokens and heads. cos, sin: (tokens, TURNED) fp32.
         q_programs: the first programs compute q, the others k.
     """
+    x, gain, out, heads, stride, head_stride = q, q_gain, q_out, q_heads, q_stride, q_head_stride
     program = tl.program_id(0)
-    if program < q_programs:
-        _turn(q, q_gain, cos, sin, q_out, program, tokens, q_heads, q_stride, q_head_stride, eps, SIZE, TURNED, BLOCK,
-              ROWS, CENTRED)  # fmt: skip
-    else:
-        _turn(k, k_gain, cos, sin, k_out, program - q_programs, tokens, k_heads, k_stride, k_head_stride, eps, SIZE,
-              TURNED, BLOCK, ROWS, CENTRED)  # fmt: skip
-
-
-@triton.jit
-def _turn(
-    x, gain, cos, sin, out, program, tokens, heads, stride, head_stride, eps, SIZE: tl.constexpr, TURNED: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, CENTRED: tl.constexpr,
-):  # fmt: skip
+    if program >= q_programs:
+        x, gain, out, heads, stride, head_stride = k, k_gain, k_out, k_heads, k_stride, k_head_stride
+        program -= q_programs
     row, column = program * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     token, other = row // heads, _partner(column, TURNED)
     inside, is_turned = (row < tokens * heads)[:, None] & (column < SIZE)[None, :], (column < TURNED)[None, :]
@@ -181,21 +172,11 @@ def turn_backward_kernel(
     ROWS: tl.constexpr, CENTRED: tl.constexpr, TRAINED: tl.constexpr,
 ):  # fmt: skip
     """The gradients of q and k, and each program's part of those of the gains; see `norm_backward_kernel`."""
-    program = tl.program_id(0)
-    if program < q_programs:
-        _turn_back(q_grad, q, q_gain, cos, sin, q_out, sums, program, program, tokens, q_heads, q_stride, q_head_stride,
-                   steps, eps, SIZE, TURNED, BLOCK, ROWS, CENTRED, TRAINED)  # fmt: skip
-    else:
-        _turn_back(k_grad, k, k_gain, cos, sin, k_out, sums, program, program - q_programs, tokens, k_heads, k_stride,
-                   k_head_stride, steps, eps, SIZE, TURNED, BLOCK, ROWS, CENTRED, TRAINED)  # fmt: skip
-
-
-@triton.jit
-def _turn_back(
-    grad, x, gain, cos, sin, out, sums, number, program, tokens, heads, stride, head_stride, steps, eps,
-    SIZE: tl.constexpr, TURNED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, CENTRED: tl.constexpr,
-    TRAINED: tl.constexpr,
-):  # fmt: skip
+    grad, x, gain, out = q_grad, q, q_gain, q_out
+    heads, stride, head_stride, program = q_heads, q_stride, q_head_stride, tl.program_id(0)
+    if program >= q_programs:
+        grad, x, gain, out = k_grad, k, k_gain, k_out
+        heads, stride, head_stride, program = k_heads, k_stride, k_head_stride, program - q_programs
     column, other = tl.arange(0, BLOCK), _partner(tl.arange(0, BLOCK), TURNED)
     is_turned, wide_gain = (column < TURNED)[None, :], _gain(gain, x, column, SIZE, CENTRED, False)[None, :]
     first, summed = program * steps * ROWS, tl.zeros([ROWS, BLOCK], tl.float32)
@@ -217,7 +198,7 @@ def _turn_back(
         d = factor * (d - normed * (tl.sum(d * normed, 1) / SIZE)[:, None])
         tl.store(out + at + column[None, :], d.to(out.dtype.element_ty), mask=inside)
     if TRAINED:
-        tl.store(sums + number * SIZE + column, tl.sum(summed, 0), mask=column < SIZE)
+        tl.store(sums + tl.program_id(0) * SIZE + column, tl.sum(summed, 0), mask=column < SIZE)
 
 
 @triton.jit
