@@ -37,10 +37,10 @@ CORE = (
     ),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )
-BUDGETS = {"core": 10140, "titan_mi100": 28225, "scripts": 1160}  # lines of code
+BUDGETS = {"core": 10470, "titan_mi100": 28555, "scripts": 1160}  # lines of code
 FOLDERS = {  # the same, of folders in titan_mi100/ with all below them
     "attention": 950, "checkpoint": 725, "config": 1915, "data": 4250, "device": 120, "files": 1185,
-    "generation": 275, "launch": 1300, "model": 1600, "objectives": 190, "open_run": 1150, "optim": 615,
+    "generation": 275, "launch": 1300, "model": 1925, "objectives": 190, "open_run": 1150, "optim": 615,
     "parallel": 1165, "planning": 780, "run": 1425, "shapes": 950, "text": 1440, "tools": 1255, "watch": 645,
     "weights": 1205, "workshop": 4215,
 }  # fmt: skip

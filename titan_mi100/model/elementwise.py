@@ -1,6 +1,7 @@
-"""The work between products, one function per kind: norm, rotation, SwiGLU. A fused kernel would replace one here.
+"""The work between products, one function per kind: norm, rotation, SwiGLU; the norm of hidden states: layers.RMSNorm.
 
-What a function saves for backward is listed in shapes/ (`saved`). Qwen3's norm of the hidden states is layers.RMSNorm.
+Where the fused kernels run (fused/elementwise_launch.py), they replace a function whole. What plain operations save for
+backward is listed in shapes/ (`saved`); the kernels save only their inputs.
 """
 
 from collections.abc import Callable

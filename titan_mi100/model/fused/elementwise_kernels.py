@@ -144,10 +144,10 @@ def turn_kernel(
         q, k: (tokens, heads, SIZE), with strides of tokens and heads. cos, sin: (tokens, TURNED) fp32.
         q_programs: the first programs compute q, the others k.
     """
-    x, gain, out, heads, stride, head_stride = q, q_gain, q_out, q_heads, q_stride, q_head_stride
+    x, gain, target, heads, stride, head_stride = q, q_gain, q_out, q_heads, q_stride, q_head_stride
     program = tl.program_id(0)
     if program >= q_programs:
-        x, gain, out, heads, stride, head_stride = k, k_gain, k_out, k_heads, k_stride, k_head_stride
+        x, gain, target, heads, stride, head_stride = k, k_gain, k_out, k_heads, k_stride, k_head_stride
         program -= q_programs
     row, column = program * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     token, other = row // heads, _partner(column, TURNED)
@@ -162,7 +162,7 @@ def turn_kernel(
     wide *= factor * _gain(gain, x, column, SIZE, CENTRED, False)[None, :]
     pair *= factor * _gain(gain, x, other, SIZE, CENTRED, False)[None, :]
     at = row.to(tl.int64)[:, None] * SIZE + column[None, :]
-    tl.store(out + at, (wide * c + pair * s).to(out.dtype.element_ty), mask=inside)
+    tl.store(target + at, (wide * c + pair * s).to(target.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -172,10 +172,10 @@ def turn_backward_kernel(
     ROWS: tl.constexpr, CENTRED: tl.constexpr, TRAINED: tl.constexpr,
 ):  # fmt: skip
     """The gradients of q and k, and each program's part of those of the gains; see `norm_backward_kernel`."""
-    grad, x, gain, out = q_grad, q, q_gain, q_out
+    grad, x, gain, target = q_grad, q, q_gain, q_out
     heads, stride, head_stride, program = q_heads, q_stride, q_head_stride, tl.program_id(0)
     if program >= q_programs:
-        grad, x, gain, out = k_grad, k, k_gain, k_out
+        grad, x, gain, target = k_grad, k, k_gain, k_out
         heads, stride, head_stride, program = k_heads, k_stride, k_head_stride, program - q_programs
     column, other = tl.arange(0, BLOCK), _partner(tl.arange(0, BLOCK), TURNED)
     is_turned, wide_gain = (column < TURNED)[None, :], _gain(gain, x, column, SIZE, CENTRED, False)[None, :]
@@ -196,7 +196,7 @@ def turn_backward_kernel(
             summed += d * normed
         d *= wide_gain
         d = factor * (d - normed * (tl.sum(d * normed, 1) / SIZE)[:, None])
-        tl.store(out + at + column[None, :], d.to(out.dtype.element_ty), mask=inside)
+        tl.store(target + at + column[None, :], d.to(target.dtype.element_ty), mask=inside)
     if TRAINED:
         tl.store(sums + tl.program_id(0) * SIZE + column, tl.sum(summed, 0), mask=column < SIZE)
 
