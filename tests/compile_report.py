@@ -5,9 +5,9 @@
 Every launch that titan_mi100/attention/launches.py offers an architecture is compiled, for fp16 and bf16, and at head
 size 128 for fp32. Exit code 1, and a line each, if one spills registers into scratch memory, needs more shared memory
 (LDS) than there is, or uses no matrix instructions in 16 bits (MFMA, WMMA, MMA). Then the optimizer's kernel for each
-kind of state; its last column counts products and sums that became one operation, of which there must be none. At last
-the kernels of the head's loss. AMD's kernels need a linker, lld 16 or later: `apt-get install lld-16`, or
-TRITON_HIP_LLD_PATH.
+kind of state; its last column counts products and sums that became one operation, of which there must be none. Then the
+kernels of the head's loss, and those between products. AMD's kernels need a linker, lld 16 or later:
+`apt-get install lld-16`, or TRITON_HIP_LLD_PATH.
 
 --store writes tests/assets/compiled-VERSION.csv, which the tests compare with the tables; do so after each change of a
 launch or of kernels.py, with both versions of Triton (they install without torch).
@@ -26,7 +26,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)  # before triton is imported: the interpreter compiles nothing
@@ -213,6 +214,102 @@ def compiled_head(arch: str, name: str, dtype: str, ids: int) -> Any:
     return _compile(kernel, arch, signature, constants, divisible, {"num_warps": head_launch._WARPS})
 
 
+FUSED = {"bf16": (1024, 5120), "fp16": (2560,), "fp32": (1024,)}  # sizes of hidden states
+
+
+@dataclass(frozen=True)
+class FusedReport:
+    """A kernel between products, compiled as the package launches it."""
+
+    arch: str
+    kernel: str
+    dtype: str
+    constants: str
+    registers: str
+    spilled: int
+    shared: int
+
+    def problems(self) -> Iterator[str]:
+        what = f"{self.arch} {self.kernel} {self.dtype} {self.constants}"
+        if self.spilled:
+            yield f"{what}: {self.spilled} bytes of registers per thread are kept in memory"
+        if self.shared > shared_bytes(self.arch):
+            yield f"{what}: {self.shared:,} bytes of shared memory of {shared_bytes(self.arch):,}"
+
+
+class Launched(NamedTuple):
+    """A launch as the package asks for it, with what compiling it takes."""
+
+    kernel: str
+    types: list[str]  # of the arguments; those that end in "/16" are multiples of 16, as Triton sees when it launches
+    constants: dict[str, Any]
+
+    @classmethod
+    def of(cls, kernel: Any, arguments: Iterable[Any], constants: dict[str, Any]) -> "Launched":
+        return cls(kernel.__name__, [*map(_type_of, arguments)], constants)
+
+
+def _type_of(argument: Any) -> str:
+    if hasattr(argument, "dtype"):
+        short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
+        return f"*{short[str(argument.dtype).removeprefix('torch.')]}/16"
+    return "fp32" if isinstance(argument, float) else "i32" if argument % 16 else "i32/16"
+
+
+def fused_launches(dtype: str) -> list[Launched]:
+    """The launches of elementwise_launch.py, forward and backward, each kind once."""
+    import torch
+
+    from titan_mi100.model.fused import elementwise_launch
+
+    launched = list[Launched]()
+    dtype_of = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+    def note(kernel: Any, programs: Any, *arguments: Any, **constants: Any) -> None:
+        launched.append(Launched.of(kernel, arguments, constants))
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype_of[dtype], requires_grad=True)
+
+    with patch.object(elementwise_launch, "launch", note):
+        outputs = [elementwise_launch.SwiGLU.apply(drawn(1, 32, 3072), drawn(1, 32, 3072))]
+        for size, kinds in [(128, ("gate",)), *((size, ("", "sum")) for size in FUSED[dtype])]:
+            for kind in kinds:
+                constants = {"KIND": kind, "CENTRED": kind == "", "ROUNDED": kind == "sum"}
+                x, y, gain = drawn(1, 32, size), drawn(1, 32, size), torch.ones(size, requires_grad=True)
+                outputs += _tuple(elementwise_launch.Norm.apply(x, y if kind else None, gain, 1e-6, constants))
+        for size, turned in ((64, 64), (128, 128), (256, 64)):
+            q, k, gains = drawn(1, 32, 16, size), drawn(1, 32, 8, size), [torch.ones(size, requires_grad=True)] * 2
+            tables = torch.zeros(1, 32, 1, turned), torch.zeros(1, 32, 1, turned)
+            outputs += elementwise_launch.Turn.apply(q, k, *gains, *tables, 1e-6, size == 256)
+        torch.autograd.backward(outputs, outputs)
+    return launched
+
+
+def _tuple(outputs: Any) -> tuple[Any, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def compiled_launch(launched: Launched, arch: str) -> Any:
+    from titan_mi100.model.fused import elementwise_kernels
+
+    kernel, fixed = getattr(elementwise_kernels, launched.kernel), dict(launched.constants)
+    settings = {"num_warps": fixed.pop("num_warps")}
+    signature = dict.fromkeys(kernel.arg_names, "constexpr")
+    signature |= zip(kernel.arg_names, (text.removesuffix("/16") for text in launched.types), strict=False)
+    constants = {(place,): fixed[name] for place, name in enumerate(kernel.arg_names) if name in fixed}
+    divisible = {(p,): [["tt.divisibility", 16]] for p, text in enumerate(launched.types) if text.endswith("/16")}
+    return _compile(kernel, arch, signature, constants, divisible, settings)
+
+
+def fused_reports(arch: str, dtypes: Iterable[str]) -> Iterator[FusedReport]:
+    for dtype in dtypes:
+        for launched in fused_launches(dtype):
+            registers, spilled, shared, _ = _read(compiled_launch(launched, arch), arch)
+            shown = " ".join(f"{name}={constant}" for name, constant in launched.constants.items())
+            yield FusedReport(arch, launched.kernel, dtype, shown, registers, spilled, shared)
+
+
 # Of an element: both moments, the divisor, the weight. 24-bit weights have three more: decay, noise, both together.
 _SUMS = (4, 7)
 
@@ -315,6 +412,12 @@ def main() -> int:
         head = compile_head(arch, kernel[0], dtype, kernel[1])
         problems += head.problems()
         print(json.dumps(asdict(head)) if given.json else _row(asdict(head).values()), flush=True)
+    if not given.json:
+        print("\n| arch | kernel | dtype | constants | registers | spilled | shared |\n" + "|---" * 7 + "|")
+    for arch in given.arch:
+        for fused in fused_reports(arch, ["bf16"] if given.first else FUSED):
+            problems += fused.problems()
+            print(json.dumps(asdict(fused)) if given.json else _row(asdict(fused).values()), flush=True)
     for problem in problems:
         print(problem, file=sys.stderr)
     return 1 if problems else 0

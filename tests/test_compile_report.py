@@ -32,11 +32,12 @@ def test_the_first_launches_of_every_card_compile_with_matrix_instructions_and_w
     updates = [report for report in reports if "fused" in report]
     heads = [report for report in reports if "ids" in report]
     assert Counter(report["arch"] for report in heads) == dict.fromkeys((report["arch"] for report in updates), 5)
-    others = [report for report in reports if report not in updates and report not in heads]
-    kinds = [(report["arch"], report["dtype"], report["head_dim"]) for report in others]
+    between = Counter(report["arch"] for report in reports if "constants" in report)
+    kinds = [(report["arch"], report["dtype"], report["head_dim"]) for report in reports if "head_dim" in report]
     sizes = {"fp16": 2, "bf16": 2, "fp32": 4}
     assert {(arch, dim, sizes[dtype]) for arch, dtype, dim in kinds} == {row for row in TABLES if row[0] != "cpu"}
     assert set(Counter(kinds).values()) == {3} and len(updates) == 4 * 13
+    assert len(between) == 13 and set(between.values()) == {2 * 9 + 8}  # forward and backward, and sums of gains
     assert all(report["spilled"] == 0 and int(report["registers"].split()[0]) > 0 for report in reports)
     assert not any(report["fused"] for report in updates)
 

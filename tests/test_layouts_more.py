@@ -35,3 +35,13 @@ def test_a_layout_trains_with_our_kernel(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     (cell, *_) = parity.cells("float32", 0.0, ["FSDP2 x2"], accumulations=(2,))
     assert_within_the_bars(parity.measure([replace(cell, steps=2, layers=2, backend="triton")], tmp_path))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_layouts_train_alike_with_the_kernels_between_products(family: str, tmp_path: Path) -> None:
+    """Two layouts against one process without the kernels. In Triton's interpreter, two steps."""
+    pytest.importorskip("triton")
+    jobs = parity.cells("float32", 0.0, ["FSDP2 x2", "TP2"], accumulations=(1,), family=family)
+    jobs = [replace(cell, steps=2, layers=2, fused=("elementwise",)) for cell in jobs if cell.tied]
+    assert_within_the_bars(parity.measure(jobs, tmp_path))

@@ -18,7 +18,17 @@ if __name__ == "__main__":
 
 import numpy as np
 import torch
-from compile_report import GROUP, Tile, compiled_head, compiled_kernel, compiled_update, head_constants, set_linker
+from compile_report import (
+    GROUP,
+    Launched,
+    Tile,
+    compiled_head,
+    compiled_kernel,
+    compiled_launch,
+    compiled_update,
+    head_constants,
+    set_linker,
+)
 from machine_code import rdna, wait_states
 from machine_code.assembly import Program, parse
 from machine_code.instructions import build
@@ -61,6 +71,13 @@ class Head(NamedTuple):
     ids: int
 
 
+class Fused(NamedTuple):
+    """A launch of a kernel between products."""
+
+    arch: str
+    launched: Launched
+
+
 @dataclass(frozen=True)
 class Compiled:
     text: str
@@ -77,7 +94,7 @@ def _compiler() -> subprocess.Popen:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
 
-def compile_all(launches: Sequence[Attention | Update | Head]) -> list[Compiled]:
+def compile_all(launches: Sequence[Attention | Update | Head | Fused]) -> list[Compiled]:
     compiler = _compiler()
     assert compiler.stdin is not None and compiler.stdout is not None
     print(json.dumps(launches), file=compiler.stdin, flush=True)
@@ -87,10 +104,14 @@ def compile_all(launches: Sequence[Attention | Update | Head]) -> list[Compiled]
 
 
 def _compile(fields: list[Any]) -> list[Any]:
-    if len(fields) == len(Update._fields):
+    constants: dict[str, Any]
+    if len(fields) == len(Fused._fields):
+        arch, launched = fields[0], Launched(*fields[1])
+        compiled, constants = compiled_launch(launched, arch), launched.constants
+    elif len(fields) == len(Update._fields):
         arch, state, master = fields
         compiled = compiled_update(arch, state, master)
-        constants: dict[str, Any] = {"MASTER": master, "CODED": state == "8bit", "BLOCK": 256}
+        constants = {"MASTER": master, "CODED": state == "8bit", "BLOCK": 256}
     elif len(fields) == len(Head._fields):
         compiled = compiled_head(*fields)
         names = {"sum": ("ONE", "DEPTH", "LANES"), "gradient": ("ONE", "COLUMNS")}.get(fields[1], ("IDS",))

@@ -139,6 +139,15 @@ def _multiply_add_64(a: Any, b: Any, c: Any) -> Any:
     return total, total < c
 
 
+def _multiply_add_signed(a: Any, b: Any, c: Any) -> Any:
+    total = np.asarray(a).astype(i64) * np.asarray(b).astype(i64) + c
+    return total.view(u64), np.zeros(np.shape(total), bool)  # what the flag is, no kernel reads
+
+
+def _add_halves(a: Any, b: Any) -> Any:
+    return from_half(half(a) + half(b)) | from_half(half(a, 1) + half(b, 1)) << u32(16)
+
+
 def _s24(x: Any) -> Any:
     return x << i32(8) >> i32(8)
 
@@ -160,6 +169,7 @@ VECTOR: dict[str, tuple[str, Callable]] = {
     "v_subb_co_u32": ("uuB>uB", lambda a, b, c: (a - b - c, (a < b) | (c & (a == b)))),
     "v_subbrev_co_u32": ("uuB>uB", lambda a, b, c: (b - a - c, (b < a) | (c & (a == b)))),
     "v_mad_u64_u32": ("uuU>UB", _multiply_add_64),
+    "v_mad_i64_i32": ("iiI>UB", _multiply_add_signed),
     "v_mul_lo_u32": ("uu>u", lambda a, b: a * b),
     "v_mul_hi_u32": ("uu>u", lambda a, b: ((wide(a) * wide(b)) >> u64(32)).astype(u32)),
     "v_mul_u32_u24": ("uu>u", lambda a, b: (a & _LOW24) * (b & _LOW24)),
@@ -171,6 +181,7 @@ VECTOR: dict[str, tuple[str, Callable]] = {
     "v_max3_i32": ("iii>i", lambda a, b, c: np.maximum(np.maximum(a, b), c)),
     "v_med3_i32": ("iii>i", lambda a, b, c: np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))),
     # bits
+    "v_not_b32": ("u>u", lambda a: ~np.asarray(a)),
     "v_and_b32": ("uu>u", lambda a, b: a & b),
     "v_or_b32": ("uu>u", lambda a, b: a | b),
     "v_xor_b32": ("uu>u", lambda a, b: a ^ b),
@@ -191,6 +202,7 @@ VECTOR: dict[str, tuple[str, Callable]] = {
     "v_bfe_i32": ("iii>i", lambda a, b, c: (a << (32 - (b & 31) - (c & 31))) >> (32 - (c & 31))),
     "v_perm_b32": ("uuu>u", _permute_bytes),
     "v_pack_b32_f16": ("uu>u", lambda a, b: (a & u32(0xFFFF)) | (b << u32(16))),
+    "v_pk_add_f16": ("uu>u", _add_halves),
     # fp32
     "v_add_f32": ("ff>f", lambda a, b: a + b),
     "v_sub_f32": ("ff>f", lambda a, b: a - b),
@@ -246,6 +258,11 @@ def _fits(value: int) -> bool:
     return -(2**31) <= value < 2**31
 
 
+def _signed16(short: int) -> int:
+    """A constant of 16 bits."""
+    return (short & 0xFFFF) - ((short & 0x8000) << 1)
+
+
 def _bit_field(value: int, field: int, is_signed: bool) -> tuple[int, bool]:
     offset, width = field & 31, field >> 16 & 127
     bits = value >> offset & (1 << width) - 1
@@ -253,16 +270,11 @@ def _bit_field(value: int, field: int, is_signed: bool) -> tuple[int, bool]:
     return bits, bits != 0
 
 
-def _signed(short: int) -> int:
-    """A constant of 16 bits."""
-    return (short & 0xFFFF) - ((short & 0x8000) << 1)
-
-
 # integers of Python, which the machine cuts to size; the second result is scc
 SCALAR: dict[str, tuple[str, Callable]] = {
     "s_mov_b32": ("u>u", lambda a: a),
     "s_mov_b64": ("U>U", lambda a: a),
-    "s_movk_i32": ("u>u", lambda a: _signed(a)),
+    "s_movk_i32": ("u>u", _signed16),
     "s_brev_b32": ("u>u", lambda a: int(f"{a:032b}"[::-1], 2)),
     "s_not_b32": ("u>us", lambda a: (~a, ~a & LOW32 != 0)),
     "s_add_u32": ("uu>us", lambda a, b: (a + b, a + b > LOW32)),
@@ -270,11 +282,13 @@ SCALAR: dict[str, tuple[str, Callable]] = {
     "s_sub_u32": ("uu>us", lambda a, b: (a - b, b > a)),
     "s_subb_u32": ("uus>us", lambda a, b, c: (a - b - c, b + c > a)),
     "s_add_i32": ("ii>us", lambda a, b: (a + b, not _fits(a + b))),
-    "s_addk_i32": ("Du>us", lambda a, b: (a + _signed(b), not _fits(a + _signed(b)))),
+    "s_addk_i32": ("Du>us", lambda a, k: (a + _signed16(k), not _fits(a + _signed16(k)))),
     "s_sub_i32": ("ii>us", lambda a, b: (a - b, not _fits(a - b))),
     "s_mul_i32": ("uu>u", lambda a, b: a * b),
     "s_mul_hi_u32": ("uu>u", lambda a, b: a * b >> 32),
     "s_mul_hi_i32": ("ii>u", lambda a, b: a * b >> 32),
+    "s_mulk_i32": ("Du>u", lambda a, k: a * _signed16(k)),
+    "s_abs_i32": ("i>us", lambda a: (abs(a), a != 0)),
     "s_min_i32": ("ii>us", lambda a, b: (min(a, b), a <= b)),
     "s_ashr_i32": ("iu>us", lambda a, b: (a >> (b & 31), a >> (b & 31) != 0)),
     "s_lshr_b32": ("uu>us", lambda a, b: (a >> (b & 31), a >> (b & 31) != 0)),

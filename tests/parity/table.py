@@ -45,6 +45,7 @@ from titan_mi100.config.settings import (
 )
 from titan_mi100.data.prepared import PackedDataset
 from titan_mi100.data.prompts import held_out_prompts
+from titan_mi100.model.fused.running import use
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
@@ -84,6 +85,7 @@ class Cell:
     layers: int = 4
     save_to: str = ""  # run only the first half of the steps, then save a checkpoint there
     backend: str = "auto"  # of attention
+    fused: tuple[str, ...] = ()  # kinds of fused kernels that run
     state: str = "fp32"  # of the optimizer
     master: str = "fp32"
     offload: str = "nothing"  # to the host's memory
@@ -203,6 +205,7 @@ def run_cell(cell: Cell, world: World) -> dict[str, Any]:
     Qwen3_5Spec.chunk = CHUNK if cell.seq_len == SEQ_LEN else LONG_CHUNK
     data = made_up(dataset(cell.seq_len), validation=dataset(cell.seq_len))
     run = open_run(config_of(cell), world, spec=spec_of(cell), data=data, checkpoint=checkpoint)
+    use(cell.fused)  # chosen on GPUs only
     gradients = keep_gradients(run)
     prompts = [prompt.ids for prompt in held_out_prompts([data.validation[0].rows], PROMPTS)]
     steps = []
@@ -242,7 +245,7 @@ def compare(records: list[dict[str, Any]], reference: dict[str, Any]) -> dict[st
 def reference_of(cell: Cell) -> Cell:
     """The same on one process, all rows in one forward."""
     one = replace(cell, layout="one process", processes=1, parallelism={}, accumulation=1)
-    return replace(one, save_to="", load_from="", backend="auto", offload="nothing")
+    return replace(one, save_to="", load_from="", backend="auto", fused=(), offload="nothing")
 
 
 def by_processes(jobs: Sequence[Cell]) -> list[list[Cell]]:

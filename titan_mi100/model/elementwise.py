@@ -1,6 +1,7 @@
-"""The work between products, one function per kind: norm, rotation, SwiGLU. A fused kernel would replace one here.
+"""The work between products, one function per kind: norm, rotation, SwiGLU; the norm of hidden states: layers.RMSNorm.
 
-What a function saves for backward is listed in shapes/ (`saved`). Qwen3's norm of the hidden states is layers.RMSNorm.
+Where the fused kernels run (fused/elementwise_launch.py), they replace a function whole. What plain operations save for
+backward is listed in shapes/ (`saved`); the kernels save only their inputs.
 """
 
 from collections.abc import Callable
@@ -9,6 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from titan_mi100.model.fused.running import only, runs_unwatched
+from titan_mi100.model.layers import RMSNorm, local_weight
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
@@ -19,6 +23,16 @@ def at_least_fp32(x: Tensor) -> Tensor:
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     """F.rms_norm over the last dimension, of x and gain in fp32 or fp64; on a CPU in a third of its time."""
     return _CPUNorm.apply(x, gain, eps) if x.device.type == "cpu" else F.rms_norm(x, gain.shape, gain, eps)
+
+
+def gated_norm(x: Tensor, gate: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """RMSNorm of x times silu(gate), computed in fp32."""
+    if runs_unwatched("elementwise", x):
+        from titan_mi100.model.fused.elementwise_launch import Norm
+
+        return Norm.apply(x, gate, gain, eps, {"KIND": "gate", "CENTRED": False, "ROUNDED": False})
+    wide = at_least_fp32(x)
+    return (rms_norm(wide, gain.to(wide.dtype), eps) * F.silu(gate.to(wide.dtype))).to(x.dtype)
 
 
 class _CPUNorm(torch.autograd.Function):
@@ -68,14 +82,25 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)
 
 
-def norm_and_rotate(x: Tensor, norm: Callable[[Tensor], Tensor], cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply a norm to each head of queries or keys, and rotate its first values, as many as the tables have.
+def norm_and_rotate(
+    q: Tensor, k: Tensor, norms: tuple[RMSNorm, RMSNorm], cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Apply a norm to each head of queries and keys, and rotate its first values, as many as the tables have.
 
     Both run in fp32, so that the result is rounded to 16 bits once and not twice.
 
     Args:
-        x: (batch, seq, heads, head_dim).
+        q, k: (batch, seq, heads, head_dim), with heads of their own.
     """
+    if runs_unwatched("elementwise", q):
+        from titan_mi100.model.fused.elementwise_launch import Turn
+
+        gains = (local_weight(norm.weight, norm.weight.dtype) for norm in norms)
+        return Turn.apply(q, k, *gains, cos, sin, norms[0].eps, norms[0].is_centred)
+    return _normed_and_rotated(q, norms[0], cos, sin), _normed_and_rotated(k, norms[1], cos, sin)
+
+
+def _normed_and_rotated(x: Tensor, norm: RMSNorm, cos: Tensor, sin: Tensor) -> Tensor:
     normed = norm(at_least_fp32(x))
     if (rest := x.shape[-1] - cos.shape[-1]) == 0:
         return rotate(normed, cos, sin).to(x.dtype)
@@ -85,4 +110,37 @@ def norm_and_rotate(x: Tensor, norm: Callable[[Tensor], Tensor], cos: Tensor, si
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Computes silu(gate) * up (Shazeer, 2020)."""
+    if runs_unwatched("elementwise", gate):
+        from titan_mi100.model.fused.elementwise_launch import SwiGLU
+
+        return SwiGLU.apply(gate, up)
     return F.silu(gate) * up
+
+
+def trial(device: torch.device, dtype: torch.dtype) -> str:
+    """What is wrong with the kernels on this device: they must compute what plain operations do. See running.Trial."""
+    draw, norm, eps = torch.Generator().manual_seed(1), RMSNorm(128, 1e-6).to(device), torch.finfo(dtype).eps
+    cos, sin = rotary_tables(torch.arange(70, device=device)[None], 64, 1e4)
+    cases: dict[str, Callable[..., Any]] = {
+        "SwiGLU": swiglu,
+        "the norm": lambda x, y: norm(x),
+        "the norm of a sum": norm,
+        "the gated norm": lambda x, y: gated_norm(x, y, norm.weight, norm.eps),
+        "the rotation": lambda x, y: norm_and_rotate(x, y, (norm, norm), cos, sin),
+    }
+    for name, function in cases.items():
+        computed = []
+        x, y = (torch.randn(1, 70, 3, 128, generator=draw).to(device, dtype).requires_grad_() for _ in range(2))
+        for kinds in ((), ("elementwise",), ("elementwise",)):
+            with only(kinds), torch.enable_grad():
+                outputs = function(x, y)
+                outputs = [outputs] if isinstance(outputs, Tensor) else [*outputs]
+                leaves, weights = [x, y, norm.weight], [output.detach().cos() for output in outputs]
+                grads = torch.autograd.grad(outputs, leaves, weights, allow_unused=True, materialize_grads=True)
+                computed.append([*outputs, *grads])
+        plain, ours, again = computed
+        if not all(torch.equal(*pair) for pair in zip(ours, again, strict=True)):
+            return f"{name} gives other bits the second time"
+        if not all((a - b).abs().max() <= 8 * eps * a.abs().max() for a, b in zip(plain, ours, strict=True)):
+            return f"{name} differs from that of plain operations"
+    return ""

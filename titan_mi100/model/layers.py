@@ -1,12 +1,14 @@
 """Layers that the model, the LoRA adapters and tensor parallelism share."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titan_mi100.model.fused.running import runs_unwatched
 from titan_mi100.planning.hardware import is_amd_cpu
 
 _FEW_ROWS, _LARGE = 32, 100_000  # rows of the input; elements of the weight
@@ -92,12 +94,31 @@ def merge_weights(layers: Sequence[Linear]) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation over the last dimension (Zhang and Sennrich, 2019)."""
+    """Root-mean-square normalisation over the last dimension (Zhang and Sennrich, 2019).
+
+    Attributes:
+        is_centred: the gain is 1 + weight.
+    """
+
+    is_centred = False
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        self.weight = nn.Parameter((torch.zeros if self.is_centred else torch.ones)(size))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, added: Tensor | None = None) -> Any:
+        """The norm of x; or, with a tensor to add first, the norm of the sum, and the sum."""
+        if runs_unwatched("elementwise", x):
+            from titan_mi100.model.fused.elementwise_launch import Norm
+
+            kind = {"KIND": "" if added is None else "sum", "CENTRED": self.is_centred, "ROUNDED": not self.is_centred}
+            return Norm.apply(x, added, local_weight(self.weight, self.weight.dtype), self.eps, kind)
+        if added is None:
+            return self.plain(x)
+        x = x + added
+        return self.plain(x), x
+
+    def plain(self, x: Tensor) -> Tensor:
+        """The norm by torch's operations."""
         return F.rms_norm(x, self.weight.shape, local_weight(self.weight, x.dtype), self.eps)

@@ -34,7 +34,7 @@ class Attention(nn.Module):
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         heads = (*x.shape[:2], -1, self.head_dim)  # (batch, seq, heads, head_dim)
         q, k, v = (y.view(heads) for y in outputs_of((self.q_proj, self.k_proj, self.v_proj), x, self.merged))
-        return norm_and_rotate(q, self.q_norm, cos, sin), norm_and_rotate(k, self.k_norm, cos, sin), v
+        return *norm_and_rotate(q, k, (self.q_norm, self.k_norm), cos, sin), v
 
 
 class MLP(nn.Module):
@@ -77,8 +77,8 @@ class Block(AttentionLayer):
         return self.self_attn.project(self.input_layernorm(x), *tables)
 
     def output(self, x: Tensor, mixed: Tensor) -> Tensor:
-        x = x + self.self_attn.o_proj(mixed.flatten(2))
-        return x + self.mlp(self.post_attention_layernorm(x))
+        normed, x = self.post_attention_layernorm(x, self.self_attn.o_proj(mixed.flatten(2)))
+        return x + self.mlp(normed)
 
     def merge(self) -> None:
         attention = self.self_attn

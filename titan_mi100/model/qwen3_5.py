@@ -15,21 +15,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from titan_mi100.attention.base import Backend, Documents
 from titan_mi100.model.decoder import AttentionLayer, CausalLM, Layer
 from titan_mi100.model.delta_rule import causal_convolution, delta_rule, document_ids, recurrence
-from titan_mi100.model.elementwise import at_least_fp32, norm_and_rotate, rms_norm, rotary_tables
-from titan_mi100.model.layers import Linear, local_weight, merge_weights, multiply, outputs_of
+from titan_mi100.model.elementwise import at_least_fp32, gated_norm, norm_and_rotate, rms_norm, rotary_tables
+from titan_mi100.model.layers import Linear, RMSNorm, local_weight, merge_weights, multiply, outputs_of
 from titan_mi100.model.qwen3 import MLP
 from titan_mi100.shapes.base import LayerShape, ModelSpec
 from titan_mi100.shapes.qwen3_5 import FULL, LINEAR, Qwen3_5Spec
 
 
-class ZeroCentredNorm(nn.Module):
+class ZeroCentredNorm(RMSNorm):
     """RMSNorm whose gain is 1 + weight, so that weight decay pulls the gain to 1."""
 
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.zeros(size)), eps
+    is_centred = True
 
-    def forward(self, x: Tensor) -> Tensor:
+    def plain(self, x: Tensor) -> Tensor:
         wide = at_least_fp32(x)  # in 16 bits, 1 + weight would lose most bits of the weight
         return rms_norm(wide, 1 + local_weight(self.weight, wide.dtype), self.eps).to(x.dtype)
 
@@ -42,9 +40,7 @@ class GatedNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        wide = at_least_fp32(x)
-        normed = rms_norm(wide, local_weight(self.weight, wide.dtype), self.eps)
-        return (normed * F.silu(gate.to(wide.dtype))).to(x.dtype)
+        return gated_norm(x, gate, local_weight(self.weight, self.weight.dtype), self.eps)
 
 
 class Weight(nn.Module):
@@ -90,8 +86,7 @@ class GatedAttention(nn.Module):
         both, k, v = outputs_of((self.q_proj, self.k_proj, self.v_proj), x, self.merged)
         q, gate = both.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
         k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (k, v))
-        turned = (norm_and_rotate(y, norm, cos, sin) for y, norm in ((q, self.q_norm), (k, self.k_norm)))
-        return *turned, v, gate
+        return *norm_and_rotate(q, k, (self.q_norm, self.k_norm), cos, sin), v, gate
 
 
 class DeltaNet(nn.Module):
@@ -139,8 +134,8 @@ class GatedBlock(Layer):
     sequence_gathered_after = ("input_layernorm", "post_attention_layernorm")
 
     def add(self, x: Tensor, mixed: Tensor) -> Tensor:
-        x = x + mixed
-        return x + self.mlp(self.post_attention_layernorm(x))
+        normed, x = self.post_attention_layernorm(x, mixed)
+        return x + self.mlp(normed)
 
 
 class AttentionBlock(GatedBlock, AttentionLayer):

@@ -36,8 +36,11 @@ def apply_tensor_parallel(model: CausalLM, mesh: DeviceMesh) -> None:
     """
     group = mesh.get_group()
 
-    def gather(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        return gather_sequence(output, group.group_name)
+    def gather(module: nn.Module, inputs: Any, output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return gather_sequence(output, group.group_name)
+        normed, total = output  # of the residual stream, which stays in parts
+        return gather_sequence(normed, group.group_name), total
 
     def scatter(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         return scatter_sequence(output, group.group_name)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from titan_mi100.device import accelerator
 from titan_mi100.device.compiler import cannot_compile
+from titan_mi100.device.operators import is_watched
 from titan_mi100.log import log
 from titan_mi100.wording import shortened
 
@@ -25,6 +26,11 @@ _running: frozenset[str] = frozenset()
 def runs(kind: str, x: Tensor) -> bool:
     """Whether the kernels of a kind take this tensor. They have no fp64."""
     return kind in _running and x.dtype != torch.float64
+
+
+def runs_unwatched(kind: str, x: Tensor) -> bool:
+    """The same, of kernels that are no operators: where operators are traced or counted, the plain form is."""
+    return runs(kind, x) and not is_watched(x)
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from titan_mi100.model import loss, nf4
+from titan_mi100.model import elementwise, loss, nf4
 from titan_mi100.model.fused.running import Trial
 
-TRIALS: Mapping[str, Trial] = {"head": loss.trial, "nf4": nf4.trial}
+TRIALS: Mapping[str, Trial] = {"elementwise": elementwise.trial, "head": loss.trial, "nf4": nf4.trial}
 SAME_BITS = frozenset({"nf4"})  # these give the bits of plain operations, so a resumed run may change them
