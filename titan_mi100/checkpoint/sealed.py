@@ -55,9 +55,13 @@ class _Attention(TypedDict):
     launch: str
 
 
-class _Head(TypedDict):
+class _HeadOfBefore(TypedDict):
     block_elements: int
     kept_elements: int
+
+
+class _Head(_HeadOfBefore, total=False):
+    multiple: int
 
 
 class _Chosen(TypedDict, total=False):

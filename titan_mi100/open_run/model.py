@@ -67,7 +67,7 @@ def choose_fused(inputs: RunInputs, arch: str) -> dict[str, list[str]]:
         candidates &= SAME_BITS.union(chosen.get("fused", ()))
     dtype = getattr(torch, config.training.mixed_precision_param)
     kinds = from_rank_zero(partial(choose_kinds, TRIALS, candidates, inputs.world.device, dtype))
-    use(kinds)
+    use(kinds, inputs.world.device.type)
     if kinds:
         log.info(f"fused kernels: {', '.join(kinds)}")
     return {"fused": kinds} if kinds else {}

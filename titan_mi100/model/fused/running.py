@@ -21,11 +21,12 @@ from titan_mi100.wording import shortened
 Trial = Callable[[torch.device, torch.dtype], str]  # what is wrong with a kernel on a device; "": nothing
 
 _running: frozenset[str] = frozenset()
+_device = ""  # type of the device whose tensors they take; "": any, for Triton's interpreter
 
 
 def runs(kind: str, x: Tensor) -> bool:
     """Whether the kernels of a kind take this tensor. They have no fp64."""
-    return kind in _running and x.dtype != torch.float64
+    return kind in _running and x.dtype != torch.float64 and _device in ("", x.device.type)
 
 
 def runs_unwatched(kind: str, x: Tensor) -> bool:
@@ -36,18 +37,18 @@ def runs_unwatched(kind: str, x: Tensor) -> bool:
 @contextmanager
 def only(kinds: Collection[str]) -> Iterator[None]:
     """Context in which these kinds run, and no others."""
-    before = _running
+    kinds_before, device_before = _running, _device
     use(kinds)
     try:
         yield
     finally:
-        use(before)
+        use(kinds_before, device_before)
 
 
-def use(kinds: Collection[str]) -> None:
-    """Let these kinds run in this process from now on, and no others."""
-    global _running
-    _running = frozenset(kinds)
+def use(kinds: Collection[str], device: str = "") -> None:
+    """Let these kinds run in this process from now on, and no others. Args: device: its type; "": any."""
+    global _running, _device
+    _running, _device = frozenset(kinds), device
 
 
 def choose(trials: Mapping[str, Trial], wanted: Collection[str], device: torch.device, dtype: torch.dtype) -> list[str]:
