@@ -435,7 +435,7 @@ def test_several_runs_are_a_table_with_what_to_look_at_and_the_settings_that_dif
 ) -> None:
     other = write_run(tmp_path / "b" / "\x1b[31m", steps=50, loss=lambda step: 3.0)
     config = (run / "config.toml").read_text().replace("lr = 0.001", "lr = 0.5")
-    (other / "config.toml").write_text(config.replace("tokens_per_step = 0", "tokens_per_step = 4096"))
+    (other / "config.toml").write_text(config.replace("tokens_per_step = 512", "tokens_per_step = 4096"))
     with (run / "metrics.jsonl").open("a") as file:  # a run that traced two steps
         for step, milliseconds in ((3, 10.0), (4, 30.0)):
             file.write(json.dumps({"step": step, "comm_ms": milliseconds, "comm_exposed_ms": 5.0}) + "\n")

@@ -67,8 +67,7 @@ def _rehearse(options: argparse.Namespace, settings: Sequence[str]) -> int:
         print(json.dumps(as_dicts) if options.json else "\n".join(as_code(config.spec(), by_kind)))
         return 0
     workload = Workload.of(config, ranks)
-    chosen = options.ranks or ranks_of_stages(workload.layout)
-    rehearsals = [rehearse(workload, rank, card) for rank in chosen]
+    rehearsals = [rehearse(workload, rank, card) for rank in options.ranks or ranks_of_stages(workload.layout)]
     most = with_overhead(max(rehearsed.memory.peak for rehearsed in rehearsals))
     if options.json:
         print(json.dumps(_as_json(rehearsals, gpu, card, most)))
