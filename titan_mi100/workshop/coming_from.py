@@ -20,9 +20,8 @@ from titan_mi100.workshop.other_trainers import Entry, advise, entries, find
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
-    words = [
-        word if word in ("-h", "--help", "--version") else word.lstrip("-") for word in arguments
-    ]  # an option as it was typed
+    # an option as it was typed
+    words = [word if word in ("-h", "--help", "--version") else word.lstrip("-") for word in arguments]
     return cli.exit_code(lambda: print("\n".join(_lines(_parser().parse_args(words)))))
 
 
