@@ -17,9 +17,12 @@ from gpu_check.attention import DEVICE, in_words, launches_of, run_once
 from titan_mi100.attention.base import Documents
 from titan_mi100.attention.trial import difference
 from titan_mi100.config.settings import OptimizerConfig
+from titan_mi100.device import accelerator
 from titan_mi100.model import delta_rule, nf4
-from titan_mi100.model.elementwise import at_least_fp32
+from titan_mi100.model.elementwise import at_least_fp32, gated_norm, norm_and_rotate, rotary_tables, swiglu
 from titan_mi100.model.experts import ExpertLinear, Routes, choose_products
+from titan_mi100.model.fused.running import only
+from titan_mi100.model.layers import RMSNorm
 from titan_mi100.model.loss import HeadMemory, head_loss
 from titan_mi100.optim.lean import LeanAdamW, choose_kernel
 from titan_mi100.workshop.measure.children import Task
@@ -106,6 +109,33 @@ def _cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(at_least_fp32(hidden[0] @ weight.t()), labels[0], reduction="sum")[None]
 
 
+def _fused(kind: str, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The call with our fused kernels of a kind, where Triton runs."""
+
+    def run(*inputs: Tensor) -> Tensor:
+        with only([kind] if accelerator.is_cuda(DEVICE) else []):
+            return call(*inputs)
+
+    return run
+
+
+def _draw_rows(by: torch.Generator, tokens: int, columns: int) -> tuple[Tensor, ...]:
+    return (*torch.randn(2, 1, tokens, columns, generator=by), torch.rand(columns, generator=by))
+
+
+def _norm_of_sum(x: Tensor, y: Tensor, gain: Tensor) -> Tensor:
+    return torch.cat(functional_call(RMSNorm(len(gain), 1e-6), {"weight": gain}, (x, y)))
+
+
+def _rotated(x: Tensor, y: Tensor, gain: Tensor) -> Tensor:
+    q, k = (rows.unflatten(-1, (-1, 128)) for rows in (x, y))
+    norm = RMSNorm(128, 1e-6)
+    del norm.weight
+    norm.weight = gain[:128]  # type: ignore[assignment]
+    tables = rotary_tables(torch.arange(x.shape[1], device=DEVICE)[None], 128, 1e6)
+    return torch.cat(norm_and_rotate(q, k, (norm, norm), *tables))
+
+
 KERNELS: Mapping[str, Kernel] = {
     "delta rule": Kernel(  # tokens, key heads, value heads, size of a key and of a value
         _draw_rule, lambda *x: delta_rule.delta_rule(*x)[0], lambda *x: delta_rule.recurrence(*x)[0],
@@ -117,12 +147,21 @@ KERNELS: Mapping[str, Kernel] = {
     ),
     "NF4": Kernel(  # outputs, half of the inputs
         lambda by, m, n: (torch.randint(256, (m, n), generator=by).byte(), torch.rand(m, n // 32, generator=by)),
-        _dequantize, _look_up,
-        (512, 512), (12288, 2048), dtypes=("bfloat16", "float16"),
+        _fused("nf4", _dequantize), _look_up,
+        (512, 512), (12288, 2048), dtypes=("bfloat16", "float16"), others={"plain": _dequantize},
     ),
+    **{
+        name: Kernel(  # tokens, columns
+            _draw_rows, _fused("elementwise", call), call, (70, 1024), (8192, columns), others={"plain": call}
+        )
+        for name, call, columns in (
+            ("SwiGLU", lambda x, y, gain: swiglu(x, y) * gain, 3072), ("norm of a sum", _norm_of_sum, 1024),
+            ("gated norm", lambda x, y, gain: gated_norm(x, y, gain, 1e-6), 1024), ("rotation", _rotated, 2048),
+        )
+    },
     "head's loss": Kernel(  # tokens, vocabulary, hidden
-        _draw_head, _head, _cross_entropy,
-        (128, 5000, 256), (5325, 151936, 1024), others={"cross_entropy": _cross_entropy},
+        _draw_head, _fused("head", _head), _cross_entropy, (128, 5000, 256), (5325, 151936, 1024),
+        others={"plain": _head, "cross_entropy": _cross_entropy},
     ),
 }  # fmt: skip
 
