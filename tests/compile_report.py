@@ -192,7 +192,7 @@ def compile_head(arch: str, kernel: str, dtype: str, ids: int) -> HeadReport:
 def head_constants(ids: int) -> dict[str, int]:
     from titan_mi100.model.fused import head_launch
 
-    shape = {"DEPTH": head_launch._DEPTH, "LANES": head_launch._LANES, "COLUMNS": head_launch._COLUMNS}
+    shape = {"DEPTH": head_launch.DEPTH, "LANES": head_launch.LANES, "COLUMNS": head_launch.COLUMNS}
     return {"ONE": ids == 1, "IDS": ids, **shape}
 
 
@@ -211,7 +211,7 @@ def compiled_head(arch: str, name: str, dtype: str, ids: int) -> Any:
     constants = {(place,): fixed[name] for place, name in enumerate(kernel.arg_names) if name in fixed}
     aligned = [place for place, (name, kind) in enumerate(signature.items()) if kind[0] == "*" or name == "width"]
     divisible = {(place,): [["tt.divisibility", 16]] for place in aligned}
-    return _compile(kernel, arch, signature, constants, divisible, {"num_warps": head_launch._WARPS})
+    return _compile(kernel, arch, signature, constants, divisible, {"num_warps": head_launch.WARPS})
 
 
 FUSED = {"bf16": (1024, 5120), "fp16": (2560,), "fp32": (1024,)}  # sizes of hidden states

@@ -16,7 +16,8 @@ def sharded(world: distributed.World, k: int, kept: int) -> None:
     shard = slice(columns * world.rank, columns * (world.rank + 1))
     leaves = hidden.clone().requires_grad_(), weight[shard].clone().requires_grad_()
     with only(["head"]):
-        losses, best = loss._BlockedCrossEntropy.apply(*leaves, ids, group, loss.HeadMemory(1, kept))
+        targets = loss.Targets(torch.arange(len(hidden)), ids)
+        losses, best, _ = loss.token_losses(leaves[0][None], leaves[1], targets, group, loss.HeadMemory(1, kept))
     of_hidden, of_weight = torch.autograd.grad((losses * factors).sum(), leaves)
     summed = of_hidden.float()
     dist.all_reduce(summed, group=group)

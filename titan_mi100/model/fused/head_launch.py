@@ -6,7 +6,7 @@ from torch import Tensor
 from titan_mi100.model.fused import head_kernel
 from titan_mi100.model.fused.running import launch
 
-_DEPTH, _LANES, _COLUMNS, _WARPS = 4, 2048, 8192, 4  # see sum_kernel; columns of a program of gradient_kernel
+DEPTH, LANES, COLUMNS, WARPS = 4, 2048, 8192, 4  # see sum_kernel; columns of a program of gradient_kernel
 
 
 def add(logits: Tensor, start: int, ids: Tensor, highest: Tensor, total: Tensor, target: Tensor) -> None:
@@ -16,7 +16,7 @@ def add(logits: Tensor, start: int, ids: Tensor, highest: Tensor, total: Tensor,
         start: its first column. ids: (n, k), contiguous. highest, total: (n,). target: (n, k).
     """
     (rows, width), k = logits.shape, ids.shape[1]
-    constants = {"ONE": k == 1, "DEPTH": _DEPTH, "LANES": _LANES, "num_warps": _WARPS}
+    constants = {"ONE": k == 1, "DEPTH": DEPTH, "LANES": LANES, "num_warps": WARPS}
     launch(head_kernel.sum_kernel, (rows,), logits, ids, highest, total, target, width, start, **constants)
     if k > 1:
         launch(head_kernel.pick_kernel, (rows,), logits, ids, target, width, start, k, IDS=triton.next_power_of_2(k))
@@ -25,8 +25,8 @@ def add(logits: Tensor, start: int, ids: Tensor, highest: Tensor, total: Tensor,
 def subtract(logits: Tensor, start: int, ids: Tensor, scale: Tensor, log_sum: Tensor) -> None:
     """Replace the logits by softmax * scale, less scale for the id if each row has one. Args: scale: (n,)."""
     rows, width = logits.shape
-    constants = {"ONE": ids.shape[1] == 1, "COLUMNS": _COLUMNS, "num_warps": _WARPS}
-    programs = (rows, triton.cdiv(width, _COLUMNS))
+    constants = {"ONE": ids.shape[1] == 1, "COLUMNS": COLUMNS, "num_warps": WARPS}
+    programs = (rows, triton.cdiv(width, COLUMNS))
     launch(head_kernel.gradient_kernel, programs, logits, ids, scale, log_sum, width, start, **constants)
 
 
