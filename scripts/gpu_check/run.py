@@ -102,11 +102,12 @@ class _Child:
 
     def ask(self, task: Task, seconds: float, signals: Sequence[int]) -> Outcome:
         assert self._process.stdin and self._process.stdout
-        end = time.monotonic() + seconds
+        end, answered = time.monotonic() + seconds, select.poll()  # select() takes no file number above 1,023
+        answered.register(self._process.stdout)
         with contextlib.suppress(BrokenPipeError):
             question = json.dumps([task.name, task.target, dict(task.arguments)])
             print(question, file=self._process.stdin, flush=True)
-        while not select.select([self._process.stdout], [], [], _LOOK)[0]:
+        while not answered.poll(1000 * _LOOK):
             if signals or time.monotonic() > end:
                 return "hung", "interrupted" if signals else f"did not end within {seconds:.0f} s", None
         if line := self._process.stdout.readline():
