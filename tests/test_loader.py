@@ -147,6 +147,13 @@ def test_microbatches_that_are_padding_on_all_ranks_are_left_out_by_all() -> Non
     assert RowStream(source, batch, 0).numbers(11) == [2, 3]
 
 
+def test_what_is_read_ahead_follows_the_epochs() -> None:
+    """Nine rows in steps of four: the last step of an epoch has one microbatch."""
+    rows = random_rows(9, 16, 100, supervised_share=0.5)
+    next_step = RowStream(ShuffledEpochs(rows, 1, 4), Batch(1, 4, 1), 0).ahead(0, pinned=False)
+    assert [len(next_step()) for _ in range(6)] == [4, 4, 1, 4, 4, 1]
+
+
 def test_validation_gives_every_rank_as_many_microbatches_and_every_row_once() -> None:
     documents = [(np.array([i, 0], dtype=np.int32), np.array([True, True])) for i in range(7)]
     dataset = packed(documents, seq_len=2, pad_id=99)
