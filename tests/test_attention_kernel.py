@@ -108,7 +108,7 @@ def test_the_operator_is_what_torch_expects_of_one() -> None:
 
 
 def test_a_step_launches_without_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operator costs the host several times as much; who counts or traces operators sees it."""
+    """The operator costs the host about twice as much; who counts or traces operators sees it."""
     documents = Documents(1, 16, (9, 7))
     tensors, backend = inputs(documents, (2, 1), 16, torch.float32), make_backend("triton", "", "cpu")
     with FlopCounterMode(display=False):

@@ -1,6 +1,7 @@
 """Attention by our Triton kernels (kernels.py): launched directly, or as operators for torch.compile and counters.
 
-An operator costs the host 400 us, forward and backward; the autograd.Function that launches directly a tenth of it.
+An operator costs the host twice as much as the autograd.Function that launches directly: 158 and 82 us, forward and
+backward, without the launches (a Xeon, torch 2.8).
 """
 
 import functools

@@ -17,7 +17,7 @@ def is_watched(x: Tensor) -> bool:
 
 class CustomOperator:
     """A function of tensors that is called as an operator only where its first tensor is watched: an operator costs the
-    host several times as much.
+    host about twice as much.
 
     Attributes:
         direct: the function, or an autograd.Function of it.

@@ -34,8 +34,8 @@ class HeadMemory:
         block_elements: logits (tokens x columns) per block.
         kept_elements: if a microbatch has at most this many logits, forward keeps them and backward does not compute
             them again.
-        multiple: a block has a multiple of so many columns; 1 in runs of before. A CPU reached
-            74 GFLOP/s with 1,664 columns, and 53 with 1,727.
+        multiple: a block has a multiple of so many columns; 1 in runs of before. By a reading from
+            outside a CPU had 74 GFLOP/s with 1,664 columns and 53 with 1,727; see docs/LOG.md.
     """
 
     block_elements: int = HEAD_BLOCK_CPU

@@ -89,7 +89,7 @@ def count_gpus(root: Path = Path("/"), environ: Mapping[str, str] = os.environ, 
 
 
 def default_process_count(is_rocm: bool | None = None) -> int:
-    """One process per GPU; one on a CPU, whose cores it shares out to threads: two processes take 0.6 of its tokens per
-    second and twice its memory.
+    """One process per GPU; one on a CPU, with a thread for each core: two had 0.6 of its tokens per CPU second, and
+    twice its memory, by a reading from outside.
     """
     return count_gpus(is_rocm=is_rocm) or 1

@@ -21,8 +21,9 @@ from titan_mi100.shapes.base import parameter_shapes
 GIB = 1 << 30
 # share of the peak rate that a step reaches while it computes: assumed, as long as nothing was measured
 EFFICIENCY = 0.35
-# Seconds of the host per layer and microbatch, forward and backward, without recomputation: 91 launches, with adapters
-# 166, counted on meta tensors; 6 us for each and 1.2 us for a view are assumed. False: all weights, True: LoRA.
+# Seconds of the host per layer and microbatch, forward and backward, without recomputation and without our fused
+# kernels: 91 launches, with adapters 166, counted on meta tensors; 6 us for each and 1.2 us for a view are assumed.
+# False: all weights, True: LoRA.
 _HOST_LAYER = {False: 0.65e-3, True: 1.2e-3}
 # Seconds per weight of an update on the CPU, measured on 2 cores: False: torch's AdamW, True: ours.
 _HOST_UPDATE = {False: 0.6e-9, True: 8.5e-9}
@@ -118,7 +119,8 @@ def make_plan(workload: Workload, card: int, gpu: Gpu | None = None, efficiency:
     sent, sent_at_once = _sent(workload)
     microbatches = batch.gradient_accumulation_steps
     bubble = bubble_share(config.parallelism.pipeline_parallel_schedule, layout.pp, microbatches)
-    step, hidden_from, update, enough = None, 0.0, 0.0, 0.0
+    step, hidden_from, update = None, 0.0, 0.0
+    enough = 0.0
     rate = gpu.tflops.get(training.mixed_precision_param) if gpu else None
     if gpu and rate:
         computing = done / ranks / (rate * 1e12 * efficiency) / (1 - bubble)
