@@ -153,8 +153,11 @@ def test_the_log_names_every_layout() -> None:
 
 def test_what_callers_ask_of_a_layout() -> None:
     layout = Layout(dp_shard=4, dp_replicate=2, tp=2, pp=3)
-    assert (layout.ranks_per_stage, layout.fewest_microbatches, layout.inside_a_node) == (16, 3, 2)
+    assert (layout.ranks_per_stage, layout.pipeline_ranks, layout.inside_a_node) == (16, 3, 2)
     assert layout.is_pipeline and not Layout(dp_shard=4).is_pipeline
+    assert (layout.weight_shards, layout.replicas, layout.matrix_parts, layout.row_parts) == (4, 2, 2, 2)
+    along = {kind: list(layout.along(kind)) for kind in ("pipeline", "data parallel", "tensor parallel")}
+    assert along == {"pipeline": [0, 16, 32], "data parallel": list(range(0, 16, 2)), "tensor parallel": [0, 1]}
     assert layout.local(AttentionShape(8, 4, 16)) == (4, 2, 16)
     assert [layout.twin(rank) for rank in (0, 7, 8, 15, 16, 25)] == [0, 7, 0, 7, 16, 17]
 

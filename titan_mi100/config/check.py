@@ -5,24 +5,22 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 from titan_mi100.config import settings
 from titan_mi100.config.as_text import toml_value
+from titan_mi100.config.check_layout import MODEL_KEYS, check_layout, check_offload, check_split
 from titan_mi100.config.hub import hub_hint, is_hub_name, no_such_model
-from titan_mi100.config.layout import SCHEDULES, check_schedule
+from titan_mi100.config.layout import AXES, PIPELINE
 from titan_mi100.config.problem import ConfigError, Problem
 from titan_mi100.config.settings import (
     FINGERPRINTS,
-    NF4_BLOCK,
     Config,
     DataConfig,
     LoRAConfig,
     ObjectiveConfig,
-    ParallelismConfig,
     ProfilingConfig,
     TrainingConfig,
 )
@@ -50,7 +48,7 @@ _PACKAGES = {
 _TAKEN = ("checkpoint", "tensorboard", "logs")  # names that the run folder needs itself
 # switch -> keys of its section that have no effect while the switch has its default
 _SWITCHES: dict[tuple[str, str], tuple[str, ...]] = {
-    ("parallelism", "pipeline_parallel_degree"): ("pipeline_parallel_schedule", "pipeline_parallel_layers_per_stage"),
+    ("parallelism", AXES[PIPELINE].key): ("pipeline_parallel_schedule", "pipeline_parallel_layers_per_stage"),
     ("parallelism", "powersgd_rank"): ("powersgd_start_step", "powersgd_warm_start", "powersgd_error_feedback"),
     ("validation", "prompts"): ("prompt_tokens",),
     ("profiling", "enable_profiling"): ("profile_freq", "profile_steps", "save_traces_folder"),
@@ -62,8 +60,6 @@ _SWITCHES: dict[tuple[str, str], tuple[str, ...]] = {
     ("checkpoint", "export_hf"): ("export_dtype",),
     ("data", "on_bad_row"): ("max_bad_rows",),
 }
-_MODEL = ("model.flavor", "checkpoint.initial_load_path")  # settings that name the model's shape
-_MODEL_AND_ROW = (*_MODEL, "training.seq_len")
 # The largest beta1 and beta2 that moments of these formats follow within 5%; slower ones freeze in the end.
 SLOWEST = {"bf16": 0.9999, "8bit": 0.999}
 
@@ -78,7 +74,9 @@ def check(config: Config, world_size: int | None, with_files: bool = True) -> li
     """All problems. Args: world_size: processes; None: not known, so layouts are not checked."""
     problems = dict.fromkeys(_problems(config, world_size, with_files))
     try:
-        problems |= dict.fromkeys(_check_model(config.parallelism, config.lora, config.training, config.spec()))
+        lora, training, spec = config.lora, config.training, config.spec()
+        problems |= dict.fromkeys(_check_model(lora, training, spec))
+        problems |= dict.fromkeys(check_split(config.parallelism, lora, training, spec))
     except ConfigError as error:
         problems |= dict.fromkeys(error.problems)
     except UserError as error:  # of a file, which it names
@@ -113,7 +111,7 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
     if with_files and config.metrics.enable_wandb and not getattr(find_spec("wandb"), "origin", None):
         yield Problem("metrics.enable_wandb", "= true: wandb is not installed; pip install wandb, or set it to false")
     yield from _check_data(data, config.objective.name)
-    yield from (*_check_lora(config.lora), *_check_effects(config), *_check_offload(config))
+    yield from (*_check_lora(config.lora), *_check_effects(config), *check_offload(config))
     yield from _check_objective(config.objective, data, config.lora.dropout)
     yield from _check_profiling(config.profiling, world_size)
     validation, best = config.validation, config.checkpoint.keep_best
@@ -199,89 +197,24 @@ def check_packages(also: Mapping[str, str]) -> None:
         raise UserError(f"{'; '.join(wrong)}; pip install {quoted}")
 
 
-def check_layout(config: Config, world_size: int) -> Iterator[Problem]:
-    """Problems that depend on the number of processes."""
-    p, training = config.parallelism, config.training
-    accumulation = 0 if training.target_tokens_per_step else max(1, training.gradient_accumulation_steps)
-    pp, is_ddp = p.pipeline_parallel_degree, p.zero_stage == 0
-    try:
-        layout = config.layout(world_size)
-        is_ddp = layout.zero_stage == 0
-        accumulation = config.batch(world_size).gradient_accumulation_steps
-    except ConfigError as error:
-        yield from error.problems
-    degrees = tuple(f"parallelism.{field.name}" for field in fields(p) if "powersgd" not in field.name)
-    if config.memory.offload != "nothing" and is_ddp:
-        text = f'= "{config.memory.offload}" is not for DDP; set [parallelism] zero_stage = 3'
-        yield Problem("memory.offload", text, degrees)
-    reduce, master, dtype = training.mixed_precision_reduce, config.optimizer.master, training.mixed_precision_param
-    for is_wrong, text, key, value in (
-        (not is_ddp, "needs DDP", "parallelism.zero_stage", 0),
-        (reduce != "float32", "compresses float32", "training.mixed_precision_reduce", "float32"),
-        (master != "fp32", "compresses float32, not bfloat16 gradients", "optimizer.master", "fp32"),
-        (dtype == "float16", "keeps errors that ignore float16's scale", "training.mixed_precision_param", "bfloat16"),
-    ):
-        if p.powersgd_rank and is_wrong:
-            text = f"= {p.powersgd_rank} {text}; set [{key.replace('.', '] ')} = {toml_value(value)}"
-            yield Problem("parallelism.powersgd_rank", text, (key, *degrees))
-    if pp > 1 and accumulation and (refused := check_schedule(p.pipeline_parallel_schedule, pp, accumulation)):
-        yield refused
-
-
-def _not_in_blocks(spec: ModelSpec, tp: int) -> str:
-    """The first input size of a linear layer that NF4_BLOCK does not divide on each tensor-parallel rank; "": none."""
-    inputs = ((name, size, tp if is_split else 1) for name, (size, is_split) in spec.input_sizes().items())
-    return next((f"{name} = {size} over {n} ranks" for name, size, n in inputs if size % (NF4_BLOCK * n)), "")
-
-
-def _check_model(
-    p: ParallelismConfig, lora: LoRAConfig, training: TrainingConfig, spec: ModelSpec
-) -> Iterator[Problem]:
-    """Problems with the model's shape, and of splitting it over tensor-parallel ranks and pipeline stages."""
+def _check_model(lora: LoRAConfig, training: TrainingConfig, spec: ModelSpec) -> Iterator[Problem]:
+    """Problems with the model's shape."""
     seq_len = training.seq_len
-    tp, pp = p.tensor_parallel_degree, p.pipeline_parallel_degree
-    if lora.base == "nf4" and (size := _not_in_blocks(spec, tp)):
-        text = f'= "nf4" needs blocks of {NF4_BLOCK} values, which {size} does not have; use "whole"'
-        yield Problem("lora.base", text, (*_MODEL, "parallelism.tensor_parallel_degree"))
     for key, rank in (("rank", lora.rank), ("expert_rank", lora.expert_rank)):
         if rank > spec.hidden_size:
-            yield Problem(f"lora.{key}", f"= {rank} is more than hidden_size = {spec.hidden_size}; lower it", _MODEL)
+            text = f"= {rank} is more than hidden_size = {spec.hidden_size}; lower it"
+            yield Problem(f"lora.{key}", text, MODEL_KEYS)
     if seq_len > (most := spec.max_position_embeddings):
         text = f"= {seq_len} is more than the model's max_position_embeddings = {most}; use at most {most}"
-        yield Problem("training.seq_len", text, _MODEL)
+        yield Problem("training.seq_len", text, MODEL_KEYS)
     targets = lora.target_modules
     if lora.rank and targets != LINEARS and (absent := [name for name in targets if name not in spec.adapted]):
         text = f"names {some(absent)}, which this model does not have; it has {', '.join(spec.adapted)}"
-        yield Problem("lora.target_modules", text, _MODEL)
-    without = {layer.kind for layer in spec.layers if not {*layer.adapted} & {*targets}}
-    if lora.rank and pp > 1 and without:
-        text = f"leaves layers of kind {some(sorted(without))} without an adapter, so a pipeline's stage might have "
-        text += "none; name a linear layer of each kind"
-        yield Problem("lora.target_modules", text, (*_MODEL, "parallelism.pipeline_parallel_degree"))
+        yield Problem("lora.target_modules", text, MODEL_KEYS)
     if training.train_router and (lora.rank or EXPERTS not in spec.adapted):
         text = "adapters leave it as it is" if lora.rank else "this model has none"
-        yield Problem("training.train_router", f"= true has no effect: {text}; set it to false", (*_MODEL, "lora.rank"))
-    named = spec.tensor_parallel_sizes()
-    if wrong := [f"{name} = {n}" for name, n in {**named, "seq_len": seq_len}.items() if n % tp]:
-        divisors = range(1, min(tp, *named.values()) + 1)
-        fit = [str(n) for n in divisors if not any(value % n for value in named.values())]
-        text = f"= {tp} does not divide {', '.join(wrong)}; this model can be split over {', '.join(fit)}, and seq_len "
-        yield Problem("parallelism.tensor_parallel_degree", f"{text}must be a multiple", _MODEL_AND_ROW)
-    if pp == 1:
-        return
-    schedule, counts = SCHEDULES[p.pipeline_parallel_schedule], p.pipeline_parallel_layers_per_stage
-    layers, stages = spec.num_hidden_layers, pp * schedule.stages_per_rank
-    read = (*_MODEL, "parallelism.pipeline_parallel_schedule")
-    if counts:
-        fits = len(counts) == stages or (schedule.looped and len(counts) > stages and len(counts) % pp == 0)
-        if not fits or sum(counts) != layers or 0 in counts:
-            text = f"= {list(counts)} must be {stages} numbers "
-            text += f"{f'or more, a multiple of {pp}, ' if schedule.looped else ''}above 0 that sum to the model's "
-            key = "parallelism.pipeline_parallel_layers_per_stage"
-            yield Problem(key, f"{text}{layers} layers", (*read, "parallelism.pipeline_parallel_degree"))
-    elif stages > layers:
-        text = f"= {pp} makes {stages} stages of {layers} layers; lower it"
-        yield Problem("parallelism.pipeline_parallel_degree", text, read)
+        text = f"= true has no effect: {text}; set it to false"
+        yield Problem("training.train_router", text, (*MODEL_KEYS, "lora.rank"))
 
 
 def _check_paths(config: Config) -> Iterator[Problem]:
@@ -454,25 +387,6 @@ def _check_objective(o: ObjectiveConfig, data: DataConfig, dropout: float) -> It
     if o.answers and data.earlier_thinking == "unroll":
         text = '= "unroll" makes several documents of an answer; use template, mask or context'
         yield Problem("data.earlier_thinking", text, ("objective.name",))
-
-
-def _check_offload(config: Config) -> Iterator[Problem]:
-    offload, p, conflicts = config.memory.offload, config.parallelism, list[tuple[str, str]]()
-    if offload != "nothing" and p.pipeline_parallel_degree > 1:
-        text = "is not for a pipeline; set pipeline_parallel_degree = 1"
-        conflicts.append((text, "parallelism.pipeline_parallel_degree"))
-    if offload == "weights" and p.tensor_parallel_degree > 1:
-        text = "is not for tensor parallel; set tensor_parallel_degree = 1"
-        conflicts.append((text, "parallelism.tensor_parallel_degree"))
-    if offload == "weights" and config.lora.base == "nf4":
-        conflicts.append(('is not for [lora] base = "nf4", which takes little; use "nothing"', "lora.base"))
-    if offload == "optimizer" and config.lora.rank:
-        text = 'moves next to nothing, as adapters alone are trained; use "weights", or [lora] base = "nf4"'
-        conflicts.append((text, "lora.rank"))
-    yield from (Problem("memory.offload", f'= "{offload}" {text}', (key,)) for text, key in conflicts)
-    if config.memory.offload_activations and config.activation_checkpoint.mode != "full":
-        text = 'keeps blocks\' inputs; set [activation_checkpoint] mode = "full"'
-        yield Problem("memory.offload_activations", text, ("activation_checkpoint.mode",))
 
 
 def _check_profiling(profiling: ProfilingConfig, world_size: int | None) -> Iterator[Problem]:

@@ -15,17 +15,20 @@ class Axis(NamedTuple):
     """An axis of the mesh of ranks."""
 
     key: str  # its degree in [parallelism]
+    traffic: str  # what its ranks send to each other is counted as
     reads_rows: bool = False  # its ranks read different rows
 
 
 # From the outermost to the innermost: ranks that communicate most are next to each other. Tensor parallel sends most; a
 # pipeline sends least, so neighbouring stages may be on different nodes.
 AXES = {
-    "pp": Axis("pipeline_parallel_degree"),
-    "dp_replicate": Axis("data_parallel_replicate_degree", reads_rows=True),
-    "dp_shard": Axis("data_parallel_shard_degree", reads_rows=True),
-    "tp": Axis("tensor_parallel_degree"),
+    "pp": Axis("pipeline_parallel_degree", "pipeline"),
+    "dp_replicate": Axis("data_parallel_replicate_degree", "data parallel", reads_rows=True),
+    "dp_shard": Axis("data_parallel_shard_degree", "data parallel", reads_rows=True),
+    "tp": Axis("tensor_parallel_degree", "tensor parallel"),
 }
+ALL_SHARDED = {AXES["dp_shard"].key: -1, AXES["dp_replicate"].key: 1}  # no replicas
+PIPELINE = "pp"  # the outermost axis
 DATA_PARALLEL = [name for name, axis in AXES.items() if axis.reads_rows]
 _DEGREES = (*(f"parallelism.{axis.key}" for axis in AXES.values()), "parallelism.zero_stage")
 IGNORE = -100  # label of a token that is not learned, as in PyTorch and Hugging Face
@@ -66,24 +69,53 @@ class Layout:
         """Ranks that read different rows."""
         return math.prod(getattr(self, name) for name in DATA_PARALLEL)
 
+    # What others ask of a layout, by meaning: an axis that is added changes these, not those who ask.
+
     @property
-    def ranks_per_stage(self) -> int:
-        """Ranks of a pipeline stage, which are neighbours: the pipeline is the outermost axis."""
-        return math.prod(self.shape()) // self.pp
+    def weight_shards(self) -> int:
+        """Ranks over which FSDP2 shards each weight."""
+        return self.dp_shard
+
+    @property
+    def replicas(self) -> int:
+        """Copies of each shard, whose gradients are summed."""
+        return self.dp_replicate
+
+    @property
+    def matrix_parts(self) -> int:
+        """Parts of a matrix, one of which a rank multiplies with."""
+        return self.tp
+
+    @property
+    def row_parts(self) -> int:
+        """Parts of a row's hidden states, one of which a rank keeps."""
+        return self.tp
+
+    @property
+    def pipeline_ranks(self) -> int:
+        """Ranks among which the layers are divided; also the fewest microbatches with which every schedule runs."""
+        return self.pp
 
     @property
     def is_pipeline(self) -> bool:
         return self.pp > 1
 
     @property
-    def fewest_microbatches(self) -> int:
-        """Microbatches of a step with which every pipeline schedule runs."""
-        return self.pp
+    def ranks_per_stage(self) -> int:
+        """Ranks of a pipeline stage, which are neighbours: the pipeline is the outermost axis."""
+        return math.prod(self.shape()) // self.pp
 
     @property
     def inside_a_node(self) -> int:
         """Ranks whose traffic needs the links of a node."""
         return self.tp
+
+    def along(self, traffic: str) -> range:
+        """The ranks that send each other this traffic, of the group with rank 0."""
+        sizes = list(zip(AXES.values(), self.shape(), strict=True))
+        last = max(place for place, (axis, _) in enumerate(sizes) if axis.traffic == traffic)
+        stride = math.prod(size for _, size in sizes[last + 1 :])
+        return range(0, stride * math.prod(size for axis, size in sizes if axis.traffic == traffic), stride)
 
     def local(self, attention: AttentionShape) -> AttentionShape:
         """The heads that each rank has."""
@@ -235,8 +267,8 @@ def accumulation_for(global_batch_size: int, batch: Batch, saved: Batch) -> int:
     return global_batch_size // rows
 
 
-def check_schedule(name: str, pp: int, microbatches: int) -> Problem | None:
-    """Why a pipeline of `pp` ranks cannot run that many microbatches per step under the schedule; None: it can."""
+def check_schedule(name: str, ranks: int, microbatches: int) -> Problem | None:
+    """Why a pipeline of so many ranks cannot run that many microbatches per step under the schedule; None: it can."""
     wrong, how = "", "the forwards of a step, gradient_accumulation_steps, are its microbatches"
     if SCHEDULES[name].zero_bubble and is_torch_before_2_13():
         wrong = (
@@ -245,12 +277,12 @@ def check_schedule(name: str, pp: int, microbatches: int) -> Problem | None:
             '"Interleaved1F1B"'
         )
     # with fewer, torch 2.8 computes wrong gradients or hangs under an interleaved schedule
-    elif (name == "1F1B" or SCHEDULES[name].looped) and microbatches < pp:
-        wrong = f"over {pp} ranks needs at least {pp} microbatches, but gets {microbatches}: {how}; raise it, or use "
-        wrong += '"GPipe"'
-    elif SCHEDULES[name].looped and microbatches % max(1, microbatches // pp):
-        wrong = f"over {pp} ranks needs microbatches in rounds of {pp} or more, but gets {microbatches}: {how}; use "
-        wrong += f"{pp} x n"
+    elif (name == "1F1B" or SCHEDULES[name].looped) and microbatches < ranks:
+        wrong = f"over {ranks} ranks needs at least {ranks} microbatches, but gets {microbatches}: {how}; "
+        wrong += 'raise it, or use "GPipe"'
+    elif SCHEDULES[name].looped and microbatches % max(1, microbatches // ranks):
+        wrong = f"over {ranks} ranks needs microbatches in rounds of {ranks} or more, but gets {microbatches}: {how}; "
+        wrong += f"use {ranks} x n"
     read = (*_DEGREES, "training.gradient_accumulation_steps", "training.target_tokens_per_step")
     return Problem("parallelism.pipeline_parallel_schedule", f'= "{name}" {wrong}', read) if wrong else None
 
@@ -315,8 +347,8 @@ def stages_of(layers_per_stage: Sequence[int]) -> list[Stage]:
     return [Stage(range(start, stop), start == 0, stop == edges[-1]) for start, stop in pairwise(edges)]
 
 
-def stages_on(pp_rank: int, pp: int, stages: int, v_shaped: bool) -> list[int]:
+def stages_on(rank: int, ranks: int, stages: int, v_shaped: bool) -> list[int]:
     """The stages of a pipeline rank, placed as torch's schedules expect: round-robin, or V-shaped."""
     if v_shaped:
-        return [pp_rank, stages - 1 - pp_rank]
-    return list(range(pp_rank, stages, pp))
+        return [rank, stages - 1 - rank]
+    return list(range(rank, stages, ranks))

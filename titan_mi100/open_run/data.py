@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_mi100.checkpoint.resume import FoundCheckpoint, find_checkpoint, open_checkpoint
-from titan_mi100.config.check import check_layout
+from titan_mi100.config.check_layout import check_layout
 from titan_mi100.config.layout import Batch, Layout, accumulation_for
 from titan_mi100.config.problem import ConfigError
 from titan_mi100.config.settings import Config, LRSchedulerConfig, OptimizerConfig, TrainingConfig

@@ -141,7 +141,8 @@ class LogprobPass:
         batches = validation_batches(rows, self._inputs.batch, self._dp_rank)  # type: ignore[arg-type]
         own = self._dp_rank if model.counts_loss else -1  # of each data-parallel rank one rank's values count
         with model.with_objective(Record(k, self._vocabulary)), model.evaluating():
-            while some := list(islice(batches, 2 * self._inputs.layout.pp)):  # as many as keep a pipeline busy
+            at_once = 2 * self._inputs.layout.pipeline_ranks  # as many as keep a pipeline busy
+            while some := list(islice(batches, at_once)):
                 tensors = [torch.tensor([own, stop()], dtype=torch.float64)]
                 for microbatch in some:
                     beat()

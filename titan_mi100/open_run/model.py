@@ -9,6 +9,7 @@ import torch
 from titan_mi100.attention.base import Shape
 from titan_mi100.attention.choice import Choice, choose
 from titan_mi100.checkpoint.checkpointer import Checkpointer, SaveOptions
+from titan_mi100.config.layout import PIPELINE
 from titan_mi100.config.settings import Config
 from titan_mi100.data.prepare import cache_folder
 from titan_mi100.data.prepared import Prepared
@@ -76,7 +77,7 @@ def choose_fused(inputs: RunInputs, arch: str) -> dict[str, list[str]]:
 def keep_stages(config: Config, world: World, spec: ModelSpec, data: Prepared, manifest: dict[str, Any]) -> Config:
     """A resumed run's config with the stages that it has had, if it has as many: they order sums and seed dropout."""
     layout, saved = config.layout(world.size), manifest.get("chosen", {}).get("stages")
-    if not layout.is_pipeline or manifest["layout"].get("pp") != layout.pp:
+    if not layout.is_pipeline or manifest["layout"].get(PIPELINE) != layout.pipeline_ranks:
         return config
     share = data.train_counts.supervised_share(config.training.seq_len)
     by_cost = layers_per_stage(

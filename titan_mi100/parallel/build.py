@@ -72,7 +72,7 @@ def build_model(
     """
     config, spec, layout, batch = workload.config, workload.spec, workload.layout, workload.batch
     mesh, device, objective, head_memory = placement.mesh, placement.device, computation.objective, computation.head
-    if layout.pp > 1 and SCHEDULES[config.parallelism.pipeline_parallel_schedule].forwards_first:
+    if layout.is_pipeline and SCHEDULES[config.parallelism.pipeline_parallel_schedule].forwards_first:
         # the kept logits of all microbatches exist at once
         kept = head_memory.kept_elements // batch.gradient_accumulation_steps
         head_memory = replace(head_memory, kept_elements=kept)
@@ -92,10 +92,10 @@ def build_model(
         return placement.put(lambda: build(stage), weights, compute_dtype(config.training))
 
     model: ParallelModel
-    if layout.pp > 1:
+    if layout.is_pipeline:
         schedule, microbatches = config.parallelism.pipeline_parallel_schedule, batch.gradient_accumulation_steps
         log.info(f"pipeline: {schedule}, {microbatches} microbatches, layers per stage {', '.join(map(str, layers))}")
-        boundary = (batch.local_batch_size, config.training.seq_len // layout.tp, spec.hidden_size)
+        boundary = (batch.local_batch_size, config.training.seq_len // layout.row_parts, spec.hidden_size)
         # Copies of a tied weight need a common gradient only if the weight is trained; LoRA freezes it.
         tied = spec.tie_word_embeddings and not config.lora.rank
         from titan_mi100.parallel.pipeline import PipelinedModel, PipelinePlan  # half a second; other layouts skip it
@@ -151,7 +151,7 @@ def parallelize(model: CausalLM, config: Config, layout: Layout, mesh: DeviceMes
         dtype = compute_dtype(training) if is_base else master
         dtype = torch.promote_types(dtype, torch.float32) if is_wide else dtype
         parameter.data = parameter.data.to(dtype)
-    if layout.tp > 1:
+    if layout.matrix_parts > 1:
         apply_tensor_parallel(model, tensor_parallel_ranks(mesh))
     # Checkpointing wraps the compiled functions: these are then alike in all blocks, and torch compiles them once.
     mode = config.activation_checkpoint.mode

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titan_mi100.config.layout import AXES, DATA_PARALLEL, Layout
+from titan_mi100.config.layout import AXES, DATA_PARALLEL, PIPELINE, Layout
 from titan_mi100.config.srun import device_index
 from titan_mi100.device import accelerator
 from titan_mi100.device.accelerator import to_device
@@ -202,7 +202,7 @@ def seed_dropout(seed: int, step: int, mesh: DeviceMesh) -> None:
     Data-parallel ranks and pipeline ranks draw different numbers, the ranks of a tensor-parallel group the same. The
     seed is a pure function of these and the step, so a resumed run draws what an uninterrupted run would.
     """
-    where = f"{seed}/dropout/{step}/{data_parallel_rank(mesh)}/{mesh.get_local_rank('pp')}"
+    where = f"{seed}/dropout/{step}/{data_parallel_rank(mesh)}/{mesh.get_local_rank(PIPELINE)}"
     torch.manual_seed(zlib.crc32(where.encode()))
 
 

@@ -88,8 +88,8 @@ def with_overhead(peak: float) -> float:
 
 def _on_ranks(workload: Workload, stages: int) -> list[list[int]]:
     """The numbers of each pipeline rank's stages."""
-    is_v_shaped, pp = SCHEDULES[workload.config.parallelism.pipeline_parallel_schedule].v_shaped, workload.layout.pp
-    return [stages_on(rank, pp, stages, is_v_shaped) for rank in range(pp)]
+    schedule, ranks = workload.config.parallelism.pipeline_parallel_schedule, workload.layout.pipeline_ranks
+    return [stages_on(rank, ranks, stages, SCHEDULES[schedule].v_shaped) for rank in range(ranks)]
 
 
 def layers_per_stage(workload: Workload, supervised_share: float, card: int = 0) -> Sequence[int]:
@@ -100,15 +100,15 @@ def layers_per_stage(workload: Workload, supervised_share: float, card: int = 0)
         supervised_share: supervised tokens per token of a row; the head runs on these only.
         card: bytes of a card's memory; 0: the cost alone counts.
     """
-    config, spec, pp = workload.config, workload.spec, workload.layout.pp
+    config, spec, ranks = workload.config, workload.spec, workload.layout.pipeline_ranks
     parallelism, training, recompute = config.parallelism, config.training, config.activation_checkpoint.mode != "none"
-    if pp == 1:
+    if ranks == 1:
         return [spec.num_hidden_layers]
     if parallelism.pipeline_parallel_layers_per_stage:
         return parallelism.pipeline_parallel_layers_per_stage
     rows, is_frozen = training.local_batch_size, config.lora.rank > 0
     costs = stage_costs(spec, rows, training.seq_len, supervised_share, recompute, is_frozen)
-    counts = split_layers(*costs, pp * SCHEDULES[parallelism.pipeline_parallel_schedule].stages_per_rank)
+    counts = split_layers(*costs, ranks * SCHEDULES[parallelism.pipeline_parallel_schedule].stages_per_rank)
     return _by_bytes(workload, card, counts) if card else counts
 
 
@@ -147,12 +147,12 @@ class _RankMemory:
         self.tied, self.lora_rank = spec.tie_word_embeddings, config.lora.rank
         self.offload, self.inputs_on_host = config.memory.offload, config.memory.offload_activations
         self.is_fsdp = layout.zero_stage > 0 and (layout.dp_degree > 1 or self.offload == "weights")
-        self.shards = layout.dp_shard if self.is_fsdp else 1
-        self.layer_values = sum(layer.size for layer in self.layers) / layout.tp
+        self.shards = layout.weight_shards if self.is_fsdp else 1
+        self.layer_values = sum(layer.size for layer in self.layers) / layout.matrix_parts
         small = (p.size for layer in self.layers for p in layer.parameters.values() if p.role == "router")
-        self.router_values = 0.0 if training.train_router else sum(small) / layout.tp  # not trained
-        self.block_values = max((layer.size for layer in self.layers), default=0) / layout.tp
-        self.vocab_values = spec.vocab_size * spec.hidden_size / layout.tp
+        self.router_values = 0.0 if training.train_router else sum(small) / layout.matrix_parts  # not trained
+        self.block_values = max((layer.size for layer in self.layers), default=0) / layout.matrix_parts
+        self.vocab_values = spec.vocab_size * spec.hidden_size / layout.matrix_parts
         self.is_tied_here = self.tied and self.has_first and self.has_last
         self.vocab_matrices = self.has_first + self.has_last - (self.is_tied_here and len(stages) == 1)
         # bytes in the dtype in which they are gathered and multiplied
@@ -163,8 +163,9 @@ class _RankMemory:
         self.all_bytes = self.layer_values * self.weight_bytes + self.vocab_matrices * self.vocab_bytes
         adapters = config.lora.shapes(spec) if self.lora_rank else {}
         adapter_sizes = [math.prod(shape) for name, shape in adapters.items() if int(name.split(".")[2]) in numbers]
-        self.adapter_values = sum(adapter_sizes) / layout.tp
-        largest = [*(layer.largest / layout.tp for layer in self.layers), *[self.vocab_values][: self.vocab_matrices]]
+        self.adapter_values = sum(adapter_sizes) / layout.matrix_parts
+        largest = [layer.largest / layout.matrix_parts for layer in self.layers]
+        largest += [self.vocab_values][: self.vocab_matrices]
         self.largest_trained = max(adapter_sizes if self.lora_rank else largest, default=0)  # values of a matrix
         master, self.residual_bytes = config.optimizer.master_bytes
         self.master_bytes = max(master, self.compute_bytes) if self.compute_bytes > 4 else master
@@ -177,7 +178,7 @@ class _RankMemory:
         sums = self._gradient_sums(trained)
         is_all_here = self.offload == "nothing"
         # ZeRO-1 keeps gradients until the last microbatch; so does FSDP2 with replicas, after its reduction.
-        sums_stay = is_all_here or (self.is_fsdp and (self.layout.zero_stage == 1 or self.layout.dp_replicate > 1))
+        sums_stay = is_all_here or (self.is_fsdp and (self.layout.zero_stage == 1 or self.layout.replicas > 1))
         always = {
             PARAMETERS: weights if self.offload != "weights" else 0.0, OPTIMIZER: state if is_all_here else 0.0,
             COMMUNICATION: self._received(), HEAD_LOSS: 0.0, GRADIENTS: 0.0, ACTIVATIONS: 0.0,
@@ -190,7 +191,7 @@ class _RankMemory:
         is_kept = self.mode == "none"
         layers_on_card = self.layers[-2 if self.inputs_on_host else 0 :]
         kept_by_layer = [self._bytes(x.kept[self.mode]) + self._added_by_lora(x, "none") for x in layers_on_card]
-        rotary = self._bytes(self.spec.per_forward) * self.layout.tp  # each rank has all of it
+        rotary = self._bytes(self.spec.per_forward) * self.layout.row_parts  # each rank has all of it
         kept = sum(kept_by_layer) * self._in_flight() + rotary
         kept += self.layer_values * copy_bytes if is_kept else 0.0
 
@@ -205,7 +206,7 @@ class _RankMemory:
         bytes_each = 0.0 if self.lora_rank else self.compute_bytes if self.is_fsdp else self.master_bytes
         vocab_gradient = self.vocab_values * bytes_each
         if self.has_last:
-            final = kept + 24 * self.spec.hidden_size * self.tokens / self.layout.tp
+            final = kept + 24 * self.spec.hidden_size * self.tokens / self.layout.row_parts
             by_head, logits = self.vocab_bytes + self.block_bytes, self._head()
             gathered = self._gathered(by_head, 0.0 if self.tied else self.vocab_bytes)
             yield "forward of the head", moment_with(earlier_sums, final, head_loss=logits, communication=gathered)
@@ -215,7 +216,7 @@ class _RankMemory:
                 gradients = earlier_sums + vocab_gradient
                 reduced = self._reduced(self.vocab_values) + self._gathered(self.block_bytes)
                 yield "reduction of the head's gradient", moment_with(gradients, kept, communication=reduced)
-            if self.layout.tp > 1 and not self.is_fsdp:  # autograd adds DTensors out of place
+            if self.layout.matrix_parts > 1 and not self.is_fsdp:  # autograd adds DTensors out of place
                 yield "sum of the head's gradient", moment_with(earlier_sums + 3 * vocab_gradient, kept)
         # the head's gradient waits for the embedding's: one weight
         waiting = vocab_gradient if self.is_tied_here else 0.0
@@ -278,7 +279,8 @@ class _RankMemory:
 
     def _weights_pinned(self) -> float:
         """Pinned bytes of all weights: each matrix is rounded up separately."""
-        bytes_each = (self.compute_bytes if self.lora_rank else self.master_bytes) / self.shards / self.layout.tp
+        own = self.compute_bytes if self.lora_rank else self.master_bytes
+        bytes_each = own / self.shards / self.layout.matrix_parts
         matrices = (parameter.size for parameter in self.spec.parameters.values() if parameter.role != "norm")
         return sum(self._pinned(size * bytes_each) for size in matrices)
 
@@ -288,24 +290,24 @@ class _RankMemory:
             return trained * max(self.reduce_bytes, self.compute_bytes)
         twice = self.layout.zero_stage == 0 and self.batch.gradient_accumulation_steps > 1
         limit = {"nothing": math.inf, "optimizer": _ON_THE_WAY, "weights": 0.0}[self.offload]
-        limit = math.inf if self.is_fsdp and self.layout.dp_replicate > 1 else limit
+        limit = math.inf if self.is_fsdp and self.layout.replicas > 1 else limit
         return min(limit, trained * self.master_bytes / self.shards * (2 if twice else 1))
 
     def _in_flight(self) -> int:
         """Microbatches whose activations wait for their backward."""
-        pp, microbatches = self.layout.pp, self.batch.gradient_accumulation_steps
-        if pp == 1:
+        ranks, microbatches = self.layout.pipeline_ranks, self.batch.gradient_accumulation_steps
+        if ranks == 1:
             return 1
         schedule = SCHEDULES[self.config.parallelism.pipeline_parallel_schedule]
         if schedule.forwards_first:
             return microbatches
         if schedule.stages_per_rank > 1:
-            return min(microbatches, pp + 1)
-        return min(microbatches, pp - self.rank)
+            return min(microbatches, ranks + 1)
+        return min(microbatches, ranks - self.rank)
 
     def _bytes(self, values: ValuesPerToken) -> float:
         """Bytes on this rank of values per token."""
-        return self.tokens * (values.compute * self.compute_bytes + values.fp32 * 4) / self.layout.tp
+        return self.tokens * (values.compute * self.compute_bytes + values.fp32 * 4) / self.layout.row_parts
 
     def _added_by_lora(self, layer: LayerShape, mode: str) -> float:
         """Extra bytes under LoRA: dropout's outputs and masks, minus what frozen norms do not save.
@@ -318,10 +320,10 @@ class _RankMemory:
         dropped = 0.0  # where outputs are split, each rank has all inputs
         for name, p in layer.parameters.items():
             if p.experts and EXPERTS in targets:
-                inputs = p.shape[0] / p.experts if p.is_transposed else p.shape[1] / self.layout.tp
+                inputs = p.shape[0] / p.experts if p.is_transposed else p.shape[1] / self.layout.matrix_parts
                 dropped += 1.5 * layer.slots * inputs  # half: the gradient of one, which waits for its mask
             elif name.split(".")[-2] in targets and not p.experts:
-                dropped += p.shape[1] / (self.layout.tp if p.split.dim == 1 else 1)
+                dropped += p.shape[1] / (self.layout.matrix_parts if p.split.dim == 1 else 1)
         for_norms = ValuesPerToken.of(tensor for tensor in layer.saved if tensor.is_for_norm)
         return self.tokens * dropped * (self.compute_bytes + 1) - self._bytes(for_norms)
 
@@ -329,20 +331,20 @@ class _RankMemory:
         """Bytes that a layer's backward needs besides what was kept."""
         total = self._bytes(layer.inside[self.mode]) + self._added_by_lora(layer, "full")
         # one dequantised matrix, and the indices of its lookup
-        return total + (layer.largest / self.layout.tp * (self.compute_bytes + 2) if self.is_nf4 else 0.0)
+        return total + (layer.largest / self.layout.matrix_parts * (self.compute_bytes + 2) if self.is_nf4 else 0.0)
 
     def _received(self) -> float:
         """Bytes of receive buffers: torch's pipeline keeps hidden states and gradients of each microbatch."""
-        hidden_bytes = self.tokens * self.compute_bytes * self.spec.hidden_size / self.layout.tp
+        hidden_bytes = self.tokens * self.compute_bytes * self.spec.hidden_size / self.layout.row_parts
         return self.batch.gradient_accumulation_steps * received_per_microbatch(self.stages) * hidden_bytes
 
     def _head(self) -> float:
         """Buffers of the head's loss, see model/loss.py."""
-        c, logits = self.compute_bytes, self.tokens * self.spec.vocab_size // self.layout.tp
+        c, logits = self.compute_bytes, self.tokens * self.spec.vocab_size // self.layout.matrix_parts
         block = min(max(HEAD_COLUMNS * self.tokens, HEAD_BLOCK if self.device_memory else HEAD_BLOCK_CPU), logits)
         wide, kept_logits = max(4, c), self.device_memory // HEAD_BYTES_PER_LOGIT
         schedule = SCHEDULES[self.config.parallelism.pipeline_parallel_schedule]
-        keeps_all = schedule.forwards_first and self.layout.pp > 1
+        keeps_all = schedule.forwards_first and self.layout.is_pipeline
         microbatches = self.batch.gradient_accumulation_steps if keeps_all else 1
         rows = self.tokens * self.spec.hidden_size * (2 * c + 4)
         if logits <= kept_logits // microbatches:
@@ -363,7 +365,7 @@ class _RankMemory:
 
     def _reduced(self, elements: float) -> float:
         """Bytes of FSDP2's buffers: it copies a group's gradients into one, reduces into a second, casts the second."""
-        if not self.is_fsdp or self.lora_rank or self.layout.pp > 1:
+        if not self.is_fsdp or self.lora_rank or self.layout.is_pipeline:
             return 0.0
         other = self.master_bytes if self.master_bytes != self.reduce_bytes else 0
         return elements * (self.reduce_bytes + (self.reduce_bytes + other) / self.shards)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_mi100.config.check import check
-from titan_mi100.config.layout import Batch, Layout
+from titan_mi100.config.layout import ALL_SHARDED, Batch, Layout
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
 from titan_mi100.planning.cards import Gpu
@@ -118,29 +118,30 @@ def make_plan(workload: Workload, card: int, gpu: Gpu | None = None, efficiency:
     done = flops + recomputed_flops(spec, tokens, pairs, config.activation_checkpoint.mode)
     sent, sent_at_once = _sent(workload)
     microbatches = batch.gradient_accumulation_steps
-    bubble = bubble_share(config.parallelism.pipeline_parallel_schedule, layout.pp, microbatches)
+    bubble = bubble_share(config.parallelism.pipeline_parallel_schedule, layout.pipeline_ranks, microbatches)
     step, hidden_from, update = None, 0.0, 0.0
     enough = 0.0
     rate = gpu.tflops.get(training.mixed_precision_param) if gpu else None
     if gpu and rate:
         computing = done / ranks / (rate * 1e12 * efficiency) / (1 - bubble)
         passes = done / flops  # of a microbatch's forward and backward, with what is computed again
-        launching = microbatches * passes * spec.num_hidden_layers / layout.pp * _HOST_LAYER[bool(config.lora.rank)]
+        layers = spec.num_hidden_layers / layout.pipeline_ranks
+        launching = microbatches * passes * layers * _HOST_LAYER[bool(config.lora.rank)]
         enough = training.local_batch_size * training.seq_len * launching / computing
         computing = max(computing, launching)
-        data_parallel = reached(range(0, layout.dp_degree * layout.tp, layout.tp), gpu)
+        data_parallel = reached(layout.along("data parallel"), gpu)
         with_host, update = (size / (gpu.host_gbs * 1e9 * REACHED) for size in _moved(workload))
         hiding = computing * (1 if config.memory.offload == "weights" else 1 - flops / done / 3)  # backward
         hidden_from = training.local_batch_size * training.seq_len * with_host / hiding
         if config.memory.offload == "weights":
             trained = config.lora.shapes(spec) if config.lora.rank else parameter_shapes(spec)
-            update = sum(map(math.prod, trained.values())) / layout.dp_shard * _HOST_UPDATE[config.optimizer.is_lean]
+            updated = sum(map(math.prod, trained.values())) / layout.weight_shards
+            update = updated * _HOST_UPDATE[config.optimizer.is_lean]
         computing = max(computing, computing - hiding + with_host)
         once, spread = sent_at_once / data_parallel, (sent["data parallel"] - sent_at_once) / data_parallel
         waits = exposed_seconds(once, spread, computing, microbatches, gpu.overlap)
-        tensor = sent["tensor parallel"] / reached(range(layout.tp), gpu)
-        pipeline = sent["pipeline"] / reached(range(0, ranks, ranks // layout.pp), gpu)
-        step = computing + waits + tensor + pipeline + update
+        others = sum(size / reached(layout.along(kind), gpu) for kind, size in sent.items() if kind != "data parallel")
+        step = computing + waits + others + update
     memory = estimate(workload, card)
     return Plan(workload, memory, card, flops, sent, bubble, step, tokens, hidden_from, update, enough, efficiency)
 
@@ -170,7 +171,7 @@ def _moved(workload: Workload) -> tuple[float, float]:
     """Bytes between a card and the host's memory in a step: during forward and backward, and for the update."""
     config, layout, optimizer = workload.config, workload.layout, workload.config.optimizer
     microbatches = workload.batch.gradient_accumulation_steps
-    weights = sum(map(math.prod, parameter_shapes(workload.spec).values())) / layout.dp_shard / layout.tp
+    weights = sum(map(math.prod, parameter_shapes(workload.spec).values())) / layout.weight_shards / layout.matrix_parts
     master, beside = optimizer.master_bytes
     reductions = 1 if layout.zero_stage == 1 else microbatches
     if config.memory.offload == "optimizer":  # each sum but the first goes there and back
@@ -189,20 +190,20 @@ def _sent(workload: Workload) -> tuple[dict[str, float], float]:
     training = config.training
     microbatches, c = batch.gradient_accumulation_steps, 4 if training.mixed_precision_param == "float32" else 2
     r = 2 if training.mixed_precision_reduce == "bfloat16" else 4
-    weights = sum(map(math.prod, parameter_shapes(spec).values())) / layout.tp / layout.pp
+    weights = sum(map(math.prod, parameter_shapes(spec).values())) / layout.matrix_parts / layout.pipeline_ranks
     trained = weights if not config.lora.rank else 0.0
-    others = (layout.dp_shard - 1) / layout.dp_shard
+    others = (layout.weight_shards - 1) / layout.weight_shards
     gathers = {0: 0, 1: 1, 2: 1, 3: 2 * microbatches}[layout.zero_stage]
     reductions = 1 if layout.zero_stage < 2 else microbatches
-    among = layout.dp_replicate
+    among = layout.replicas
     gathered, reduced = others * gathers * weights * c, others * reductions * trained * r
-    replicas = 2 * (among - 1) / among * trained * r / (layout.dp_shard if layout.zero_stage else 1)
+    replicas = 2 * (among - 1) / among * trained * r / (layout.weight_shards if layout.zero_stage else 1)
     once = replicas + (gathered if layout.zero_stage < 3 else 0) + (reduced if layout.zero_stage < 2 else 0)
     hidden = batch.local_batch_size * training.seq_len * spec.hidden_size * c
-    layers = spec.num_hidden_layers / layout.pp
+    layers = spec.num_hidden_layers / layout.pipeline_ranks
     passes = 3 if config.activation_checkpoint.mode != "none" else 2
-    tensor = passes * 4 * layers * microbatches * hidden * (layout.tp - 1) / layout.tp
-    pipeline = 2 * microbatches * hidden / layout.tp if layout.pp > 1 else 0.0
+    tensor = passes * 4 * layers * microbatches * hidden * (layout.matrix_parts - 1) / layout.matrix_parts
+    pipeline = 2 * microbatches * hidden / layout.row_parts if layout.is_pipeline else 0.0
     return {"data parallel": gathered + reduced + replicas, "tensor parallel": tensor, "pipeline": pipeline}, once
 
 
@@ -222,13 +223,13 @@ def _changes(layout: Layout, batch: Batch, rank: int) -> Iterator[tuple[str, dic
 
     yield "take one row at a time", {"training": rows(1, 1)}
     yield "recompute activations", {"activation_checkpoint": {"mode": "full"}}
-    shards = {"zero_stage": 3, "data_parallel_shard_degree": -1, "data_parallel_replicate_degree": 1}
+    shards = {"zero_stage": 3, **ALL_SHARDED}
     yield "shard weights, gradients and optimizer state over the cards (ZeRO-3)", {"parallelism": shards}
     yield "reduce gradients in bf16", {"training": {"mixed_precision_reduce": "bfloat16"}}
     yield "keep optimizer state in 8 bits", {"optimizer": {"state": "8bit"}}
     for times in [n for n in range(2, layout.dp_degree + 1) if layout.dp_degree % n == 0]:
-        degree, shard = layout.tp * times, {"data_parallel_shard_degree": -1, "data_parallel_replicate_degree": 1}
-        change = {"parallelism": {"tensor_parallel_degree": degree, **shard}}
+        degree = layout.matrix_parts * times
+        change = {"parallelism": {"tensor_parallel_degree": degree, **ALL_SHARDED}}
         yield f"split each matrix over {degree} cards", {**change, "training": rows(batch.local_batch_size, times)}
     lora = {"rank": rank or 16}
     quantised = "train adapters only, base weights in 4 bits (QLoRA)", {"lora": {**lora, "base": "nf4"}}
@@ -290,9 +291,8 @@ def search(workload: Workload, rows: int, card: int, gpu: Gpu | None, efficiency
             "mixed_precision_reduce": reduction,
         }  # fmt: skip
         parallelism = {
-            "pipeline_parallel_degree": pp, "tensor_parallel_degree": tp, "data_parallel_shard_degree": -1,
-            "data_parallel_replicate_degree": 1, "zero_stage": -1, "pipeline_parallel_layers_per_stage": (),
-            "pipeline_parallel_schedule": "1F1B",
+            "pipeline_parallel_degree": pp, "tensor_parallel_degree": tp, **ALL_SHARDED, "zero_stage": -1,
+            "pipeline_parallel_layers_per_stage": (), "pipeline_parallel_schedule": "1F1B",
         }  # fmt: skip
         optimizer = {"state": kind[0], "master": kind[1]}
         change = {"training": training, "parallelism": parallelism, "optimizer": optimizer}

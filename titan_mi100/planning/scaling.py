@@ -3,9 +3,9 @@
 from titan_mi100.config.layout import SCHEDULES
 
 
-def bubble_share(schedule: str, pp: int, microbatches: int) -> float:
-    """The share of a step in which a pipeline's rank waits."""
-    waits = (pp - 1) / SCHEDULES[schedule].stages_per_rank
+def bubble_share(schedule: str, ranks: int, microbatches: int) -> float:
+    """The share of a step in which each of a pipeline's ranks waits."""
+    waits = (ranks - 1) / SCHEDULES[schedule].stages_per_rank
     return waits / (microbatches + waits)
 
 

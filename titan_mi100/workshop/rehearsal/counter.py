@@ -386,7 +386,7 @@ def enough_microbatches(layout: Layout, batch: Batch, schedule: str) -> int:
     microbatches = batch.gradient_accumulation_steps
     if layout.is_pipeline and SCHEDULES[schedule].forwards_first:
         return microbatches
-    return min(microbatches, 4 * layout.fewest_microbatches if layout.is_pipeline else 2)
+    return min(microbatches, 4 * layout.pipeline_ranks if layout.is_pipeline else 2)
 
 
 def inputs(training: TrainingConfig, objective: ObjectiveConfig, microbatches: int) -> list[Microbatch]:

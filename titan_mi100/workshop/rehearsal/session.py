@@ -58,7 +58,7 @@ def rehearse(workload: Workload, rank: int, device_memory: int) -> Rehearsed:
     layout, batch = workload.layout, workload.batch
     schedule = workload.config.parallelism.pipeline_parallel_schedule
     microbatches, many = batch.gradient_accumulation_steps, enough_microbatches(layout, batch, schedule)
-    few = layout.fewest_microbatches  # every schedule runs with as many microbatches as pipeline ranks
+    few = layout.pipeline_ranks  # every schedule runs with as many microbatches as pipeline ranks
     memory, work = _second_step(workload, rank, many, device_memory)
     if many == 1 or (microbatches == many and few >= many):
         return Rehearsed(rank, memory, Work(work.flops, work.traffic, {}))
