@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import accumulate, pairwise
+from operator import mul
 from typing import NamedTuple
 
 from titan_mi100.config.problem import ConfigError, Problem
@@ -67,7 +68,7 @@ class Layout:
     @property
     def dp_degree(self) -> int:
         """Ranks that read different rows."""
-        return math.prod(getattr(self, name) for name in DATA_PARALLEL)
+        return self.degree("data parallel")
 
     # What others ask of a layout, by meaning: an axis that is added changes these, not those who ask.
 
@@ -112,10 +113,13 @@ class Layout:
 
     def along(self, traffic: str) -> range:
         """The ranks that send each other this traffic, of the group with rank 0."""
-        sizes = list(zip(AXES.values(), self.shape(), strict=True))
-        last = max(place for place, (axis, _) in enumerate(sizes) if axis.traffic == traffic)
-        stride = math.prod(size for _, size in sizes[last + 1 :])
-        return range(0, stride * math.prod(size for axis, size in sizes if axis.traffic == traffic), stride)
+        degrees = dict(zip((axis.traffic for axis in AXES.values()), accumulate(self.shape(), mul), strict=True))
+        inside = math.prod(self.shape()) // degrees[traffic]  # ranks of the axes within it
+        return range(0, inside * self.degree(traffic), inside)
+
+    def degree(self, traffic: str) -> int:
+        """How many ranks send each other this traffic."""
+        return math.prod(getattr(self, name) for name, axis in AXES.items() if axis.traffic == traffic)
 
     def local(self, attention: AttentionShape) -> AttentionShape:
         """The heads that each rank has."""

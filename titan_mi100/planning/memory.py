@@ -279,8 +279,8 @@ class _RankMemory:
 
     def _weights_pinned(self) -> float:
         """Pinned bytes of all weights: each matrix is rounded up separately."""
-        own = self.compute_bytes if self.lora_rank else self.master_bytes
-        bytes_each = own / self.shards / self.layout.matrix_parts
+        held = self.compute_bytes if self.lora_rank else self.master_bytes
+        bytes_each = held / self.shards / self.layout.matrix_parts
         matrices = (parameter.size for parameter in self.spec.parameters.values() if parameter.role != "norm")
         return sum(self._pinned(size * bytes_each) for size in matrices)
 
