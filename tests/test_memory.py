@@ -208,7 +208,8 @@ def compare(config: Config, ranks: int, least: float, most: float, apart: float)
     for number, ((peak, stages), rank) in enumerate(zip(planned, ranks_of_stages(layout), strict=True)):
         counted = count(config, ranks, rank, GPU)
         assert least <= peak.peak / counted.peak - 1 <= most, (peak, counted)
-        one = memory._RankMemory(Workload.of(config, ranks), GPU, number, stages)
+        workload = Workload.of(config, ranks)
+        one = memory._RankMemory(workload, GPU, number, stages, memory.shares_copies(workload, GPU))
         off = [
             max(abs(at[name] - counted.categories[name]) for name in CATEGORIES) / counted.peak
             for _, at in one.moments()
@@ -371,5 +372,5 @@ def test_the_goals_are_counted() -> None:
 
 def test_of_inputs_on_the_host_two_blocks_are_on_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     deep = (config_of(replace(WIDE, num_hidden_layers=n), {**INPUTS_ON_HOST, **FULL}, monkeypatch) for n in (6, 12))
-    few, many = (estimate(Workload.of(config, 1), GPU)[0].categories["activations"] for config in deep)
+    few, many = (estimate(Workload.of(config, 1), 1 << 30)[0].categories["activations"] for config in deep)
     assert few == many

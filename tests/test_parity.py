@@ -3,13 +3,15 @@ document: the trainer's own step, on one process here and on two real gloo proce
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import REPO, random_documents, torchrun
-from gloo.job_parity import run_split
+from gloo.job_parity import keep_gradients, open_split, run_split
 from test_model import SPECS, reference
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.base import ModelSpec
@@ -138,6 +140,62 @@ def is_pipeline(split: dict) -> bool:
 
 def pipeline(schedule: str = "1F1B", **others: int) -> dict:
     return {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule, **others}
+
+
+def in_bf16(copies: bool, mode: str, accumulation: int = 4, **options: Any) -> dict:
+    split = {"local_batch_size": ROWS // accumulation, "accumulation": accumulation, "checkpointing": mode, **options}
+    return {"param": "bfloat16", "copies": copies, "case": "tied", **split}
+
+
+def assert_same_bits(cast: dict, shared: dict) -> None:
+    assert (cast["loss"], cast["grad_norm"]) == (shared["loss"], shared["grad_norm"])
+    assert [name for name, _ in cast["gradients"]] == [name for name, _ in shared["gradients"]]
+    assert all(a.equal(b) for (_, a), (_, b) in zip(cast["gradients"], shared["gradients"], strict=True))
+
+
+@pytest.mark.parametrize(("mode", "accumulation"), [("none", 4), ("selective", 1), ("full", 2)])
+def test_forwards_that_share_copies_of_weights_give_the_same_bits(mode: str, accumulation: int, world: World) -> None:
+    """And each weight is cast once a step, its gradient once a step and added in every microbatch."""
+    records, casts = [], []
+    for copies in (False, True):
+        run = open_split(world, make_case("tied"), in_bf16(copies, mode, accumulation))
+        gradients = keep_gradients(run)
+        with Casts([p for name, p in run.model.trained_parameters() if "proj" in name]) as counter:
+            result = run.step()
+        records.append({"loss": result.loss, "grad_norm": result.grad_norm, "gradients": gradients})
+        casts.append((counter.down, counter.up))
+    assert_same_bits(*records)
+    weights, forwards = 7 * SPECS["tied"].num_hidden_layers, accumulation * (1 if mode == "none" else 2)
+    assert casts == [(weights * forwards, weights * accumulation), (weights, weights)]
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts of these weights to bf16, and of tensors of their shapes from bf16."""
+
+    def __init__(self, weights: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.places, self.shapes = {w.data_ptr() for w in weights}, {w.shape for w in weights}
+        self.down = self.up = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self.down += args[0].data_ptr() in self.places
+            self.up += (args[0].dtype, args[0].shape in self.shapes) == (torch.bfloat16, True)
+        return result
+
+
+def test_layouts_that_share_copies_of_weights_give_the_same_bits(tmp_path: Path) -> None:
+    layouts: list[dict] = [
+        {"mode": "full", "parallelism": {"tensor_parallel_degree": 2}, "case": "tied, even"},
+        {"mode": "none", "parallelism": pipeline()},
+        {"mode": "selective", "parallelism": pipeline("GPipe"), "case": "untied"},
+    ]
+    splits = [in_bf16(copies, **layout) for layout in layouts for copies in (False, True)]
+    records = run_processes(2, splits, tmp_path)
+    for cast, shared in zip(records[::2], records[1::2], strict=True):
+        for pair in zip(cast, shared, strict=True):
+            assert_same_bits(*pair)
 
 
 def test_every_split_on_two_processes_equals_fp64(full: bool, tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ Arguments: input file (model spec, weights, documents, splits), folder for the r
 """
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from packed_rows import packed
@@ -29,7 +31,7 @@ from titan_mi100.config.settings import (
 )
 from titan_mi100.open_run.run import Run
 from titan_mi100.open_run.start import open_run
-from titan_mi100.parallel import distributed
+from titan_mi100.parallel import build, distributed
 from titan_mi100.parallel.distributed import World
 from titan_mi100.weights.load import fill_base
 from titan_mi100.workshop.made_up import made_up
@@ -66,7 +68,9 @@ def open_split(world: World, case: dict, split: dict, **options: Any) -> Run:
     config = config_of(case, split)
     rows = packed(case["documents"], config.training.seq_len)
     options = {"data": made_up(rows, validation=rows), **options}
-    run = open_run(config, world, spec=case["spec"], **options)
+    shared = mock.patch.object(build, "shares_copies", return_value=split["copies"]) if "copies" in split else None
+    with shared or nullcontext():
+        run = open_run(config, world, spec=case["spec"], **options)
 
     def read(name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         part = tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))

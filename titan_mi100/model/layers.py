@@ -1,6 +1,7 @@
 """Layers that the model, the LoRA adapters and tensor parallelism share."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,42 @@ def local_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     The cast is needed under DDP and with one data-parallel rank, where the weights stay in fp32. FSDP2 gathers weights
     in the compute dtype already.
     """
+    copies = getattr(weight, "copies", None)
+    if copies is not None and weight.dtype != dtype and torch.is_grad_enabled():
+        weight = copies.of(weight, dtype)
     return (weight.to_local() if isinstance(weight, DTensor) else weight).to(dtype)
+
+
+class StepCopies:
+    """Copies of weights in the dtype of the computation, each made once a step, when `local_weight` first needs it.
+
+    A copy is a leaf of autograd. Each microbatch's gradient is added to the weight's own at once, in the weight's
+    dtype, so the bits are those of a cast in each forward.
+    """
+
+    def __init__(self, weights: Iterable[nn.Parameter]) -> None:
+        self._copies: dict[Tensor, Tensor] = {}
+        for weight in weights:
+            weight.copies = self  # type: ignore[attr-defined]
+
+    def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        if weight not in self._copies:
+            copy = self._copies[weight] = weight.detach().to(dtype).requires_grad_()
+            copy.register_post_accumulate_grad_hook(partial(_add_gradient, weight))
+        return self._copies[weight]
+
+    def drop(self) -> None:
+        """Free the copies, after a step's last backward."""
+        self._copies.clear()
+
+
+def _add_gradient(weight: Tensor, copy: Tensor) -> None:
+    gradient, copy.grad = copy.grad, None
+    assert gradient is not None
+    if weight.grad is None:
+        weight.grad = gradient.to(weight.dtype)
+    else:
+        weight.grad += gradient
 
 
 def multiply(x: Tensor, weight: Tensor) -> Tensor:

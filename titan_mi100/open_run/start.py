@@ -8,9 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.device_mesh import DeviceMesh
-
-from titan_mi100.attention.choice import Choice
 from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.checkpoint.resume import (
     TRAINER,
@@ -25,8 +22,6 @@ from titan_mi100.data.prepare import cache_folder
 from titan_mi100.data.prepared import Prepared
 from titan_mi100.files import child
 from titan_mi100.log import log
-from titan_mi100.model.loss import HeadMemory
-from titan_mi100.objectives.base import Objective
 from titan_mi100.objectives.choose import choose
 from titan_mi100.open_run.columns import columns_of, with_columns
 from titan_mi100.open_run.data import accept_ledger, find_start, keep_global_batch, load_data, log_if_done, log_layout
@@ -97,7 +92,9 @@ def open_run(
     stages, fused = choose_stages(inputs, forecast.plan.card), choose_fused(inputs, attention.arch)
     about = {**about, "chosen": {"attention": asdict(attention), "head": asdict(head), **stages, **fused}}
     mesh = distributed.build_mesh(inputs.layout, world.device)
-    model = make_model(inputs, mesh, choose(config.objective), attention, head, stages)
+    computation = Computation(attention.make(), head, choose(config.objective))
+    placement = Placement(mesh, world.device, forecast.plan.card)
+    model = build_model(inputs.workload, computation, placement, stages.get("stages", ()))
     trained, seed = model.trained_parameters(), config.training.seed
     optimizer = build_optimizer(trained, config.optimizer, seed, model.weights_device, model.host_gradients)
     stream = RowStream(rows, inputs.batch, distributed.data_parallel_rank(mesh), with_padding=inputs.layout.is_pipeline)
@@ -215,16 +212,6 @@ def choose_stages(inputs: RunInputs, card: int) -> dict[str, Any]:
         return {}
     cut = partial(layers_per_stage, inputs.workload, inputs.supervised_share, card)
     return {"stages": list(from_rank_zero(cut))}
-
-
-def make_model(
-    inputs: RunInputs, mesh: DeviceMesh, objective: Objective, attention: Choice, head: HeadMemory,
-    stages: dict[str, Any],
-) -> ParallelModel:  # fmt: skip
-    """The model in its layout, not filled. A collective. Args: stages: see choose_stages."""
-    computation, placement = Computation(attention.make(), head, objective), Placement(mesh, inputs.world.device)
-    layers = stages.get("stages", ())
-    return build_model(inputs.workload, computation, placement, layers)
 
 
 def open_reference(inputs: RunInputs, dp_rank: int, attention: str) -> Reference:

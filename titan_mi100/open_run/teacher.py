@@ -9,13 +9,13 @@ from titan_mi100.data.prepare import cache_folder
 from titan_mi100.errors import UserError
 from titan_mi100.files import child
 from titan_mi100.log import log
-from titan_mi100.objectives.sft import SFT
 from titan_mi100.open_run.logprob_pass import LogprobPass
 from titan_mi100.open_run.model import choose_backend
 from titan_mi100.open_run.run import Supervision
-from titan_mi100.open_run.start import choose_stages, make_model, read_inputs
+from titan_mi100.open_run.start import choose_stages, read_inputs
 from titan_mi100.optim.optimizer import build_optimizer
 from titan_mi100.parallel import distributed
+from titan_mi100.parallel.build import Computation, Placement, build_model
 from titan_mi100.parallel.distributed import World, raise_together
 from titan_mi100.run.forecast import Forecast
 from titan_mi100.watch.heartbeat import VALIDATION
@@ -46,7 +46,8 @@ def write_teacher(
     attention, head = choose_backend(inputs)
     stages = choose_stages(inputs, Forecast(inputs.workload, world, folder).plan.card)
     mesh = distributed.build_mesh(inputs.layout, world.device)
-    model = make_model(inputs, mesh, SFT, attention, head, stages)
+    computation, placement = Computation(attention.make(), head), Placement(mesh, inputs.world.device)
+    model = build_model(inputs.workload, computation, placement, stages.get("stages", ()))
     # of adapters that change nothing; it takes no step
     trained, seed = model.trained_parameters(), config.training.seed
     optimizer = build_optimizer(trained, config.optimizer, seed, model.weights_device)

@@ -22,6 +22,7 @@ from titan_mi100.attention.base import Documents
 from titan_mi100.data.microbatch import ENDS, READ_ON_HOST, SUPERVISED, Microbatch, for_the_model
 from titan_mi100.device.accelerator import to_device
 from titan_mi100.model.decoder import CausalLM, Decoder
+from titan_mi100.model.layers import StepCopies
 from titan_mi100.model.lora import is_adapter
 from titan_mi100.objectives.base import Objective
 from titan_mi100.objectives.sft import SFT
@@ -42,6 +43,7 @@ class ParallelModel(ABC):
         gradient_bytes: bytes of gradients that this rank sent in collectives in the last step; None: not counted.
         extra_state_name: name of the layout's own state beside weights and optimizer state (see extra_state); "": it
             has none.
+        copies: of weights, which the forwards of a step share.
         host_gradients: gradients that are accumulated in host memory instead of `grad`.
         wrapped: what forward and backward of a step call: the model, or torch's wrapper around it.
         loss_factor: the loss is multiplied by it, because the layout's collectives divide by it.
@@ -61,6 +63,7 @@ class ParallelModel(ABC):
     gradient_bytes: int | None = None
     extra_state_name = ""
     host_gradients: HostGradients | None = None
+    copies: StepCopies | None = None
     loss_factor = 1
     wrapped: Any
 
@@ -93,6 +96,12 @@ class ParallelModel(ABC):
     def _after_backward(self) -> None:
         """Hook after a step's last backward, before its gradients are read."""
         sum_replicated_gradients(self.parts, self._tp)
+        if self.copies is not None:
+            self.copies.drop()
+
+    def copy_weights(self) -> None:
+        """Let all forwards of a step share one copy of each of the layers' weights, see layers.StepCopies."""
+        self.copies = StepCopies(p for part in self.parts for p in part.model.layers.parameters() if p.requires_grad)
 
     def evaluate(self, microbatches: Iterator[Microbatch]) -> Tensor:
         """Loss and measures summed over the microbatches, (1 + measures,) fp64, without gradients. One rank per row

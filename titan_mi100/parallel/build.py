@@ -26,6 +26,7 @@ from titan_mi100.parallel.fsdp import ShardedModel, apply_fsdp
 from titan_mi100.parallel.offload import HostGradients, inputs_on_host
 from titan_mi100.parallel.tensor_parallel import apply_tensor_parallel, tensor_parallel_ranks
 from titan_mi100.parallel.unsharded import UnshardedModel
+from titan_mi100.planning.memory import shares_copies
 from titan_mi100.planning.workload import Workload
 from titan_mi100.shapes.base import ModelSpec, held_names
 from titan_mi100.wording import some
@@ -41,10 +42,10 @@ class Computation:
 
 
 class Placement:
-    """The device of this rank, and its mesh (see distributed.build_mesh)."""
+    """The device of this rank, with its memory in bytes (0: not limited), and its mesh (see distributed.build_mesh)."""
 
-    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
-        self.mesh, self.device = mesh, device
+    def __init__(self, mesh: DeviceMesh, device: torch.device, memory: int = 0) -> None:
+        self.mesh, self.device, self.memory = mesh, device, memory
 
     @property
     def is_gpu(self) -> bool:
@@ -109,6 +110,8 @@ def build_model(
     else:
         model = UnshardedModel(part(), mesh, device, placement.is_gpu)
     model.objective = objective
+    if shares_copies(workload, placement.memory):
+        model.copy_weights()
     if config.memory.offload == "optimizer":  # pipelines and DDP do not have it
         model.host_gradients = HostGradients(model.parts, device)
     return model

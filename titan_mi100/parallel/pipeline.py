@@ -22,7 +22,7 @@ from titan_mi100.model.decoder import CausalLM
 from titan_mi100.objectives.base import Objective
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.fsdp import free_gathered
-from titan_mi100.parallel.tensor_parallel import sum_replicated_gradients, tensor_parallel_ranks
+from titan_mi100.parallel.tensor_parallel import tensor_parallel_ranks
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class PipelinedModel(ParallelModel):
         # _weighted_loss ignores the target, but torch demands one on the last stage.
         self._schedule.step(*inputs, target=ids if self._stages - 1 in self._mine else None, **batch)
         self._sum_tied_gradients()
-        sum_replicated_gradients(self.parts, self._tp)
+        self._after_backward()
         if not self.counts_loss:
             return torch.zeros(len(microbatches), len(self._loss), dtype=torch.float64, device=self.device)
         return torch.stack(self._losses)

@@ -68,14 +68,33 @@ def estimate(workload: Workload, device_memory: int) -> list[Memory]:
     Args:
         device_memory: bytes of a card; 0: a CPU.
     """
-    return _peaks(workload, device_memory, layers_per_stage(workload, 1.0, device_memory))
+    counts = layers_per_stage(workload, 1.0, device_memory)
+    return _peaks(workload, device_memory, counts, shares_copies(workload, device_memory))
 
 
-def _peaks(workload: Workload, device_memory: int, counts: Sequence[int]) -> list[Memory]:
+def shares_copies(workload: Workload, device_memory: int) -> bool:
+    """Whether the forwards of a step share one copy of each weight in the dtype of the computation: where that saves
+    casts, and a card has room for all copies. Without recomputation a forward keeps them for its backward anyhow.
+
+    Args: device_memory: see estimate.
+    """
+    config, layout, mode = workload.config, workload.layout, workload.config.activation_checkpoint.mode
+    is_alone = layout.dp_degree == 1 and layout.zero_stage > 0 and config.memory.offload == "nothing"
+    is_cast = not config.lora.rank and config.optimizer.master_bytes[0] > _BYTES[config.training.mixed_precision_param]
+    is_split = SCHEDULES[config.parallelism.pipeline_parallel_schedule].zero_bubble  # asks for the weights' gradients
+    is_plain = is_alone and is_cast and not is_split and not config.compile.enable
+    if mode == "none" or not is_plain:
+        return is_plain and workload.batch.gradient_accumulation_steps > 1
+    counts = layers_per_stage(workload, 1.0, device_memory)
+    peaks = [memory.peak for memory in _peaks(workload, device_memory, counts, shares_copies=True)]
+    return with_overhead(max(peaks) * (1 + BELOW)) <= device_memory
+
+
+def _peaks(workload: Workload, device_memory: int, counts: Sequence[int], shares_copies: bool = False) -> list[Memory]:
     """Computes `estimate` for a split into stages. Args: counts: layers of each stage."""
     cuts, peaks = stages_of(counts), []
     for rank, numbers in enumerate(_on_ranks(workload, len(cuts))):
-        here = _RankMemory(workload, device_memory, rank, [cuts[index] for index in numbers])
+        here = _RankMemory(workload, device_memory, rank, [cuts[index] for index in numbers], shares_copies)
         moments = (Memory(*moment, here.on_host()) for moment in here.moments())
         peaks.append(max(moments, key=lambda memory: memory.peak))
     return peaks
@@ -134,10 +153,12 @@ def _by_bytes(workload: Workload, card: int, counts: list[int]) -> list[int]:
 class _RankMemory:
     """What one rank holds, and when."""
 
-    def __init__(self, workload: Workload, device_memory: int, rank: int, stages: list[Stage]) -> None:
+    def __init__(
+        self, workload: Workload, device_memory: int, rank: int, stages: list[Stage], shares_copies: bool = False
+    ) -> None:
         config, spec, layout = workload.config, workload.spec, workload.layout
         self.config, self.spec, self.layout, self.batch = config, spec, layout, workload.batch
-        self.stages, self.rank, self.device_memory = stages, rank, device_memory
+        self.stages, self.rank, self.device_memory, self.shares_copies = stages, rank, device_memory, shares_copies
         training = config.training
         self.tokens = training.local_batch_size * training.seq_len
         self.compute_bytes = _BYTES[training.mixed_precision_param]
@@ -188,7 +209,7 @@ class _RankMemory:
         # bytes of each weight's copy in the dtype of the computation, if FSDP2 does not gather them
         is_cast = not self.is_fsdp and not self.lora_rank and self.master_bytes != self.compute_bytes
         copy_bytes = self.compute_bytes if is_cast else 0.0
-        is_kept = self.mode == "none"
+        is_kept = self.mode == "none" or self.shares_copies
         layers_on_card = self.layers[-2 if self.inputs_on_host else 0 :]
         kept_by_layer = [self._bytes(x.kept[self.mode]) + self._added_by_lora(x, "none") for x in layers_on_card]
         rotary = self._bytes(self.spec.per_forward) * self.layout.row_parts  # each rank has all of it

@@ -290,12 +290,11 @@ class _FakePlacement(Placement):
     """
 
     def __init__(self, mesh: DeviceMesh, device_memory: int) -> None:
-        super().__init__(mesh, CPU)
-        self._is_gpu = device_memory > 0
+        super().__init__(mesh, CPU, device_memory)
 
     @property
     def is_gpu(self) -> bool:
-        return self._is_gpu
+        return self.memory > 0
 
     def put(self, build: Callable[[], CausalLM], weights: torch.device, dtype: torch.dtype) -> CausalLM:
         with unset_fake_temporarily():
