@@ -1,6 +1,6 @@
 """Counts what a microbatch gives a GPU beside products and attention: launches, bytes, waits of the host. By hand:
 
-    python tests/step_counts.py          the table, and a model of an H100's time; --json: every operator
+    python tests/step_counts.py          the table, and a model of an H100's time
     python tests/step_counts.py --host   the host's time per layer, measured on this CPU
 
 The run's own model in its layout, on the meta device with the shapes that were published: two layers and three, whose
@@ -9,7 +9,6 @@ difference is a layer. Our kernels count where they are launched. Nothing is com
 
 import json
 import math
-import statistics
 import sys
 import time
 from collections import Counter
@@ -43,6 +42,7 @@ from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.build import Computation, Placement, build_model
 from titan_mi100.parallel.distributed import build_mesh
 from titan_mi100.planning.workload import Workload, with_settings
+from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.families import PRESETS
 from titan_mi100.workshop.rehearsal import lone_group
 from titan_mi100.workshop.rehearsal.counter import FusedKernel
@@ -182,24 +182,21 @@ FORMS = {
 
 
 class Case(NamedTuple):
-    flavor: str
-    rows: int
-    seq: int
+    spec: ModelSpec
+    seq: int  # tokens of a microbatch, one row
     settings: Mapping[str, dict[str, Any]] = MappingProxyType({})
 
-    def workload(self, layers: int, mode: str) -> Workload:
-        batch = {"seq_len": self.seq, "local_batch_size": self.rows, "gradient_accumulation_steps": 2}
+    def workload(self, layers: int, mode: str = "none") -> Workload:
+        batch = {"seq_len": self.seq, "local_batch_size": 1, "gradient_accumulation_steps": 2}
         settings = {"training": batch, "activation_checkpoint": {"mode": mode}, **self.settings}
-        return Workload.of(
-            with_settings(Config(), settings), 1, replace(PRESETS[self.flavor], num_hidden_layers=layers)
-        )
+        return Workload.of(with_settings(Config(), settings), 1, replace(self.spec, num_hidden_layers=layers))
 
 
 CASES = {
-    "0.6B, all weights": Case("0.6B", 1, 8192),
-    "0.6B, LoRA": Case("0.6B", 1, 8192, {"lora": {"rank": 16}}),
-    "8B, QLoRA": Case("8B", 1, 2048, {"lora": {"rank": 16, "base": "nf4"}}),
-    "0.6B, DPO": Case("0.6B", 1, 8192, {"objective": {"name": "preference"}}),
+    "0.6B": Case(PRESETS["0.6B"], 8192),
+    "0.6B LoRA": Case(PRESETS["0.6B"], 8192, {"lora": {"rank": 16}}),
+    "8B QLoRA": Case(PRESETS["8B"], 2048, {"lora": {"rank": 16, "base": "nf4"}}),
+    "0.6B DPO": Case(PRESETS["0.6B"], 8192, {"objective": {"name": "preference"}}),
 }
 
 
@@ -237,7 +234,7 @@ def counts(case: Case, form: Form, mode: str = "none", microbatches: int = 1) ->
         for counted, layers in ((two, 2), (three, 3)):
             counted.subtract(count(case, form, layers, mode, microbatches - 1))
     three.subtract(two)
-    others = PRESETS[case.flavor].num_hidden_layers - 2
+    others = case.spec.num_hidden_layers - 2
     return three, Counter({key: two[key] + others * three[key] for key in two | three})
 
 
@@ -245,77 +242,81 @@ def total(counted: Counts, what: str) -> int:
     return sum(n for (kind, _), n in counted.items() if kind == what)
 
 
-def milliseconds(counted: Counts) -> tuple[float, float]:
-    """A model of an H100 SXM, of the card and of its host: no attention, no update; every constant is assumed."""
-    product, byte, least = 1 / 620e12, 1 / 2.7e12, 2e-6  # 63% of 989 TFLOP/s, 81% of 3.35 TB/s, a kernel's least time
-    card = counted["flops", ""] * product
+def host_seconds(counted: Counts) -> float:
+    """Of a card's host, by assumption: 6 us for a launch of torch's, 1.2 for a view; 20 for one of ours, whose function
+    is in Python (--host: so plain operations and ours take about as long, although ours launch half as much).
+    """
+    ours = sum(n for (what, name), n in counted.items() if what == "launches" and name.endswith("_kernel"))
+    others = total(counted, "launches") - ours + counted["products", ""] + total(counted, "copies")
+    return 6e-6 * others + 20e-6 * ours + 1.2e-6 * counted["views", ""]
+
+
+def card_seconds(counted: Counts) -> float:
+    """Of an H100 SXM, by assumption: 620 TFLOP/s for products (63% of its peak), 2.7 TB/s (81%), and 2 us for a kernel
+    at least. Without attention and the update.
+    """
+    seconds = counted["flops", ""] / 620e12
     for name in {name for what, name in counted if what == "launches"}:
-        card += max(counted["bytes", name] * byte, counted["launches", name] * least)
-    launches = total(counted, "launches") + counted["products", ""] + total(counted, "copies")
-    return 1e3 * card, 1e3 * (6e-6 * launches + 1.2e-6 * counted["views", ""])
+        seconds += max(counted["bytes", name] / 2.7e12, counted["launches", name] * 2e-6)
+    return seconds
 
 
-def host_times(case: Case, rounds: int = 15) -> dict[str, float]:
-    """Microseconds of the host per layer, forward and backward, by form; medians of rounds in which forms take turns.
+def host_times(case: Case, rounds: int = 40) -> dict[str, float]:
+    """Microseconds of this CPU per layer, forward and backward, by form; the least of rounds in which forms take turns.
 
-    The layers are so narrow that arithmetic is nothing; attention and the launches of our kernels do nothing, so that
-    Triton's launcher is not in it. torch's layer norm is in the place of its RMSNorm, which is a composite on a CPU.
+    Layers are so narrow that arithmetic is little, and the same in both. Attention and the launches of our kernels do
+    nothing: Triton's launcher is not in it. torch's layer norm is in the place of RMSNorm, a composite on a CPU.
     """
     narrow = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-    spec = replace(PRESETS[case.flavor], **narrow, head_dim=64, vocab_size=256)
-    settings = {"training": {"seq_len": 4, "gradient_accumulation_steps": 1}, "activation_checkpoint": {"mode": "none"}}
-    seconds: dict[tuple[str, int], list[float]] = {(name, n): [] for name in ("plain", "ours") for n in (2, 10)}
-    for _ in range(rounds):
-        for name, layers in seconds:
-            config = with_settings(Config(), {**settings, **case.settings})
-            workload = Workload.of(config, 1, replace(spec, num_hidden_layers=layers))
-            norm = lambda x, shape, gain, eps: F.layer_norm(x, shape, gain, None, eps)  # noqa: E731
-            form = _as_on_a_card(FORMS[name].kinds, norm, lambda *_, **__: None)
-            with _model(workload, "cpu") as model, form:
-                for _, parameter in model.named_parameters():
-                    parameter.data.zero_()
-                for _ in range(3):
-                    start = time.process_time()
-                    model.forward_backward([_microbatch(workload)], 1.0)
-                    last = time.process_time() - start
-                seconds[name, layers].append(last)
-    middle = {key: statistics.median(each) for key, each in seconds.items()}
-    return {name: 1e6 * (middle[name, 10] - middle[name, 2]) / 8 for name in ("plain", "ours")}
+    tiny = case._replace(seq=2, spec=replace(case.spec, **narrow, head_dim=64, vocab_size=256))
+    least = {(name, layers): math.inf for name in ("plain", "ours") for layers in (2, 10)}
+    norm = lambda x, shape, gain, eps: F.layer_norm(x, shape, gain, None, eps)  # noqa: E731
+    for layers in (2, 10):
+        workload = tiny.workload(layers)
+        with torch.backends.mkldnn.flags(enabled=False), _model(workload, "cpu") as model:
+            for _, parameter in model.named_parameters():
+                parameter.data.zero_()
+            for name in ("plain", "ours") * rounds:
+                with _as_on_a_card(FORMS[name].kinds, norm, lambda *_, **__: None):
+                    for _ in range(2):
+                        model.clear_gradients()
+                        start = time.process_time()
+                        model.forward_backward([_microbatch(workload)], 1.0)
+                        least[name, layers] = min(least[name, layers], time.process_time() - start)
+    return {name: 1e6 * (least[name, 10] - least[name, 2]) / 8 for name in ("plain", "ours")}
+
+
+def table() -> dict[str, tuple[Counts, Counts]]:
+    """Counts of a layer and of a microbatch, by what is trained and the form."""
+    made = {f"{case}, {form}": counts(CASES[case], FORMS[form]) for case in CASES for form in FORMS}
+    for mode in ("selective", "full"):
+        made[f"0.6B, ours, {mode}"] = counts(CASES["0.6B"], FORMS["ours"], mode)
+    for case in ("0.6B", "0.6B LoRA"):
+        made[f"{case}, ours, 2nd"] = counts(CASES[case], FORMS["ours"], microbatches=2)
+    return made
 
 
 def main() -> None:
     if find_spec("triton") is None:
         _stand_in_for_triton()
+    if "--json" in sys.argv:  # test_step_counts.py reads it
+        found = {words: [[[*key, n] for key, n in of.items() if n] for of in both] for words, both in table().items()}
+        print(json.dumps(found))
+        return
     if "--host" in sys.argv:
         for name, case in CASES.items():
             print(name, *(f"{form}: {us:.0f} us a layer" for form, us in host_times(case).items()), sep=", ")
         return
-    found: dict[str, Any] = {
-        "torch": torch.__version__,
-        "has norm": hasattr(torch.ops.aten, "_fused_rms_norm_backward"),
-    }
-    wanted = {(case, form): {} for case in CASES for form in FORMS}
-    dense = "0.6B, all weights"
-    wanted |= {(dense, "ours", mode): {"mode": mode} for mode in ("selective", "full")}
-    wanted |= {(case, "ours", "2nd"): {"microbatches": 2} for case in (dense, "0.6B, LoRA")}
-    print(f"torch {found['torch']}, on a card RMSNorm is {'its kernel' if found['has norm'] else 'a composite'}")
-    for (case, form, *more), options in wanted.items():
-        layer, every = counts(CASES[case], FORMS[form], **options)
-        words = ", ".join((case, form, *more))
-        rows = [{f"{what} {name}".strip(): n for (what, name), n in one.items() if n} for one in (layer, every)]
-        found[words] = dict(zip(("layer", "microbatch"), rows, strict=True))
-        if "--json" in sys.argv:
-            continue
-        card, host = milliseconds(every)
+    has_norm = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
+    print(f"torch {torch.__version__}; on a card its RMSNorm is {'a kernel' if has_norm else 'a composite'}")
+    for words, (layer, every) in table().items():
         print(
-            f"{words:<36} launches {total(layer, 'launches'):>4} {total(every, 'launches'):>6}"
-            f" GB {total(layer, 'bytes') / 1e9:>6.2f} {total(every, 'bytes') / 1e9:>7.1f}"
-            f" products {layer['products', '']:>3} views {layer['views', '']:>4} calls {layer['calls', '']:>4}"
-            f" waits {total(every, 'waits')} copies {total(every, 'copies')}"
-            f" H100: card {card:>6.1f} ms, host {host:>5.1f} ms"
+            f"{words:<26} launches {total(layer, 'launches'):>4} {total(every, 'launches'):>5}  "
+            f"GB {total(layer, 'bytes') / 1e9:>5.2f} {total(every, 'bytes') / 1e9:>6.1f}  "
+            f"products {layer['products', '']:>2}  views {layer['views', '']:>3}  calls {layer['calls', '']:>3}  "
+            f"waits {total(every, 'waits')}  copies {total(every, 'copies')}  "
+            f"H100: card {1e3 * card_seconds(every):>5.1f} ms, host {1e3 * host_seconds(every):>4.1f} ms"
         )
-    if "--json" in sys.argv:
-        print(json.dumps(found))
 
 
 if __name__ == "__main__":
