@@ -1,7 +1,5 @@
 """The fused kernels between products in Triton's interpreter, against the plain forms in fp64."""
 
-import dataclasses
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,10 +12,7 @@ from test_qwen3_moe import TIED as MOE
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_mi100.attention.base import Documents
-from titan_mi100.attention.torch_backends import Eager
 from titan_mi100.config.layout import Layout
 from titan_mi100.config.settings import TrainingConfig
 from titan_mi100.model import elementwise
@@ -203,66 +198,3 @@ def noting(launched: list[str], launch: Callable[..., None] | None) -> Callable[
             launch(kernel, programs, *arguments, **constants)
 
     return note
-
-
-class Launches(TorchDispatchMode):
-    """Operations that a GPU would launch a kernel for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if not func.is_view and name not in ("mm", "empty", "new_empty", "empty_like", "_unsafe_view", "detach"):
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-class Mixed(torch.autograd.Function):
-    """In place of attention, which is not counted."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ctx.shapes = [x.shape for x in (q, k, v)]
-        return q.new_empty(q.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        return tuple(grad.new_empty(shape) for shape in ctx.shapes)
-
-
-class NoAttention(Eager):
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any) -> Tensor:
-        return Mixed.apply(q, k, v)  # type: ignore[no-any-return]
-
-
-def launches_of_layers(count: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Launches of forward and backward of a model with so many layers, whose weights are in 16 bits already."""
-    spec = dataclasses.replace(QWEN3["tied"], num_hidden_layers=count)
-    model = MODELS["qwen3"](spec, NoAttention()).to(torch.bfloat16)
-    x = drawn(1, 8, spec.hidden_size, dtype=torch.bfloat16).cpu().requires_grad_()
-    monkeypatch.setattr(model.model, "embed", lambda _: x)
-    positions, documents = torch.arange(8)[None], model.model.prepare(Documents.one_per_row(1, 8), x.device)
-    with Launches() as launches, monkeypatch.context() as patch:
-        patch.setattr(running, "is_watched", lambda _: False)
-        patch.setattr(elementwise_launch, "launch", noting(launches.names, None))
-        y = model.model(positions, positions, documents)
-        torch.autograd.grad(y, [x, *model.model.layers.parameters()], torch.empty_like(y))
-    return Counter(launches.names)
-
-
-def test_a_layer_launches_at_most_16_kernels_beside_products_and_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward, without recomputation. Three gradients of a norm of the hidden states or of heads have a
-    second stage, the sum of the gain's; the last residual is added by itself, as the next norm is in another layer;
-    and gradients that meet are added by autograd: of the input of q, k and v, of gate and up, and of the residual.
-    """
-    with only(KINDS):
-        ours = launches_of_layers(3, monkeypatch) - launches_of_layers(2, monkeypatch)
-    plain = launches_of_layers(3, monkeypatch) - launches_of_layers(2, monkeypatch)
-    assert ours == {
-        "norm_kernel": 2, "turn_kernel": 1, "swiglu_kernel": 1,
-        "norm_backward_kernel": 2, "turn_backward_kernel": 1, "swiglu_backward_kernel": 1, "sum_kernel": 3,
-        "add": 1 + 2 + 1 + 1,
-    }  # fmt: skip
-    assert ours.total() == 16 and plain.total() > 50

@@ -1,19 +1,17 @@
 """The kernels of the head's loss in Triton's interpreter, against fp64."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from conftest import REPO, torchrun
 from interpreted import DEVICE
+from step_counts import Counted, total
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from titan_mi100.model import loss
 from titan_mi100.model.fused import head_launch
-from titan_mi100.model.fused.running import launch, only
+from titan_mi100.model.fused.running import only
 from titan_mi100.model.loss import IGNORE, HeadMemory
 from titan_mi100.planning.memory import HEAD_BLOCK
 
@@ -194,30 +192,17 @@ def test_very_many_ids_are_left_to_plain_operations() -> None:
     assert forms == ["_FusedBlocks", "_FusedBlocks", "_Blocks"]
 
 
-class _Traffic(TorchDispatchMode):
-    """Launches and bytes between the products. A kernel of ours reads its first tensor once, or changes it."""
+class _Traffic(Counted):
+    """Counts the sizes of new buffers, too."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.operations, self.ours, self.bytes, self.buffers = 0, Counter[str](), 0, list[int]()
-        monkeypatch.setattr(head_launch, "launch", self._launch)
-
-    def _launch(self, kernel: Any, programs: tuple[int, ...], first: Tensor, *others: Any, **constants: Any) -> None:
-        launch(kernel, programs, first, *others, **constants)  # nothing on meta
-        name = kernel.fn.__name__
-        self.ours[name] += 1
-        times = {"sum_kernel": 1, "gradient_kernel": 2, "pick_kernel": 0, "ids_gradient_kernel": 0}[name]
-        self.bytes += times * first.nbytes + sum(2 * x.nbytes for x in others if isinstance(x, Tensor))
+        self.buffers: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        is_view = any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
-        name = func.__name__
-        if name.startswith("new_empty"):
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.__name__.startswith("new_empty"):
             self.buffers.append(made.nbytes)
-        if not is_view and "empty" not in name and not name.startswith(("mm.", "addmm", "scalar_tensor")):
-            self.operations += name.split(".")[0] != "promote_types"
-            self.bytes += sum(x.nbytes for x in tree_leaves((args, kwargs, made)) if isinstance(x, Tensor))
         return made
 
 
@@ -230,14 +215,16 @@ def test_a_step_of_06b_moves_at_most_8_bytes_a_logit(kept: int, k: int, monkeypa
         hidden = torch.zeros(rows, width, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.zeros(vocabulary, width, dtype=torch.bfloat16, requires_grad=True)
         ids, grad = torch.zeros(rows, k, dtype=torch.long), torch.zeros(rows, k)
-    with only(["head"]), _Traffic(monkeypatch) as traffic:
+    with only(["head"]), _Traffic() as traffic:
+        monkeypatch.setattr(head_launch, "launch", traffic.launch)
         losses, _ = loss._BlockedCrossEntropy.apply(hidden, weight, ids, None, HeadMemory(HEAD_BLOCK, kept))
         torch.autograd.grad(losses, (hidden, weight), grad)
-    ours, times = sum(traffic.ours.values()), traffic.bytes / (2 * rows * vocabulary)
-    print(*traffic.ours.items(), f"{traffic.operations} other operations, {times:.2f} times 2 bytes a logit")
+    counts, every = traffic.counts, total(traffic.counts, "launches")
+    ours = sum(n for (what, name), n in counts.items() if what == "launches" and name.endswith("_kernel"))
+    times = total(counts, "bytes") / (2 * rows * vocabulary)
     assert times <= 3.5 and ours == (18 if k == 1 else 36)
     assert max(traffic.buffers) <= (2 * rows * vocabulary if kept else 6 * HEAD_BLOCK) and len(traffic.buffers) <= 2
-    assert traffic.operations <= 23 and (k > 1 or ours + traffic.operations <= 40)
+    assert every - ours <= 25 and (k > 1 or every <= 42)  # two are the zeros of torch.where, filled on the card
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)

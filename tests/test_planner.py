@@ -212,6 +212,18 @@ def test_what_moves_to_the_host_and_back_is_planned(capsys: pytest.CaptureFixtur
     assert seconds == sorted(seconds)
 
 
+def test_the_host_launches_less_with_our_kernels() -> None:
+    """They run where nothing is compiled. From so many tokens on a card computes longer than its host launches."""
+    for lora in ({"rank": 0}, {"rank": 16}, {"rank": 16, "base": "nf4"}):
+        settings = {"training": {"seq_len": 256, "gradient_accumulation_steps": 1}, "lora": lora}
+        run = Workload.of(with_settings(Config(model=ModelConfig(flavor="0.6B")), settings), 1)
+        ours, plain = (
+            make_plan(run.changed({"compile": {"enable": is_compiled}}), 80 * GIB, DEVICES["h100"])
+            for is_compiled in (False, True)
+        )
+        assert 256 < ours.enough < plain.enough and ours.seconds < plain.seconds
+
+
 def test_one_card_may_be_enough(capsys: pytest.CaptureFixture[str]) -> None:
     assert planner.main([*SFT, "--search", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -21,10 +21,10 @@ from titan_mi100.shapes.base import parameter_shapes
 GIB = 1 << 30
 # share of the peak rate that a step reaches while it computes: assumed, as long as nothing was measured
 EFFICIENCY = 0.35
-# Seconds of the host per layer and microbatch, forward and backward, without recomputation and without our fused
-# kernels: 91 launches, with adapters 166, counted on meta tensors; 6 us for each and 1.2 us for a view are assumed.
-# False: all weights, True: LoRA.
-_HOST_LAYER = {False: 0.65e-3, True: 1.2e-3}
+# Seconds of the host per layer and microbatch, forward and backward, without recomputation: of plain operations, and
+# with our fused kernels, which run where nothing is compiled. By the base of adapters; "": all weights. Launches and
+# views are counted (tests/step_counts.py); 6 us for a launch, 20 for one of ours and 1.2 for a view are assumed.
+HOST_LAYER = {"": (0.66e-3, 0.60e-3), "whole": (0.94e-3, 0.87e-3), "nf4": (1.28e-3, 1.2e-3)}
 # Seconds per weight of an update on the CPU, measured on 2 cores: False: torch's AdamW, True: ours.
 _HOST_UPDATE = {False: 0.6e-9, True: 8.5e-9}
 
@@ -125,8 +125,8 @@ def make_plan(workload: Workload, card: int, gpu: Gpu | None = None, efficiency:
     if gpu and rate:
         computing = done / ranks / (rate * 1e12 * efficiency) / (1 - bubble)
         passes = done / flops  # of a microbatch's forward and backward, with what is computed again
-        layers = spec.num_hidden_layers / layout.pipeline_ranks
-        launching = microbatches * passes * layers * _HOST_LAYER[bool(config.lora.rank)]
+        of_layer = HOST_LAYER[config.lora.base if config.lora.rank else ""][not config.compile.enable]
+        launching = microbatches * passes * spec.num_hidden_layers / layout.pipeline_ranks * of_layer
         enough = training.local_batch_size * training.seq_len * launching / computing
         computing = max(computing, launching)
         data_parallel = reached(layout.along("data parallel"), gpu)

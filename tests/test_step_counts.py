@@ -1,0 +1,126 @@
+"""What whole models give a GPU in a microbatch: launches, bytes, waits of the host, as step_counts.py counts them."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from conftest import REPO, job_environment
+from step_counts import CASES, Counted, Counts, host_seconds, total
+
+from titan_mi100.planning.plan import HOST_LAYER
+
+# Launches of a layer and of a microbatch; GB of both. torch's norm is a composite of operations in 2.8, later a kernel.
+EXPECTED = {
+    "0.6B, plain, torch 2.8": (144, 5299, 8.96, 312.6),
+    "0.6B, plain": (67, 3121, 4.45, 185.2),
+    "0.6B, ours": (30, 966, 1.34, 48.6),
+    "0.6B LoRA, plain, torch 2.8": (146, 5240, 8.10, 282.1),
+    "0.6B LoRA, plain": (74, 3217, 4.00, 166.8),
+    "0.6B LoRA, ours": (41, 1218, 1.15, 37.5),
+    "8B QLoRA, plain, torch 2.8": (188, 7119, 10.09, 376.9),
+    "8B QLoRA, plain": (116, 4520, 7.22, 273.4),
+    "8B QLoRA, ours": (55, 2029, 1.97, 72.4),
+    "0.6B DPO, plain, torch 2.8": (144, 5659, 8.96, 312.6),
+    "0.6B DPO, plain": (67, 3481, 4.45, 185.2),
+    "0.6B DPO, ours": (30, 1326, 1.34, 48.7),
+    "0.6B, ours, selective": (41, 1274, 1.79, 61.4),
+    "0.6B, ours, full": (41, 1274, 1.79, 61.4),
+    "0.6B, ours, 2nd": (41, 1275, 1.53, 55.8),
+    "0.6B LoRA, ours, 2nd": (55, 1609, 1.15, 37.6),
+}
+# Only the loss differs: 2.8 keeps a slice of all rows in the graph, `x[:, n]`, whose gradient fills and copies.
+OF_SLICES = {"DPO": 36, "": 2} if torch.__version__.startswith("2.8.") else {"": 0}
+
+# The norm before attention and the one behind it, which adds the residual, too; the last sum is an addition. Gradients
+# that meet are added by autograd: of the input of q, k and v (2), of gate and up, of the residual.
+OURS = {
+    "norm_kernel": 2, "turn_kernel": 1, "swiglu_kernel": 1, "add": 1 + 2 + 1 + 1,
+    "norm_backward_kernel": 2, "turn_backward_kernel": 1, "swiglu_backward_kernel": 1,
+}  # fmt: skip
+GAINS = {"sum_kernel": 3}  # second stages of gradients: of both norms, and at once of those of queries and keys
+RECOMPUTED = {"norm_kernel": 2, "turn_kernel": 1, "swiglu_kernel": 1, "_to_copy": 7}  # the forward's, but the last sum
+
+
+@pytest.fixture(scope="module")
+def table() -> dict[str, tuple[Counts, Counts]]:
+    """In a process of its own, as Triton may be missing and be replaced there."""
+    command = [sys.executable, str(REPO / "tests/step_counts.py"), "--json"]
+    printed = subprocess.run(command, env=job_environment(), check=True, capture_output=True, text=True).stdout
+    return {
+        words: tuple(Counter({(what, name): n for what, name, n in counted}) for counted in both)
+        for words, both in json.loads(printed).items()
+    }  # type: ignore[return-value]
+
+
+def launches(counted: Counts) -> dict[str, int]:
+    return {name: n for (what, name), n in counted.items() if what == "launches"}
+
+
+def test_launches_and_bytes(table: dict[str, tuple[Counts, Counts]]) -> None:
+    found = {}
+    for words, (layer, every) in table.items():
+        sliced = next(n for name, n in OF_SLICES.items() if name in words)
+        gigabytes = round(total(layer, "bytes") / 1e9, 2), round(total(every, "bytes") / 1e9, 1)
+        found[words] = (total(layer, "launches"), total(every, "launches") - sliced, *gigabytes)
+    assert found == EXPECTED
+    assert found["0.6B, ours"][3] <= 60 and found["0.6B DPO, ours"][3] <= 60
+
+
+def test_what_a_layer_launches(table: dict[str, tuple[Counts, Counts]]) -> None:
+    """At most 16 beside casts. Weights in fp32 are cast in each forward, their gradients in each backward; LoRA's A and
+    B of seven products are, too, and a base in 4 bits is restored twice for each. The gains of norms are not cast.
+    """
+    ours = {words: launches(layer) for words, (layer, _) in table.items()}
+    assert ours["0.6B, ours"] == ours["0.6B DPO, ours"] == {**OURS, **GAINS, "_to_copy": 7 + 7}
+    assert sum({**OURS, **GAINS}.values()) == 16 and sum(OURS.values()) == 13
+    assert ours["0.6B LoRA, ours"] == {**OURS, "_to_copy": 14 + 14}
+    assert ours["8B QLoRA, ours"] == {**OURS, "_to_copy": 14 + 14, "dequantize_kernel": 7 + 7}
+    for mode in ("selective", "full"):
+        assert Counter(ours[f"0.6B, ours, {mode}"]) - Counter(ours["0.6B, ours"]) == RECOMPUTED
+    for case, trained in (("0.6B", 11), ("0.6B LoRA", 14)):  # a later microbatch adds to the gradients
+        assert Counter(ours[f"{case}, ours, 2nd"]) - Counter(ours[f"{case}, ours"]) == {"add_": trained}
+
+
+def test_the_host_waits_for_nothing(table: dict[str, tuple[Counts, Counts]]) -> None:
+    """A meta tensor's value cannot be read, and its number of nonzero values is not known: torch raises."""
+    for words, (_, every) in table.items():
+        assert total(every, "waits") == 0, words
+        # copies from pinned memory: tokens, labels, positions, the learned ones' index; documents and the reference
+        assert total(every, "copies") == (6 if "DPO" in words else 4), words
+
+
+def test_our_kernels_take_fewer_calls_of_the_dispatcher(table: dict[str, tuple[Counts, Counts]]) -> None:
+    for case in CASES:
+        calls = {form: table[f"{case}, {form}"][0]["calls", ""] for form in ("plain", "ours")}
+        assert calls["ours"] <= 0.91 * calls["plain"], case
+
+
+def test_the_plan_knows_the_hosts_time(table: dict[str, tuple[Counts, Counts]]) -> None:
+    for case, key in (("0.6B", ""), ("0.6B LoRA", "whole"), ("8B QLoRA", "nf4")):
+        for form, planned in zip(("plain", "ours"), HOST_LAYER[key], strict=True):
+            assert planned == pytest.approx(host_seconds(table[f"{case}, {form}"][0]), rel=0.03), (case, form)
+
+
+def test_the_counter() -> None:
+    x, ids = torch.ones(4, 8, device="meta"), torch.zeros(2, dtype=torch.long, device="meta")
+    with Counted() as counted:
+        x.view(8, 4).t() @ x.t()[:, :1].new_empty(8, 4)  # views, memory and a product
+        (x + x[:1].expand(4, 8)).mul_(2)
+        x.index_put_((ids,), x[:2], accumulate=True)
+        x[ids].copy_(torch.ones(2, 8))
+        assert torch.ones(2).sum().item() == 2 and torch.ones(2).nonzero().shape == (2, 1)
+    counts = counted.counts
+    assert launches(counts) == {"add": 1, "mul_": 1, "index_put_": 10, "index": 1}
+    sizes = {name: n for (what, name), n in counts.items() if what == "bytes"}
+    row = 8 * 4
+    assert sizes == {"add": (4 + 1 + 4) * row, "mul_": (4 + 4) * row, "index_put_": 16 + 3 * 2 * row,
+                     "index": 16 + 2 * 2 * row}  # fmt: skip
+    assert counts["products", ""] == 1 and counts["flops", ""] == 2 * 4 * 8 * 4
+    assert {name for (what, name), n in counts.items() if what == "waits" and n} == {
+        "_local_scalar_dense",
+        "nonzero",
+        "copy_",
+    }
