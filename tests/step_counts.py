@@ -214,7 +214,7 @@ def _model(workload: Workload, device: str) -> Iterator[ParallelModel]:
     computation = Computation(FusedKernel(), HeadMemory.of_gpu(CARD), choose(workload.config.objective))
     with lone_group.group(0, 1):
         mesh = build_mesh(workload.layout, torch.device("cpu"))
-        yield build_model(workload, computation, Placement(mesh, torch.device(device)))
+        yield build_model(workload, computation, Placement(mesh, torch.device(device), CARD))
 
 
 def count(case: Case, form: Form, layers: int, mode: str, microbatches: int) -> Counts:

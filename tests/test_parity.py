@@ -13,6 +13,7 @@ from gloo.job_parity import keep_gradients, open_split, run_split
 from test_model import SPECS, reference
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.base import ModelSpec
 
@@ -153,19 +154,27 @@ def assert_same_bits(cast: dict, shared: dict) -> None:
     assert all(a.equal(b) for (_, a), (_, b) in zip(cast["gradients"], shared["gradients"], strict=True))
 
 
-@pytest.mark.parametrize(("mode", "accumulation"), [("none", 4), ("selective", 1), ("full", 2)])
-def test_forwards_that_share_copies_of_weights_give_the_same_bits(mode: str, accumulation: int, world: World) -> None:
-    """And each weight is cast once a step, its gradient once a step and added in every microbatch."""
-    records, casts = [], []
+@pytest.mark.parametrize(
+    ("mode", "accumulation", "rank"), [("none", 4, 0), ("selective", 1, 0), ("full", 2, 0), ("none", 2, 4)]
+)
+def test_forwards_that_share_copies_of_weights_give_the_same_bits(
+    mode: str, accumulation: int, rank: int, world: World
+) -> None:
+    """And each weight is cast once a step, its gradient in the first microbatch only."""
+    records, casts, case = [], [], make_case("tied")
+    if rank:
+        config = LoRAConfig(rank=rank)
+        case["weights"] |= {name: torch.randn(shape) for name, shape in config.shapes(case["spec"]).items()}
     for copies in (False, True):
-        run = open_split(world, make_case("tied"), in_bf16(copies, mode, accumulation))
+        run = open_split(world, case, in_bf16(copies, mode, accumulation, lora={"rank": rank}))
         gradients = keep_gradients(run)
         with Casts([p for name, p in run.model.trained_parameters() if "proj" in name]) as counter:
             result = run.step()
         records.append({"loss": result.loss, "grad_norm": result.grad_norm, "gradients": gradients})
         casts.append((counter.down, counter.up))
     assert_same_bits(*records)
-    weights, forwards = 7 * SPECS["tied"].num_hidden_layers, accumulation * (1 if mode == "none" else 2)
+    weights = (14 if rank else 7) * SPECS["tied"].num_hidden_layers
+    forwards = accumulation * (1 if mode == "none" else 2)
     assert casts == [(weights * forwards, weights * accumulation), (weights, weights)]
 
 

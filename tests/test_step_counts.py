@@ -26,10 +26,10 @@ EXPECTED = {
     "0.6B DPO, plain, torch 2.8": (144, 5659, 8.96, 312.6),
     "0.6B DPO, plain": (67, 3481, 4.45, 185.2),
     "0.6B DPO, ours": (30, 1326, 1.34, 48.7),
-    "0.6B, ours, selective": (41, 1274, 1.79, 61.4),
-    "0.6B, ours, full": (41, 1274, 1.79, 61.4),
-    "0.6B, ours, 2nd": (41, 1275, 1.53, 55.8),
-    "0.6B LoRA, ours, 2nd": (55, 1609, 1.15, 37.6),
+    "0.6B, ours, selective": (34, 1078, 1.70, 58.7),
+    "0.6B, ours, full": (34, 1078, 1.70, 58.7),
+    "0.6B, ours, 2nd": (27, 883, 1.31, 49.6),
+    "0.6B LoRA, ours, 2nd": (27, 825, 1.14, 37.5),
 }
 # Only the loss differs: 2.8 keeps a slice of all rows in the graph, `x[:, n]`, whose gradient fills and copies.
 OF_SLICES = {"DPO": 36, "": 2} if torch.__version__.startswith("2.8.") else {"": 0}
@@ -41,7 +41,7 @@ OURS = {
     "norm_backward_kernel": 2, "turn_backward_kernel": 1, "swiglu_backward_kernel": 1,
 }  # fmt: skip
 GAINS = {"sum_kernel": 3}  # second stages of gradients: of both norms, and at once of those of queries and keys
-RECOMPUTED = {"norm_kernel": 2, "turn_kernel": 1, "swiglu_kernel": 1, "_to_copy": 7}  # the forward's, but the last sum
+RECOMPUTED = {"norm_kernel": 2, "turn_kernel": 1, "swiglu_kernel": 1}  # the forward's, but the last sum
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +66,12 @@ def test_launches_and_bytes(table: dict[str, tuple[Counts, Counts]]) -> None:
         gigabytes = round(total(layer, "bytes") / 1e9, 2), round(total(every, "bytes") / 1e9, 1)
         found[words] = (total(layer, "launches"), total(every, "launches") - sliced, *gigabytes)
     assert found == EXPECTED
-    assert found["0.6B, ours"][3] <= 60 and found["0.6B DPO, ours"][3] <= 60
+    assert max(gigabytes for words, (*_, gigabytes) in found.items() if "0.6B" in words and "ours" in words) <= 60
 
 
 def test_what_a_layer_launches(table: dict[str, tuple[Counts, Counts]]) -> None:
-    """At most 16 beside casts. Weights in fp32 are cast in each forward, their gradients in each backward; LoRA's A and
-    B of seven products are, too, and a base in 4 bits is restored twice for each. The gains of norms are not cast.
+    """At most 16 beside casts. Weights in fp32 are cast once a step, their gradients are cast in its first microbatch
+    and added in the others; those of LoRA's A and B are, too, and a base in 4 bits is restored twice for each product.
     """
     ours = {words: launches(layer) for words, (layer, _) in table.items()}
     assert ours["0.6B, ours"] == ours["0.6B DPO, ours"] == {**OURS, **GAINS, "_to_copy": 7 + 7}
@@ -80,8 +80,9 @@ def test_what_a_layer_launches(table: dict[str, tuple[Counts, Counts]]) -> None:
     assert ours["8B QLoRA, ours"] == {**OURS, "_to_copy": 14 + 14, "dequantize_kernel": 7 + 7}
     for mode in ("selective", "full"):
         assert Counter(ours[f"0.6B, ours, {mode}"]) - Counter(ours["0.6B, ours"]) == RECOMPUTED
-    for case, trained in (("0.6B", 11), ("0.6B LoRA", 14)):  # a later microbatch adds to the gradients
-        assert Counter(ours[f"{case}, ours, 2nd"]) - Counter(ours[f"{case}, ours"]) == {"add_": trained}
+    for case, trained, matrices in (("0.6B", 11, 7), ("0.6B LoRA", 14, 14)):
+        first, later = (Counter(ours[words]) for words in (f"{case}, ours", f"{case}, ours, 2nd"))
+        assert later - first == {"add_": trained} and first - later == {"_to_copy": 2 * matrices}
 
 
 def test_the_host_waits_for_nothing(table: dict[str, tuple[Counts, Counts]]) -> None:

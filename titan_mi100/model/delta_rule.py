@@ -33,6 +33,7 @@ from titan_mi100.attention.base import Documents, boundaries
 from titan_mi100.device.accelerator import to_device
 from titan_mi100.device.operators import custom_operator
 from titan_mi100.model.elementwise import at_least_fp32
+from titan_mi100.model.fused.running import only, runs
 from titan_mi100.shapes.delta_rule import CHUNK, SUBSTITUTED, tokens_at_once
 
 _EPS = 1e-6  # of the norms of queries and keys
@@ -291,12 +292,23 @@ class _Chunks(NamedTuple):
         return cls(k, strength, entry, decay[..., -1:, :], inverse, q, v, decay, qk, kk, same)
 
 
+def _kernels(state: Tensor, keys: Tensor) -> Any:
+    """The launches of the kernels of the loops, if they run here and have these sizes; else None."""
+    if not runs("delta", state):
+        return None
+    from titan_mi100.model.fused import delta_launch
+
+    return delta_launch if delta_launch.takes(state, keys) else None
+
+
 # The two loops over chunks. They are operators: torch.compile would unroll them, which takes minutes for a long row.
 
 
 @custom_operator("titan_mi100::delta_rule_states")
 def forward_states(state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The state before each chunk and after the last one, and V' of each chunk. Args: parts: of _Chunks."""
+    if launches := _kernels(state, parts[0]):
+        return launches.states(state, parts)
     k, beta, entry, last, inverse, v = parts
     states, changes = state.new_empty(len(v) + 1, *state.shape), torch.empty_like(v)
     states[0] = state
@@ -316,6 +328,8 @@ def backward_states(grad_state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor
         parts: of _Chunks; besides, `entering` and `inside`, the gradients of a Q S and of V' by the outputs of their
             own chunk, and `changes`, V'.
     """
+    if launches := _kernels(grad_state, parts[0]):
+        return launches.states_gradient(grad_state, parts)
     k, beta, entry, last, inverse, q, entering, inside, changes = parts
     states, scaled = grad_state.new_empty(len(k) + 1, *grad_state.shape), torch.empty_like(inside)
     lasts = torch.empty_like(last)
@@ -429,3 +443,30 @@ def _values(x: Tensor, chunk: int, heads: int) -> Tensor:
 def _tokens(x: Tensor, like: Tensor) -> Tensor:
     """The inverse of _values. Args: like: (B, seq, Hk x G, d), of the wanted size and dtype."""
     return x.permute(1, 0, 5, 2, 3, 4).reshape(len(like), -1, *like.shape[2:])[:, : like.shape[1]].to(like.dtype)
+
+
+def trial(device: torch.device, dtype: torch.dtype) -> str:
+    """What is wrong with the kernels on this device: against fp64, also where keys resemble each other, as in a text
+    that repeats, so that errors add up. See running.Trial.
+    """
+    draw, ids = torch.Generator().manual_seed(1), document_ids(Documents(1, 300, (120, 3, 177)), device)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(1, 300, *shape, generator=draw).to(device)
+
+    q, k, v, g, beta = drawn(2, 128), drawn(2, 128), drawn(4, 128), -drawn(4).exp(), drawn(4).sigmoid()
+    for name, keys in {"random": k, "similar": k + 2 * k[:, :1], "equal": k[:, :1].expand_as(k)}.items():
+        computed = []
+        for kinds, wide in ((), torch.float64), (("delta",), torch.float32), (("delta",), torch.float32):
+            leaves = [x.to(wide).requires_grad_() for x in (q, keys, v, g, beta)]
+            with only(kinds), torch.enable_grad():
+                output = delta_rule(*leaves, ids)[0]  # type: ignore[arg-type, call-arg, misc]
+                computed.append([output.detach(), *torch.autograd.grad(output, leaves, output.detach().cos())])
+        exact, ours, again = computed
+        if not all(torch.equal(*pair) for pair in zip(ours, again, strict=True)):
+            return f"the delta rule gives other bits the second time, with {name} keys"
+        largest = max(x.abs().max().item() for x in exact[1:])
+        errors = [(a - b).abs().max().item() for a, b in zip(exact, ours, strict=True)]
+        if not max(errors[0] / exact[0].abs().max().item(), max(errors[1:]) / largest) <= 2e-6:
+            return f"the delta rule differs from fp64 with {name} keys"
+    return ""

@@ -100,8 +100,14 @@ class ParallelModel(ABC):
             self.copies.drop()
 
     def copy_weights(self) -> None:
-        """Let all forwards of a step share one copy of each of the layers' weights, see layers.StepCopies."""
-        self.copies = StepCopies(p for part in self.parts for p in part.model.layers.parameters() if p.requires_grad)
+        """Let all forwards of a step share one copy of each of the layers' weights, see layers.StepCopies.
+
+        But not of an A of LoRA that several layers use: their gradients would be added in its dtype.
+        """
+        modules = [module for part in self.parts for module in part.model.layers.modules()]
+        shared = {id(module.__dict__["lora_A"].weight) for module in modules if "lora_A" in module.__dict__}
+        weights = (p for module in modules for p in module.parameters(recurse=False))
+        self.copies = StepCopies(p for p in weights if p.requires_grad and id(p) not in shared)
 
     def evaluate(self, microbatches: Iterator[Microbatch]) -> Tensor:
         """Loss and measures summed over the microbatches, (1 + measures,) fp64, without gradients. One rank per row

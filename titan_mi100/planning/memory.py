@@ -80,7 +80,7 @@ def shares_copies(workload: Workload, device_memory: int) -> bool:
     """
     config, layout, mode = workload.config, workload.layout, workload.config.activation_checkpoint.mode
     is_alone = layout.dp_degree == 1 and layout.zero_stage > 0 and config.memory.offload == "nothing"
-    is_cast = not config.lora.rank and config.optimizer.master_bytes[0] > _BYTES[config.training.mixed_precision_param]
+    is_cast = config.optimizer.master_bytes[0] > _BYTES[config.training.mixed_precision_param]
     is_split = SCHEDULES[config.parallelism.pipeline_parallel_schedule].zero_bubble  # asks for the weights' gradients
     is_plain = is_alone and is_cast and not is_split and not config.compile.enable
     if mode == "none" or not is_plain:
@@ -215,6 +215,7 @@ class _RankMemory:
         rotary = self._bytes(self.spec.per_forward) * self.layout.row_parts  # each rank has all of it
         kept = sum(kept_by_layer) * self._in_flight() + rotary
         kept += self.layer_values * copy_bytes if is_kept else 0.0
+        kept += self.adapter_values * self.compute_bytes if self.shares_copies else 0.0
 
         def moment_with(gradients: float, activations: float, **others: float) -> dict[str, float]:
             added = {"gradients": gradients, "activations": activations, **others}
