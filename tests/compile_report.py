@@ -6,7 +6,7 @@ Every launch that titan_mi100/attention/launches.py offers an architecture is co
 size 128 for fp32. Exit code 1, and a line each, if one spills registers into scratch memory, needs more shared memory
 (LDS) than there is, or uses no matrix instructions in 16 bits (MFMA, WMMA, MMA). Then the optimizer's kernel for each
 kind of state; its last column counts products and sums that became one operation, of which there must be none. Then the
-kernels of the head's loss, and those between products. AMD's kernels need a linker, lld 16 or later:
+kernels of the head's loss, those between products, and the delta rule's. AMD's kernels need a linker, lld 16 or later:
 `apt-get install lld-16`, or TRITON_HIP_LLD_PATH.
 
 --store writes tests/assets/compiled-VERSION.csv, which the tests compare with the tables; do so after each change of a
@@ -290,11 +290,38 @@ def _tuple(outputs: Any) -> tuple[Any, ...]:
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-def compiled_launch(launched: Launched, arch: str) -> Any:
-    from titan_mi100.model.fused import elementwise_kernels
+def delta_launches(arch: str, head: int = 128, tokens: int = 64) -> list[Launched]:
+    """The launches of delta_launch.py on this architecture, of a head's size and a chunk."""
+    import torch
 
-    kernel, fixed = getattr(elementwise_kernels, launched.kernel), dict(launched.constants)
-    settings = {"num_warps": fixed.pop("num_warps")}
+    from titan_mi100.model.fused import delta_launch
+
+    launched = list[Launched]()
+
+    def note(kernel: Any, programs: Any, *arguments: Any, **constants: Any) -> None:
+        launched.append(Launched.of(kernel, arguments, constants))
+
+    state, k, row = (
+        torch.zeros(1, 2, 2, head, head),
+        torch.zeros(3, 1, 2, tokens, head),
+        torch.zeros(3, 1, 2, 2, 1, tokens),
+    )
+    inverse, v = torch.zeros(3, 1, 2, 2, tokens, tokens), torch.zeros(3, 1, 2, 2, head, tokens)
+    with (
+        patch.object(delta_launch, "launch", note),
+        patch.object(delta_launch, "_tile", lambda _: delta_launch.tile(arch)),
+    ):
+        delta_launch.states(state, [k, row, row, row, inverse, v])
+        delta_launch.states_gradient(state, [k, row, row, row, inverse, k, v, v, v])
+    return launched
+
+
+def compiled_launch(launched: Launched, arch: str) -> Any:
+    from titan_mi100.model.fused import delta_kernels, elementwise_kernels
+
+    kernels = next(each for each in (elementwise_kernels, delta_kernels) if hasattr(each, launched.kernel))
+    kernel, fixed = getattr(kernels, launched.kernel), dict(launched.constants)
+    settings = {name: fixed.pop(name) for name in ("num_warps", "num_stages") if name in fixed}
     signature = dict.fromkeys(kernel.arg_names, "constexpr")
     signature |= zip(kernel.arg_names, (text.removesuffix("/16") for text in launched.types), strict=False)
     constants = {(place,): fixed[name] for place, name in enumerate(kernel.arg_names) if name in fixed}
@@ -303,11 +330,11 @@ def compiled_launch(launched: Launched, arch: str) -> Any:
 
 
 def fused_reports(arch: str, dtypes: Iterable[str]) -> Iterator[FusedReport]:
-    for dtype in dtypes:
-        for launched in fused_launches(dtype):
-            registers, spilled, shared, _ = _read(compiled_launch(launched, arch), arch)
-            shown = " ".join(f"{name}={constant}" for name, constant in launched.constants.items())
-            yield FusedReport(arch, launched.kernel, dtype, shown, registers, spilled, shared)
+    launches = [(dtype, launched) for dtype in dtypes for launched in fused_launches(dtype)]
+    for dtype, launched in (*launches, *(("fp32", launched) for launched in delta_launches(arch))):
+        registers, spilled, shared, _ = _read(compiled_launch(launched, arch), arch)
+        shown = " ".join(f"{name}={constant}" for name, constant in launched.constants.items())
+        yield FusedReport(arch, launched.kernel, dtype, shown, registers, spilled, shared)
 
 
 # Of an element: both moments, the divisor, the weight. 24-bit weights have three more: decay, noise, both together.

@@ -48,23 +48,24 @@ def ids_of(lengths: Sequence[int], rows: int = 1) -> Tensor:
 
 
 def case(
-    lengths: Sequence[int], keys: str = "random", beta: str = "random", rows: int = 1, heads: int = 2, group: int = 2
-) -> Case:
-    """-g is log-uniform from 1e-4 to 100. With equal keys one token is repeated."""
+    lengths: Sequence[int], keys: str = "random", beta: str = "random", rows: int = 1, heads: int = 2, group: int = 2,
+    sizes: tuple[int, int] = (16, 8),
+) -> Case:  # fmt: skip
+    """-g is log-uniform from 1e-4 to 100. With equal keys one token is repeated. Args: sizes: of a key and a value."""
     generator = torch.Generator().manual_seed(len(lengths))
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).double()
 
-    seq, values = sum(lengths), heads * group
-    q, k, v = (normal(rows, seq, n, size) for n, size in ((heads, 16), (heads, 16), (values, 8)))
+    (seq, values), (key, value) = (sum(lengths), heads * group), sizes
+    q, k, v = (normal(rows, seq, n, size) for n, size in ((heads, key), (heads, key), (values, value)))
     powers = torch.rand(rows, seq, values, generator=generator, dtype=torch.float64) * 6 - 4
-    k = k + 2 * normal(rows, 1, heads, 16) if keys == "alike" else k  # their cosine is about 0.8
+    k = k + 2 * normal(rows, 1, heads, key) if keys == "alike" else k  # their cosine is about 0.8
     if keys == "equal":
         q, k, v, powers = (x[:, :1].expand_as(x).clone() for x in (q, k, v, powers))
     strength = torch.rand(rows, seq, values, generator=generator, dtype=torch.float64)
     strength = {"0": torch.zeros_like(strength), "random": strength}.get(beta, torch.full_like(strength, 1 - 1e-6))
-    inputs = q, k, v, -(10**powers), strength, normal(rows, values, 8, 16)
+    inputs = q, k, v, -(10**powers), strength, normal(rows, values, value, key)
     grads = normal(*v.shape), normal(*inputs[-1].shape)
     return Case([x.float().double() for x in inputs], [*grads], ids_of(lengths, rows))  # fp32 has the same values
 

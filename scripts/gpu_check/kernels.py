@@ -138,7 +138,7 @@ def _rotated(x: Tensor, y: Tensor, gain: Tensor) -> Tensor:
 
 KERNELS: Mapping[str, Kernel] = {
     "delta rule": Kernel(  # tokens, key heads, value heads, size of a key and of a value
-        _draw_rule, lambda *x: delta_rule.delta_rule(*x)[0], lambda *x: delta_rule.recurrence(*x)[0],
+        _draw_rule, _fused("delta", lambda *x: delta_rule.delta_rule(*x)[0]), lambda *x: delta_rule.recurrence(*x)[0],
         (200, 2, 4, 64), (8192, 16, 16, 128),
     ),
     "grouped products": Kernel(  # rows, experts, inputs, outputs

@@ -16,7 +16,7 @@ from titan_mi100.data.prepared import Prepared
 from titan_mi100.log import log
 from titan_mi100.model.fused.running import choose as choose_kinds
 from titan_mi100.model.fused.running import use
-from titan_mi100.model.fused.trials import SAME_BITS, TRIALS
+from titan_mi100.model.fused.trials import OF_FAMILIES, SAME_BITS, TRIALS
 from titan_mi100.model.loss import HeadMemory
 from titan_mi100.open_run.inputs import RunInputs
 from titan_mi100.optim.state import NamedState
@@ -58,7 +58,7 @@ def choose_fused(inputs: RunInputs, arch: str) -> dict[str, list[str]]:
     Args:
         arch: of the device, see Choice.
     """
-    config, candidates = inputs.config, set(TRIALS)
+    config, candidates = inputs.config, {*TRIALS} - OF_FAMILIES.difference(inputs.spec.kernels)
     if config.lora.base != "nf4":
         candidates.discard("nf4")
     if config.compile.enable:  # inductor fuses the plain forms

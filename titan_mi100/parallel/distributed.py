@@ -173,9 +173,7 @@ def device_name(device: torch.device) -> tuple[str, str, int]:
     """A description of the device, its architecture and its number of compute units; see hardware.find_gpu."""
     if not accelerator.is_gpu(device):
         return f"CPU, {os.cpu_count()} cores, {torch.get_num_threads()} of them per process", "cpu", 0
-    card = accelerator.properties(device)
-    arch = card.gcnArchName if accelerator.is_rocm() else ""  # in a CUDA build of torch it is the card's name
-    arch = arch or f"sm{card.major}{card.minor}"
+    card, arch = accelerator.properties(device), accelerator.architecture(device)
     return f"{card.name or arch} ({arch}, {card.total_memory / 2**30:.0f} GiB)", arch, card.multi_processor_count
 
 

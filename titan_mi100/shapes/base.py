@@ -163,6 +163,7 @@ class ModelSpec:
     model_type: ClassVar[str]
     norm_start: ClassVar[str] = "ones"  # of the final norm
     of_files: ClassVar[Collection[str]] = ()  # fields that say how files are written
+    kernels: ClassVar[Collection[str]] = ()  # kinds of our fused kernels that only some families have
     experts_fused: bool = False  # see experts.py
     logits_error: ClassVar[float] = 1e-5  # the order of sums of thousands of products matters
     vocab_size: int

@@ -42,6 +42,7 @@ class Qwen3_5Spec(ModelSpec):
     model_type: ClassVar[str] = "qwen3_5"
     norm_start: ClassVar[str] = "zeros"  # its gain is 1 + weight
     of_files: ClassVar[Collection[str]] = ("is_wrapped",)
+    kernels: ClassVar[Collection[str]] = ("delta",)
     architecture: ClassVar[str] = "Qwen3_5"  # begins the names of transformers' classes
     renamed: ClassVar[Mapping[str, str]] = MappingProxyType({})  # keys of config.json -> our fields
     logits_error: ClassVar[float] = 2e-4  # transformers sums the decay of a chunk in fp32, and takes differences

@@ -19,21 +19,28 @@ def takes(state: Tensor, keys: Tensor) -> bool:
 def _launch(kernel: Any, state: Tensor, k: Tensor, *tensors: Tensor) -> None:
     """Launch on all value heads and all parts of ROWS rows of their states."""
     rows, warps, precision = _tile(state)
-    constants = {"GROUP": state.shape[-3], "TOKENS": k.shape[-2], "KEY": k.shape[-1], "VALUE": state.shape[-2]}
+    constants: dict[str, Any] = {"GROUP": state.shape[-3], "TOKENS": k.shape[-2]}
+    constants |= {"KEY": k.shape[-1], "VALUE": state.shape[-2]}
+    constants |= {"ROWS": rows, "PRECISION": precision, "num_warps": warps, "num_stages": 1}  # more need more memory
     programs = (state.shape[0] * state.shape[1] * state.shape[2], state.shape[-2] // rows)
-    launch(kernel, programs, state, k, *tensors, len(k), **constants, ROWS=rows, PRECISION=precision, num_warps=warps)
+    launch(kernel, programs, state, k, *tensors, len(k), **constants)
+
+
+def tile(arch: str) -> tuple[int, int, str]:
+    """Rows of a program, its warps, and how products of fp32 are computed: these spill no registers.
+
+    NVIDIA's cards compute a product by three of tf32, if the trial finds that exact enough there.
+
+    Args:
+        arch: of the device; "": none, for Triton's interpreter.
+    """
+    if arch.startswith("sm"):
+        return 16, 8, "tf32x3"
+    return (8, 16, "ieee") if arch.startswith("gfx1") else (16, 4, "ieee")
 
 
 def _tile(x: Tensor) -> tuple[int, int, str]:
-    """Rows of a program, its warps, and how products of fp32 are computed: these spill no registers.
-
-    NVIDIA's cards compute them by three products of tf32, if the trial finds them exact enough there.
-    """
-    if not accelerator.is_cuda(x.device):
-        return 16, 4, "ieee"
-    if not accelerator.is_rocm():
-        return 16, 8, "tf32x3"
-    return (16, 4, "ieee") if accelerator.properties(x.device).gcnArchName.startswith("gfx9") else (8, 16, "ieee")
+    return tile(accelerator.architecture(x.device) if accelerator.is_cuda(x.device) else "")
 
 
 def states(state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -8,4 +8,5 @@ from titan_mi100.model.fused.running import Trial
 TRIALS: Mapping[str, Trial] = {
     "delta": delta_rule.trial, "elementwise": elementwise.trial, "head": loss.trial, "nf4": nf4.trial,
 }  # fmt: skip
+OF_FAMILIES = frozenset({"delta"})  # which of them ModelSpec.kernels says
 SAME_BITS = frozenset({"nf4"})  # these give the bits of plain operations, so a resumed run may change them
