@@ -311,8 +311,8 @@ def delta_launches(arch: str, head: int = 128, tokens: int = 64) -> list[Launche
         patch.object(delta_launch, "launch", note),
         patch.object(delta_launch, "_tile", lambda _: delta_launch.tile(arch)),
     ):
-        delta_launch.states(state, [k, row, row, row, inverse, v])
-        delta_launch.states_gradient(state, [k, row, row, row, inverse, k, v, v, v])
+        delta_launch.forward_states(state, [k, row, row, row, inverse, v])
+        delta_launch.backward_states(state, [k, row, row, row, inverse, k, v, v, v])
     return launched
 
 

@@ -56,8 +56,8 @@ def test_other_sizes_have_the_plain_forms_bits() -> None:
 @pytest.mark.full
 def test_the_trial_finds_nothing_wrong_here_and_a_wrong_state(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rule.trial(DEVICE, torch.bfloat16) == ""
-    states = delta_launch.states
-    monkeypatch.setattr(delta_launch, "states", lambda *inputs: [x * (1 + 1e-4) for x in states(*inputs)])
+    states = delta_launch.forward_states
+    monkeypatch.setattr(delta_launch, "forward_states", lambda *inputs: [x * (1 + 1e-4) for x in states(*inputs)])
     assert rule.trial(DEVICE, torch.bfloat16) == "the delta rule differs from fp64 with random keys"
 
 

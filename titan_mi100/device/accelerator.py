@@ -74,13 +74,6 @@ def properties(device: torch.device) -> Any:
     return module(device).get_device_properties(device)
 
 
-def architecture(device: torch.device) -> str:
-    """Of a GPU: gfx908, sm90 ..."""
-    card = properties(device)
-    name = card.gcnArchName if is_rocm() else ""  # in a CUDA build of torch it is the card's name
-    return name or f"sm{card.major}{card.minor}"
-
-
 def memory(device: torch.device) -> tuple[int, int]:
     """Free and total bytes of a GPU."""
     free, total = module(device).mem_get_info(device)

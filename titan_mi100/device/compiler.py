@@ -1,10 +1,14 @@
-"""Whether Triton can build its kernels on this machine."""
+"""What Triton builds kernels for, and whether it can on this machine."""
 
 import os
 import shutil
 import sys
 import sysconfig
 from collections.abc import Mapping
+
+import torch
+
+from titan_mi100.device import accelerator
 
 
 def cannot_compile(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
@@ -25,3 +29,10 @@ def cannot_compile(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
         packages.append("python{}.{}-dev".format(*sys.version_info))
     remedies += [f"sudo apt install {' '.join(packages)}"] if packages else []
     return "; ".join(missing), "; ".join(remedies)
+
+
+def architecture(device: torch.device) -> str:
+    """The architecture of a GPU that kernels are compiled for: gfx908, sm90 ..."""
+    card = accelerator.properties(device)
+    name = card.gcnArchName if accelerator.is_rocm() else ""  # in a CUDA build of torch it is the card's name
+    return name or f"sm{card.major}{card.minor}"

@@ -308,7 +308,7 @@ def _kernels(state: Tensor, keys: Tensor) -> Any:
 def forward_states(state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The state before each chunk and after the last one, and V' of each chunk. Args: parts: of _Chunks."""
     if launches := _kernels(state, parts[0]):
-        return launches.states(state, parts)
+        return launches.forward_states(state, parts)
     k, beta, entry, last, inverse, v = parts
     states, changes = state.new_empty(len(v) + 1, *state.shape), torch.empty_like(v)
     states[0] = state
@@ -329,7 +329,7 @@ def backward_states(grad_state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor
             own chunk, and `changes`, V'.
     """
     if launches := _kernels(grad_state, parts[0]):
-        return launches.states_gradient(grad_state, parts)
+        return launches.backward_states(grad_state, parts)
     k, beta, entry, last, inverse, q, entering, inside, changes = parts
     states, scaled = grad_state.new_empty(len(k) + 1, *grad_state.shape), torch.empty_like(inside)
     lasts = torch.empty_like(last)

@@ -26,6 +26,7 @@ from titan_mi100.config.layout import AXES, DATA_PARALLEL, PIPELINE, Layout
 from titan_mi100.config.srun import device_index
 from titan_mi100.device import accelerator
 from titan_mi100.device.accelerator import to_device
+from titan_mi100.device.compiler import architecture
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.model.init import Read
 from titan_mi100.planning.cards import Gpu
@@ -173,7 +174,7 @@ def device_name(device: torch.device) -> tuple[str, str, int]:
     """A description of the device, its architecture and its number of compute units; see hardware.find_gpu."""
     if not accelerator.is_gpu(device):
         return f"CPU, {os.cpu_count()} cores, {torch.get_num_threads()} of them per process", "cpu", 0
-    card, arch = accelerator.properties(device), accelerator.architecture(device)
+    card, arch = accelerator.properties(device), architecture(device)
     return f"{card.name or arch} ({arch}, {card.total_memory / 2**30:.0f} GiB)", arch, card.multi_processor_count
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from titan_mi100.device import accelerator
+from titan_mi100.device.compiler import architecture
 from titan_mi100.model.fused import delta_kernels as kernels
 from titan_mi100.model.fused.running import launch
 
@@ -40,20 +41,20 @@ def tile(arch: str) -> tuple[int, int, str]:
 
 
 def _tile(x: Tensor) -> tuple[int, int, str]:
-    return tile(accelerator.architecture(x.device) if accelerator.is_cuda(x.device) else "")
+    return tile(architecture(x.device) if accelerator.is_cuda(x.device) else "")
 
 
-def states(state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def forward_states(state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     k, beta, entry, last, inverse, v = (part.contiguous() for part in parts)
-    outputs = state.new_empty(len(v) + 1, *state.shape), v.new_empty(v.shape)
-    _launch(kernels.states_kernel, state.contiguous(), k, beta, entry, last, inverse, v, *outputs)
-    return outputs
+    states, changes = state.new_empty(len(v) + 1, *state.shape), v.new_empty(v.shape)
+    _launch(kernels.states_kernel, state.contiguous(), k, beta, entry, last, inverse, v, states, changes)
+    return states, changes
 
 
-def states_gradient(grad_state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def backward_states(grad_state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     parts = [part.contiguous() for part in parts]
     k, last, inside = parts[0], parts[3], parts[7]
-    outputs = grad_state.new_empty(len(k) + 1, *grad_state.shape), inside.new_empty(inside.shape)
+    states, scaled = grad_state.new_empty(len(k) + 1, *grad_state.shape), inside.new_empty(inside.shape)
     lasts = last.new_empty(grad_state.shape[-2] // _tile(k)[0], *last.shape)
-    _launch(kernels.states_gradient_kernel, grad_state.contiguous(), *parts, *outputs, lasts)
-    return *outputs, lasts.sum(0)
+    _launch(kernels.states_gradient_kernel, grad_state.contiguous(), *parts, states, scaled, lasts)
+    return states, scaled, lasts.sum(0)
