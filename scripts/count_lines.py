@@ -37,9 +37,9 @@ CORE = (
     ),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )
-BUDGETS = {"core": 10590, "titan_mi100": 27895, "scripts": 1890}  # lines of code
+BUDGETS = {"core": 10580, "titan_mi100": 27890, "scripts": 1890}  # lines of code
 FOLDERS = {  # the same, of folders in titan_mi100/ with all below them
-    "attention": 935, "checkpoint": 725, "config": 1905, "data": 4240, "device": 130, "files": 1160,
+    "attention": 930, "checkpoint": 725, "config": 1905, "data": 4240, "device": 130, "files": 1160,
     "generation": 275, "launch": 1185, "model": 2090, "objectives": 190, "open_run": 1140, "optim": 615,
     "parallel": 1165, "planning": 785, "run": 1400, "shapes": 950, "text": 1440, "tools": 1250, "watch": 565,
     "weights": 1205, "workshop": 3700,
