@@ -37,7 +37,7 @@ CORE = (
     ),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )
-BUDGETS = {"core": 10580, "titan_mi100": 27890, "scripts": 1890}  # lines of code
+BUDGETS = {"core": 10580, "titan_mi100": 27890, "scripts": 1910}  # lines of code
 FOLDERS = {  # the same, of folders in titan_mi100/ with all below them
     "attention": 930, "checkpoint": 725, "config": 1905, "data": 4240, "device": 130, "files": 1160,
     "generation": 275, "launch": 1185, "model": 2090, "objectives": 190, "open_run": 1140, "optim": 615,
