@@ -190,8 +190,9 @@ def _trl_examples(options: argparse.Namespace) -> list[list[np.ndarray]]:
     documents, batch = [*map(packed.documents.__getitem__, packed.packing.documents)], options.unpacked * WORLD
     per_step = max(1, round(len(documents) / (batch * steps)))  # batches; about the tokens of the other sides
     some = sorted(itertools.islice(itertools.cycle(documents), per_step * batch * steps), key=len)
-    # Each step gets batches of all lengths, for about as many tokens in each.
-    places = [n * steps + (step if n % 2 else steps - 1 - step) for step in range(steps) for n in range(per_step)]
+    # Each step gets short and long batches, for about as many tokens in each; with one batch a step, the warm-up's is
+    # the shortest.
+    places = [n * steps + (steps - 1 - step if n % 2 else step) for step in range(steps) for n in range(per_step)]
     return [[document] for place in places for document in some[place * batch : (place + 1) * batch]]
 
 
