@@ -6,8 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from packed_rows import packed
+from test_loss_scale import SPEC
 from torch import Tensor
 
 from titan_mi100.attention import choice, trial
@@ -15,11 +18,18 @@ from titan_mi100.attention.backends import make_backend
 from titan_mi100.attention.base import NO_KERNEL, Backend, Documents, Shape
 from titan_mi100.attention.choice import Choice, choose
 from titan_mi100.attention.torch_backends import Eager, Sdpa
-from titan_mi100.attention.trial import Trial, judge, try_backend
+from titan_mi100.attention.trial import Case, Trial, judge, try_backend
+from titan_mi100.config.settings import Config, DataConfig, ModelConfig, TrainingConfig
 from titan_mi100.errors import UserError
+from titan_mi100.open_run.rows import usual_lengths
+from titan_mi100.open_run.run import Run
+from titan_mi100.open_run.start import open_run
+from titan_mi100.parallel.distributed import World
+from titan_mi100.workshop.made_up import made_up
 
 CPU = torch.device("cpu")
 SHAPE = Shape(2, 40, 4, 2, 16, "float32")
+LENGTHS = (9, 11, 20)  # of the documents of each row: a token's document has 15 tokens on average
 
 
 class Faulty(Sdpa):
@@ -75,7 +85,7 @@ def test_a_time_is_of_layers_that_share_what_was_prepared(monkeypatch: pytest.Mo
 def test_a_trial_refuses_what_is_wrong(fault: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Faulty, "fault", fault)
     monkeypatch.setattr(trial, "make_backend", lambda *_: Faulty())
-    verdict = judge("faulty", SHAPE, CPU, "cpu", "")
+    verdict = judge("faulty", SHAPE, LENGTHS, CPU, "cpu", "")
     assert verdict.refused.startswith(said) and bool(verdict.refused) == bool(said)
     if not said:
         assert verdict.repeatable == (fault == "") and verdict.ms > 0
@@ -85,7 +95,7 @@ def test_a_trial_refuses_what_is_wrong(fault: str, said: str, monkeypatch: pytes
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("name", ["sdpa", "chunked", "eager"])
 def test_what_is_right_passes_in_every_dtype(name: str, dtype: str) -> None:
-    assert judge(name, replace(SHAPE, dtype=dtype), CPU, "cpu", "").refused == ""
+    assert judge(name, replace(SHAPE, dtype=dtype), LENGTHS, CPU, "cpu", "").refused == ""
 
 
 @pytest.mark.parametrize(
@@ -103,11 +113,11 @@ def test_a_child_that_crashes_or_hangs_is_a_refusal(
     monkeypatch.setattr(trial.isolated, "command", lambda _: [sys.executable, "-c", code])
     patience = 1 if "sleep" in code else 60
     monkeypatch.setattr(trial, "PATIENCE", patience)
-    assert try_backend("sdpa", SHAPE, CPU, "cpu", tmp_path, patience=patience).refused == said
+    assert try_backend("sdpa", Case(SHAPE, LENGTHS, CPU, "cpu", tmp_path), patience=patience).refused == said
 
 
 def test_a_verdict_is_remembered_for_the_machine_and_the_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = try_backend("sdpa", SHAPE, CPU, "cpu", tmp_path)  # a real child
+    first = try_backend("sdpa", Case(SHAPE, LENGTHS, CPU, "cpu", tmp_path))  # a real child
     assert first.refused == "" and first.ms > 0
     asked: list[dict[str, Any]] = []
 
@@ -116,25 +126,100 @@ def test_a_verdict_is_remembered_for_the_machine_and_the_shape(tmp_path: Path, m
         return Trial("asked")
 
     monkeypatch.setattr(trial, "_ask_child", ask)
-    assert try_backend("sdpa", SHAPE, CPU, "cpu", tmp_path) == first
+    assert try_backend("sdpa", Case(SHAPE, LENGTHS, CPU, "cpu", tmp_path)) == first
     (note,) = (tmp_path / "attention").iterdir()
+    for same in ((20, 11, 9), (6, 8, 10, 16)):  # of the same class
+        assert try_backend("sdpa", Case(SHAPE, same, CPU, "cpu", tmp_path)) == first
+    for other in ((40,), (10,) * 4, (1,) * 40):
+        assert try_backend("sdpa", Case(SHAPE, other, CPU, "cpu", tmp_path)).refused == "asked"
+    assert [question["lengths"] for question in asked] == [[40], [10] * 4, [1] * 40]
     for change in ({"seq": 48}, {"dtype": "float64"}, {"heads": 2}):
-        assert try_backend("sdpa", replace(SHAPE, **change), CPU, "cpu", tmp_path).refused == "asked"
+        assert try_backend("sdpa", Case(replace(SHAPE, **change), LENGTHS, CPU, "cpu", tmp_path)).refused == "asked"
     monkeypatch.setattr(trial, "_machine", lambda _: {"torch": "another"})
-    assert try_backend("sdpa", SHAPE, CPU, "cpu", tmp_path).refused == "asked"
+    assert try_backend("sdpa", Case(SHAPE, LENGTHS, CPU, "cpu", tmp_path)).refused == "asked"
     monkeypatch.undo()
     monkeypatch.setattr(trial, "_ask_child", ask)
     note.write_text('{"refused": 1}')
-    assert try_backend("sdpa", SHAPE, CPU, "cpu", tmp_path).refused == "asked"  # damaged: asked again
-    assert len(asked) == 5
+    assert try_backend("sdpa", Case(SHAPE, LENGTHS, CPU, "cpu", tmp_path)).refused == "asked"  # damaged: asked again
+    assert len(asked) == 8
     (tmp_path / "file").touch()
-    assert try_backend("sdpa", SHAPE, CPU, "cpu", tmp_path / "file").refused == "asked"  # nothing can be kept there
+    assert (
+        try_backend("sdpa", Case(SHAPE, LENGTHS, CPU, "cpu", tmp_path / "file")).refused == "asked"
+    )  # nothing can be kept there
+
+
+def test_values_are_of_awkward_documents_and_times_of_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged, timed = list[Documents](), list[Documents]()
+    times = trial.milliseconds
+
+    def milliseconds(backend: Backend, tensors: list[Tensor], documents: Documents, rounds: int) -> list[float]:
+        timed.append(documents)
+        return times(backend, tensors, documents, rounds)
+
+    class Seen(trial.Reference):
+        def __init__(self, tensors: list[Tensor], documents: Documents) -> None:
+            judged.append(documents)
+            super().__init__(tensors, documents)
+
+    monkeypatch.setattr(trial, "milliseconds", milliseconds)
+    monkeypatch.setattr(trial, "Reference", Seen)
+    assert judge("sdpa", SHAPE, LENGTHS, CPU, "cpu", "").refused == ""
+    assert judged == [trial.random_documents(SHAPE)] and timed == [Documents(2, 40, LENGTHS * 2)]
+
+
+def test_the_lengths_are_those_of_the_runs_rows_and_a_resume_tries_nothing_again(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[int]] = []
+    monkeypatch.setattr(trial, "_ask_child", lambda question, _: (asked.append(question["lengths"]), Trial(ms=1.0))[1])
+    monkeypatch.setattr(choice, "FASTEST", {"cpu": "eager"})  # so that SDPA needs a trial on a CPU
+
+    def opened(cut: tuple[int, ...]) -> Run:
+        tokens, supervised = np.arange(40), np.ones(40, dtype=bool)
+        documents = [(part, supervised[: len(part)]) for _ in range(4) for part in np.split(tokens, cut)]
+        config = Config(
+            training=TrainingConfig(seq_len=40, steps=2, mixed_precision_param="float32"),
+            model=ModelConfig(attention_backend="sdpa"),
+            data=DataConfig(cache_folder=str(tmp_path / "cache")),
+        )
+        return open_run(config, world, tmp_path / f"run-{len(cut)}", spec=SPEC, data=made_up(packed(documents, 40)))
+
+    for cut, lengths in (((13,), [13, 27]), ((), [40])):
+        (tmp_path / f"run-{len(cut)}").mkdir()
+        run = opened(cut)
+        assert sorted(asked.pop()) == lengths and asked == []
+        run.step()
+        run.save()
+        run.close()
+        again = opened(cut)
+        assert again.progress.step == 1 and again.about["chosen"]["attention"]["name"] == "sdpa"
+        assert asked == []
+        again.close()
+
+
+@pytest.mark.parametrize(
+    ("weights", "lengths"), [((0.0, 0.0), [4] * 8), ((9.0, 1.0), [16, 16]), ((1.0, 9.0), [4] * 8)], ids=str
+)
+def test_a_mixtures_usual_row_is_one_of_the_source_with_most_of_its_rows(
+    weights: tuple[float, float], lengths: list[int]
+) -> None:
+    ones = np.ones(16, dtype=bool)
+    long, short = (packed([(np.arange(n), ones[:n])] * (rows * 32 // n), 32) for n, rows in ((16, 2), (4, 6)))
+    sources = [
+        replace(made_up(rows).sources[0], weight=weight) for rows, weight in zip((long, short), weights, strict=True)
+    ]
+    assert usual_lengths(replace(made_up(long), sources=sources)) == lengths
+
+
+def test_padding_counts_as_a_document() -> None:
+    rows = packed([(np.arange(5), np.ones(5, dtype=bool))], 16)
+    assert sorted(usual_lengths(made_up(rows))) == [5, 11]
 
 
 def verdicts(monkeypatch: pytest.MonkeyPatch, found: dict[str, Trial]) -> list[tuple[str, str]]:
     asked = []
 
-    def answer(name: str, shape: Shape, device: torch.device, arch: str, cache: Path, launch: str, _: float) -> Trial:
+    def answer(name: str, case: Case, launch: str = "", patience: float = 0) -> Trial:
         asked.append((name, launch))
         return found[name]
 
@@ -154,9 +239,12 @@ TRIED = {
 
 def test_on_a_cpu_the_measured_fastest_runs_untried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = verdicts(monkeypatch, {})
-    assert choose("auto", SHAPE, CPU, "cpu", tmp_path) == (Choice("sdpa", "measured fastest on cpu", "cpu"), [])
-    assert choose("eager", SHAPE, CPU, "cpu", tmp_path)[0].why == "reference implementation"
-    assert choose("chunked", SHAPE, CPU, "cpu", tmp_path)[0].why == "chosen by name"
+    assert choose("auto", SHAPE, LENGTHS, CPU, "cpu", tmp_path) == (
+        Choice("sdpa", "measured fastest on cpu", "cpu"),
+        [],
+    )
+    assert choose("eager", SHAPE, LENGTHS, CPU, "cpu", tmp_path)[0].why == "reference implementation"
+    assert choose("chunked", SHAPE, LENGTHS, CPU, "cpu", tmp_path)[0].why == "chosen by name"
     assert asked == []
 
 
@@ -164,7 +252,7 @@ def test_where_nobody_measured_the_fastest_that_is_right_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verdicts(monkeypatch, TRIED)
-    chosen, said = choose("auto", SHAPE, CPU, "gfx908:sramecc+:xnack-", tmp_path)
+    chosen, said = choose("auto", SHAPE, LENGTHS, CPU, "gfx908:sramecc+:xnack-", tmp_path)
     assert chosen == Choice("triton", chosen.why, "gfx908", TRIED["triton"].launch)
     assert chosen.why == (
         "fastest in a trial before this run, per layer: triton 2.0 ms, chunked 9.0 ms; there is no earlier measurement "
@@ -192,32 +280,32 @@ def test_a_start_spends_three_minutes_in_trials_and_the_next_one_tries_the_rest(
 
     monkeypatch.setattr(choice.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(trial, "_ask_child", ask)
-    chosen, said = choose("auto", SHAPE, CPU, "gfx908", tmp_path)
+    chosen, said = choose("auto", SHAPE, LENGTHS, CPU, "gfx908", tmp_path)
     assert asked == [("triton", 180), ("varlen", 80), ("flash_attn", 30)] and clock == [180]
     assert chosen.name == "triton" and sum("the next run's start tries it" in line for line in said) == 4
     asked.clear()
-    choose("auto", SHAPE, CPU, "gfx908", tmp_path)
+    choose("auto", SHAPE, LENGTHS, CPU, "gfx908", tmp_path)
     assert asked == [("flash_attn", 180)]  # the first two are remembered
 
 
 def test_a_named_backend_is_tried_and_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     verdicts(monkeypatch, TRIED)
-    assert choose("flash_attn", SHAPE, CPU, "gfx908", tmp_path)[0].why == "chosen by name"
-    assert choose("triton", SHAPE, CPU, "gfx908", tmp_path)[0].launch == TRIED["triton"].launch
+    assert choose("flash_attn", SHAPE, LENGTHS, CPU, "gfx908", tmp_path)[0].why == "chosen by name"
+    assert choose("triton", SHAPE, LENGTHS, CPU, "gfx908", tmp_path)[0].launch == TRIED["triton"].launch
     with pytest.raises(UserError, match=r"attention_backend = flex: flex is refused on this machine: it crashed"):
-        choose("flex", SHAPE, CPU, "gfx908", tmp_path)
+        choose("flex", SHAPE, LENGTHS, CPU, "gfx908", tmp_path)
 
 
 def test_a_resumed_run_keeps_its_backend_as_long_as_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = verdicts(monkeypatch, TRIED)
     before = Choice("triton", "fastest then", "gfx908", "32.32.4.1 32.32.4.1 32.32.4.1")
     for wanted in ("auto", "triton"):
-        assert choose(wanted, SHAPE, CPU, "gfx908", tmp_path, before) == (before, [])
+        assert choose(wanted, SHAPE, LENGTHS, CPU, "gfx908", tmp_path, before) == (before, [])
     assert asked == [("triton", before.launch)] * 2
-    assert choose("chunked", SHAPE, CPU, "gfx908", tmp_path, before)[0].name == "chunked"
-    assert choose("auto", SHAPE, CPU, "cpu", tmp_path, before)[0].name == "sdpa"  # another machine
+    assert choose("chunked", SHAPE, LENGTHS, CPU, "gfx908", tmp_path, before)[0].name == "chunked"
+    assert choose("auto", SHAPE, LENGTHS, CPU, "cpu", tmp_path, before)[0].name == "sdpa"  # another machine
     monkeypatch.setitem(TRIED, "triton", Trial("it crashed"))
-    chosen, said = choose("auto", SHAPE, CPU, "gfx908", tmp_path, before)
+    chosen, said = choose("auto", SHAPE, LENGTHS, CPU, "gfx908", tmp_path, before)
     assert chosen.name == "chunked"
     assert said[0] == "attention: triton, which the run used until now, is refused here: it crashed"
 
@@ -225,7 +313,7 @@ def test_a_resumed_run_keeps_its_backend_as_long_as_it_works(tmp_path: Path, mon
 @pytest.mark.parametrize("name", ["varlen", "flex", "flash_attn", "triton"])
 def test_kernels_of_a_gpu_are_refused_where_they_cannot_run(name: str) -> None:
     """Ours on an architecture without a launch table: on a CPU the tests have Triton's interpreter."""
-    assert judge(name, SHAPE, CPU, "gfx1100" if name == "triton" else "cpu", "").refused
+    assert judge(name, SHAPE, LENGTHS, CPU, "gfx1100" if name == "triton" else "cpu", "").refused
 
 
 def test_a_library_kernel_gets_each_document_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +332,7 @@ def test_a_library_kernel_gets_each_document_by_itself(monkeypatch: pytest.Monke
     module = type(sys)("flash_attn")
     module.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    assert judge("flash_attn", SHAPE, CPU, "cpu", "").refused == ""
+    assert judge("flash_attn", SHAPE, LENGTHS, CPU, "cpu", "").refused == ""
     backend: Backend = make_backend("flash_attn", "", "cpu")
     q, k, v = (torch.randn(2, 5, heads, 16) for heads in (4, 2, 2))
     documents = Documents(2, 5, (2, 3, 5))
@@ -256,7 +344,7 @@ def test_where_every_trial_is_refused_the_scores_are_explicit_and_the_reasons_to
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verdicts(monkeypatch, {name: Trial(refused="out of memory") for name in (*TRIED, "sdpa")})
-    chosen, said = choose("auto", SHAPE, CPU, "gfx1100", tmp_path)
+    chosen, said = choose("auto", SHAPE, LENGTHS, CPU, "gfx1100", tmp_path)
     assert (chosen.name, chosen.why) == ("chunked", "every trial was refused; it needs no kernel")
     assert "attention: chunked is refused: out of memory" in said
 
@@ -265,7 +353,7 @@ def test_launch_settings_that_are_not_used_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(trial, "_ask_child", lambda *_: Trial(ms=1.0, launch="x", passed_over="keys 16.64.2.1: wrong"))
-    try_backend("triton", SHAPE, CPU, "cpu", tmp_path)
+    try_backend("triton", Case(SHAPE, LENGTHS, CPU, "cpu", tmp_path))
     assert "triton does not use these launch settings: keys 16.64.2.1: wrong" in caplog.text
 
 
@@ -275,8 +363,10 @@ def test_without_a_compiler_the_remedy_is_named_and_the_refusal_ends_with_it(
     monkeypatch.setattr(trial, "_ask_child", lambda *_: Trial("RuntimeError: Failed to find C compiler."))
     monkeypatch.setattr(trial, "cannot_compile", lambda: ("no gcc or clang in PATH", "sudo apt install gcc"))
     for name, remedy in (("triton", "no gcc or clang in PATH: sudo apt install gcc"), ("flex", "C compiler.")):
-        assert try_backend(name, SHAPE, CPU, "cpu", tmp_path).refused.endswith(remedy)
+        assert try_backend(name, Case(SHAPE, LENGTHS, CPU, "cpu", tmp_path)).refused.endswith(remedy)
     monkeypatch.setattr(trial, "_ask_child", lambda *_: Trial())
-    assert try_backend("triton", SHAPE, CPU, "cpu", tmp_path).refused  # remembered
+    assert try_backend("triton", Case(SHAPE, LENGTHS, CPU, "cpu", tmp_path)).refused  # remembered
     monkeypatch.setattr(trial, "cannot_compile", lambda: ("", ""))
-    assert not try_backend("triton", SHAPE, CPU, "cpu", tmp_path).refused  # gcc is there now: tried again
+    assert not try_backend(
+        "triton", Case(SHAPE, LENGTHS, CPU, "cpu", tmp_path)
+    ).refused  # gcc is there now: tried again

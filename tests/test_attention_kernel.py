@@ -208,11 +208,13 @@ def test_the_fastest_launch_passes_over_a_tile_that_fails(
     tiles = {kernel: (bad, good) if kernel == broken else (good,) for kernel in Launch._fields}
     monkeypatch.setattr(trial, "candidates", lambda *_: Candidates(**tiles))
     monkeypatch.setattr(triton_backend, "Triton", Faulty)
-    shape = Shape(2, 40, 4, 2, 16, "float32")
-    verdict = judge("triton", shape, DEVICE, "cpu", "")
+    shape, times, timed = Shape(2, 40, 4, 2, 16, "float32"), trial.milliseconds, list[Documents]()
+    monkeypatch.setattr(trial, "milliseconds", lambda *given: (timed.append(given[2]), times(*given))[1])
+    verdict = judge("triton", shape, (9, 31), DEVICE, "cpu", "")
     assert verdict.refused == "" and verdict.launch == str(Launch(good, good, good))
+    assert timed == [Documents(2, 40, (9, 31) * 2)] * 4  # the run's, for each kernel's good tile and for the verdict
     reason = {"cannot run": "RuntimeError: out", "is wrong": "wrong: its", "gives other bits": "the same call"}
     assert verdict.passed_over.startswith(f"{broken} 16.16.2.1: {reason[fault]}")
     monkeypatch.setattr(trial, "candidates", lambda *_: Candidates(*[(bad,)] * 3))
-    verdict = judge("triton", shape, DEVICE, "cpu", "")
+    verdict = judge("triton", shape, (9, 31), DEVICE, "cpu", "")
     assert bool(verdict.refused) == (fault != "gives other bits") and verdict.repeatable == bool(verdict.refused)

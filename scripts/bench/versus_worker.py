@@ -1,17 +1,20 @@
 """One side of versus.py: takes a step whenever the other end of the pipes asks for one, and says what it took.
 
-Both sides have the same weights, the same rows in the same order, and the same optimizer: their losses are to agree.
+All sides have the same weights and optimizer. Ours and TRL's padding-free one have the same rows in the same order:
+their losses are to agree. TRL unpacked has the documents of these rows, in batches of similar length.
 """
 
 import argparse
+import itertools
 import json
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -43,12 +46,15 @@ MODELS = {
 SEED = 7
 OPTIMIZER = OptimizerConfig(lr=1e-4, weight_decay=0.1)
 MAX_NORM = 1.0
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Turns:
     """The steps that the other end asks for. Only the first process reads and writes; the others wait for it."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, tokens: Iterable[int]) -> None:
+        """Args: tokens: of each step, without padding."""
+        self._tokens, self._clock = iter(tokens), time.process_time if options.cpu_time else time.perf_counter
         self._is_first = int(os.environ.get("RANK", "0")) == 0
         self._asks = open(options.asks) if self._is_first else None  # noqa: SIM115  # open until the process ends
         self._answers = open(options.answers, "w", buffering=1) if self._is_first else None  # noqa: SIM115
@@ -58,13 +64,13 @@ class Turns:
         if self._asks:
             self._asks.readline()
         self._wait()
-        self._started = time.perf_counter()
+        self._started = self._clock()
 
     def end(self) -> None:
         self._wait()
-        seconds = time.perf_counter() - self._started
+        speed = next(self._tokens) / (self._clock() - self._started)
         if self._answers:
-            print(json.dumps({"seconds": seconds, "peak_gib": _peak_gib()}), file=self._answers)
+            print(json.dumps({"tokens_per_second": speed, "peak_gib": _peak_gib()}), file=self._answers)
 
     def losses(self, losses: list[float]) -> None:
         if self._asks and self._answers:
@@ -86,8 +92,8 @@ def _peak_gib() -> float:
 
 
 def rows_of(options: argparse.Namespace) -> PackedDataset:
-    per_step = options.batch * options.accumulation * int(os.environ.get("WORLD_SIZE", "1"))
-    return random_rows(per_step * options.steps, options.seq, MODELS[options.model].vocab_size, 0.65)
+    rows = options.batch * options.accumulation * WORLD * options.steps
+    return random_rows(rows, options.seq, MODELS[options.model].vocab_size, 0.65)
 
 
 def ours(options: argparse.Namespace) -> None:
@@ -108,7 +114,7 @@ def ours(options: argparse.Namespace) -> None:
         parallelism=ParallelismConfig(zero_stage=options.zero_stage),
     )
     run = open_run(config, distributed.init_distributed(), spec=MODELS[options.model], data=made_up(rows_of(options)))
-    turns, losses = Turns(options), []
+    turns, losses = Turns(options, itertools.repeat(options.batch * options.accumulation * WORLD * options.seq)), []
     for _ in range(options.steps):
         turns.begin()
         losses.append(run.step().loss)
@@ -128,7 +134,9 @@ def trl(options: argparse.Namespace) -> None:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(initial_values(spec, SEED, name, weight.shape, (0,) * weight.dim(), weight.shape))
-    turns = Turns(options)
+    examples, batch = _trl_examples(options), options.unpacked or options.batch
+    steps = np.array_split(np.array([sum(map(len, example)) for example in examples]), options.steps)
+    turns = Turns(options, [int(lengths.sum()) for lengths in steps])
 
     class TakeTurns(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -142,12 +150,12 @@ def trl(options: argparse.Namespace) -> None:
         SFTConfig(
             output_dir=str(options.folder),
             max_steps=options.steps,
-            per_device_train_batch_size=options.batch,
-            gradient_accumulation_steps=options.accumulation,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=len(steps[0]) // (batch * WORLD),
             gradient_checkpointing=options.checkpointing,
             torch_compile=options.compile,
             max_length=None,
-            padding_free=True,
+            padding_free=not options.unpacked,
             dataset_kwargs={"skip_prepare_dataset": True},
             train_sampling_strategy="sequential",
             bf16=options.dtype == "bfloat16",
@@ -163,7 +171,7 @@ def trl(options: argparse.Namespace) -> None:
             disable_tqdm=True,
             use_cpu=not torch.cuda.is_available(),
         ),
-        train_dataset=Dataset.from_list(list(_trl_rows(options))),
+        train_dataset=Dataset.from_list([*map(_trl_row, examples)]),
         processing_class=PreTrainedTokenizerFast(  # it is asked for, and not used
             tokenizer_object=Tokenizer(models.WordLevel({"a": 0})), pad_token="a", eos_token="a"
         ),
@@ -173,18 +181,27 @@ def trl(options: argparse.Namespace) -> None:
     turns.losses([line["loss"] for line in trainer.state.log_history if "loss" in line])
 
 
-def _trl_rows(options: argparse.Namespace) -> Iterator[dict[str, list[int]]]:
-    """The rows in the order in which our loader reads them."""
-    packed = rows_of(options)
-    order = ShuffledEpochs(packed, SEED, len(packed) // options.steps, made_up(packed).facts.plan)
-    for number in range(len(packed)):
-        documents = [packed.documents[document] for document in packed.documents_of(order.index(number))]
-        values = [int(value) for document in documents for value in document]
-        yield {
-            "input_ids": [value >> 1 for value in values],
-            "labels": [value >> 1 if value & 1 else -100 for value in values],
-            "seq_lengths": [len(document) for document in documents],
-        }
+def _trl_examples(options: argparse.Namespace) -> list[list[np.ndarray]]:
+    """The documents of each example: the rows in the order in which our loader reads them, or one document each."""
+    packed, steps = rows_of(options), options.steps
+    if not options.unpacked:
+        order = ShuffledEpochs(packed, SEED, len(packed) // steps, made_up(packed).facts.plan)
+        return [[*map(packed.documents.__getitem__, packed.documents_of(order.index(n)))] for n in range(len(packed))]
+    documents, batch = [*map(packed.documents.__getitem__, packed.packing.documents)], options.unpacked * WORLD
+    per_step = max(1, round(len(documents) / (batch * steps)))  # batches; about the tokens of the other sides
+    some = sorted(itertools.islice(itertools.cycle(documents), per_step * batch * steps), key=len)
+    # Each step gets short and long batches, for about as many tokens in each; with one batch a step, the warm-up's is
+    # the shortest.
+    places = [n * steps + (steps - 1 - step if n % 2 else step) for step in range(steps) for n in range(per_step)]
+    return [[document] for place in places for document in some[place * batch : (place + 1) * batch]]
+
+
+def _trl_row(documents: list[np.ndarray]) -> dict[str, list[int]]:
+    values = np.concatenate(documents).astype(np.int64)
+    labels = np.where(values & 1, values >> 1, -100)
+    return {
+        "input_ids": (values >> 1).tolist(), "labels": labels.tolist(), "seq_lengths": [*map(len, documents)],
+    }  # fmt: skip
 
 
 def main() -> None:

@@ -2,13 +2,15 @@
 
 The child runs forward and backward at the run's shape on random documents. It compares the values with explicit
 attention in higher precision (Chunked), checks that documents do not influence each other, and checks whether equal
-calls give equal bits. For our own kernels it also times the launch settings. It reads one JSON object and prints one.
+calls give equal bits. It times documents of the run's lengths; for our own kernels each of the launch settings, too. It
+reads one JSON object and prints one.
 """
 
 import functools
 import hashlib
 import itertools
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -53,7 +55,7 @@ class Trial:
         error: the largest difference from attention in higher precision, relative to the largest element.
         repeatable: equal calls give equal bits.
         kernel: the kernel that ran, see running.running_kernel.
-        ms: median of forward and backward of one layer, in milliseconds.
+        ms: median of forward and backward of one layer on the run's documents, in milliseconds.
         launch: the fastest launch settings of the Triton kernels.
         passed_over: launch settings that cannot run or give wrong values, and why.
     """
@@ -67,22 +69,38 @@ class Trial:
     passed_over: str = ""
 
 
-def try_backend(
-    name: str, shape: Shape, device: torch.device, arch: str, cache: Path, launch: str = "", patience: float = PATIENCE
-) -> Trial:
+@dataclass(frozen=True)
+class Case:
+    """What backends are tried for.
+
+    Attributes:
+        lengths: of the documents that fill a row of the run. A verdict holds for those of about the same cost.
+        arch: "gfx908", "sm90", "cpu".
+        cache: folder of the verdicts; it may not exist, and may not be writable.
+    """
+
+    shape: Shape
+    lengths: Sequence[int]
+    device: torch.device
+    arch: str
+    cache: Path
+
+
+def try_backend(name: str, case: Case, launch: str = "", patience: float = PATIENCE) -> Trial:
     """The verdict on a backend: from the cache, or from a trial now.
 
     Args:
-        cache: folder of the verdicts; it may not exist, and may not be writable.
         launch: launch settings of the Triton kernels to try; "": find the fastest.
         patience: seconds that are left for trials. One that takes them all is refused, and not remembered.
     """
-    question = {"name": name, "arch": arch, "launch": launch, "device": str(device), **asdict(shape)}
-    machine = _machine(device)
+    question = {"name": name, "arch": case.arch, "launch": launch, "device": str(case.device), **asdict(case.shape)}
+    # the length of the document that a token is in, on average
+    usual = 2 ** round(math.log2(sum(n * n for n in case.lengths) / case.shape.seq))
+    machine = _machine(case.device)
 
     def note(launch: str) -> Path:
-        depends = json.dumps([{**question, "launch": launch}, machine], sort_keys=True)
-        return cache / "attention" / f"{name}-{hashlib.sha256(depends.encode()).hexdigest()[:32]}.json"
+        depends = json.dumps([{**question, "launch": launch, "usual": usual}, machine], sort_keys=True)
+        return case.cache / "attention" / f"{name}-{hashlib.sha256(depends.encode()).hexdigest()[:32]}.json"
 
     with suppress(UserError):
         remembered: Trial = read_checked(note(launch), Trial, "")
@@ -90,8 +108,8 @@ def try_backend(
         return replace(remembered, refused=remembered.refused + again)
     if patience <= 0:
         return Trial(_LATE)
-    log.info(f"attention: trying {name} on this device, once for this shape")
-    verdict = _ask_child(question, patience)
+    log.info(f"attention: trying {name} on this device, once for this shape and documents of about {usual:,} tokens")
+    verdict = _ask_child({**question, "lengths": [*case.lengths]}, patience)
     if name == OWN and verdict.refused and any(cannot_compile()):
         verdict = replace(verdict, refused=": ".join((verdict.refused, *cannot_compile())))
     if verdict.passed_over:
@@ -109,15 +127,13 @@ def try_backend(
 
 def _machine(device: torch.device) -> dict[str, Any]:
     """Everything that a verdict depends on apart from the question: device, driver, versions, and our own code."""
-    facts: dict[str, Any] = {"torch": torch.__version__, **accelerator.runtimes()}
-    for name in itertools.chain.from_iterable(kernel.packages for kernel in KERNELS.values()):
-        facts[name] = version_of(name)
+    facts: dict[str, Any] = {"torch": torch.__version__, **accelerator.runtimes(), "compiler": cannot_compile()}
+    facts |= {name: version_of(name) for kernel in KERNELS.values() for name in kernel.packages}
     for driver in ("/sys/module/amdgpu/version", "/sys/module/nvidia/version"):
         with suppress(OSError):
             facts[driver] = Path(driver).read_text()
     if accelerator.is_gpu(device):
         facts["device"] = accelerator.properties(device).name
-    facts["compiler"] = cannot_compile()
     sources = sorted(Path(__file__).parent.glob("*.py"))
     facts["sources"] = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     return facts
@@ -135,24 +151,21 @@ def _ask_child(question: dict[str, Any], patience: float) -> Trial:
     return Trial(f"it crashed ({isolated.ended(ended.returncode)}): {last[:300]}")
 
 
-def judge(name: str, shape: Shape, device: torch.device, arch: str, launch: str) -> Trial:
+def judge(name: str, shape: Shape, lengths: Sequence[int], device: torch.device, arch: str, launch: str) -> Trial:
     """The child's part: try the backend in this process."""
-    documents = random_documents(shape)
+    documents, timed = random_documents(shape), Documents(shape.batch, shape.seq, (*lengths,) * shape.batch)
     tensors = inputs(shape, device)
     passed_over: list[str] = []
     try:
         backend = make_backend(name, "", arch, launch)
         reference = Reference(tensors, documents)
         if name == OWN and not launch:
-            launch, passed_over = fastest_launch(reference, arch)
+            launch, passed_over = fastest_launch(reference, timed, arch)
             backend = make_backend(name, "", arch, launch)
-        verdict = reference.judge(backend)
-        ms = _median_ms(backend, tensors, documents)
+        verdict, ms = reference.judge(backend), _median_ms(backend, tensors, timed)
+        kernel = running_kernel(backend, shape, documents, device)
     except Exception as error:
         return Trial(_reason(error))
-    if verdict.refused:
-        return verdict
-    kernel = running_kernel(backend, shape, documents, device)
     return replace(verdict, kernel=kernel, ms=ms, launch=launch, passed_over="; ".join(passed_over))
 
 
@@ -269,11 +282,14 @@ def _median_ms(backend: Backend, tensors: Sequence[Tensor], documents: Documents
     return statistics.median(milliseconds(backend, tensors, documents, _ROUNDS))
 
 
-def fastest_launch(reference: Reference, arch: str) -> tuple[str, list[str]]:
+def fastest_launch(reference: Reference, timed: Documents, arch: str) -> tuple[str, list[str]]:
     """Find the fastest launch settings: for one kernel after the other, the tile with the lowest total time.
 
     A tile that cannot run (for example too little shared memory on this device), or whose values are wrong, is passed
     over. Each kernel reads what those before it wrote, so a tile is tried together with others that are right.
+
+    Args:
+        timed: the documents that are timed; the values are those of the reference's.
 
     Returns:
         The launch, and which tiles were passed over and why. If no launch is right, it is the first candidate.
@@ -302,7 +318,7 @@ def fastest_launch(reference: Reference, arch: str) -> tuple[str, list[str]]:
             if why := problem(launch):
                 passed_over.append(f"{kernel} {tile}: {why}")
             else:
-                times[launch] = _median_ms(Triton("", str(launch)), reference.tensors, reference.documents)
+                times[launch] = _median_ms(Triton("", str(launch)), reference.tensors, timed)
         best = min(times, key=lambda launch: times[launch])
     return str(best), passed_over
 
@@ -310,5 +326,5 @@ def fastest_launch(reference: Reference, arch: str) -> tuple[str, list[str]]:
 def main() -> None:
     """The child process: read the question from stdin and print the verdict."""
     question = json.loads(sys.stdin.read())
-    name, arch, launch, device = (question.pop(key) for key in ("name", "arch", "launch", "device"))
-    print(json.dumps(asdict(judge(name, Shape(**question), torch.device(device), arch, launch))))
+    name, lengths, device, arch, launch = map(question.pop, ("name", "lengths", "device", "arch", "launch"))
+    print(json.dumps(asdict(judge(name, Shape(**question), lengths, torch.device(device), arch, launch))))

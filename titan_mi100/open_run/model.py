@@ -19,6 +19,7 @@ from titan_mi100.model.fused.running import use
 from titan_mi100.model.fused.trials import OF_FAMILIES, SAME_BITS, TRIALS
 from titan_mi100.model.loss import HeadMemory
 from titan_mi100.open_run.inputs import RunInputs
+from titan_mi100.open_run.rows import usual_lengths
 from titan_mi100.optim.state import NamedState
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
@@ -33,14 +34,14 @@ def choose_backend(inputs: RunInputs) -> tuple[Choice, HeadMemory]:
     """Choose the attention backend and the memory of the loss head. Both decide the order of floating-point sums, so a
     resumed run on the same kind of device keeps its choice; else rank 0 chooses for all. A collective.
     """
-    config, world, resumed = inputs.config, inputs.world, inputs.found
-    training, arch = config.training, distributed.device_name(world.device)[1]
+    config, device, resumed = inputs.config, inputs.world.device, inputs.found
+    training, arch = config.training, distributed.device_name(device)[1]
     rows, dtype = (training.local_batch_size, training.seq_len), training.mixed_precision_param
     shape = Shape(*rows, *inputs.layout.local(inputs.spec.attention), dtype)
     chosen = resumed.manifest.get("chosen", {}) if resumed else {}
     before = Choice(**chosen["attention"]) if "attention" in chosen else None
-    configured, cache = config.model.attention_backend, cache_folder(config.data)
-    choice, warnings = from_rank_zero(partial(choose, configured, shape, world.device, arch, cache, before))
+    backend, cache, data = config.model.attention_backend, cache_folder(config.data), inputs.data
+    choice, warnings = from_rank_zero(lambda: choose(backend, shape, usual_lengths(data), device, arch, cache, before))
     for line in warnings:
         log.warning(line)
     if before and (choice.name, choice.launch) != (before.name, before.launch):
@@ -48,7 +49,7 @@ def choose_backend(inputs: RunInputs) -> tuple[Choice, HeadMemory]:
     log.info(f"attention: {choice.name} ({choice.why})")
     if before and before.arch == choice.arch and "head" in chosen:
         return choice, HeadMemory(**chosen["head"])
-    return choice, from_rank_zero(partial(HeadMemory.of, world.device))
+    return choice, from_rank_zero(partial(HeadMemory.of, device))
 
 
 def choose_fused(inputs: RunInputs, arch: str) -> dict[str, list[str]]:
@@ -80,9 +81,8 @@ def keep_stages(config: Config, world: World, spec: ModelSpec, data: Prepared, m
     if not layout.is_pipeline or manifest["layout"].get(PIPELINE) != layout.pipeline_ranks:
         return config
     share = data.train_counts.supervised_share(config.training.seq_len)
-    by_cost = layers_per_stage(
-        Workload(config, world.size, spec), share
-    )  # the only cut of earlier versions, which kept no note
+    # the only cut of earlier versions, which kept no note
+    by_cost = layers_per_stage(Workload(config, world.size, spec), share)
     if config.parallelism.pipeline_parallel_layers_per_stage or len(saved or by_cost) != len(by_cost):
         return config
     return with_settings(config, {"parallelism": {"pipeline_parallel_layers_per_stage": tuple(saved or by_cost)}})
@@ -100,11 +100,5 @@ def open_checkpointer(inputs: RunInputs, model: ParallelModel, optimizer: NamedS
             )  # fmt: skip
         if assets and facts.end_of_turn_id is not None:
             assets = ending_turns(assets, facts.end_of_turn, facts.end_of_turn_id)
-    return Checkpointer(
-        (folder or Path()) / "checkpoint",
-        model,
-        optimizer,
-        inputs.world,
-        inputs.layout,
-        SaveOptions(config.checkpoint.keep_latest_k, config.checkpoint.async_mode == "async", assets),
-    )
+    options = SaveOptions(config.checkpoint.keep_latest_k, config.checkpoint.async_mode == "async", assets)
+    return Checkpointer((folder or Path()) / "checkpoint", model, optimizer, inputs.world, inputs.layout, options)

@@ -13,7 +13,7 @@ from titan_mi100.log import log
 from titan_mi100.run.progress import Progress
 from titan_mi100.wording import plural
 
-_FIRST = 32  # rows
+_FIRST = _SOME = 32  # rows
 _MUCH_PADDING = 0.2  # share of an epoch's rows
 
 
@@ -42,6 +42,17 @@ def some_tokens(rows: RowSource) -> set[int]:
     """The tokens in the first rows of the run."""
     first = [rows.row(number) for number in range(min(rows.end, _FIRST))]
     return {int(token) for row in first for token in np.unique(row.input_ids[~row.padding()])}
+
+
+def usual_lengths(data: Prepared) -> list[int]:
+    """Tokens of the documents in a usual row, and of its padding: the row whose attention costs the median, of some in
+    each source. It depends on the prepared data only, so a resumed run has the same.
+    """
+    weights, some = [source.weight or len(source.rows) for source in data.sources], list[np.ndarray]()
+    for source, weight in zip(data.sources, weights, strict=True):
+        places = np.linspace(0, len(source.rows) - 1, 1 + int(_SOME * weight / sum(weights)), dtype=int).tolist()
+        some += [np.unique(row.document_ids, return_counts=True)[1] for row in map(source.rows.row, places)]
+    return [*map(int, sorted(some, key=lambda lengths: int(lengths @ lengths))[len(some) // 2])]
 
 
 def fit_progress(progress: Progress, found: FoundCheckpoint | None, rows: RowSource, plan: str) -> None:
