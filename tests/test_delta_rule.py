@@ -116,6 +116,7 @@ def test_any_chunk_and_any_number_of_heads(chunk: int, heads: int, group: int, m
     assert max(errors(whole, some.run(recurrence))) <= 1e-12
     monkeypatch.setattr(costs, "AT_ONCE", 1)  # every chunk is a part of its own
     assert max(errors(some.run(delta_rule, chunk=chunk), whole)) <= 1e-14
+    assert all(map(torch.equal, some.run(delta_rule, chunk=chunk, divides=False), whole))
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 4e-3), (torch.float16, 5e-4)])

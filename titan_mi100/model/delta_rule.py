@@ -136,6 +136,7 @@ def delta_rule(
     state: Tensor | None = None,
     chunk: int = CHUNK,
     keeps: bool = False,
+    divides: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The delta rule, in chunks.
 
@@ -148,6 +149,7 @@ def delta_rule(
         state: (batch, v_heads, dv, dk), of the tokens before column 0, of its document; None: zeros.
         chunk: C, a power of two.
         keeps: backward does not compute the chunks again: an eighth less time, for more memory.
+        divides: compute a long row in parts, so that temporaries are small; else all at once, in fewer operations.
 
     Returns:
         The outputs, like v, and the state behind each row's last token, in fp32 (fp64 for fp64 inputs). All is computed
@@ -156,7 +158,7 @@ def delta_rule(
     assert chunk & (chunk - 1) == 0, "the inverse halves its blocks"
     state = _zeros(v, k) if state is None else state
     ids = ids if ids is not None else torch.zeros(v.shape[:2], dtype=torch.int32, device=v.device)
-    tokens = tokens_at_once(len(v), v.shape[2], chunk)
+    tokens = tokens_at_once(len(v), v.shape[2], chunk) if divides else v.shape[1]
     outs, before = [], ids[:, :1]
     for own, *inputs in zip(*(x.split(tokens, 1) for x in (ids, q, k, v, g, beta)), strict=True):
         output, state = _DeltaRule.apply(chunk, keeps, before, own, state, *inputs)

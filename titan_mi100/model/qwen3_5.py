@@ -197,9 +197,10 @@ class DeltaBlock(GatedBlock):
     def mix(self, parts: tuple[Tensor, ...], prepared: Any) -> Any:
         net, (z, b, a) = self.linear_attn, parts[3:]
         (q, k, v), _ = net.convolved(parts, prepared, None)
-        # On a CPU memory is no shortage. Tensors without values are counted on behalf of a GPU.
-        keeps = q.device.type == "cpu" and not isinstance(q, FakeTensor)
-        return delta_rule(q, k, v, net.decay(a), b.sigmoid(), prepared, chunk=self.chunk, keeps=keeps)[0], z
+        # On a CPU memory is no shortage, and launches cost nothing. Tensors without values are counted for a GPU.
+        on_cpu = q.device.type == "cpu" and not isinstance(q, FakeTensor)
+        gates = net.decay(a), b.sigmoid()
+        return delta_rule(q, k, v, *gates, prepared, chunk=self.chunk, keeps=on_cpu, divides=on_cpu)[0], z
 
     def new_decode_state(self, spec: ModelSpec, batch: int, seq: int, dtype: torch.dtype, device: torch.device) -> Any:
         """The convolutions' last inputs, and the rule's state; empty before the first token."""
