@@ -58,7 +58,7 @@ class Candidates(NamedTuple):
 
 # Tiles for the output | for the gradient of q | for the gradients of k and v.
 _CDNA2 = "128.64.4.1 128.64.8.1 | 128.32.4.1 128.32.8.1 | 32.128.4.1 32.64.4.1 32.64.8.1"
-# 16.32.8.1 is not the first: Triton 3.4 forgets wait states there (fp16, gfx90a and gfx942), see test_machine_code
+# 16.32.8.1 is not the first: Triton 3.4 and 3.6 forget wait states there (fp16, gfx90a, gfx942), see test_machine_code
 _CDNA_256 = "64.32.8.1 64.64.8.1 | 64.32.8.1 32.32.8.1 | 16.32.4.1 16.32.8.1"
 _CDNA_FP32 = "64.32.8.1 64.64.8.1 | 32.32.8.1 64.16.8.1 | 16.32.4.1"
 _RDNA3 = "32.32.8.1 32.16.4.1 | 32.16.8.1 | 16.32.16.1.2"
