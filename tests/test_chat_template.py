@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ASSETS, examples
+from conftest import ASSETS, examples, transformers_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -215,11 +215,6 @@ def test_spans_of_any_contents_hold_them_whole(
 
 
 # -- byte-equal to transformers --
-
-
-def transformers_tokenizer(folder: Path) -> Any:
-    transformers = pytest.importorskip("transformers")
-    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
 @needs_qwen3

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from conftest import as_shown, transformers_tokenizer
 
 from titan_mi100.config.settings import DataConfig
 from titan_mi100.data.encode import Encoder, rounds, supervise, supervised_spans
@@ -146,7 +147,7 @@ class Reference:
     """What `transformers` makes of conversations, and what follows from that alone."""
 
     def __init__(self, folder: Path, marking: Marking) -> None:
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self.tokenizer = transformers_tokenizer(folder)
         source = self.tokenizer.chat_template
         self.marked = {empty_think: marked(source, marking, empty_think) for empty_think in (False, True)}
 
@@ -204,7 +205,7 @@ class Reference:
         found = []
         for empty_think in (True, False):
             texts, spans = transformers.utils.chat_template_utils.render_jinja_template(
-                [messages],
+                [as_shown(messages)],
                 tools=tools,
                 chat_template=self.marked[empty_think],
                 return_assistant_tokens_mask=True,

@@ -9,11 +9,20 @@ from conftest import ASSETS
 from titan_mi100.attention.launches import EMPTY, TABLES, Launch, Tile, candidates, options
 from titan_mi100.errors import UserError
 
-TRITONS = ("3.4.0", "3.7.1")  # of torch 2.8 and 2.13
+TRITONS = ("3.4.0", "3.6.0", "3.7.1")  # of torch 2.8, 2.11 and 2.13
 BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 SHARED = {"sm80": 166_912, "sm86": 101_376, "sm89": 101_376, "sm120": 101_376, "sm90": 232_448, "sm100": 232_448}
-# Of the two tiles for the gradients of k and v on a 7900 XTX each fits with one Triton; the trial on the card decides.
-SPILLED = {("3.4.0", "gfx1100", "16.32.16.1.2"): 8, ("3.7.1", "gfx1100", "16.32.8.1.2"): 104}
+# Bytes of registers per thread that are kept in memory. Of the two tiles for the gradients of k and v on a 7900 XTX the
+# first fits with Triton 3.4, the second with 3.7, none with 3.6; the trial on the card decides.
+SPILLED = {
+    ("3.4.0", "gfx1100", "16.32.16.1.2"): 8,
+    ("3.6.0", "gfx1100", "16.32.8.1.2"): 100,
+    ("3.6.0", "gfx1100", "16.32.16.1.2"): 12,
+    ("3.6.0", "gfx1151", "16.32.16.1.2"): 8,
+    ("3.6.0", "sm90", "16.64.8.2"): 20,  # fp32
+    ("3.6.0", "sm80", "turn_backward_kernel"): 4,
+    ("3.7.1", "gfx1100", "16.32.8.1.2"): 104,
+}
 CARDS = ("gfx908", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1151", "gfx1201", *SHARED)
 
 
@@ -36,7 +45,7 @@ def test_every_launch_of_the_tables_was_compiled_and_fits(version: str) -> None:
     }
     assert compiled.keys() == wanted
     for name, row in compiled.items():
-        kept = SPILLED.get((version, name[0], name[-1]), 0)  # bytes per thread
+        kept = SPILLED.get((version, name[0], name[-1]), 0)
         assert int(row["spilled"]) <= kept and int(row["shared"]) <= (SHARED | {"gfx950": 163_840}).get(
             name[0], 65_536
         ), name

@@ -11,6 +11,7 @@ from conftest import documents_of
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -24,7 +25,7 @@ from titan_mi100.config.settings import (
     ParallelismConfig,
     TrainingConfig,
 )
-from titan_mi100.model.init import initial_values
+from titan_mi100.model.init import Read, initial_values
 from titan_mi100.model.loss import HeadMemory
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.open_run.model import keep_stages
@@ -35,6 +36,7 @@ from titan_mi100.parallel.distributed import World
 from titan_mi100.parallel.fsdp import apply_fsdp
 from titan_mi100.planning.memory import layers_per_stage
 from titan_mi100.planning.workload import Workload
+from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.families import PRESETS
 
 LAYERS = 3
@@ -60,14 +62,34 @@ class Downcasts(TorchDispatchMode):
         return result
 
 
+class Given(TorchFunctionMode):
+    """Collects the tensors that operations return, and those that a second one returned, as `x.to(x.dtype)` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: list[torch.Tensor] = []
+        self.again: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                (self.again if any(x is other for other in self.first) else self.first).append(x)
+        return result
+
+
 def build(world: World, mode: str, compile_config: CompileConfig, dtype: str = "bfloat16") -> Qwen3:
     spec = dataclasses.replace(PRESETS["debug"], num_hidden_layers=LAYERS)
-    mesh = distributed.build_mesh(Layout(), world.device)
     training = TrainingConfig(mixed_precision_param=dtype)
     config = Config(training=training, activation_checkpoint=ActivationCheckpointConfig(mode), compile=compile_config)
+    return filled(world, config, spec, partial(initial_values, spec, 1))
+
+
+def filled(world: World, config: Config, spec: ModelSpec, read: Read) -> Qwen3:
+    mesh = distributed.build_mesh(Layout(), world.device)
     computation, placement = Computation(Sdpa(), HeadMemory()), Placement(mesh, world.device)
     sharded = build_model(Workload(config, 1, spec), computation, placement)
-    distributed.fill_parameters(sharded.named_parameters(), partial(initial_values, spec, 1))
+    distributed.fill_parameters(sharded.named_parameters(), read)
     return sharded.parts[0]
 
 
@@ -98,6 +120,38 @@ def test_backward_recomputes_what_the_mode_says(
     assert calls == {"mlp": LAYERS, "attention": LAYERS}
     loss.sum().backward()
     assert calls == {"mlp": LAYERS + mlps, "attention": LAYERS + attentions}
+
+
+@pytest.mark.parametrize("name", ["debug", "moe-debug", "qwen3.5-debug"])
+@pytest.mark.parametrize(
+    "lora", [LoRAConfig(), LoRAConfig(rank=2), LoRAConfig(rank=2, base="nf4")], ids=["whole", "LoRA", "QLoRA"]
+)
+def test_no_autograd_function_returns_what_two_operations_returned(
+    name: str, lora: LoRAConfig, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled by torch 2.11, it would get no gradient without a word: pytorch issue 180642."""
+    called, wrong = set[str](), set[str]()
+
+    def watched(function: Any) -> Any:
+        forward = function.forward
+
+        def run(*inputs: Any) -> Any:
+            with Given() as given:
+                outputs = forward(*inputs)
+            called.add(function.__name__)
+            wrong.update(function.__name__ for x in tree_leaves(outputs) if any(x is other for other in given.again))
+            return outputs
+
+        return staticmethod(run)
+
+    for function in torch.autograd.Function.__subclasses__():
+        if function.__module__.startswith("titan_mi100."):
+            monkeypatch.setattr(function, "forward", watched(function))
+    config = Config(training=TrainingConfig(mixed_precision_param="float32"), lora=lora)
+    read = lambda name, shape, offset, size: torch.full(size, 0.01)  # noqa: E731
+    run(filled(world, config, PRESETS[name], read), 20).sum().backward()
+    assert not wrong and "_BlockedCrossEntropy" in called
+    assert ("_DeltaRule" in called) == ("3.5" in name) and ("_AdaptedProduct" in called) == bool(lora.rank)
 
 
 @pytest.mark.full

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ASSETS, SHARED_DATA, qwen3_tokenizer
-from test_chat_template import SMALL, chatml, folder_with, needs_qwen3, say, transformers_tokenizer
+from conftest import ASSETS, SHARED_DATA, qwen3_tokenizer, transformers_tokenizer
+from test_chat_template import SMALL, chatml, folder_with, needs_qwen3, say
 
 from titan_mi100.config.settings import DataConfig
 from titan_mi100.data.encode import JOINED, Encoder

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import ASSETS, SHARED_DATA
-from test_chat_template import SMALL, folder_with, say, transformers_tokenizer
+from conftest import ASSETS, SHARED_DATA, transformers_tokenizer
+from test_chat_template import SMALL, folder_with, say
 
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import DataConfig

@@ -123,7 +123,7 @@ def parse(text: str) -> Program:
     found_arguments = re.findall(r"\.offset:\s+(\d+)\s+\.size:\s+(\d+)\s+\.value_kind:\s+(\w+)", text)
     arguments = [(int(offset), int(size), kind) for offset, size, kind in found_arguments]
     names = [each.name for each in instructions]
-    cell = 1 if any(re.search(r"^global_.*(byte|u8|b8)", name) for name in names) else 2
+    cell = 1 if any(re.search(r"^(?:global|buffer)_.*(byte|u8|b8)", name) for name in names) else 2
     sizes = [
         int(found[1]) // 8 for name in names if (found := re.search(r"^ds_(?:read|write|load|store).*_[bu](\d+)", name))
     ]

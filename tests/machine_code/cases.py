@@ -35,8 +35,9 @@ KERNELS = ("forward_kernel", "queries_gradient_kernel", "keys_gradient_kernel")
 HEADS = (2, 1)
 VERSION = importlib.metadata.version("triton")
 FORGOTTEN = (
-    r"line \d+: v_mov_b32_e32 .*: \d+ wait states must be between it and: MFMA writes a register; there are [2356]"
+    r"line \d+: v_mov_b32_e32 .*: \d+ wait states must be between it and: MFMA writes a register; there are [23569]"
 )
+MOVES = {"3.4.0": {64: 4, 128: 3, 256: 3}, "3.6.0": {64: 2, 128: 2, 256: 3}}  # that have too few, by head size
 
 
 def launches(arch: str, dtype: str, head_dim: int, launch: Launch, kpack: int = 0) -> list[Attention]:
@@ -126,11 +127,10 @@ def are_right(arch: str, dtype: str, head_dim: int, rows: list[Launch], patch: p
     compiled = iter(compile_all([each for row in asked for each in row]))
     for number, (row, kernels_of_row) in enumerate(zip(rows, asked, strict=True)):
         order, ours = list(ORDERS)[number % len(ORDERS)], [next(compiled) for _ in kernels_of_row]
-        # A finding: after a loop Triton 3.4.0 forgets the wait states of some moves, see docs/TESTING.md.
-        is_forgotten = (
-            arch in ("gfx90a", "gfx942") and dtype == "fp16" and row.keys.num_warps == 8 and VERSION == "3.4.0"
-        )
+        # A finding: after a loop Triton 3.4.0 and 3.6.0 forget the wait states of some moves, see docs/TESTING.md.
+        is_forgotten = arch in ("gfx90a", "gfx942") and dtype == "fp16" and row.keys.num_warps == 8
+        is_forgotten &= VERSION in MOVES
         found, emulated = errors(ours, row, dtype, head_dim, order, patch, FORGOTTEN if is_forgotten else "-")
         assert max(found.values()) <= BARS[DTYPES[dtype]], (str(row), order, found)
         forgotten = [len(kernel.passed_over) for kernel in emulated]
-        assert forgotten[:2] == [0, 0] and sum(forgotten) == (4 if head_dim == 64 else 3) * is_forgotten
+        assert forgotten[:2] == [0, 0] and sum(forgotten) == (MOVES[VERSION][head_dim] if is_forgotten else 0)

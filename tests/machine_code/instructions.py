@@ -510,6 +510,42 @@ def _global(instruction: Instruction, _: Any) -> Run:
     return store
 
 
+def _buffer(instruction: Instruction, _: Any) -> Run:
+    """Global memory by way of a descriptor: a lane whose offset lies behind the end reads zeros, and writes nothing."""
+    _, direction, kind = instruction.name.split("_")
+    size, offset, options = _SIZES[kind], int(instruction.options.pop("offset", "0")), instruction.options
+    data, address, descriptor, start = instruction.operands
+    if options.pop("offen", None) is None or start.text != "0" or descriptor.count != 4 or descriptor.register is None:
+        raise Unknown("no such access to a buffer here")
+    fetch, first = vector_source(instruction, address, "u"), descriptor.register
+    instruction.reads.update(descriptor.registers)
+
+    def lanes_and_addresses(wave: Wave) -> tuple[Any, Any]:
+        low, high, end, _ = map(int, wave.s[first : first + 4])
+        at = _active(wave, fetch(wave)).astype(i64) + offset
+        inside = at < end
+        if high >> 16 or (inside != (at + size <= end)).any():
+            raise Unknown("a buffer of records, or an access that its end divides")
+        return inside, at[inside] + (high << 32 | low)
+
+    def load(wave: Wave) -> np.ndarray:
+        inside, addresses = lanes_and_addresses(wave)
+        values = np.zeros((len(inside), size), np.uint8)
+        values[inside] = wave.memory.load(addresses, size, wave.who).view(np.uint8)
+        return values
+
+    if direction == "load":
+        return _load(instruction, data, size, "vmcnt", load)
+    instruction.reads.update(data.registers)
+
+    def store(wave: Wave) -> None:
+        inside, addresses = lanes_and_addresses(wave)
+        wave.memory.store(addresses, _lane_bytes(wave, data, size)[inside], wave.who)
+        wave.issue(wave.counters[-1] if len(wave.counters) > 2 else "vmcnt", "store", (), None)
+
+    return store
+
+
 def _load(
     instruction: Instruction, target: Operand, size: int, counter: str, load: Fetch, half: int | None = None
 ) -> Run:
@@ -625,4 +661,6 @@ _SPECIAL: dict[str, Make] = {
     "s_waitcnt": _wait,
     "s_nop": lambda instruction, _: lambda wave: None,
 }
-_BY_START = (("v_mfma_", _matrix), ("s_load_dword", _scalar_load), ("global_", _global), ("ds_", _shared))
+_BY_START = (
+    ("v_mfma_", _matrix), ("s_load_dword", _scalar_load), ("global_", _global), ("buffer_", _buffer), ("ds_", _shared)
+)  # fmt: skip

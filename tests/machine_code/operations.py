@@ -148,6 +148,14 @@ def _add_halves(a: Any, b: Any) -> Any:
     return from_half(half(a) + half(b)) | from_half(half(a, 1) + half(b, 1)) << u32(16)
 
 
+def _reversed(a: Any) -> Any:
+    """The 32 bits in the other order."""
+    for shift in (1, 2, 4, 8, 16):
+        low = u32(LOW32 // ((1 << shift) + 1))  # every second group of bits
+        a = (a >> u32(shift) & low) | (a & low) << u32(shift)
+    return a
+
+
 def _s24(x: Any) -> Any:
     return x << i32(8) >> i32(8)
 
@@ -181,6 +189,7 @@ VECTOR: dict[str, tuple[str, Callable]] = {
     "v_max3_i32": ("iii>i", lambda a, b, c: np.maximum(np.maximum(a, b), c)),
     "v_med3_i32": ("iii>i", lambda a, b, c: np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))),
     # bits
+    "v_bfrev_b32": ("u>u", _reversed),
     "v_not_b32": ("u>u", lambda a: ~np.asarray(a)),
     "v_and_b32": ("uu>u", lambda a, b: a & b),
     "v_or_b32": ("uu>u", lambda a, b: a | b),

@@ -50,8 +50,8 @@ _NAMES = (
     (r"s_and_not1_(\w+)", r"s_andn2_\1"),
     (r"s_load_b(\d+)", lambda m: f"s_load_{_WORDS[m[1]]}"),
     (
-        r"global_(load|store)(_d16)?(_hi)?_(?:([bu](?:8|16))|b(\d+))",
-        lambda m: f"global_{m[1]}_{_WORDS[m[4] or m[5]]}{m[2] or ''}{m[3] or ''}",
+        r"(global|buffer)_(load|store)(_d16)?(_hi)?_(?:([bu](?:8|16))|b(\d+))",
+        lambda m: f"{m[1]}_{m[2]}_{_WORDS[m[5] or m[6]]}{m[3] or ''}{m[4] or ''}",
     ),
     (r"ds_load(\w+)", r"ds_read\1"),
     (r"ds_store(\w+)", r"ds_write\1"),
@@ -230,7 +230,7 @@ class Rules(NamedTuple):
 def _rules(instruction: Instruction) -> Rules:
     name, text = instruction.name, instruction.text
     matrix = instruction.operands if name.startswith("v_wmma") else None
-    waits = name == "s_waitcnt_depctr" or name.startswith(("global_", "ds_", "scratch_"))
+    waits = name == "s_waitcnt_depctr" or name.startswith(("global_", "buffer_load", "buffer_store", "ds_", "scratch_"))
     return Rules(
         is_vector=text.startswith("v_"),
         is_transcendental=name.startswith(TRANSCENDENTAL),

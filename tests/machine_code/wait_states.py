@@ -4,7 +4,7 @@ between.
 Sources: what the hazard recognizer of LLVM's AMDGPU target asks for (GCNHazardRecognizer.cpp of LLVM 21: checkVMEM-,
 checkVALU-, checkDPP-, checkDivFMas-, checkRWLane-, checkMAI-, checkMAILdSt-, checkMAIVALU- and checkSoftClauseHazards),
 and for matrix instructions the tables in AMD's rocRoller (Scheduling/Observers/WaitState), which agree. Rules for what
-no kernel here has are left out: f64 and 32 x 32 matrix instructions, v_cmpx, buffer and scratch memory, s_setreg.
+no kernel here has are left out: f64 and 32 x 32 matrix instructions, v_cmpx, scratch memory, s_setreg.
 """
 
 from collections.abc import Iterable
@@ -15,6 +15,7 @@ from machine_code.assembly import VCC, A, Instruction, Program, Unknown, V
 from machine_code.operations import matrix_shape
 
 TRANSCENDENTAL = ("v_rcp_", "v_rsq_", "v_sqrt_", "v_exp_", "v_log_")
+_GLOBAL = ("global_", "buffer_")  # two ways to the same memory
 _ACCUMULATION = ("v_accvgpr_read_b32", "v_accvgpr_write_b32")
 
 
@@ -80,7 +81,7 @@ def add_rules(program: Program) -> Program:
 
 
 def _rules(instruction: Instruction, arch: str, is_16_bit: bool) -> Rules:
-    clause = next((start for start in ("global_", "s_load_") if instruction.name.startswith(start)), "")
+    clause = "global_" * instruction.name.startswith(_GLOBAL) or "s_load_" * instruction.name.startswith("s_load_")
     rules = Rules([], [], 1 + (int(instruction.operands[0].text) if instruction.name == "s_nop" else 0), clause)
 
     def need(event: str, registers: Iterable[int], states: int, harmless: Any = None) -> None:
@@ -90,16 +91,17 @@ def _rules(instruction: Instruction, arch: str, is_16_bit: bool) -> Rules:
         rules.events.extend(((event, register), detail) for register in registers)
 
     name, operands = instruction.name, instruction.operands
-    is_vector, is_memory = name.startswith("v_"), name.startswith(("global_", "ds_"))
+    is_vector, is_memory = name.startswith("v_"), name.startswith((*_GLOBAL, "ds_"))
     if not is_vector and not is_memory:
         return rules
     read = {register for register in instruction.reads if register >= V}
     flags = instruction.reads - read
     written = {register for register in instruction.writes if register >= V}
-    if name.startswith("global_"):
+    if name.startswith(_GLOBAL):
         need("a vector instruction writes an SGPR", flags, 5)
-        if name.startswith("global_store") and operands[1].count > 2:
-            note("a store reads more than 8 bytes", operands[1].registers)
+        stored = operands[name.startswith("global_")]
+        if "_store_" in name and stored.count > 2:
+            note("a store reads more than 8 bytes", stored.registers)
     if is_vector:
         need("a store reads more than 8 bytes", written, 2 if arch == "gfx942" else 1)
         if name == "v_div_fmas_f32":
@@ -117,7 +119,7 @@ def _gfx908(instruction: Instruction, need: Any, note: Any, read: set[int], writ
     """The accumulation registers are apart: only matrix instructions and v_accvgpr_* reach them. 16 x 16: 8 passes."""
     name, operands = instruction.name, instruction.operands
     is_matrix, is_write = name.startswith("v_mfma_"), name == "v_accvgpr_write_b32"
-    if name.startswith(("global_", "ds_")):
+    if name.startswith((*_GLOBAL, "ds_")):
         need("v_accvgpr_read", read, 2)
         need("v_accvgpr after a write", read, 1)
         return

@@ -1,8 +1,8 @@
 """Launch settings of our Triton kernels, by architecture, head size and dtype. Needs neither Triton nor torch.
 
 tests/compile_report.py compiles every launch for the cards that it is for: none needs more shared memory than there is,
-and none spills registers, except one on gfx1100 (see its table). docs/PERFORMANCE.md says with which Triton. A
-trial on the card decides between them (trial.py), and refuses one that is wrong there.
+and none spills registers, except on RDNA 3 and with Triton 3.6. docs/PERFORMANCE.md says which. A trial on the card
+decides between them (trial.py), and refuses one that is wrong there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,7 +58,7 @@ class Candidates(NamedTuple):
 
 # Tiles for the output | for the gradient of q | for the gradients of k and v.
 _CDNA2 = "128.64.4.1 128.64.8.1 | 128.32.4.1 128.32.8.1 | 32.128.4.1 32.64.4.1 32.64.8.1"
-# 16.32.8.1 is not the first: Triton 3.4 forgets wait states there (fp16, gfx90a and gfx942), see test_machine_code
+# 16.32.8.1 is not the first: Triton 3.4 and 3.6 forget wait states there (fp16, gfx90a, gfx942), see test_machine_code
 _CDNA_256 = "64.32.8.1 64.64.8.1 | 64.32.8.1 32.32.8.1 | 16.32.4.1 16.32.8.1"
 _CDNA_FP32 = "64.32.8.1 64.64.8.1 | 32.32.8.1 64.16.8.1 | 16.32.4.1"
 _RDNA3 = "32.32.8.1 32.16.4.1 | 32.16.8.1 | 16.32.16.1.2"
@@ -72,7 +72,7 @@ TABLES: Mapping[tuple[str, int, int], str] = {
     ("gfx90a", 128, 2): _CDNA2,
     ("gfx942", 128, 2): _CDNA2,
     ("gfx950", 128, 2): "128.64.8.1 128.64.4.1 | 128.32.8.1 128.32.4.1 | 32.64.8.1 32.128.4.1 32.64.4.1",
-    # Of its tiles for keys each fits with one Triton: the first with 3.4, the second with 3.7 (in 3.4: 8 bytes).
+    # Of its tiles for keys the first fits with Triton 3.4 and the second with 3.7, where the other version spills.
     ("gfx1100", 128, 2): _RDNA3.replace("16.32.16.1.2", "16.32.8.1.2 16.32.16.1.2"),
     ("gfx1151", 128, 2): _RDNA3,
     ("gfx1201", 128, 2): "64.32.8.1 32.32.4.1 | 64.32.8.1 32.32.4.1 | 16.32.8.1 16.16.4.1",

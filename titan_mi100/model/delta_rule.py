@@ -66,11 +66,11 @@ def causal_convolution(
         last = x.new_zeros(len(x), before, x.shape[2]) if last is None else last.to(x.dtype)
         x, ids = torch.cat((last, x), 1), torch.cat((ids[:, :1].expand(-1, before), ids), 1)
     own = ids[:, -before:] == ids[:, -1:]
-    return _Convolution.apply(x, weight, ids)[:, -seq:], x[:, -before:] * own[..., None]
+    return _Convolution.apply(x, weight, ids).to(x.dtype)[:, -seq:], x[:, -before:] * own[..., None]
 
 
 class _Convolution(torch.autograd.Function):
-    """Convolution of rows without earlier inputs. Backward recomputes the taps."""
+    """Convolution of rows without earlier inputs, in fp32 or fp64. Backward recomputes the taps."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
@@ -80,12 +80,12 @@ class _Convolution(torch.autograd.Function):
         for distance, tap in enumerate(taps, 1):
             past = wide[:, :-distance]
             convolved[:, distance:].addcmul_(past * _same(ids, distance, past), tap)
-        return convolved.to(x.dtype)
+        return convolved
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
         x, weight, ids = ctx.saved_tensors
-        wide, grad, (own, *taps) = at_least_fp32(x), at_least_fp32(grad), _taps(weight)
+        wide, (own, *taps) = at_least_fp32(x), _taps(weight)
         grad_x, columns = grad * own, [(grad * wide).sum((0, 1))]
         for distance, tap in enumerate(taps, 1):
             past = wide[:, :-distance]
@@ -190,7 +190,8 @@ class _DeltaRule(torch.autograd.Function):
         output.addcmul_(x.entry, _queries_times_states(states, x.q))
         ctx.save_for_backward(before, ids, *inputs, states, *(x if keeps else ()))
         ctx.chunk = chunk
-        return _tokens(output, inputs[2]), state.flatten(1, 2)
+        # A view: with torch 2.11 a compiled Function that returns what `.to` returned unchanged gets no gradient.
+        return _tokens(output, inputs[2])[:], state.flatten(1, 2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

@@ -43,7 +43,7 @@ class _CPUNorm(torch.autograd.Function):
         size = x.shape[-1]
         factor = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_() / size + eps).rsqrt_()
         ctx.save_for_backward(x, gain, factor)
-        return (x * factor).mul_(gain)
+        return (x * factor).mul_(gain)[:]  # a view, as in delta_rule.py
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
