@@ -311,6 +311,11 @@ def delta_launches(arch: str, head: int = 128, tokens: int = 64) -> list[Launche
         patch.object(delta_launch, "launch", note),
         patch.object(delta_launch, "_tile", lambda _: delta_launch.tile(arch)),
     ):
+        q, number = torch.zeros(1, 150, 2, head, dtype=torch.bfloat16), torch.zeros(3, 1, tokens, dtype=torch.int32)
+        delta_launch.prepare(q, q, torch.zeros(1, 150, 4, head, dtype=torch.bfloat16), tokens)
+        delta_launch.invert(
+            inverse[:, :, :, :1], number, row[..., 0, :].flatten(2, 3), row[..., 0, :].flatten(2, 3), row
+        )
         delta_launch.forward_states(state, [k, row, row, row, inverse, v])
         delta_launch.backward_states(state, [k, row, row, row, inverse, k, v, v, v])
     return launched
@@ -321,7 +326,7 @@ def compiled_launch(launched: Launched, arch: str) -> Any:
 
     kernels = next(each for each in (elementwise_kernels, delta_kernels) if hasattr(each, launched.kernel))
     kernel, fixed = getattr(kernels, launched.kernel), dict(launched.constants)
-    settings = {name: fixed.pop(name) for name in ("num_warps", "num_stages") if name in fixed}
+    settings = {name: fixed.pop(name) for name in ("num_warps", "num_stages", "matrix_instr_nonkdim") if name in fixed}
     signature = dict.fromkeys(kernel.arg_names, "constexpr")
     signature |= zip(kernel.arg_names, (text.removesuffix("/16") for text in launched.types), strict=False)
     constants = {(place,): fixed[name] for place, name in enumerate(kernel.arg_names) if name in fixed}

@@ -33,7 +33,7 @@ from titan_mi100.attention.base import Documents, boundaries
 from titan_mi100.device.accelerator import to_device
 from titan_mi100.device.operators import custom_operator
 from titan_mi100.model.elementwise import at_least_fp32
-from titan_mi100.model.fused.running import only, runs
+from titan_mi100.model.fused.running import only, runs, runs_unwatched
 from titan_mi100.shapes.delta_rule import CHUNK, SUBSTITUTED, tokens_at_once
 
 _EPS = 1e-6  # of the norms of queries and keys
@@ -272,9 +272,15 @@ class _Chunks(NamedTuple):
     def of(
         cls, chunk: int, before: Tensor, ids: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
     ) -> "_Chunks":
-        heads = k.shape[2]
-        q = _split(_normalised(q, q.shape[-1] ** -0.5), chunk).transpose(2, 3).contiguous()
-        k = _split(_normalised(k), chunk).transpose(2, 3).contiguous()
+        heads, sizes = k.shape[2], (v.shape[-1], k.shape[-1], chunk)
+        kernels = _kernels(v, *sizes) if runs_unwatched("delta", v) else None
+        if kernels:
+            q, k, v, qk, kk = kernels.prepare(q, k, v, chunk)
+        else:
+            q = _split(_normalised(q, q.shape[-1] ** -0.5), chunk).transpose(2, 3).contiguous()
+            k = _split(_normalised(k), chunk).transpose(2, 3).contiguous()
+            qk, kk = ((x @ k.mT)[:, :, :, None] for x in (q, k))
+            v = _values(v, chunk, heads)
         strength, logs = (_values(x[..., None], chunk, heads) for x in (beta, g))  # (N, B, Hk, G, 1, C)
         # Padding behind the row belongs to the row's last document. Its beta and g are 0: the state does not change.
         tail = ids[:, -1:].expand(-1, -ids.shape[1] % chunk)
@@ -286,22 +292,23 @@ class _Chunks(NamedTuple):
         sums = logs.flatten(2, 4).double() @ same.double().mT  # (N, B, Hv, C)
         high = sums.to(k.dtype)
         low = (sums - high).to(k.dtype)
-        decay = (high[..., None] - high[..., None, :]) + (low[..., None] - low[..., None, :])
-        decay = _exp(decay.masked_fill_(~same[:, :, None], -torch.inf)).unflatten(2, (heads, -1))
+        if kernels:
+            decay, inverse = kernels.invert(kk, number, high, low, strength)
+        else:
+            decay = (high[..., None] - high[..., None, :]) + (low[..., None] - low[..., None, :])
+            decay = _exp(decay.masked_fill_(~same[:, :, None], -torch.inf)).unflatten(2, (heads, -1))
+            inverse = _inverse(_without_tiny((decay * kk * strength.mT).tril_(-1)))
         entry = _exp(high.masked_fill_(~enters[:, :, None], -torch.inf)).unflatten(2, (heads, -1))[..., None, :]
-        qk, kk = ((x @ k.mT)[:, :, :, None] for x in (q, k))
-        inverse = _inverse(_without_tiny((decay * kk * strength.mT).tril_(-1)))
-        v = _values(v, chunk, heads)
         return cls(k, strength, entry, decay[..., -1:, :], inverse, q, v, decay, qk, kk, same)
 
 
-def _kernels(state: Tensor, keys: Tensor) -> Any:
-    """The launches of the kernels of the loops, if they run here and have these sizes; else None."""
-    if not runs("delta", state):
+def _kernels(x: Tensor, value: int, key: int, tokens: int) -> Any:
+    """The launches of the kernels, if they run on this device and have these sizes; else None."""
+    if not runs("delta", x):
         return None
     from titan_mi100.model.fused import delta_launch
 
-    return delta_launch if delta_launch.takes(state, keys) else None
+    return delta_launch if delta_launch.takes(value, key, tokens) else None
 
 
 # The two loops over chunks. They are operators: torch.compile would unroll them, which takes minutes for a long row.
@@ -310,7 +317,7 @@ def _kernels(state: Tensor, keys: Tensor) -> Any:
 @custom_operator("titan_mi100::delta_rule_states")
 def forward_states(state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The state before each chunk and after the last one, and V' of each chunk. Args: parts: of _Chunks."""
-    if launches := _kernels(state, parts[0]):
+    if launches := _kernels(state, state.shape[-2], state.shape[-1], parts[0].shape[-2]):
         return launches.forward_states(state, parts)
     k, beta, entry, last, inverse, v = parts
     states, changes = state.new_empty(len(v) + 1, *state.shape), torch.empty_like(v)
@@ -331,7 +338,7 @@ def backward_states(grad_state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor
         parts: of _Chunks; besides, `entering` and `inside`, the gradients of a Q S and of V' by the outputs of their
             own chunk, and `changes`, V'.
     """
-    if launches := _kernels(grad_state, parts[0]):
+    if launches := _kernels(grad_state, grad_state.shape[-2], grad_state.shape[-1], parts[0].shape[-2]):
         return launches.backward_states(grad_state, parts)
     k, beta, entry, last, inverse, q, entering, inside, changes = parts
     states, scaled = grad_state.new_empty(len(k) + 1, *grad_state.shape), torch.empty_like(inside)
