@@ -26,6 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -316,8 +317,11 @@ def delta_launches(arch: str, head: int = 128, tokens: int = 64) -> list[Launche
         delta_launch.invert(
             inverse[:, :, :, :1], number, row[..., 0, :].flatten(2, 3), row[..., 0, :].flatten(2, 3), row
         )
+        x = SimpleNamespace(
+            k=k, beta=row, entry=row, inverse=inverse, q=k, v=v, decay=inverse, qk=inverse[:, :, :, :1], kk=inverse
+        )
+        delta_launch.gradients(x, v.new_zeros(3, 1, 2, 2, head, head), torch.zeros(1, 150, 4, head), state)
         delta_launch.forward_states(state, [k, row, row, row, inverse, v])
-        delta_launch.backward_states(state, [k, row, row, row, inverse, k, v, v, v])
     return launched
 
 

@@ -196,18 +196,23 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         before, ids, q, k, v, g, beta, states, *kept = ctx.saved_tensors
-        grad_out = _values(grad, ctx.chunk, k.shape[2])
-        grad_state = grad_state.unflatten(1, grad_out.shape[2:4])
         x = _Chunks(*kept) if kept else _Chunks.of(ctx.chunk, before, ids, q, k, v, g, beta)
-        grad_state, grad_q, grad_k, grad_v, grad_g, grad_beta = _gradients(x, states, grad_out, grad_state)
-        del x, grad_out
+        grad_state = grad_state.unflatten(1, x.v.shape[2:4])
+        if kernels := _chunk_kernels(v, k, ctx.chunk):
+            grad_state, grad_q, grad_k, grad_v, sums, grad_beta = kernels.gradients(x, states, grad, grad_state)
+        else:
+            grad_out = _values(grad, ctx.chunk, k.shape[2])
+            grad_state, grad_q, grad_k, grad_v, sums, grad_beta = _gradients(x, states, grad_out, grad_state)
+            del grad_out
+        grad_g = (sums.flatten(2, 4) @ x.same.to(sums.dtype)).unflatten(2, x.v.shape[2:4])[..., None, :]
+        del x
         gates = (_tokens(x, y[..., None]).squeeze(-1) for x, y in ((grad_g, g), (grad_beta, beta)))
         grad_q, grad_k = _normalised_backward(q, grad_q, q.shape[-1] ** -0.5), _normalised_backward(k, grad_k)
         return None, None, None, None, grad_state.flatten(1, 2), grad_q, grad_k, _tokens(grad_v, v), *gates
 
 
 def _gradients(x: "_Chunks", states: Tensor, grad_out: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of the first state and of q, k, v, g and beta, as they are in _Chunks."""
+    """The gradients of the first state and of q, k and v, sums of those of logarithms, and of beta, as in _Chunks."""
     read = _queries_times_states(states, x.k)
     rest = torch.addcmul(x.v, x.entry, read, value=-1)
     changes = (rest * x.beta) @ x.inverse.mT
@@ -239,8 +244,7 @@ def _gradients(x: "_Chunks", states: Tensor, grad_out: Tensor, grad_state: Tenso
     logs = grad_overlap.mul_(x.beta.mT).addcmul_(grad_attention, x.qk)
     logs[..., -1:, :] += x.last * grad_last
     sums = logs.sum(-1) - logs.sum(-2) + x.entry.squeeze(-2) * grad_entry
-    grad_g = (sums.flatten(2, 3) @ x.same.to(sums.dtype)).unflatten(2, x.v.shape[2:4])[..., None, :]
-    return grad_states[0].clone(), grad_q, grad_k, grad_v, grad_g, grad_beta
+    return grad_states[0].clone(), grad_q, grad_k, grad_v, sums[..., None, :], grad_beta
 
 
 class _Chunks(NamedTuple):
@@ -272,8 +276,7 @@ class _Chunks(NamedTuple):
     def of(
         cls, chunk: int, before: Tensor, ids: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
     ) -> "_Chunks":
-        heads, sizes = k.shape[2], (v.shape[-1], k.shape[-1], chunk)
-        kernels = _kernels(v, *sizes) if runs_unwatched("delta", v) else None
+        heads, kernels = k.shape[2], _chunk_kernels(v, k, chunk)
         if kernels:
             q, k, v, qk, kk = kernels.prepare(q, k, v, chunk)
         else:
@@ -309,6 +312,11 @@ def _kernels(x: Tensor, value: int, key: int, tokens: int) -> Any:
     from titan_mi100.model.fused import delta_launch
 
     return delta_launch if delta_launch.takes(value, key, tokens) else None
+
+
+def _chunk_kernels(v: Tensor, k: Tensor, tokens: int) -> Any:
+    """Those that are no operators: where operators are traced or counted, the plain form is."""
+    return _kernels(v, v.shape[-1], k.shape[-1], tokens) if runs_unwatched("delta", v) else None
 
 
 # The two loops over chunks. They are operators: torch.compile would unroll them, which takes minutes for a long row.

@@ -210,3 +210,150 @@ def _sibling(rows, half):
     block, is_second = rows // (2 * half), rows // half % 2 == 1
     siblings = (block[:, None] == block[None, :]) & is_second[:, None] & (is_second == 0)[None, :]
     return tl.where(siblings, 1.0, 0.0)
+
+
+@triton.jit
+def read_kernel(
+    states, k, q, v, beta, entry, inverse, decay, qk, grad, read, changes, entering, inside, asked,
+    seq, batch, k_heads, grad_strides, grad_step,
+    GROUP: tl.constexpr, TOKENS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What a chunk has read of its state, V', and what the outputs' gradient gives them; see delta_rule._gradients.
+
+    A program has ROWS elements of the values of one value head. Args: grad: (batch, seq, Hv, dv). asked: its part of
+    the sum over a value's elements, (VALUE / ROWS, N, B, Hk, G, C).
+    """
+    number, tokens = tl.program_id(0).to(tl.int64), tl.arange(0, TOKENS)
+    rows, some = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    key, nothing = number // GROUP, tl.zeros((ROWS, TOKENS), tl.float32)
+    of_keys, of_queries = nothing, nothing
+    for start in range(0, KEY, WIDTH):
+        state = tl.load(_tile(states, number, VALUE, KEY, rows, start + some))
+        of_keys = _dot(state, tl.trans(tl.load(_tile(k, key, TOKENS, KEY, tokens, start + some))), of_keys, PRECISION)
+        queries = tl.trans(tl.load(_tile(q, key, TOKENS, KEY, tokens, start + some)))
+        of_queries = _dot(state, queries, of_queries, PRECISION)
+    tl.store(_tile(read, number, VALUE, TOKENS, rows, tokens), of_keys)
+    enters = tl.load(entry + number * TOKENS + tokens)[None, :]
+    rest = tl.load(_tile(v, number, VALUE, TOKENS, rows, tokens)) - enters * of_keys
+    rest *= tl.load(beta + number * TOKENS + tokens)[None, :]
+    pairs = tl.trans(tl.load(_tile(inverse, number, TOKENS, TOKENS, tokens, tokens)))
+    tl.store(_tile(changes, number, VALUE, TOKENS, rows, tokens), _dot(rest, pairs, nothing, PRECISION))
+    slope = _slope(grad, number, seq, batch, k_heads * GROUP, grad_strides, grad_step, rows, tokens, TOKENS, VALUE)
+    asked += tl.program_id(1).to(tl.int64) * tl.num_programs(0) * TOKENS + number * TOKENS
+    tl.store(asked + tokens, tl.sum(slope * of_queries, 0))
+    tl.store(_tile(entering, number, VALUE, TOKENS, rows, tokens), enters * slope)
+    pairs = tl.load(_tile(decay, number, TOKENS, TOKENS, tokens, tokens))
+    pairs *= tl.load(_tile(qk, key, TOKENS, TOKENS, tokens, tokens))
+    tl.store(_tile(inside, number, VALUE, TOKENS, rows, tokens), _dot(slope, pairs, nothing, PRECISION))
+
+
+@triton.jit
+def _slope(
+    grad, number, seq, batch, heads, strides, step, rows, tokens, TOKENS: tl.constexpr, VALUE: tl.constexpr
+):  # fmt: skip
+    """The gradient of these elements of a chunk's outputs, (rows, tokens), from (batch, seq, Hv, dv)."""
+    chunk = number // heads
+    token = chunk // batch * TOKENS + tokens
+    places = grad + chunk % batch * strides + token[:, None] * step + number % heads * VALUE + rows[None, :]
+    return tl.trans(tl.load(places, mask=(token < seq)[:, None], other=0.0).to(tl.float32))
+
+
+@triton.jit
+def pairs_gradient_kernel(
+    states, grad_states, v, beta, entry, decay, qk, kk, grad, read, changes, scaled, asked, grad_last,
+    grad_v, grad_beta, sums, grad_qk, grad_kk, seq, batch, k_heads, grad_strides, grad_step,
+    GROUP: tl.constexpr, TOKENS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, ROWS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradients of v, beta, of the logarithms of L and a, and of Q K^T and K K^T by one value head.
+
+    Args:
+        grad_states: of the states behind the chunks. asked, grad_last: (N, B, Hk, G, C). grad_v: as v, in fp32.
+        sums: (2, N, B, Hk, G, C), of the logarithms' rows, and of their columns, which are to be subtracted.
+    """
+    HALF: tl.constexpr = TOKENS // 2
+    number, tokens = tl.program_id(0).to(tl.int64), tl.arange(0, TOKENS)
+    key, is_last = number // GROUP, tokens == TOKENS - 1
+    strength, enters = tl.load(beta + number * TOKENS + tokens), tl.load(entry + number * TOKENS + tokens)
+    of_beta, of_entry = tl.zeros((TOKENS,), tl.float32), tl.load(asked + number * TOKENS + tokens)
+    of_state = 0.0
+    for start in range(0, VALUE, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        inner = tl.load(_tile(scaled, number, VALUE, TOKENS, rows, tokens))
+        was_read = tl.load(_tile(read, number, VALUE, TOKENS, rows, tokens))
+        rest = tl.load(_tile(v, number, VALUE, TOKENS, rows, tokens)) - enters[None, :] * was_read
+        of_beta += tl.sum(inner * rest, 0)
+        inner *= strength[None, :]
+        tl.store(_tile(grad_v, number, VALUE, TOKENS, rows, tokens), inner)
+        of_entry -= tl.sum(inner * was_read, 0)
+        for left in range(0, KEY, ROWS):
+            columns = left + tl.arange(0, ROWS)
+            state = tl.load(_tile(states, number, VALUE, KEY, rows, columns))
+            of_state += tl.sum(tl.sum(state * tl.load(_tile(grad_states, number, VALUE, KEY, rows, columns)), 1), 0)
+    of_logs = enters * (of_entry + tl.where(is_last, of_state, 0.0))
+    for part in range(0, TOKENS, HALF):
+        some = part + tl.arange(0, HALF)
+        attention, overlap = tl.zeros((TOKENS, HALF), tl.float32), tl.zeros((TOKENS, HALF), tl.float32)
+        for start in range(0, VALUE, ROWS):
+            rows = start + tl.arange(0, ROWS)
+            slope = _slope(
+                grad, number, seq, batch, k_heads * GROUP, grad_strides, grad_step, rows, tokens, TOKENS, VALUE
+            )
+            change = tl.load(_tile(changes, number, VALUE, TOKENS, rows, some))
+            attention = _dot(tl.trans(slope), change, attention, PRECISION)
+            inner = tl.load(_tile(scaled, number, VALUE, TOKENS, rows, tokens))
+            overlap = _dot(tl.trans(inner), change, overlap, PRECISION)
+        kept = tl.load(_tile(decay, number, TOKENS, TOKENS, tokens, some))
+        attention *= kept
+        overlap = tl.where(tokens[:, None] > some[None, :], -overlap * kept, 0.0)
+        tl.store(_tile(grad_qk, number, TOKENS, TOKENS, tokens, some), attention)
+        tl.store(_tile(grad_kk, number, TOKENS, TOKENS, tokens, some), overlap * strength[:, None])
+        overlap *= tl.load(_tile(kk, key, TOKENS, TOKENS, tokens, some))
+        of_beta += tl.sum(overlap, 1)
+        logs = overlap * strength[:, None] + attention * tl.load(_tile(qk, key, TOKENS, TOKENS, tokens, some))
+        logs += tl.where(is_last[:, None], kept * tl.load(grad_last + number * TOKENS + some)[None, :], 0.0)
+        of_logs += tl.sum(logs, 1)
+        tl.store(sums + (tl.num_programs(0) + number) * TOKENS + some, tl.sum(logs, 0))
+    tl.store(grad_beta + number * TOKENS + tokens, of_beta)
+    tl.store(sums + number * TOKENS + tokens, of_logs)
+
+
+@triton.jit
+def keys_gradient_kernel(
+    states, grad_states, k, q, entry, decay, entering, changes, grad_v, grad_qk, grad_kk, grad_q, grad_k,
+    GROUP: tl.constexpr, TOKENS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradients of WIDTH columns of a chunk's normalised queries and keys, over all of a key head's value heads.
+
+    Args: grad_states: of the states behind the chunks.
+    """
+    key, tokens = tl.program_id(0).to(tl.int64), tl.arange(0, TOKENS)
+    columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    of_q, of_k = tl.zeros((TOKENS, WIDTH), tl.float32), tl.zeros((TOKENS, WIDTH), tl.float32)
+    for group in range(GROUP):
+        number = key * GROUP + group
+        enters = tl.load(entry + number * TOKENS + tokens)[None, :]
+        last = tl.load(decay + number * (TOKENS * TOKENS) + (TOKENS - 1) * TOKENS + tokens)[None, :]
+        for start in range(0, VALUE, ROWS):
+            rows = start + tl.arange(0, ROWS)
+            state = tl.load(_tile(states, number, VALUE, KEY, rows, columns))
+            of_q = _dot(tl.trans(tl.load(_tile(entering, number, VALUE, TOKENS, rows, tokens))), state, of_q, PRECISION)
+            slope = tl.load(_tile(grad_v, number, VALUE, TOKENS, rows, tokens)) * enters
+            of_k = _dot(tl.trans(-slope), state, of_k, PRECISION)
+            change = tl.load(_tile(changes, number, VALUE, TOKENS, rows, tokens)) * last
+            behind = tl.load(_tile(grad_states, number, VALUE, KEY, rows, columns))
+            of_k = _dot(tl.trans(change), behind, of_k, PRECISION)
+        for start in range(0, TOKENS, ROWS):  # sums over some tokens at a time
+            others = start + tl.arange(0, ROWS)
+            queries = tl.load(_tile(q, key, TOKENS, KEY, others, columns))
+            keys = tl.load(_tile(k, key, TOKENS, KEY, others, columns))
+            of_q = _dot(tl.load(_tile(grad_qk, number, TOKENS, TOKENS, tokens, others)), keys, of_q, PRECISION)
+            pairs = tl.trans(tl.load(_tile(grad_qk, number, TOKENS, TOKENS, others, tokens)))
+            of_k = _dot(pairs, queries, of_k, PRECISION)
+            pairs = tl.trans(tl.load(_tile(grad_kk, number, TOKENS, TOKENS, others, tokens)))
+            pairs += tl.load(_tile(grad_kk, number, TOKENS, TOKENS, tokens, others))
+            of_k = _dot(pairs, keys, of_k, PRECISION)
+    tl.store(_tile(grad_q, key, TOKENS, KEY, tokens, columns), of_q)
+    tl.store(_tile(grad_k, key, TOKENS, KEY, tokens, columns), of_k)

@@ -94,3 +94,32 @@ def backward_states(grad_state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor
     lasts = last.new_empty(grad_state.shape[-2] // _tile(k)[0], *last.shape)
     _launch(kernels.states_gradient_kernel, grad_state.contiguous(), *parts, states, scaled, lasts)
     return states, scaled, lasts.sum(0)
+
+
+def gradients(x: Any, states: Tensor, grad: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
+    """Of the first state and of q, k and v, sums of the logarithms' gradients, that of beta; see delta_rule._gradients.
+
+    Args:
+        x: delta_rule._Chunks. states: before each chunk. grad: of the outputs, (batch, seq, Hv, dv).
+    """
+    grad, last = _rows(grad), x.decay[..., -1:, :].contiguous()
+    read, changes, entering, inside, grad_v = (x.v.new_empty(x.v.shape) for _ in range(5))
+    grad_qk, grad_kk = (x.decay.new_empty(x.decay.shape) for _ in range(2))
+    grad_q, grad_k = (x.k.new_empty(x.k.shape) for _ in range(2))
+    grad_beta, asked = x.beta.new_empty(x.beta.shape), x.beta.new_empty(x.v.shape[-2] // WIDTH, *x.beta.shape)
+    sums = x.beta.new_empty(2, *x.beta.shape)
+    group, value, tokens = x.v.shape[3:]
+    sizes = {"GROUP": group, "TOKENS": tokens, "KEY": x.k.shape[-1], "VALUE": value, "ROWS": WIDTH, **_tile(grad)[1]}
+    shape = (grad.shape[1], len(grad), x.k.shape[2], *grad.stride()[:2])
+    of_values, of_keys = x.v.numel() // (value * tokens), x.k.numel() // (x.k.shape[-1] * tokens)
+    launch(kernels.read_kernel, (of_values, value // WIDTH), states, x.k, x.q, x.v, x.beta, x.entry, x.inverse,
+           x.decay, x.qk, grad, read, changes, entering, inside, asked, *shape, WIDTH=WIDTH, **sizes)  # fmt: skip
+    parts = [x.k, x.beta, x.entry, last, x.inverse, x.q, entering, inside, changes]
+    grad_states, scaled, grad_last = backward_states(grad_state, parts)
+    behind = grad_states[1:]
+    launch(kernels.pairs_gradient_kernel, (of_values,), states, behind, x.v, x.beta, x.entry, x.decay, x.qk, x.kk,
+           grad, read, changes, scaled, asked.sum(0), grad_last, grad_v, grad_beta, sums, grad_qk, grad_kk,
+           *shape, **sizes)  # fmt: skip
+    launch(kernels.keys_gradient_kernel, (of_keys, x.k.shape[-1] // WIDTH), states, behind, x.k, x.q, x.entry,
+           x.decay, entering, changes, grad_v, grad_qk, grad_kk, grad_q, grad_k, WIDTH=WIDTH, **sizes)  # fmt: skip
+    return grad_states[0].clone(), grad_q, grad_k, grad_v, sums[0] - sums[1], grad_beta
