@@ -1,11 +1,21 @@
 """The grouped products of experts in Triton's interpreter, against fp64."""
 
+from typing import Any
+
 import pytest
 import torch
 from interpreted import DEVICE
-from torch import Tensor
+from torch import Tensor, nn
 
+from titan_mi100.config.settings import LoRAConfig
+from titan_mi100.model import experts
+from titan_mi100.model.experts import NF4ExpertLinear, Routes
 from titan_mi100.model.fused import experts_launch
+from titan_mi100.model.fused.running import only
+from titan_mi100.model.lora import apply_lora
+from titan_mi100.model.nf4 import NF4Linear, quantize
+from titan_mi100.model.qwen3_moe import Qwen3Moe
+from titan_mi100.shapes.qwen3_moe import LINEARS, Qwen3MoeSpec
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 COUNTS = {
@@ -46,9 +56,86 @@ def test_products_and_sums_equal_fp64(inner: int, columns: int, name: str, dtype
         found = experts_launch.products(x, stored, ends, is_transposed)
         assert_rounded_once(found, exact, inner)
         assert torch.equal(experts_launch.products(x, stored, ends, is_transposed), found)
-        added = experts_launch.products(x, stored, ends, is_transposed, 0.375, y)
+        added = experts_launch.products(x, stored, ends, is_transposed, 0.375, y.clone())
         assert_rounded_once(added, y.double() + 0.375 * exact, inner)
     found = experts_launch.sums(x, y, ends, 0.375)
     exact = torch.cat([0.375 * a.t() @ b.double() for a, b in zip(parts, y.split(counts), strict=True)])
     assert_rounded_once(found, exact, max(counts))
     assert torch.equal(experts_launch.sums(x, y, ends, 0.375), found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_trial_passes(dtype: torch.dtype) -> None:
+    assert experts.trial(DEVICE, dtype) == ""
+
+
+@pytest.mark.parametrize("fault", ["other bits", "a row of another expert", "no zeros"])
+def test_the_trial_sees(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    products, sums, calls = experts_launch.products, experts_launch.sums, []
+
+    def changed(x: Tensor, weight: Tensor, ends: Tensor, *others: Any) -> Tensor:
+        calls.append(1)
+        if fault == "a row of another expert":
+            ends = ends - (ends == 130).int()
+        y = products(x, weight, ends, *others)
+        return y * (1 + 1e-7 * len(calls)) if fault == "other bits" else y
+
+    monkeypatch.setattr(experts_launch, "products", changed)
+    if fault == "no zeros":
+        monkeypatch.setattr(experts_launch, "sums", lambda *args: sums(*args).index_fill(0, torch.tensor([300]), 1.0))
+    words = "other bits the second time" if fault == "other bits" else "differ from fp64"
+    assert words in experts.trial(DEVICE, torch.float32)
+
+
+def mixtures(kind: str, dtype: torch.dtype) -> tuple[nn.Module, list[nn.Parameter]]:
+    """A mixture, with adapters, with its experts in 4 bits; and what is trained."""
+    spec = Qwen3MoeSpec(
+        64, 64, 64, 1, 2, 2, 32, True, 1e4, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2,
+        norm_topk_prob=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Qwen3Moe(spec)
+        if kind != "all":
+            apply_lora(model, LoRAConfig(rank=4, base="nf4" if "4 bits" in kind else "whole", target_modules=LINEARS,
+                                         dropout=0.25 * ("dropout" in kind)), dtype)  # fmt: skip
+    mixture = model.model.blocks()[0].mlp.to_empty(device=DEVICE)
+    draw = torch.Generator().manual_seed(3)
+    for module in mixture.modules():
+        if isinstance(module, NF4Linear):
+            matrix = torch.randn(module.out_features, module.in_features, generator=draw) / 8
+            for target, source in zip((module.weight, module.largest), quantize(matrix, dtype), strict=True):
+                target.data = source.to(DEVICE)
+        for own in module.parameters(recurse=False) if not isinstance(module, NF4Linear) else ():
+            own.data = (torch.randn(own.shape, generator=draw) / 4).to(DEVICE, dtype)
+    return mixture, [own for own in mixture.parameters() if own.requires_grad]
+
+
+@pytest.mark.parametrize("kind", ["all", "adapters", "adapters, 4 bits", "adapters, 4 bits, dropout"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_mixture_computes_what_the_loop_does(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixture, trained = mixtures(kind, dtype)
+    x, computed = drawn(1, 40, 64, dtype=dtype), []
+    for kinds in ((), ("experts", "nf4"), ("experts", "nf4")):
+        rows = x.clone().requires_grad_()
+        torch.manual_seed(5)
+        with only(kinds), monkeypatch.context() as patched:
+            if kinds:
+                patched.setattr(Routes, "counts", property(lambda _: pytest.fail("the host waits")))
+            y = mixture(rows)
+            computed.append([y.detach(), *torch.autograd.grad(y, (rows, *trained), x.cos())])
+    plain, ours, again = computed
+    assert all(map(torch.equal, ours, again))
+    bar = 5e-6 if dtype == torch.float32 else 3e-2
+    for one, other in zip(plain, ours, strict=True):
+        assert one.abs().max() > 0 and (one - other).abs().max() <= bar * one.abs().max()
+
+
+def test_few_rows_in_4_bits_are_left_to_the_loop() -> None:
+    layer = NF4ExpertLinear(64, 64 * 128, 128, True)
+    stored = layer.weight, layer.weight, layer.weight
+    with only(["experts", "nf4"]):
+        assert [layer.is_grouped(torch.empty(n, 64), stored) for n in (31, 32)] == [False, True]
+        assert layer.is_grouped(torch.empty(1, 64), stored[:1])
+        assert not layer.is_grouped(torch.empty(99, 64).double(), stored[:1])
+    with only(["experts"]):
+        assert not layer.is_grouped(torch.empty(32, 64), stored)

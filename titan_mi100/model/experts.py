@@ -5,7 +5,9 @@ expert's matrices and summed again: a permutation and its inverse, without atomi
 on a device's timing. Sorting is stable: of equal probabilities the lower expert's counts first, on every device.
 
 Rows are multiplied expert by expert, which the host must know the counts for: it waits for the device once per layer.
-Where a trial shows that torch's grouped product computes the same, forward and backward, that is used, without waiting.
+Where a trial shows that torch's grouped product computes the same, forward and backward, that is used, without waiting;
+else our kernels (fused/experts_kernels.py), if theirs does. With our kernels experts in 4 bits are grouped, too: all of
+a projection are restored at once, into memory that the plan counts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,13 +19,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from titan_mi100.log import log
 from titan_mi100.model.elementwise import at_least_fp32, swiglu
+from titan_mi100.model.fused.running import only, runs
 from titan_mi100.model.layers import Linear, local_weight
-from titan_mi100.model.nf4 import BLOCK, NF4Linear, dequantize
+from titan_mi100.model.nf4 import BLOCK, NF4Linear, codes_per_value, dequantize, restored
 from titan_mi100.wording import shortened
+
+# Experts for each row from which on a loop restores only those that have rows: of 32 of 128 experts that is 64 launches,
+# which take a host as long as a card takes to write and read 2 GB of restored matrices
+_EXPERTS_PER_ROW = 4
 
 
 class Routes:
@@ -117,6 +125,28 @@ def _with_rows(counts: list[int], stored: Sequence[Tensor]) -> Iterator[tuple[in
         start += count
 
 
+class _Grouped(torch.autograd.Function):
+    """What _Loop computes, as one product each. Matrices in 4 bits are all restored at once, for backward again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ends: Tensor, layer: "ExpertLinear", *stored: Tensor) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[3] else None, ends, *stored)
+        ctx.layer = layer
+        return layer.multiplied(x, ends, stored)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (x, ends, *stored), of_x, of_weight = ctx.saved_tensors, None, None
+        if ctx.needs_input_grad[0]:
+            of_x = ctx.layer.multiplied(grad, ends, stored, is_backward=True)
+        if x is not None:
+            from titan_mi100.model.fused.experts_launch import sums
+
+            of_weight = sums(*((x, grad) if ctx.layer.is_transposed else (grad, x)), ends)
+        return of_x, None, None, of_weight, *(None for _ in stored[1:])
+
+
 class ExpertLinear(Linear):
     """One projection of all experts, whose matrices are below each other in `weight`.
 
@@ -135,10 +165,26 @@ class ExpertLinear(Linear):
     def stored(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         return (local_weight(self.weight, dtype),)
 
+    def is_grouped(self, x: Tensor, stored: Sequence[Tensor]) -> bool:
+        """Whether our kernels group these rows, of matrices in 4 bits if they are enough."""
+        is_worth_it = len(stored) == 1 or (runs("nf4", stored[1]) and _EXPERTS_PER_ROW * len(x) >= self.experts)
+        return is_worth_it and runs("experts", x)
+
+    def multiplied(self, x: Tensor, ends: Tensor, stored: Sequence[Tensor], is_backward: bool = False) -> Tensor:
+        """Rows times their expert's matrix by one product, torch's or ours. Args: is_backward: times its transpose."""
+        weight, is_transposed = restored(stored), self.is_transposed != is_backward
+        if self.by_kernel:
+            return _by_kernel(x.contiguous(), weight, ends, is_transposed)
+        from titan_mi100.model.fused.experts_launch import products
+
+        return products(x, weight, ends, is_transposed)
+
     def forward(self, x: Tensor, routes: Routes) -> Tensor:  # type: ignore[override]
         stored = self.stored(x.dtype)
-        if self.by_kernel:
+        if self.by_kernel and len(stored) == 1:
             return _by_kernel(x, stored[0], routes.ends, self.is_transposed)
+        if self.is_grouped(x, stored):
+            return _Grouped.apply(x, routes.ends, self, *stored)  # type: ignore[no-any-return]
         return _Loop.apply(x, routes.counts, self.is_transposed, *stored)  # type: ignore[no-any-return]
 
 
@@ -157,23 +203,30 @@ def _by_kernel(x: Tensor, weight: Tensor, ends: Tensor, is_transposed: bool) -> 
 
 
 def choose_products(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Let torch's grouped product compute where it works, by a trial. Call it when the model is on its device."""
+    """Let torch's grouped product compute where it works, by a trial. Call it when the model is on its device and our
+    kernels are chosen.
+    """
     layers = [module for module in model.modules() if isinstance(module, ExpertLinear)]
-    problems = dict[tuple[Any, ...], str]()
+    problems, probe = dict[tuple[Any, ...], str](), torch.empty(0, dtype=dtype, device=device)
+    is_ours, restores_all = runs("experts", probe), runs("experts", probe) and runs("nf4", probe)
     for layer in layers:
-        if isinstance(layer, NF4Linear):
-            problems["nf4"] = "weights in 4 bits"
-            continue
         local = layer.weight.to_local() if isinstance(layer.weight, DTensor) else layer.weight
         rows, columns = layer.out_features // layer.experts, local.shape[1]
+        if isinstance(layer, NF4Linear):
+            if not restores_all:
+                problems["nf4"] = "weights in 4 bits"
+                continue
+            columns *= codes_per_value(dtype)
         key = (rows, columns, layer.is_transposed)
         if key not in problems:
             problems[key] = _trial(rows, columns, layer.is_transposed, dtype, device)
         layer.by_kernel = not problems[key]
     if layers:
         reasons = ", ".join(dict.fromkeys(filter(None, problems.values())))
-        loop = f"a loop, for which the host waits for the device once per layer ({reasons})"
-        log.info(f"products of experts: {loop if reasons else 'grouped by torch, as a trial showed'}")
+        form = f"a loop, for which the host waits for the device once per layer ({reasons})"
+        if is_ours and "nf4" not in problems:
+            form = f"grouped by our kernels ({reasons})"
+        log.info(f"products of experts: {form if reasons else 'grouped by torch, as a trial showed'}")
 
 
 def _trial(rows: int, columns: int, is_transposed: bool, dtype: torch.dtype, device: torch.device) -> str:
@@ -197,6 +250,33 @@ def _trial(rows: int, columns: int, is_transposed: bool, dtype: torch.dtype, dev
     errors = [((a - b).abs().max() / a.abs().max()).item() for a, b in zip(*computed, strict=True)]
     worst = [error for error in errors if not error < bar]  # not a number, too
     return f"torch's grouped product differs by {worst[0]:.0e}" if worst else ""
+
+
+def trial(device: torch.device, dtype: torch.dtype) -> str:
+    """What is wrong with our kernels on this device: against the loop in fp64, also where an expert has no rows, and
+    where one has all. See running.Trial.
+    """
+    draw = torch.Generator().manual_seed(1)
+    for counts in ([130, 0, 1, 69], [0, 200, 0, 0]):
+        index = torch.arange(4, device=device).repeat_interleave(torch.tensor(counts, device=device))[:, None]
+        routes = Routes(index, 4)
+        for is_transposed, inner in ((True, 24), (False, 160)):
+            layer = ExpertLinear(inner, 4 * 144, 4, is_transposed).to(device)
+            sizes = (200, 144 if is_transposed else inner), (4 * 144, inner), (200, inner if is_transposed else 144)
+            x, weight, grad = (torch.randn(size, generator=draw).to(device, dtype) for size in sizes)
+            computed = []
+            for kinds, wide in ((), torch.float64), (("experts",), dtype), (("experts",), dtype):
+                rows, layer.weight = x.to(wide).requires_grad_(), nn.Parameter(weight.to(wide))
+                with only(kinds), torch.enable_grad():
+                    y = layer(rows, routes)
+                    computed.append([y, *torch.autograd.grad(y, (rows, layer.weight), grad.to(wide))])
+            exact, ours, again = computed
+            if not all(torch.equal(*pair) for pair in zip(ours, again, strict=True)):
+                return "grouped products give other bits the second time"
+            bar = max(torch.finfo(dtype).eps, 2e-6)
+            if not all((a - b).abs().max() <= bar * a.abs().max() for a, b in zip(exact, ours, strict=True)):
+                return "grouped products differ from fp64"
+    return ""
 
 
 class Router(nn.Module):

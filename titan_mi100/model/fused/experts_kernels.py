@@ -20,15 +20,15 @@ def _dot(a, b, sum, PRECISION: tl.constexpr):
 
 @triton.jit
 def products_kernel(
-    x, weight, ends, added, out, alpha, inner, columns,
+    x, weight, ends, out, alpha, inner, columns,
     EXPERTS: tl.constexpr, LANES: tl.constexpr, IS_TRANSPOSED: tl.constexpr, IS_ADDED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Computes out = alpha * x W of each row's expert, plus `added`, rounded once, for a tile of rows and of columns.
+    """Computes out = alpha * x W of each row's expert, if IS_ADDED added to `out`, for a tile of rows and of columns.
 
     Args:
         x: (rows, inner). weight: W of all experts, each (inner, columns), or if not IS_TRANSPOSED (columns, inner).
-        added, out: (rows, columns). LANES: at least EXPERTS, a power of two.
+        out: (rows, columns). LANES: at least EXPERTS, a power of two.
     """
     tile, expert = tl.program_id(1), tl.arange(0, LANES)
     starts = tl.load(ends + expert - 1, mask=(expert > 0) & (expert < EXPERTS), other=0)
@@ -54,10 +54,10 @@ def products_kernel(
         sum = _dot(a, b, sum, PRECISION)
     sum *= alpha
     inside = (row[:, None] < end - first) & (column[None, :] < columns)
-    offset = row[:, None] * columns + column[None, :]
+    target = out + first.to(tl.int64) * columns + (row[:, None] * columns + column[None, :])
     if IS_ADDED:
-        sum += tl.load(added + first.to(tl.int64) * columns + offset, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + first.to(tl.int64) * columns + offset, sum.to(out.dtype.element_ty), mask=inside)
+        sum += tl.load(target, mask=inside, other=0.0).to(tl.float32)
+    tl.store(target, sum.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -80,8 +80,9 @@ def sums_kernel(
     sum = tl.zeros((ROWS, COLUMNS), tl.float32)
     for begin in range(0, end - start, DEPTH):
         there = depth < end - start - begin
-        a = tl.load(left + depth[None, :] * height + row[:, None], mask=there[None, :] & (row[:, None] < height), other=0.0)
-        b = tl.load(right + depth[:, None] * width + column[None, :], mask=there[:, None] & (column[None, :] < width), other=0.0)
+        in_a, in_b = there[None, :] & (row[:, None] < height), there[:, None] & (column[None, :] < width)
+        a = tl.load(left + depth[None, :] * height + row[:, None], mask=in_a, other=0.0)
+        b = tl.load(right + depth[:, None] * width + column[None, :], mask=in_b, other=0.0)
         sum = _dot(a, b, sum, PRECISION)
         left += DEPTH * height
         right += DEPTH * width
