@@ -29,8 +29,8 @@ from titan_mi100.model.layers import Linear, local_weight
 from titan_mi100.model.nf4 import BLOCK, NF4Linear, codes_per_value, dequantize, restored
 from titan_mi100.wording import shortened
 
-# Experts for each row from which on a loop restores only those that have rows: of 32 of 128 experts that is 64 launches,
-# which take a host as long as a card takes to write and read 2 GB of restored matrices
+# With fewer rows than a quarter of the experts a loop over those in 4 bits that have rows is faster than to restore all:
+# 64 launches for 32 of 128 take the host about as long as the card needs to write and read a projection of 30B-A3B
 _EXPERTS_PER_ROW = 4
 
 
@@ -40,13 +40,15 @@ class Routes:
     Attributes:
         index: (tokens, k), the experts of each token, most probable first.
         order: (tokens x k,), original row (token x k + slot) of each sorted row; inverse: the inverse permutation.
+        token: (tokens x k,), the token of each sorted row; starts: (tokens,), tokens' first rows before they are sorted.
         ends: (experts,) int32, where each expert's rows end.
     """
 
     def __init__(self, index: Tensor, experts: int) -> None:
         self.index, self.slots = index, index.shape[1]
         sorted_experts, self.order = index.flatten().sort(stable=True)
-        self.inverse = self.order.argsort()
+        self.inverse, self.token = self.order.argsort(), self.order // self.slots
+        self.starts = torch.arange(0, len(self.order), self.slots, device=index.device)
         numbers = torch.arange(experts, device=index.device)
         self.ends = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
 
@@ -59,29 +61,31 @@ class Routes:
 
     def spread(self, x: Tensor) -> Tensor:
         """The sorted rows, (tokens x k, width), of (tokens, width)."""
-        return _Permuted.apply(x, self.order // self.slots, self.inverse, self.slots, False)  # type: ignore[no-any-return]
+        return _Permuted.apply(x, self.token, self.inverse, self.starts, False)  # type: ignore[no-any-return]
 
     def sum(self, rows: Tensor) -> Tensor:
         """Sums of each token's rows, (tokens, width), from sorted rows."""
-        return _Permuted.apply(rows, self.order // self.slots, self.inverse, self.slots, True)  # type: ignore[no-any-return]
+        return _Permuted.apply(rows, self.token, self.inverse, self.starts, True)  # type: ignore[no-any-return]
 
     def sort(self, x: Tensor) -> Tensor:
         """Sorts values of the rows as the rows are: (tokens, k) -> (tokens x k, 1)."""
-        return _Permuted.apply(x.reshape(-1, 1), self.order, self.inverse, 1, False)  # type: ignore[no-any-return]
+        return _Permuted.apply(x.reshape(-1, 1), self.order, self.inverse, None, False)  # type: ignore[no-any-return]
 
 
 class _Permuted(torch.autograd.Function):
-    """Tokens to sorted rows, or rows to sums of each token's. Each is the other's backward."""
+    """Tokens to sorted rows, or rows to sums of each token's. Each is the other's backward. starts: None: of one row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Tensor, inverse: Tensor, slots: int, is_sum: bool) -> Tensor:
-        ctx.save_for_backward(token, inverse)
-        ctx.slots, ctx.is_sum = slots, is_sum
-        return F.embedding_bag(inverse.view(-1, slots), x, mode="sum") if is_sum else x[token]
+    def forward(ctx: Any, x: Tensor, token: Tensor, inverse: Tensor, starts: Tensor | None, is_sum: bool) -> Tensor:
+        ctx.save_for_backward(token, inverse, starts)
+        ctx.is_sum = is_sum
+        if not is_sum:
+            return x[token]
+        return F.embedding_bag(inverse if starts is not None else inverse[:, None], x, offsets=starts, mode="sum")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
-        return _Permuted.apply(grad, *ctx.saved_tensors, ctx.slots, not ctx.is_sum), None, None, None, None
+        return _Permuted.apply(grad, *ctx.saved_tensors, not ctx.is_sum), None, None, None, None
 
 
 class _Loop(torch.autograd.Function):
@@ -339,8 +343,8 @@ class Mixture(nn.Module):
         if kept is not None:
             kept.routes.append(routes)
         if self.training and torch.is_grad_enabled():
-            ends = routes.ends.long()
-            counts = ends - F.pad(ends[:-1], (1, 0))
+            counts = routes.ends.long()
+            counts[1:].sub_(routes.ends[:-1])
             self.load = counts if self.load is None else self.load + counts
         return routes
 

@@ -42,8 +42,9 @@ def products(
     target, settings = x.new_empty(rows, columns) if base is None else base, tile(x, rows, columns, inner)
     settings |= {"EXPERTS": experts, "LANES": triton.next_power_of_2(experts), "IS_ADDED": base is not None}
     programs = (triton.cdiv(columns, settings["COLUMNS"]), rows // settings["ROWS"] + experts)
-    tensors = x.contiguous(), weight.contiguous(), ends, target
-    launch(kernels.products_kernel, programs, *tensors, alpha, inner, columns, IS_TRANSPOSED=is_transposed, **settings)
+    x, weight = x.contiguous(), weight.contiguous()
+    constants = {"IS_TRANSPOSED": is_transposed, **settings}
+    launch(kernels.products_kernel, programs, x, weight, ends, target, alpha, inner, columns, **constants)
     return target
 
 
@@ -52,6 +53,6 @@ def sums(left: Tensor, right: Tensor, ends: Tensor, alpha: float = 1.0) -> Tenso
     (rows, height), width, experts = left.shape, right.shape[1], len(ends)
     target, settings = left.new_empty(experts * height, width), tile(left, height, width, rows)
     programs = (triton.cdiv(height, settings["ROWS"]) * triton.cdiv(width, settings["COLUMNS"]), experts)
-    tensors = left.contiguous(), right.contiguous(), ends, target
-    launch(kernels.sums_kernel, programs, *tensors, alpha, height, width, **settings)
+    left, right = left.contiguous(), right.contiguous()
+    launch(kernels.sums_kernel, programs, left, right, ends, target, alpha, height, width, **settings)
     return target
