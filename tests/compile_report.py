@@ -6,7 +6,7 @@ Every launch that titan_mi100/attention/launches.py offers an architecture is co
 size 128 for fp32. Exit code 1, and a line each, if one spills registers into scratch memory, needs more shared memory
 (LDS) than there is, or uses no matrix instructions in 16 bits (MFMA, WMMA, MMA). Then the optimizer's kernel for each
 kind of state; its last column counts products and sums that became one operation, of which there must be none. Then the
-kernels of the head's loss, and those between products. AMD's kernels need a linker, lld 16 or later:
+kernels of the head's loss, those between products, and those of experts. AMD's kernels need a linker, lld 16 or later:
 `apt-get install lld-16`, or TRITON_HIP_LLD_PATH.
 
 --store writes tests/assets/compiled-VERSION.csv, which the tests compare with the tables; do so after each change of a
@@ -286,15 +286,46 @@ def fused_launches(dtype: str) -> list[Launched]:
     return launched
 
 
+def expert_launches(dtype: str, arch: str) -> list[Launched]:
+    """The launches of experts_launch.py on such a card: of experts, of adapters of rank 8, and of both gradients."""
+    import torch
+
+    from titan_mi100.device import accelerator
+    from titan_mi100.model.fused import experts_launch
+
+    launched = list[Launched]()
+    dtype_of = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    ends = torch.zeros(128, dtype=torch.int32)
+
+    def note(kernel: Any, programs: Any, *arguments: Any, **constants: Any) -> None:
+        launched.append(Launched.of(kernel, arguments, constants))
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype_of[dtype], device="meta")
+
+    with (
+        patch.object(experts_launch, "launch", note),
+        patch.object(accelerator, "is_cuda", lambda _: True),
+        patch.object(accelerator, "is_rocm", lambda: arch.startswith("gfx")),
+    ):
+        experts_launch.products(drawn(256, 2048), drawn(128 * 2048, 768), ends, True)
+        for columns in (768, 8):
+            experts_launch.products(drawn(256, 2048), drawn(128 * columns, 2048), ends, False)
+        experts_launch.products(drawn(256, 8), drawn(128 * 8, 768), ends, True, 2.0, drawn(256, 768))
+        for height in (2048, 8):
+            experts_launch.sums(drawn(256, height), drawn(256, 768), ends)
+    return launched
+
+
 def _tuple(outputs: Any) -> tuple[Any, ...]:
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 def compiled_launch(launched: Launched, arch: str) -> Any:
-    from titan_mi100.model.fused import elementwise_kernels
+    from titan_mi100.model.fused import elementwise_kernels, experts_kernels
 
-    kernel, fixed = getattr(elementwise_kernels, launched.kernel), dict(launched.constants)
-    settings = {"num_warps": fixed.pop("num_warps")}
+    kernels, fixed = vars(elementwise_kernels) | vars(experts_kernels), dict(launched.constants)
+    kernel, settings = kernels[launched.kernel], {n: fixed.pop(n) for n in ("num_warps", "num_stages") if n in fixed}
     signature = dict.fromkeys(kernel.arg_names, "constexpr")
     signature |= zip(kernel.arg_names, (text.removesuffix("/16") for text in launched.types), strict=False)
     constants = {(place,): fixed[name] for place, name in enumerate(kernel.arg_names) if name in fixed}
@@ -304,7 +335,7 @@ def compiled_launch(launched: Launched, arch: str) -> Any:
 
 def fused_reports(arch: str, dtypes: Iterable[str]) -> Iterator[FusedReport]:
     for dtype in dtypes:
-        for launched in fused_launches(dtype):
+        for launched in [*fused_launches(dtype), *expert_launches(dtype, arch)]:
             registers, spilled, shared, _ = _read(compiled_launch(launched, arch), arch)
             shown = " ".join(f"{name}={constant}" for name, constant in launched.constants.items())
             yield FusedReport(arch, launched.kernel, dtype, shown, registers, spilled, shared)
