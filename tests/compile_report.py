@@ -23,9 +23,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -286,11 +288,23 @@ def fused_launches(dtype: str) -> list[Launched]:
     return launched
 
 
+@contextmanager
+def as_on(arch: str) -> Iterator[None]:
+    """The package chooses launches as on such a card inside."""
+    from titan_mi100.device import accelerator
+
+    with (
+        patch.object(accelerator, "is_cuda", lambda _: True),
+        patch.object(accelerator, "is_rocm", lambda: arch.startswith("gfx")),
+        patch.object(accelerator, "properties", lambda _: SimpleNamespace(gcnArchName=arch)),
+    ):
+        yield
+
+
 def expert_launches(dtype: str, arch: str) -> list[Launched]:
     """The launches of experts_launch.py on such a card: of experts, of adapters of rank 8, and of both gradients."""
     import torch
 
-    from titan_mi100.device import accelerator
     from titan_mi100.model.fused import experts_launch
 
     launched = list[Launched]()
@@ -305,8 +319,7 @@ def expert_launches(dtype: str, arch: str) -> list[Launched]:
 
     with (
         patch.object(experts_launch, "launch", note),
-        patch.object(accelerator, "is_cuda", lambda _: True),
-        patch.object(accelerator, "is_rocm", lambda: arch.startswith("gfx")),
+        as_on(arch),
     ):
         experts_launch.products(drawn(256, 2048), drawn(128 * 2048, 768), ends, True)
         for columns in (768, 8):
@@ -325,7 +338,8 @@ def compiled_launch(launched: Launched, arch: str) -> Any:
     from titan_mi100.model.fused import elementwise_kernels, experts_kernels
 
     kernels, fixed = vars(elementwise_kernels) | vars(experts_kernels), dict(launched.constants)
-    kernel, settings = kernels[launched.kernel], {n: fixed.pop(n) for n in ("num_warps", "num_stages") if n in fixed}
+    kernel = kernels[launched.kernel]
+    settings = {name: fixed.pop(name) for name in [*fixed] if name not in kernel.arg_names}
     signature = dict.fromkeys(kernel.arg_names, "constexpr")
     signature |= zip(kernel.arg_names, (text.removesuffix("/16") for text in launched.types), strict=False)
     constants = {(place,): fixed[name] for place, name in enumerate(kernel.arg_names) if name in fixed}

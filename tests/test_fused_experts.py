@@ -1,20 +1,28 @@
 """The grouped products of experts in Triton's interpreter, against fp64."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import REPO, torchrun
+from gloo.job_parity import open_split, run_split
 from interpreted import DEVICE
+from test_qwen3_moe import wide_case
 from torch import Tensor, nn
 
 from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.model import experts
 from titan_mi100.model.experts import NF4ExpertLinear, Routes
 from titan_mi100.model.fused import experts_launch
-from titan_mi100.model.fused.running import only
+from titan_mi100.model.fused.running import only, use
 from titan_mi100.model.lora import apply_lora
 from titan_mi100.model.nf4 import NF4Linear, quantize
+from titan_mi100.model.qwen3_5_moe import Qwen3_5Moe
 from titan_mi100.model.qwen3_moe import Qwen3Moe
+from titan_mi100.parallel.distributed import World
+from titan_mi100.shapes.qwen3_5 import every_fourth
+from titan_mi100.shapes.qwen3_5_moe import Qwen3_5MoeSpec
 from titan_mi100.shapes.qwen3_moe import LINEARS, Qwen3MoeSpec
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -42,11 +50,8 @@ def assert_rounded_once(ours: Tensor, exact: Tensor, size: float) -> None:
     torch.testing.assert_close(ours.double(), exact, rtol=0.51 * eps, atol=max(1e-6 * size, 1e-7))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", COUNTS)
-@pytest.mark.parametrize(("inner", "columns"), [(48, 72), (5, 33), (80, 3)])
-def test_products_and_sums_equal_fp64(inner: int, columns: int, name: str, dtype: torch.dtype) -> None:
-    counts = COUNTS[name]
+def check_against_fp64(counts: list[int], inner: int, columns: int, dtype: torch.dtype) -> None:
+    """Both forms of products, also added, and the sums; each twice."""
     ends, experts, rows = ends_of(counts), len(counts), sum(counts)
     x, y = drawn(rows, inner, dtype=dtype), drawn(rows, columns, dtype=dtype)
     weight = drawn(experts, inner, columns, dtype=dtype)
@@ -62,6 +67,13 @@ def test_products_and_sums_equal_fp64(inner: int, columns: int, name: str, dtype
     exact = torch.cat([0.375 * a.t() @ b.double() for a, b in zip(parts, y.split(counts), strict=True)])
     assert_rounded_once(found, exact, max(counts))
     assert torch.equal(experts_launch.sums(x, y, ends, 0.375), found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize(("inner", "columns"), [(48, 72), (5, 33), (80, 3)])
+def test_products_and_sums_equal_fp64(inner: int, columns: int, name: str, dtype: torch.dtype) -> None:
+    check_against_fp64(COUNTS[name], inner, columns, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -128,6 +140,73 @@ def test_a_mixture_computes_what_the_loop_does(kind: str, dtype: torch.dtype, mo
     bar = 5e-6 if dtype == torch.float32 else 3e-2
     for one, other in zip(plain, ours, strict=True):
         assert one.abs().max() > 0 and (one - other).abs().max() <= bar * one.abs().max()
+
+
+OURS = {"kinds": ("experts", "nf4")}
+SPLIT = {"case": "wide", "local_batch_size": 4, "accumulation": 2, "backend": "eager", "checkpointing": "full"}
+TRAINED: dict[str, dict[str, Any]] = {
+    "all": {},
+    "adapters": {"lora": {"rank": 4, "target_modules": LINEARS, "expert_rank": 2}},
+    "adapters, 4 bits": {"lora": {"rank": 4, "base": "nf4", "target_modules": LINEARS}},
+}
+
+
+def of_qwen3_5() -> dict[str, Any]:
+    spec = Qwen3_5MoeSpec(
+        320, 64, 64, 4, 4, 2, 2, 4, False, every_fourth(4), head_dim=32, linear_key_head_dim=16,
+        linear_value_head_dim=16, rope_theta=1e4, moe_intermediate_size=64, num_experts=6, num_experts_per_tok=2,
+    )  # fmt: skip
+    draw, model, weights = torch.Generator().manual_seed(4), Qwen3_5Moe(spec), {}
+    with torch.device("meta"):
+        adapted = Qwen3_5Moe(spec)
+        apply_lora(adapted, LoRAConfig(rank=4, target_modules=("q_proj", "experts")), torch.float32)
+    for name, own in [*model.named_parameters(), *adapted.named_parameters()]:
+        weights.setdefault(name, torch.randn(own.shape, generator=draw) / 8)
+    case = wide_case()
+    return {**case, "spec": spec, "weights": weights, "documents": case["documents"][:8]}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize("trained", TRAINED)
+def test_a_run_has_the_loops_loss_and_gradients(family: str, trained: str, world: World) -> None:
+    """With full recomputation, two microbatches, and in qwen3_5_moe shared experts."""
+    case, split = wide_case(), {**SPLIT, **TRAINED[trained], "local_batch_size": 1}
+    if family == "qwen3_5_moe":
+        case = of_qwen3_5()
+        if "lora" in split:
+            split["lora"] = {
+                "rank": 4,
+                "base": split["lora"].get("base", "whole"),
+                "target_modules": ("q_proj", "experts"),
+            }
+    plain = run_split(world, case, split)
+    try:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Routes, "counts", property(lambda _: pytest.fail("the host waits")))
+            ours = run_split(world, case, {**split, **OURS})
+    finally:
+        use(())
+    assert ours["loss"] == pytest.approx(plain["loss"], rel=2e-6)
+    for (name, found), (_, expected) in zip(ours["gradients"], plain["gradients"], strict=True):
+        assert (found - expected).abs().max() <= 2e-5 * expected.abs().max(), name
+
+
+@pytest.mark.full
+def test_every_layout_trains_as_the_loop_does(tmp_path: Path, world: World) -> None:
+    layouts = {"fsdp": (2, {}), "tp": (1, {"tensor_parallel_degree": 2}), "pp": (1, {"pipeline_parallel_degree": 2})}
+    case, runs = wide_case(), {}
+    for trained, options in TRAINED.items():
+        for layout, (ranks, degrees) in layouts.items():
+            size = {"local_batch_size": 4 // ranks, "parallelism": degrees, "stop": 2}
+            runs[f"{trained} {layout}"] = {**SPLIT, **options, **size, **OURS}
+    torch.save({"cases": {"wide": case}, "splits": [], "runs": runs}, tmp_path / "job.pt")
+    torchrun(str(REPO / "tests/gloo/job_lora.py"), str(tmp_path / "job.pt"), str(tmp_path), processes=2, timeout=900)
+    records = torch.load(tmp_path / "rank-0.pt", weights_only=False)["runs"]
+    for trained, options in TRAINED.items():
+        run = open_split(world, case, {**SPLIT, **options, "max_norm": 1.0})
+        alone = [run.step().loss for _ in range(2)]
+        for layout in layouts:
+            assert records[f"{trained} {layout}"]["losses"] == pytest.approx(alone, rel=5e-6), (trained, layout)
 
 
 def test_few_rows_in_4_bits_are_left_to_the_loop() -> None:

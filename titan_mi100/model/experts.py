@@ -29,8 +29,8 @@ from titan_mi100.model.layers import Linear, local_weight
 from titan_mi100.model.nf4 import BLOCK, NF4Linear, codes_per_value, dequantize, restored
 from titan_mi100.wording import shortened
 
-# With fewer rows than a quarter of the experts a loop over those in 4 bits that have rows is faster than to restore all:
-# 64 launches for 32 of 128 take the host about as long as the card needs to write and read a projection of 30B-A3B
+# With fewer rows than a quarter of the experts a loop over those that have rows is faster than to restore all: 64
+# launches for 32 of 128 take the host about as long as a card needs to write and read all of a projection of 30B-A3B
 _EXPERTS_PER_ROW = 4
 
 
@@ -40,7 +40,7 @@ class Routes:
     Attributes:
         index: (tokens, k), the experts of each token, most probable first.
         order: (tokens x k,), original row (token x k + slot) of each sorted row; inverse: the inverse permutation.
-        token: (tokens x k,), the token of each sorted row; starts: (tokens,), tokens' first rows before they are sorted.
+        token: (tokens x k,), the token of each sorted row; starts: (tokens,), its first row before rows are sorted.
         ends: (experts,) int32, where each expert's rows end.
     """
 
@@ -73,7 +73,7 @@ class Routes:
 
 
 class _Permuted(torch.autograd.Function):
-    """Tokens to sorted rows, or rows to sums of each token's. Each is the other's backward. starts: None: of one row."""
+    """Tokens to sorted rows, or rows to sums of each token's. Each is the other's backward. starts: None: one row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: Tensor, inverse: Tensor, starts: Tensor | None, is_sum: bool) -> Tensor:

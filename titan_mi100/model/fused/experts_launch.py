@@ -10,24 +10,26 @@ from titan_mi100.model.fused import experts_kernels as kernels
 from titan_mi100.model.fused.running import launch
 
 
-def tile(x: Tensor, height: int, width: int, depth: int) -> dict[str, Any]:
+def _tile(x: Tensor, *sizes: int) -> dict[str, Any]:
     """Settings of a launch: a program computes ROWS x COLUMNS of a product of (height, depth) and (depth, width).
 
-    These spill no registers. None is much larger than what is computed, as adapters have few columns.
+    Args: sizes: height, width, depth. A tile is not much larger than these, as adapters have few columns.
     """
-    most, others = (32, 64, 32), {"num_warps": 4}
-    if accelerator.is_cuda(x.device) and x.itemsize == 4:
-        most = (32, 32, 32)
-    elif accelerator.is_cuda(x.device):
-        is_rocm = accelerator.is_rocm()
-        most, others = (
-            (64, 128, 32 if is_rocm else 64),
-            {"num_warps": 8} if is_rocm else {"num_warps": 4, "num_stages": 3},
-        )
-    sizes = [
-        min(n, max(16, triton.next_power_of_2(size))) for n, size in zip(most, (height, width, depth), strict=True)
-    ]
-    return dict(zip(("ROWS", "COLUMNS", "DEPTH"), sizes, strict=True), PRECISION="ieee", **others)
+    largest, options = _largest(x)
+    tile = (min(n, max(16, triton.next_power_of_2(size))) for n, size in zip(largest, sizes, strict=True))
+    return dict(zip(("ROWS", "COLUMNS", "DEPTH"), tile, strict=True), PRECISION="ieee", **options)
+
+
+def _largest(x: Tensor) -> tuple[tuple[int, int, int], dict[str, int]]:
+    """The largest tile on this card, and options of the compiler; these spill no registers."""
+    if not accelerator.is_cuda(x.device):
+        return (32, 64, 32), {"num_warps": 4}
+    is_rocm, is_narrow = accelerator.is_rocm(), x.itemsize < 4
+    if not is_rocm:
+        return ((64, 128, 64) if is_narrow else (32, 32, 32)), {"num_warps": 4, "num_stages": 3}
+    is_cdna = accelerator.properties(x.device).gcnArchName.startswith("gfx9")
+    options = {"matrix_instr_nonkdim": 16} if is_cdna else {}
+    return ((64, 128, 32) if is_narrow else (32, 32, 32)), {"num_warps": 8 if is_narrow else 4, **options}
 
 
 def products(
@@ -39,7 +41,7 @@ def products(
     """
     (rows, inner), experts = x.shape, len(ends)
     columns = weight.shape[1] if is_transposed else len(weight) // experts
-    target, settings = x.new_empty(rows, columns) if base is None else base, tile(x, rows, columns, inner)
+    target, settings = x.new_empty(rows, columns) if base is None else base, _tile(x, rows, columns, inner)
     settings |= {"EXPERTS": experts, "LANES": triton.next_power_of_2(experts), "IS_ADDED": base is not None}
     programs = (triton.cdiv(columns, settings["COLUMNS"]), rows // settings["ROWS"] + experts)
     x, weight = x.contiguous(), weight.contiguous()
@@ -51,7 +53,7 @@ def products(
 def sums(left: Tensor, right: Tensor, ends: Tensor, alpha: float = 1.0) -> Tensor:
     """alpha * left^T right of each expert's rows, below each other."""
     (rows, height), width, experts = left.shape, right.shape[1], len(ends)
-    target, settings = left.new_empty(experts * height, width), tile(left, height, width, rows)
+    target, settings = left.new_empty(experts * height, width), _tile(left, height, width, rows)
     programs = (triton.cdiv(height, settings["ROWS"]) * triton.cdiv(width, settings["COLUMNS"]), experts)
     left, right = left.contiguous(), right.contiguous()
     launch(kernels.sums_kernel, programs, left, right, ends, target, alpha, height, width, **settings)
