@@ -193,19 +193,20 @@ def test_a_run_has_the_loops_loss_and_gradients(family: str, trained: str, world
 
 @pytest.mark.full
 def test_every_layout_trains_as_the_loop_does(tmp_path: Path, world: World) -> None:
-    layouts = {"fsdp": (2, {}), "tp": (1, {"tensor_parallel_degree": 2}), "pp": (1, {"pipeline_parallel_degree": 2})}
+    degrees = {"fsdp": {}, "tp": {"tensor_parallel_degree": 2}, "pp": {"pipeline_parallel_degree": 2}}
+    layouts = {"all": ("fsdp", "tp"), "adapters": ("tp",), "adapters, 4 bits": ("fsdp", "tp", "pp")}
     case, runs = wide_case(), {}
     for trained, options in TRAINED.items():
-        for layout, (ranks, degrees) in layouts.items():
-            size = {"local_batch_size": 4 // ranks, "parallelism": degrees, "stop": 2}
+        for layout in layouts[trained]:
+            size = {"local_batch_size": 1 if layout == "fsdp" else 2, "parallelism": degrees[layout], "stop": 2}
             runs[f"{trained} {layout}"] = {**SPLIT, **options, **size, **OURS}
     torch.save({"cases": {"wide": case}, "splits": [], "runs": runs}, tmp_path / "job.pt")
     torchrun(str(REPO / "tests/gloo/job_lora.py"), str(tmp_path / "job.pt"), str(tmp_path), processes=2, timeout=900)
     records = torch.load(tmp_path / "rank-0.pt", weights_only=False)["runs"]
     for trained, options in TRAINED.items():
-        run = open_split(world, case, {**SPLIT, **options, "max_norm": 1.0})
+        run = open_split(world, case, {**SPLIT, **options, "local_batch_size": 2, "max_norm": 1.0})
         alone = [run.step().loss for _ in range(2)]
-        for layout in layouts:
+        for layout in layouts[trained]:
             assert records[f"{trained} {layout}"]["losses"] == pytest.approx(alone, rel=5e-6), (trained, layout)
 
 

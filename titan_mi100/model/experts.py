@@ -147,7 +147,7 @@ class _Grouped(torch.autograd.Function):
         if x is not None:
             from titan_mi100.model.fused.experts_launch import sums
 
-            of_weight = sums(*((x, grad) if ctx.layer.is_transposed else (grad, x)), ends)
+            of_weight = sums(x, grad, ends) if ctx.layer.is_transposed else sums(grad, x, ends)
         return of_x, None, None, of_weight, *(None for _ in stored[1:])
 
 
