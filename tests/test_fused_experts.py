@@ -1,6 +1,7 @@
 """The grouped products of experts in Triton's interpreter, against fp64."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from interpreted import DEVICE
 from test_qwen3_moe import wide_case
 from torch import Tensor, nn
 
-from titan_mi100.config.settings import LoRAConfig
+from titan_mi100.config.settings import Config, LoRAConfig
 from titan_mi100.model import experts
 from titan_mi100.model.experts import NF4ExpertLinear, Routes
 from titan_mi100.model.fused import experts_launch
@@ -20,7 +21,9 @@ from titan_mi100.model.lora import apply_lora
 from titan_mi100.model.nf4 import NF4Linear, quantize
 from titan_mi100.model.qwen3_5_moe import Qwen3_5Moe
 from titan_mi100.model.qwen3_moe import Qwen3Moe
+from titan_mi100.open_run import model as open_model
 from titan_mi100.parallel.distributed import World
+from titan_mi100.shapes.families import PRESETS
 from titan_mi100.shapes.qwen3_5 import every_fourth
 from titan_mi100.shapes.qwen3_5_moe import Qwen3_5MoeSpec
 from titan_mi100.shapes.qwen3_moe import LINEARS, Qwen3MoeSpec
@@ -97,6 +100,21 @@ def test_the_trial_sees(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(experts_launch, "sums", lambda *args: sums(*args).index_fill(0, torch.tensor([300]), 1.0))
     words = "other bits the second time" if fault == "other bits" else "differ from fp64"
     assert words in experts.trial(DEVICE, torch.float32)
+
+
+def test_a_run_records_them_if_it_has_experts_and_had_them_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_model, "choose_kinds", lambda trials, wanted, *_: sorted(wanted))
+    monkeypatch.setattr(open_model, "use", lambda *_: None)
+    monkeypatch.setattr(open_model, "from_rank_zero", lambda compute: compute())
+
+    def chosen(flavor: str, **before: Any) -> bool:
+        found = SimpleNamespace(manifest={"chosen": {"attention": {"arch": "gfx908"}, **before}}) if before else None
+        world = SimpleNamespace(device=torch.device("cpu"))
+        inputs: Any = SimpleNamespace(config=Config(), spec=PRESETS[flavor], found=found, world=world)
+        return "experts" in open_model.choose_fused(inputs, "gfx908")["fused"]
+
+    assert chosen("30B-A3B") and not chosen("0.6B")
+    assert chosen("30B-A3B", fused=["experts"]) and not chosen("30B-A3B", fused=["head"])
 
 
 def mixtures(kind: str, dtype: torch.dtype) -> tuple[nn.Module, list[nn.Parameter]]:

@@ -257,29 +257,38 @@ def _trial(rows: int, columns: int, is_transposed: bool, dtype: torch.dtype, dev
 
 
 def trial(device: torch.device, dtype: torch.dtype) -> str:
-    """What is wrong with our kernels on this device: against the loop in fp64, also where an expert has no rows, and
-    where one has all. See running.Trial.
+    """What is wrong with our kernels on this device: against the loop in fp64, also where an expert has no rows, where
+    one has all, and with many experts. See running.Trial.
     """
-    draw = torch.Generator().manual_seed(1)
-    for counts in ([130, 0, 1, 69], [0, 200, 0, 0]):
-        index = torch.arange(4, device=device).repeat_interleave(torch.tensor(counts, device=device))[:, None]
-        routes = Routes(index, 4)
-        for is_transposed, inner in ((True, 24), (False, 160)):
-            layer = ExpertLinear(inner, 4 * 144, 4, is_transposed).to(device)
-            sizes = (200, 144 if is_transposed else inner), (4 * 144, inner), (200, inner if is_transposed else 144)
-            x, weight, grad = (torch.randn(size, generator=draw).to(device, dtype) for size in sizes)
-            computed = []
-            for kinds, wide in ((), torch.float64), (("experts",), dtype), (("experts",), dtype):
-                rows, layer.weight = x.to(wide).requires_grad_(), nn.Parameter(weight.to(wide))
-                with only(kinds), torch.enable_grad():
-                    y = layer(rows, routes)
-                    computed.append([y, *torch.autograd.grad(y, (rows, layer.weight), grad.to(wide))])
-            exact, ours, again = computed
-            if not all(torch.equal(*pair) for pair in zip(ours, again, strict=True)):
-                return "grouped products give other bits the second time"
-            bar = max(torch.finfo(dtype).eps, 2e-6)
-            if not all((a - b).abs().max() <= bar * a.abs().max() for a, b in zip(exact, ours, strict=True)):
-                return "grouped products differ from fp64"
+    from titan_mi100.model.fused.experts_launch import products
+
+    draw, bar = torch.Generator().manual_seed(1), max(torch.finfo(dtype).eps, 2e-6)
+    several, one, many = [130, 0, 1, 69], [0, 200, 0, 0], [0] * 100 + [33] + [2] * 39
+    for counts, rows, columns, is_transposed in (
+        (several, 144, 24, True),
+        (one, 144, 160, False),
+        (many, 24, 16, True),
+    ):
+        experts, total = len(counts), sum(counts)
+        index = torch.arange(experts).repeat_interleave(torch.tensor(counts))[:, None]
+        routes, layer = Routes(index.to(device), experts), ExpertLinear(columns, experts * rows, experts, is_transposed)
+        sizes = (total, rows if is_transposed else columns), (total, columns if is_transposed else rows)
+        x, grad, weight = (
+            torch.randn(size, generator=draw).to(device, dtype) for size in (*sizes, (experts * rows, columns))
+        )
+        computed = []
+        for kinds, wide in ((), torch.float64), (("experts",), dtype), (("experts",), dtype):
+            leaf, layer.weight = x.to(wide).requires_grad_(), nn.Parameter(weight.to(wide))
+            with only(kinds), torch.enable_grad():
+                y = layer(leaf, routes)
+                computed.append([y.detach(), *torch.autograd.grad(y, (leaf, layer.weight), grad.to(wide))])
+        exact, ours, again = computed
+        if not all(torch.equal(*pair) for pair in zip(ours, again, strict=True)):
+            return "grouped products give other bits the second time"
+        exact.append(grad.double() + 0.5 * exact[0])
+        ours.append(products(x, weight, routes.ends, is_transposed, 0.5, grad.clone()))
+        if not all((a - b).abs().max() <= bar * a.abs().max() for a, b in zip(exact, ours, strict=True)):
+            return "grouped products differ from fp64"
     return ""
 
 
