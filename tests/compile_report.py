@@ -6,8 +6,8 @@ Every launch that titan_mi100/attention/launches.py offers an architecture is co
 size 128 for fp32. Exit code 1, and a line each, if one spills registers into scratch memory, needs more shared memory
 (LDS) than there is, or uses no matrix instructions in 16 bits (MFMA, WMMA, MMA). Then the optimizer's kernel for each
 kind of state; its last column counts products and sums that became one operation, of which there must be none. Then the
-kernels of the head's loss, those between products, and the delta rule's. AMD's kernels need a linker, lld 16 or later:
-`apt-get install lld-16`, or TRITON_HIP_LLD_PATH.
+kernels of the head's loss, those between products, those of experts, and the delta rule's. AMD's kernels need a linker,
+lld 16 or later: `apt-get install lld-16`, or TRITON_HIP_LLD_PATH.
 
 --store writes tests/assets/compiled-VERSION.csv, which the tests compare with the tables; do so after each change of a
 launch or of kernels.py, with both versions of Triton (they install without torch).
@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -287,6 +288,48 @@ def fused_launches(dtype: str) -> list[Launched]:
     return launched
 
 
+@contextmanager
+def as_on(arch: str) -> Iterator[None]:
+    """The package chooses launches as on such a card inside."""
+    from titan_mi100.device import accelerator
+
+    with (
+        patch.object(accelerator, "is_cuda", lambda _: True),
+        patch.object(accelerator, "is_rocm", lambda: arch.startswith("gfx")),
+        patch.object(accelerator, "properties", lambda _: SimpleNamespace(gcnArchName=arch)),
+    ):
+        yield
+
+
+def expert_launches(dtype: str, arch: str) -> list[Launched]:
+    """The launches of experts_launch.py on such a card: of experts, of adapters of rank 8, and of both gradients."""
+    import torch
+
+    from titan_mi100.model.fused import experts_launch
+
+    launched = list[Launched]()
+    dtype_of = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    ends = torch.zeros(128, dtype=torch.int32)
+
+    def note(kernel: Any, programs: Any, *arguments: Any, **constants: Any) -> None:
+        launched.append(Launched.of(kernel, arguments, constants))
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype_of[dtype], device="meta")
+
+    with (
+        patch.object(experts_launch, "launch", note),
+        as_on(arch),
+    ):
+        experts_launch.products(drawn(256, 2048), drawn(128 * 2048, 768), ends, True)
+        for columns in (768, 8):
+            experts_launch.products(drawn(256, 2048), drawn(128 * columns, 2048), ends, False)
+        experts_launch.products(drawn(256, 8), drawn(128 * 8, 768), ends, True, 2.0, drawn(256, 768))
+        for height in (2048, 8):
+            experts_launch.sums(drawn(256, height), drawn(256, 768), ends)
+    return launched
+
+
 def _tuple(outputs: Any) -> tuple[Any, ...]:
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
@@ -326,11 +369,12 @@ def delta_launches(arch: str, head: int = 128, tokens: int = 64) -> list[Launche
 
 
 def compiled_launch(launched: Launched, arch: str) -> Any:
-    from titan_mi100.model.fused import delta_kernels, elementwise_kernels
+    from titan_mi100.model.fused import delta_kernels, elementwise_kernels, experts_kernels
 
-    kernels = next(each for each in (elementwise_kernels, delta_kernels) if hasattr(each, launched.kernel))
-    kernel, fixed = getattr(kernels, launched.kernel), dict(launched.constants)
-    settings = {name: fixed.pop(name) for name in ("num_warps", "num_stages", "matrix_instr_nonkdim") if name in fixed}
+    kernels = vars(elementwise_kernels) | vars(experts_kernels) | vars(delta_kernels)
+    fixed = dict(launched.constants)
+    kernel = kernels[launched.kernel]
+    settings = {name: fixed.pop(name) for name in [*fixed] if name not in kernel.arg_names}
     signature = dict.fromkeys(kernel.arg_names, "constexpr")
     signature |= zip(kernel.arg_names, (text.removesuffix("/16") for text in launched.types), strict=False)
     constants = {(place,): fixed[name] for place, name in enumerate(kernel.arg_names) if name in fixed}
@@ -339,7 +383,9 @@ def compiled_launch(launched: Launched, arch: str) -> Any:
 
 
 def fused_reports(arch: str, dtypes: Iterable[str]) -> Iterator[FusedReport]:
-    launches = [(dtype, launched) for dtype in dtypes for launched in fused_launches(dtype)]
+    launches = [
+        (dtype, launched) for dtype in dtypes for launched in [*fused_launches(dtype), *expert_launches(dtype, arch)]
+    ]
     for dtype, launched in (*launches, *(("fp32", launched) for launched in delta_launches(arch))):
         registers, spilled, shared, _ = _read(compiled_launch(launched, arch), arch)
         shown = " ".join(f"{name}={constant}" for name, constant in launched.constants.items())

@@ -30,6 +30,12 @@ EXPECTED = {
     "0.6B, ours, full": (34, 1078, 1.70, 58.7),
     "0.6B, ours, 2nd": (27, 883, 1.31, 49.6),
     "0.6B LoRA, ours, 2nd": (27, 825, 1.14, 37.5),
+    "30B-A3B QLoRA, plain": (2430, 116984, 18.1, 882.2),
+    "30B-A3B QLoRA, ours, none": (89, 4321, 7.5, 361.4),
+    "30B-A3B QLoRA, ours, full": (113, 5473, 10.99, 529.0),
+    "30B-A3B QLoRA of experts, plain": (2452, 118040, 19.29, 939.5),
+    "30B-A3B QLoRA of experts, ours, none": (120, 5809, 8.52, 410.2),
+    "30B-A3B QLoRA of experts, ours, full": (152, 7345, 12.33, 593.2),
 }
 # Only the loss differs: 2.8 keeps a slice of all rows in the graph, `x[:, n]`, whose gradient fills and copies.
 OF_SLICES = {"DPO": 36, "": 2} if torch.__version__.startswith("2.8.") else {"": 0}
@@ -83,6 +89,19 @@ def test_what_a_layer_launches(table: dict[str, tuple[Counts, Counts]]) -> None:
     for case, trained, matrices in (("0.6B", 11, 7), ("0.6B LoRA", 14, 14)):
         first, later = (Counter(ours[words]) for words in (f"{case}, ours", f"{case}, ours, 2nd"))
         assert later - first == {"add_": trained} and first - later == {"_to_copy": 2 * matrices}
+
+
+def test_experts_in_4_bits_need_few_launches(table: dict[str, tuple[Counts, Counts]]) -> None:
+    """A projection has a product forward and one backward, and is restored for each. Its adapters have two forward, and
+    backward two and the sums of two gradients."""
+    every = {words: total(counted, "launches") + counted["products", ""] for words, (_, counted) in table.items()}
+    assert every["30B-A3B QLoRA, plain"] > 155_000 and every["30B-A3B QLoRA of experts, plain"] > 267_000
+    assert every["30B-A3B QLoRA, ours, none"] <= 6000 and every["30B-A3B QLoRA, ours, full"] <= 12_000
+    of_layer = {words: launches(layer) for words, (layer, _) in table.items()}
+    for words, products, sums in (("", 6, 0), (" of experts", 3 * (3 + 3), 3 * 2)):
+        ours = of_layer[f"30B-A3B QLoRA{words}, ours, none"]
+        assert (ours["products_kernel"], ours.get("sums_kernel", 0)) == (products, sums)
+        assert ours["dequantize_kernel"] == 4 * 2 + 3 * 2
 
 
 def test_the_host_waits_for_nothing(table: dict[str, tuple[Counts, Counts]]) -> None:

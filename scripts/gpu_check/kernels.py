@@ -65,16 +65,17 @@ def _draw_experts(by: torch.Generator, rows: int, experts: int, inputs: int, out
 
 
 @cache
-def _experts(experts: int, columns: int, rows: int, dtype: torch.dtype) -> ExpertLinear:
-    """The layer, with torch's grouped product where that passes the trial of a run."""
+def _experts(experts: int, columns: int, rows: int, dtype: torch.dtype, by_torch: bool) -> ExpertLinear:
+    """The layer, if `by_torch` with torch's grouped product where that passes the trial of a run."""
     layer = ExpertLinear(columns, rows, experts, False).to(DEVICE)
-    choose_products(layer, dtype, DEVICE)
+    if by_torch:
+        choose_products(layer, dtype, DEVICE)
     return layer
 
 
-def _grouped(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
+def _grouped(x: Tensor, weight: Tensor, expert: Tensor, by_torch: bool = False) -> Tensor:
     experts = int(expert.max()) + 1
-    layer = _experts(experts, x.shape[1], len(weight), x.dtype)
+    layer = _experts(experts, x.shape[1], len(weight), x.dtype, by_torch)
     return functional_call(layer, {"weight": weight}, (x, Routes(expert, experts)))
 
 
@@ -141,10 +142,16 @@ KERNELS: Mapping[str, Kernel] = {
         _draw_rule, _fused("delta", lambda *x: delta_rule.delta_rule(*x)[0]), lambda *x: delta_rule.recurrence(*x)[0],
         (200, 2, 4, 64), (8192, 16, 16, 128),
     ),
-    "grouped products": Kernel(  # rows, experts, inputs, outputs
-        _draw_experts, _grouped, _expert_by_expert,
-        (512, 16, 256, 128), (32768, 128, 2048, 768), others={"one by one": _expert_by_expert},
-    ),
+    **{
+        name: Kernel(  # rows, experts, inputs, outputs
+            _draw_experts, call, _expert_by_expert,
+            (512, 16, 256, 128), (32768, 128, 2048, 768), others={"one by one": _expert_by_expert},
+        )
+        for name, call in (
+            ("grouped products", partial(_grouped, by_torch=True)),
+            ("our grouped products", _fused("experts", _grouped)),
+        )
+    },
     "NF4": Kernel(  # outputs, half of the inputs
         lambda by, m, n: (torch.randint(256, (m, n), generator=by).byte(), torch.rand(m, n // 32, generator=by)),
         _fused("nf4", _dequantize), _look_up,

@@ -29,6 +29,7 @@ from titan_mi100.config.settings import (
     ParallelismConfig,
     TrainingConfig,
 )
+from titan_mi100.model.fused.running import use
 from titan_mi100.open_run.run import Run
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel import build, distributed
@@ -71,6 +72,8 @@ def open_split(world: World, case: dict, split: dict, **options: Any) -> Run:
     shared = mock.patch.object(build, "shares_copies", return_value=split["copies"]) if "copies" in split else None
     with shared or nullcontext():
         run = open_run(config, world, spec=case["spec"], **options)
+    if "kinds" in split:  # of our kernels; the next run has none
+        use(split["kinds"])
 
     def read(name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         part = tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))

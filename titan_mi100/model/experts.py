@@ -5,7 +5,9 @@ expert's matrices and summed again: a permutation and its inverse, without atomi
 on a device's timing. Sorting is stable: of equal probabilities the lower expert's counts first, on every device.
 
 Rows are multiplied expert by expert, which the host must know the counts for: it waits for the device once per layer.
-Where a trial shows that torch's grouped product computes the same, forward and backward, that is used, without waiting.
+Where a trial shows that torch's grouped product computes the same, forward and backward, that is used, without waiting;
+else our kernels (fused/experts_kernels.py), if theirs does. With our kernels experts in 4 bits are grouped, too: all of
+a projection are restored at once, into memory that the plan counts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,13 +19,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from titan_mi100.log import log
 from titan_mi100.model.elementwise import at_least_fp32, swiglu
+from titan_mi100.model.fused.running import only, runs
 from titan_mi100.model.layers import Linear, local_weight
-from titan_mi100.model.nf4 import BLOCK, NF4Linear, dequantize
+from titan_mi100.model.nf4 import BLOCK, NF4Linear, codes_per_value, dequantize, restored
 from titan_mi100.wording import shortened
+
+# With fewer rows than a quarter of the experts a loop over those that have rows is faster than to restore all: 64
+# launches for 32 of 128 take the host about as long as a card needs to write and read all of a projection of 30B-A3B
+_EXPERTS_PER_ROW = 4
 
 
 class Routes:
@@ -32,13 +40,15 @@ class Routes:
     Attributes:
         index: (tokens, k), the experts of each token, most probable first.
         order: (tokens x k,), original row (token x k + slot) of each sorted row; inverse: the inverse permutation.
+        token: (tokens x k,), the token of each sorted row; starts: (tokens,), its first row before rows are sorted.
         ends: (experts,) int32, where each expert's rows end.
     """
 
     def __init__(self, index: Tensor, experts: int) -> None:
         self.index, self.slots = index, index.shape[1]
         sorted_experts, self.order = index.flatten().sort(stable=True)
-        self.inverse = self.order.argsort()
+        self.inverse, self.token = self.order.argsort(), self.order // self.slots
+        self.starts = torch.arange(0, len(self.order), self.slots, device=index.device)
         numbers = torch.arange(experts, device=index.device)
         self.ends = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
 
@@ -51,29 +61,31 @@ class Routes:
 
     def spread(self, x: Tensor) -> Tensor:
         """The sorted rows, (tokens x k, width), of (tokens, width)."""
-        return _Permuted.apply(x, self.order // self.slots, self.inverse, self.slots, False)  # type: ignore[no-any-return]
+        return _Permuted.apply(x, self.token, self.inverse, self.starts, False)  # type: ignore[no-any-return]
 
     def sum(self, rows: Tensor) -> Tensor:
         """Sums of each token's rows, (tokens, width), from sorted rows."""
-        return _Permuted.apply(rows, self.order // self.slots, self.inverse, self.slots, True)  # type: ignore[no-any-return]
+        return _Permuted.apply(rows, self.token, self.inverse, self.starts, True)  # type: ignore[no-any-return]
 
     def sort(self, x: Tensor) -> Tensor:
         """Sorts values of the rows as the rows are: (tokens, k) -> (tokens x k, 1)."""
-        return _Permuted.apply(x.reshape(-1, 1), self.order, self.inverse, 1, False)  # type: ignore[no-any-return]
+        return _Permuted.apply(x.reshape(-1, 1), self.order, self.inverse, None, False)  # type: ignore[no-any-return]
 
 
 class _Permuted(torch.autograd.Function):
-    """Tokens to sorted rows, or rows to sums of each token's. Each is the other's backward."""
+    """Tokens to sorted rows, or rows to sums of each token's. Each is the other's backward. starts: None: one row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Tensor, inverse: Tensor, slots: int, is_sum: bool) -> Tensor:
-        ctx.save_for_backward(token, inverse)
-        ctx.slots, ctx.is_sum = slots, is_sum
-        return F.embedding_bag(inverse.view(-1, slots), x, mode="sum") if is_sum else x[token]
+    def forward(ctx: Any, x: Tensor, token: Tensor, inverse: Tensor, starts: Tensor | None, is_sum: bool) -> Tensor:
+        ctx.save_for_backward(token, inverse, starts)
+        ctx.is_sum = is_sum
+        if not is_sum:
+            return x[token]
+        return F.embedding_bag(inverse if starts is not None else inverse[:, None], x, offsets=starts, mode="sum")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
-        return _Permuted.apply(grad, *ctx.saved_tensors, ctx.slots, not ctx.is_sum), None, None, None, None
+        return _Permuted.apply(grad, *ctx.saved_tensors, not ctx.is_sum), None, None, None, None
 
 
 class _Loop(torch.autograd.Function):
@@ -117,6 +129,28 @@ def _with_rows(counts: list[int], stored: Sequence[Tensor]) -> Iterator[tuple[in
         start += count
 
 
+class _Grouped(torch.autograd.Function):
+    """What _Loop computes, as one product each. Matrices in 4 bits are all restored at once, for backward again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ends: Tensor, layer: "ExpertLinear", *stored: Tensor) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[3] else None, ends, *stored)
+        ctx.layer = layer
+        return layer.multiplied(x, ends, stored)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (x, ends, *stored), of_x, of_weight = ctx.saved_tensors, None, None
+        if ctx.needs_input_grad[0]:
+            of_x = ctx.layer.multiplied(grad, ends, stored, is_backward=True)
+        if x is not None:
+            from titan_mi100.model.fused.experts_launch import sums
+
+            of_weight = sums(x, grad, ends) if ctx.layer.is_transposed else sums(grad, x, ends)
+        return of_x, None, None, of_weight, *(None for _ in stored[1:])
+
+
 class ExpertLinear(Linear):
     """One projection of all experts, whose matrices are below each other in `weight`.
 
@@ -135,10 +169,26 @@ class ExpertLinear(Linear):
     def stored(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         return (local_weight(self.weight, dtype),)
 
+    def is_grouped(self, x: Tensor, stored: Sequence[Tensor]) -> bool:
+        """Whether our kernels group these rows, of matrices in 4 bits if they are enough."""
+        is_worth_it = len(stored) == 1 or (runs("nf4", stored[1]) and _EXPERTS_PER_ROW * len(x) >= self.experts)
+        return is_worth_it and runs("experts", x)
+
+    def multiplied(self, x: Tensor, ends: Tensor, stored: Sequence[Tensor], is_backward: bool = False) -> Tensor:
+        """Rows times their expert's matrix by one product, torch's or ours. Args: is_backward: times its transpose."""
+        weight, is_transposed = restored(stored), self.is_transposed != is_backward
+        if self.by_kernel:
+            return _by_kernel(x.contiguous(), weight, ends, is_transposed)
+        from titan_mi100.model.fused.experts_launch import products
+
+        return products(x, weight, ends, is_transposed)
+
     def forward(self, x: Tensor, routes: Routes) -> Tensor:  # type: ignore[override]
         stored = self.stored(x.dtype)
-        if self.by_kernel:
+        if self.by_kernel and len(stored) == 1:
             return _by_kernel(x, stored[0], routes.ends, self.is_transposed)
+        if self.is_grouped(x, stored):
+            return _Grouped.apply(x, routes.ends, self, *stored)  # type: ignore[no-any-return]
         return _Loop.apply(x, routes.counts, self.is_transposed, *stored)  # type: ignore[no-any-return]
 
 
@@ -157,23 +207,30 @@ def _by_kernel(x: Tensor, weight: Tensor, ends: Tensor, is_transposed: bool) -> 
 
 
 def choose_products(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Let torch's grouped product compute where it works, by a trial. Call it when the model is on its device."""
+    """Let torch's grouped product compute where it works, by a trial. Call it when the model is on its device and our
+    kernels are chosen.
+    """
     layers = [module for module in model.modules() if isinstance(module, ExpertLinear)]
-    problems = dict[tuple[Any, ...], str]()
+    problems, probe = dict[tuple[Any, ...], str](), torch.empty(0, dtype=dtype, device=device)
+    is_ours, restores_all = runs("experts", probe), runs("experts", probe) and runs("nf4", probe)
     for layer in layers:
-        if isinstance(layer, NF4Linear):
-            problems["nf4"] = "weights in 4 bits"
-            continue
         local = layer.weight.to_local() if isinstance(layer.weight, DTensor) else layer.weight
         rows, columns = layer.out_features // layer.experts, local.shape[1]
+        if isinstance(layer, NF4Linear):
+            if not restores_all:
+                problems["nf4"] = "weights in 4 bits"
+                continue
+            columns *= codes_per_value(dtype)
         key = (rows, columns, layer.is_transposed)
         if key not in problems:
             problems[key] = _trial(rows, columns, layer.is_transposed, dtype, device)
         layer.by_kernel = not problems[key]
     if layers:
         reasons = ", ".join(dict.fromkeys(filter(None, problems.values())))
-        loop = f"a loop, for which the host waits for the device once per layer ({reasons})"
-        log.info(f"products of experts: {loop if reasons else 'grouped by torch, as a trial showed'}")
+        form = f"a loop, for which the host waits for the device once per layer ({reasons})"
+        if is_ours and "nf4" not in problems:
+            form = f"grouped by our kernels ({reasons})"
+        log.info(f"products of experts: {form if reasons else 'grouped by torch, as a trial showed'}")
 
 
 def _trial(rows: int, columns: int, is_transposed: bool, dtype: torch.dtype, device: torch.device) -> str:
@@ -197,6 +254,42 @@ def _trial(rows: int, columns: int, is_transposed: bool, dtype: torch.dtype, dev
     errors = [((a - b).abs().max() / a.abs().max()).item() for a, b in zip(*computed, strict=True)]
     worst = [error for error in errors if not error < bar]  # not a number, too
     return f"torch's grouped product differs by {worst[0]:.0e}" if worst else ""
+
+
+def trial(device: torch.device, dtype: torch.dtype) -> str:
+    """What is wrong with our kernels on this device: against the loop in fp64, also where an expert has no rows, where
+    one has all, and with many experts. See running.Trial.
+    """
+    from titan_mi100.model.fused.experts_launch import products
+
+    draw, bar = torch.Generator().manual_seed(1), max(torch.finfo(dtype).eps, 2e-6)
+    several, one, many = [130, 0, 1, 69], [0, 200, 0, 0], [0] * 100 + [33] + [2] * 39
+    for counts, rows, columns, is_transposed in (
+        (several, 144, 24, True),
+        (one, 144, 160, False),
+        (many, 24, 16, True),
+    ):
+        experts, total = len(counts), sum(counts)
+        index = torch.arange(experts).repeat_interleave(torch.tensor(counts))[:, None]
+        routes, layer = Routes(index.to(device), experts), ExpertLinear(columns, experts * rows, experts, is_transposed)
+        sizes = (total, rows if is_transposed else columns), (total, columns if is_transposed else rows)
+        x, grad, weight = (
+            torch.randn(size, generator=draw).to(device, dtype) for size in (*sizes, (experts * rows, columns))
+        )
+        computed = []
+        for kinds, wide in ((), torch.float64), (("experts",), dtype), (("experts",), dtype):
+            leaf, layer.weight = x.to(wide).requires_grad_(), nn.Parameter(weight.to(wide))
+            with only(kinds), torch.enable_grad():
+                y = layer(leaf, routes)
+                computed.append([y.detach(), *torch.autograd.grad(y, (leaf, layer.weight), grad.to(wide))])
+        exact, ours, again = computed
+        if not all(torch.equal(*pair) for pair in zip(ours, again, strict=True)):
+            return "grouped products give other bits the second time"
+        exact.append(grad.double() + 0.5 * exact[0])
+        ours.append(products(x, weight, routes.ends, is_transposed, 0.5, grad.clone()))
+        if not all((a - b).abs().max() <= bar * a.abs().max() for a, b in zip(exact, ours, strict=True)):
+            return "grouped products differ from fp64"
+    return ""
 
 
 class Router(nn.Module):
@@ -259,8 +352,8 @@ class Mixture(nn.Module):
         if kept is not None:
             kept.routes.append(routes)
         if self.training and torch.is_grad_enabled():
-            ends = routes.ends.long()
-            counts = ends - F.pad(ends[:-1], (1, 0))
+            counts = routes.ends.long()
+            counts[1:].sub_(routes.ends[:-1])
             self.load = counts if self.load is None else self.load + counts
         return routes
 

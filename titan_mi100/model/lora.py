@@ -60,6 +60,38 @@ class _AdaptedProduct(torch.autograd.Function):
         return of_x, of_dropped, grad_inner.t() @ read, of_b, *[None] * (1 + len(stored))
 
 
+class _AdaptedRows(torch.autograd.Function):
+    """The same of rows that are grouped by expert, by our kernels. The adapters' parts are added in place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dropped: Tensor | None, a: Tensor, b: Tensor, of: Any, *stored: Tensor
+    ) -> Tensor:  # of: the layer, and where each expert's rows end
+        from titan_mi100.model.fused.experts_launch import products
+
+        (layer, ends), read = of, x if dropped is None else dropped
+        inner = products(read, a, ends, False)
+        ctx.save_for_backward(read, inner, a, b, ends, *stored)
+        ctx.layer = layer
+        return products(inner, b, ends, True, layer.scale, layer.multiplied(x, ends, stored))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        from titan_mi100.model.fused.experts_launch import products, sums
+
+        (read, inner, a, b, ends, *stored), layer, of_x, of_dropped = ctx.saved_tensors, ctx.layer, None, None
+        grad_inner = products(grad, b, ends, False, layer.scale)
+        if ctx.needs_input_grad[0]:
+            of_x = layer.multiplied(grad, ends, stored, is_backward=True)
+        if ctx.needs_input_grad[1]:  # after dropout
+            of_dropped = products(grad_inner, a, ends, True)
+        elif of_x is not None:
+            of_x = products(grad_inner, a, ends, True, 1.0, of_x)
+        of_b = sums(inner, grad, ends, layer.scale)
+        return of_x, of_dropped, sums(grad_inner, read, ends), of_b, *[None] * (1 + len(stored))
+
+
 class LoRALinear(Linear):
     """A frozen linear layer with an adapter."""
 
@@ -101,6 +133,10 @@ class LoRAExpertLinear(ExpertLinear):
         self.dropout = config.dropout
 
     def forward(self, x: Tensor, routes: Routes) -> Tensor:  # type: ignore[override]
+        if self.is_grouped(x, stored := self.stored(x.dtype)):
+            a, b = (layer.stored(x.dtype)[0] for layer in (self.lora_A, self.lora_B))
+            dropped = _dropped(x, self) if self.dropout and self.training else None
+            return _AdaptedRows.apply(x, dropped, a, b, (self, routes.ends), *stored)  # type: ignore[no-any-return]
         adapted = self.lora_B(self.lora_A(_dropped(x, self), routes), routes)
         return torch.add(super().forward(x, routes), adapted, alpha=self.scale)
 

@@ -62,6 +62,8 @@ def choose_fused(inputs: RunInputs, arch: str) -> dict[str, list[str]]:
     config, candidates = inputs.config, {*TRIALS} - OF_FAMILIES.difference(inputs.spec.kernels)
     if config.lora.base != "nf4":
         candidates.discard("nf4")
+    if not any(parameter.experts for parameter in inputs.spec.parameters.values()):
+        candidates.discard("experts")
     if config.compile.enable:  # inductor fuses the plain forms
         candidates.discard("elementwise")
     chosen = inputs.found.manifest.get("chosen", {}) if inputs.found else {}

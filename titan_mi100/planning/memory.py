@@ -352,8 +352,11 @@ class _RankMemory:
     def _inside(self, layer: LayerShape) -> float:
         """Bytes that a layer's backward needs besides what was kept."""
         total = self._bytes(layer.inside[self.mode]) + self._added_by_lora(layer, "full")
-        # one dequantised matrix, and the indices of its lookup
-        return total + (layer.largest / self.layout.matrix_parts * (self.compute_bytes + 2) if self.is_nf4 else 0.0)
+        if not self.is_nf4:
+            return total
+        # one dequantised matrix, and the indices of its lookup; on a card all experts of a projection, by a kernel
+        of_experts = layer.largest_stack * self.compute_bytes if self.device_memory else 0.0
+        return total + max(layer.largest * (self.compute_bytes + 2), of_experts) / self.layout.matrix_parts
 
     def _received(self) -> float:
         """Bytes of receive buffers: torch's pipeline keeps hidden states and gradients of each microbatch."""

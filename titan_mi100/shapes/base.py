@@ -142,6 +142,11 @@ class LayerShape:
         """Number of values of its largest matrix; of experts each is one."""
         return max(p.size // max(p.experts, 1) for p in self.parameters.values() if p.role == "matrix")
 
+    @property
+    def largest_stack(self) -> int:
+        """Number of values of all experts of a projection; 0: it has none."""
+        return max((p.size for p in self.parameters.values() if p.experts), default=0)
+
 
 class AttentionShape(NamedTuple):
     """Sizes that an attention backend has to support: query heads, heads of keys and values, size of a head."""

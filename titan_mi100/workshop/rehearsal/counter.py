@@ -9,7 +9,7 @@ import itertools
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partialmethod
@@ -31,8 +31,10 @@ from titan_mi100.config.layout import SCHEDULES, Batch, Layout
 from titan_mi100.config.settings import ObjectiveConfig, TrainingConfig
 from titan_mi100.data.answers import COLUMNS, PER_ID
 from titan_mi100.data.microbatch import Microbatch, one_document_per_row
+from titan_mi100.model import experts
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.model.loss import HeadMemory
+from titan_mi100.model.nf4 import BLOCK
 from titan_mi100.objectives.choose import choose
 from titan_mi100.optim import lean
 from titan_mi100.optim.lean import LeanAdamW, rows_at_a_time
@@ -60,7 +62,7 @@ from titan_mi100.workshop.rehearsal import lone_group as no_others
 
 CPU = torch.device("cpu")
 _PIECE = sys.maxsize  # one piece per gradient: the norm's thousands of views take no memory, but fake tensors are slow
-_ADD, _TO = HostGradients._add, Tensor.to  # the originals, which the patches below call
+_ADD, _TO, _WITH_ROWS = HostGradients._add, Tensor.to, experts._with_rows  # the originals, which the patches below call
 # Part of a source file's path -> category of what its code allocates. The stack is searched from the innermost call
 # outwards, and the first match counts; so more specific paths come first.
 _CALLERS = {
@@ -331,6 +333,7 @@ def as_rank(
                 patch.object(schedules._PipelineSchedule, "_warmup_p2p", no_others.agree, create=True),
                 patch.object(HostGradients, "_add", partialmethod(_add_labelled, ledger)),
                 patch.object(distributed, "PIECE", _PIECE),
+                patch.object(experts, "_with_rows", _restored_at_once) if device_memory else nullcontext(),
                 patch.object(Tensor, "to", partialmethod(_copy_between_devices, ledger))
                 if where == HOST
                 else nullcontext(),
@@ -356,6 +359,15 @@ def _update_first_rows(optimizer: LeanAdamW, parameter: nn.Parameter, numbers: A
     size = 2 * rows_at_a_time(False, local["weight"].shape[1], is_on_host)
     first = {name: tensor[:size] for name, tensor in local.items()}
     optimizer._update_local(first, 0, parameter.shape[-1], numbers, is_on_host)
+
+
+def _restored_at_once(counts: list[int], stored: Sequence[Tensor]) -> Iterator[tuple[int, slice, Tensor]]:
+    """Replace experts._with_rows as our kernels would on a GPU: of matrices in 4 bits all are restored at once."""
+    if len(stored) == 1:
+        yield from _WITH_ROWS(counts, stored)
+    else:
+        matrices = stored[1].new_empty(len(stored[1]), stored[1].shape[1] * BLOCK)
+        yield 0, slice(0, counts[0]), matrices.chunk(len(counts))[0]  # fake rows are all the first's
 
 
 def _copy_between_devices(
