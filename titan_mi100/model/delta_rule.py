@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
@@ -33,7 +34,7 @@ from titan_mi100.attention.base import Documents, boundaries
 from titan_mi100.device.accelerator import to_device
 from titan_mi100.device.operators import custom_operator
 from titan_mi100.model.elementwise import at_least_fp32
-from titan_mi100.model.fused.running import only, runs
+from titan_mi100.model.fused.running import only, runs, runs_unwatched
 from titan_mi100.shapes.delta_rule import CHUNK, SUBSTITUTED, tokens_at_once
 
 _EPS = 1e-6  # of the norms of queries and keys
@@ -67,6 +68,15 @@ def causal_convolution(
         x, ids = torch.cat((last, x), 1), torch.cat((ids[:, :1].expand(-1, before), ids), 1)
     own = ids[:, -before:] == ids[:, -1:]
     return _Convolution.apply(x, weight, ids)[:, -seq:], x[:, -before:] * own[..., None]
+
+
+def convolved(parts: Sequence[Tensor], weights: Sequence[Tensor], ids: Tensor) -> Sequence[Tensor]:
+    """Convolve queries, keys and values, whole rows, and apply SiLU. Args: as of `causal_convolution`, of each."""
+    if runs_unwatched("delta", parts[0]) and weights[0].shape[1] == 4:
+        from titan_mi100.model.fused.convolution_launch import Convolution
+
+        return Convolution.apply(ids, *parts, *weights)
+    return [F.silu(causal_convolution(x, weight, ids)[0]) for x, weight in zip(parts, weights, strict=True)]
 
 
 class _Convolution(torch.autograd.Function):
