@@ -4,8 +4,8 @@ They compute in fp32 and round once, at the end; the plain form in delta_rule.py
 computes the convolution again. Each program sums its part of the gradient of the taps, then
 elementwise_kernels.sum_kernel those sums, both in a fixed order, so that bits repeat.
 
-This file needs Triton and knows nothing of torch; `convolution_launch.py` calls it. One launch computes queries, keys and
-values, with `blocks` programs of columns for each. A program has TOKENS x BLOCK elements at once, in `steps` steps.
+This file needs Triton and knows nothing of torch; `convolution_launch.py` calls it. One launch computes queries, keys
+and values, with `blocks` programs of columns for each. A program has TOKENS x BLOCK elements at once, in `steps` steps.
 
     q, k, v: (tokens, channels), each with a stride of tokens. Outputs and gradients: the same, contiguous.
     q_weight, k_weight, v_weight: (channels, 4); the last column is the tap of the token itself, w0.
@@ -31,7 +31,11 @@ def convolution_kernel(
     w2, w3 = _tap(weight, column, channels, 2), _tap(weight, column, channels, 3)
     for step in range(steps):
         token = (tl.program_id(1) * steps + step) * TOKENS + tl.arange(0, TOKENS)
-        y = _convolved(x, ids, token, tokens, column, channels, stride, w0, w1, w2, w3)
+        x0, n0 = _row(x, ids, token, tokens, column, channels, stride)
+        x1, n1 = _row(x, ids, token - 1, tokens, column, channels, stride)
+        x2, n2 = _row(x, ids, token - 2, tokens, column, channels, stride)
+        x3, n3 = _row(x, ids, token - 3, tokens, column, channels, stride)
+        y = _convolved(x0, x1, x2, x3, n0, n1, n2, n3, w0, w1, w2, w3)
         at, inside = _places(token, tokens, column, channels, channels)
         tl.store(out + at, (y * sigmoid(y)).to(out.dtype.element_ty), mask=inside)
 
@@ -56,24 +60,29 @@ def convolution_backward_kernel(
     sum2, sum3 = tl.zeros([TOKENS, BLOCK], tl.float32), tl.zeros([TOKENS, BLOCK], tl.float32)
     for step in range(steps):
         token = (tl.program_id(1) * steps + step) * TOKENS + tl.arange(0, TOKENS)
-        slope = _slope(grad, x, ids, token, tokens, column, channels, stride, w0, w1, w2, w3)
+        x0, n0 = _row(x, ids, token - 3, tokens, column, channels, stride)
+        x1, n1 = _row(x, ids, token - 2, tokens, column, channels, stride)
+        x2, n2 = _row(x, ids, token - 1, tokens, column, channels, stride)
+        x3, n3 = _row(x, ids, token, tokens, column, channels, stride)
+        x4, n4 = _row(x, ids, token + 1, tokens, column, channels, stride)
+        x5, n5 = _row(x, ids, token + 2, tokens, column, channels, stride)
+        x6, n6 = _row(x, ids, token + 3, tokens, column, channels, stride)
+        # gradients of the convolution, of the token and the three behind it
+        d3 = _slope(grad, token, tokens, column, channels, x3, x2, x1, x0, n3, n2, n1, n0, w0, w1, w2, w3)
+        d4 = _slope(grad, token + 1, tokens, column, channels, x4, x3, x2, x1, n4, n3, n2, n1, w0, w1, w2, w3)
+        d5 = _slope(grad, token + 2, tokens, column, channels, x5, x4, x3, x2, n5, n4, n3, n2, w0, w1, w2, w3)
+        d6 = _slope(grad, token + 3, tokens, column, channels, x6, x5, x4, x3, n6, n5, n4, n3, w0, w1, w2, w3)
+        d = _convolved(d3, d4, d5, d6, n3, n4, n5, n6, w0, w1, w2, w3)
         if TRAINED:
-            sum0 += slope * _row(x, token, tokens, column, channels, stride)
-            sum1 += slope * _past(x, ids, token, 1, tokens, column, channels, stride)
-            sum2 += slope * _past(x, ids, token, 2, tokens, column, channels, stride)
-            sum3 += slope * _past(x, ids, token, 3, tokens, column, channels, stride)
-        d = slope * w0
-        slope = _slope(grad, x, ids, token + 1, tokens, column, channels, stride, w0, w1, w2, w3)
-        d += tl.where(_is_same(ids, token + 1, 1, tokens), slope * w1, 0.0)
-        slope = _slope(grad, x, ids, token + 2, tokens, column, channels, stride, w0, w1, w2, w3)
-        d += tl.where(_is_same(ids, token + 2, 2, tokens), slope * w2, 0.0)
-        slope = _slope(grad, x, ids, token + 3, tokens, column, channels, stride, w0, w1, w2, w3)
-        d += tl.where(_is_same(ids, token + 3, 3, tokens), slope * w3, 0.0)
+            sum0 += d3 * x3
+            sum1 += tl.where(n3 == n2, d3 * x2, 0.0)
+            sum2 += tl.where(n3 == n1, d3 * x1, 0.0)
+            sum3 += tl.where(n3 == n0, d3 * x0, 0.0)
         at, inside = _places(token, tokens, column, channels, channels)
         tl.store(out + at, d.to(out.dtype.element_ty), mask=inside)
     if TRAINED:
         before = tl.program_id(1) * (q_channels + k_channels + v_channels)
-        before += _of(part, 0, q_channels, q_channels + k_channels)
+        before += tl.where(part > 0, q_channels, 0) + tl.where(part > 1, k_channels, 0)
         at, inside = sums + (before + column).to(tl.int64) * 4, column < channels
         tl.store(at + 3, tl.sum(sum0, 0), mask=inside)
         tl.store(at + 2, tl.sum(sum1, 0), mask=inside)
@@ -104,35 +113,27 @@ def _places(token, tokens, column, channels, stride):
 
 
 @triton.jit
-def _row(x, token, tokens, column, channels, stride):
+def _load(x, token, tokens, column, channels, stride):
     at, inside = _places(token, tokens, column, channels, stride)
     return tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _is_same(ids, token, DISTANCE: tl.constexpr, tokens):
-    """Whether a token and the one this far before share a document."""
-    before = token - DISTANCE
-    own = tl.load(ids + token, mask=(token >= 0) & (token < tokens), other=-1)
-    return (own == tl.load(ids + before, mask=(before >= 0) & (before < tokens), other=-1))[:, None]
+def _row(x, ids, token, tokens, column, channels, stride):
+    """The elements of tokens, and the numbers of their documents; zeros and -1 outside of the tensor."""
+    number = tl.load(ids + token, mask=(token >= 0) & (token < tokens), other=-1)
+    return _load(x, token, tokens, column, channels, stride), number[:, None]
 
 
 @triton.jit
-def _past(x, ids, token, DISTANCE: tl.constexpr, tokens, column, channels, stride):
-    past = _row(x, token - DISTANCE, tokens, column, channels, stride)
-    return tl.where(_is_same(ids, token, DISTANCE, tokens), past, 0.0)
+def _convolved(x0, x1, x2, x3, n0, n1, n2, n3, w0, w1, w2, w3):
+    """The sum of elements times taps, of those in the document of the first."""
+    y = x0 * w0 + tl.where(n1 == n0, x1, 0.0) * w1
+    return y + tl.where(n2 == n0, x2, 0.0) * w2 + tl.where(n3 == n0, x3, 0.0) * w3
 
 
 @triton.jit
-def _convolved(x, ids, token, tokens, column, channels, stride, w0, w1, w2, w3):
-    y = _row(x, token, tokens, column, channels, stride) * w0
-    y += _past(x, ids, token, 1, tokens, column, channels, stride) * w1
-    y += _past(x, ids, token, 2, tokens, column, channels, stride) * w2
-    return y + _past(x, ids, token, 3, tokens, column, channels, stride) * w3
-
-
-@triton.jit
-def _slope(grad, x, ids, token, tokens, column, channels, stride, w0, w1, w2, w3):
-    """The gradient of the convolution; 0 behind the last token."""
-    y = _convolved(x, ids, token, tokens, column, channels, stride, w0, w1, w2, w3)
-    return _row(grad, token, tokens, column, channels, channels) * silu_slope(y, sigmoid(y))
+def _slope(grad, token, tokens, column, channels, x0, x1, x2, x3, n0, n1, n2, n3, w0, w1, w2, w3):
+    """The gradient of the convolution of these tokens; 0 behind the last one."""
+    y = _convolved(x0, x1, x2, x3, n0, n1, n2, n3, w0, w1, w2, w3)
+    return _load(grad, token, tokens, column, channels, channels) * silu_slope(y, sigmoid(y))

@@ -24,7 +24,8 @@ class Convolution(torch.autograd.Function):
         parts, weights, ids = [flat(x, 1) for x in inputs[:3]], [x.contiguous() for x in inputs[3:]], ids.flatten()
         ctx.save_for_backward(ids, *parts, *weights)
         programs, shape, constants = _shape(parts)
-        launch(kernels.convolution_kernel, programs, *parts, *weights, *outputs, ids, *shape, **constants)
+        tensors = *parts, *weights, *outputs
+        launch(kernels.convolution_kernel, programs, *tensors, ids, *shape, **constants)
         return tuple(outputs)
 
     @staticmethod
@@ -32,18 +33,19 @@ class Convolution(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         ids, *saved = ctx.saved_tensors
         parts, weights, is_trained = saved[:3], saved[3:], any(ctx.needs_input_grad[4:])
-        grads, outputs = [x.contiguous() for x in grads], [x.new_empty(x.shape) for x in grads]
+        outputs = [x.new_empty(grad.shape) for x, grad in zip(parts, grads, strict=True)]
         programs, shape, constants = _shape(parts)
         taps = weights[0].new_empty(sum(map(len, weights)), weights[0].shape[1])
         sums = taps.new_empty(programs[1] if is_trained else 0, taps.numel(), dtype=torch.float32)
-        launch(kernels.convolution_backward_kernel, programs, *grads, *parts, *weights, *outputs, sums, ids, *shape,
-               TRAINED=is_trained, **constants)  # fmt: skip
+        tensors = *(x.contiguous() for x in grads), *parts, *weights, *outputs, sums
+        constants["TRAINED"] = is_trained
+        launch(kernels.convolution_backward_kernel, programs, *tensors, ids, *shape, **constants)
         if is_trained:
             (taps,) = sum_of_parts(sums, (programs[1],), (taps,))
         return None, *outputs, *(taps.split([len(x) for x in weights]) if is_trained else (None,) * 3)
 
 
-def _shape(parts: list[Tensor]) -> tuple[tuple[int, int], tuple[int, ...], dict[str, int]]:
+def _shape(parts: list[Tensor]) -> tuple[tuple[int, int], tuple[int, ...], dict[str, Any]]:
     """The programs, sizes and constants of both kernels. Args: parts: (tokens, channels)."""
     tokens, channels = len(parts[0]), [x.shape[1] for x in parts]
     blocks, tiles = triton.cdiv(max(channels), BLOCK), triton.cdiv(tokens, TOKENS)
