@@ -259,10 +259,10 @@ def _type_of(argument: Any) -> str:
 
 
 def fused_launches(dtype: str) -> list[Launched]:
-    """The launches of elementwise_launch.py, forward and backward, each kind once."""
+    """The launches of elementwise_launch.py and convolution_launch.py, forward and backward, each kind once."""
     import torch
 
-    from titan_mi100.model.fused import elementwise_launch
+    from titan_mi100.model.fused import convolution_launch, elementwise_launch
 
     launched = list[Launched]()
     dtype_of = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -273,7 +273,7 @@ def fused_launches(dtype: str) -> list[Launched]:
     def drawn(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype_of[dtype], requires_grad=True)
 
-    with patch.object(elementwise_launch, "launch", note):
+    with patch.object(elementwise_launch, "launch", note), patch.object(convolution_launch, "launch", note):
         outputs = [elementwise_launch.SwiGLU.apply(drawn(1, 32, 3072), drawn(1, 32, 3072))]
         for size, kinds in [(128, ("gate",)), *((size, ("", "sum")) for size in FUSED[dtype])]:
             for kind in kinds:
@@ -284,6 +284,8 @@ def fused_launches(dtype: str) -> list[Launched]:
             q, k, gains = drawn(1, 32, 16, size), drawn(1, 32, 8, size), [torch.ones(size, requires_grad=True)] * 2
             tables = torch.zeros(1, 32, 1, turned), torch.zeros(1, 32, 1, turned)
             outputs += elementwise_launch.Turn.apply(q, k, *gains, *tables, 1e-6, size == 256)
+        parts, weights = [drawn(1, 32, size) for size in (64, 64, 128)], [drawn(size, 4) for size in (64, 64, 128)]
+        outputs += convolution_launch.Convolution.apply(torch.zeros(1, 32, dtype=torch.int32), *parts, *weights)
         torch.autograd.backward(outputs, outputs)
     return launched
 
@@ -369,9 +371,9 @@ def delta_launches(arch: str, head: int = 128, tokens: int = 64) -> list[Launche
 
 
 def compiled_launch(launched: Launched, arch: str) -> Any:
-    from titan_mi100.model.fused import delta_kernels, elementwise_kernels, experts_kernels
+    from titan_mi100.model.fused import convolution_kernels, delta_kernels, elementwise_kernels, experts_kernels
 
-    kernels = vars(elementwise_kernels) | vars(experts_kernels) | vars(delta_kernels)
+    kernels = vars(elementwise_kernels) | vars(experts_kernels) | vars(delta_kernels) | vars(convolution_kernels)
     fixed = dict(launched.constants)
     kernel = kernels[launched.kernel]
     settings = {name: fixed.pop(name) for name in [*fixed] if name not in kernel.arg_names}

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
@@ -67,6 +68,15 @@ def causal_convolution(
         x, ids = torch.cat((last, x), 1), torch.cat((ids[:, :1].expand(-1, before), ids), 1)
     own = ids[:, -before:] == ids[:, -1:]
     return _Convolution.apply(x, weight, ids).to(x.dtype)[:, -seq:], x[:, -before:] * own[..., None]
+
+
+def convolved(parts: Sequence[Tensor], weights: Sequence[Tensor], ids: Tensor) -> Sequence[Tensor]:
+    """Convolve queries, keys and values, whole rows, and apply SiLU. Args: as of `causal_convolution`, of each."""
+    if runs_unwatched("delta", parts[0]) and weights[0].shape[1] == 4:
+        from titan_mi100.model.fused.convolution_launch import Convolution
+
+        return Convolution.apply(ids, *parts, *weights)
+    return [F.silu(causal_convolution(x, weight, ids)[0]) for x, weight in zip(parts, weights, strict=True)]
 
 
 class _Convolution(torch.autograd.Function):
@@ -467,6 +477,8 @@ def trial(device: torch.device, dtype: torch.dtype) -> str:
     """What is wrong with the kernels on this device: against fp64, also where keys resemble each other, as in a text
     that repeats, so that errors add up. See running.Trial.
     """
+    if problem := trial_of_convolution(device, dtype):
+        return problem
     draw, ids = torch.Generator().manual_seed(1), document_ids(Documents(1, 300, (120, 3, 177)), device)
 
     def drawn(*shape: int) -> Tensor:
@@ -487,4 +499,22 @@ def trial(device: torch.device, dtype: torch.dtype) -> str:
         errors = [(a - b).abs().max().item() for a, b in zip(exact, ours, strict=True)]
         if not max(errors[0] / exact[0].abs().max().item(), max(errors[1:]) / largest) <= 2e-6:
             return f"the delta rule differs from fp64 with {name} keys"
+    return ""
+
+
+def trial_of_convolution(device: torch.device, dtype: torch.dtype) -> str:
+    draw, ids = torch.Generator().manual_seed(1), document_ids(Documents(1, 70, (33, 3, 34)), device)
+    sizes = [(1, 70, 64), (1, 70, 64), (1, 70, 96), (64, 4), (64, 4), (96, 4)]
+    inputs, computed = [torch.randn(size, generator=draw).to(device, dtype) for size in sizes], []
+    for kinds, wide in ((), torch.float64), (("delta",), dtype), (("delta",), dtype):
+        leaves = [x.to(wide).requires_grad_() for x in inputs]
+        with only(kinds), torch.enable_grad():
+            outputs = convolved(leaves[:3], leaves[3:], ids)
+            computed.append([*outputs, *torch.autograd.grad(outputs, leaves, [x.detach() for x in leaves[:3]])])
+    exact, ours, again = computed
+    if not all(torch.equal(*pair) for pair in zip(ours, again, strict=True)):
+        return "the convolution gives other bits the second time"
+    bar = 8 * torch.finfo(dtype).eps
+    if not all((a - b).abs().max() <= bar * a.abs().max() for a, b in zip(exact, ours, strict=True)):
+        return "the convolution differs from fp64"
     return ""

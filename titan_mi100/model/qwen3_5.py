@@ -4,7 +4,7 @@ Source: the published weights and their config.json; Yang et al., 2024 (Gated De
 compares it with transformers' Qwen3.5.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from titan_mi100.attention.base import Backend, Documents
 from titan_mi100.model.decoder import AttentionLayer, CausalLM, Layer
-from titan_mi100.model.delta_rule import causal_convolution, delta_rule, document_ids, recurrence
+from titan_mi100.model.delta_rule import causal_convolution, convolved, delta_rule, document_ids, recurrence
 from titan_mi100.model.elementwise import at_least_fp32, gated_norm, norm_and_rotate, rms_norm, rotary_tables
 from titan_mi100.model.layers import Linear, RMSNorm, local_weight, merge_weights, multiply, outputs_of
 from titan_mi100.model.qwen3 import MLP
@@ -109,17 +109,26 @@ class DeltaNet(nn.Module):
         wide = outputs_of((*self.in_proj_qkv, self.in_proj_z), x, self.merged)  # type: ignore[arg-type]
         return *wide, self.in_proj_b(x), self.in_proj_a(x)
 
-    def convolved(
+    def convolved(self, parts: tuple[Tensor, ...], ids: Tensor) -> list[Tensor]:
+        """Queries, keys and values of whole rows, (batch, seq, heads, size)."""
+        return self._heads(convolved(parts[:3], self._taps(parts[0].dtype), ids))
+
+    def next_convolved(
         self, parts: tuple[Tensor, ...], ids: Tensor | None, last: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Queries, keys and values, (batch, seq, heads, size), and the inputs that the next token's need."""
+        """The same of tokens that follow others, and the inputs that the next token's need."""
         outputs, after = [], []
-        for number, (x, conv, size) in enumerate(zip(parts[:3], self.conv1d, self.dims, strict=True)):
-            weight = local_weight(conv.weight, x.dtype)  # type: ignore[arg-type]
+        for number, (x, weight) in enumerate(zip(parts[:3], self._taps(parts[0].dtype), strict=True)):
             y, newest = causal_convolution(x, weight, ids, None if last is None else last[number])
-            outputs.append(F.silu(y).unflatten(-1, (-1, size)))
+            outputs.append(F.silu(y))
             after.append(newest)
-        return outputs, after
+        return self._heads(outputs), after
+
+    def _taps(self, dtype: torch.dtype) -> list[Tensor]:
+        return [local_weight(conv.weight, dtype) for conv in self.conv1d]  # type: ignore[arg-type]
+
+    def _heads(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        return [x.unflatten(-1, (-1, size)) for x, size in zip(parts, self.dims, strict=True)]
 
 
 class GatedBlock(Layer):
@@ -196,7 +205,7 @@ class DeltaBlock(GatedBlock):
 
     def mix(self, parts: tuple[Tensor, ...], prepared: Any) -> Any:
         net, (z, b, a) = self.linear_attn, parts[3:]
-        (q, k, v), _ = net.convolved(parts, prepared, None)
+        q, k, v = net.convolved(parts, prepared)
         # On a CPU memory is no shortage, and launches cost nothing. Tensors without values are counted for a GPU.
         on_cpu = q.device.type == "cpu" and not isinstance(q, FakeTensor)
         decay, strength = net.decay(a), b.sigmoid()
@@ -208,7 +217,7 @@ class DeltaBlock(GatedBlock):
 
     def decode_step(self, parts: tuple[Tensor, ...], prepared: Any, state: Any, used: int, visible: Tensor) -> Any:
         net, (z, b, a), ids = self.linear_attn, parts[3:], None if used else prepared
-        (q, k, v), last = net.convolved(parts, ids, state.get("inputs"))
+        (q, k, v), last = net.next_convolved(parts, ids, state.get("inputs"))
         rule = recurrence if q.shape[1] == 1 else delta_rule
         mixed, after = rule(q, k, v, net.decay(a), b.sigmoid(), ids, state.get("rule"))
         state |= {"inputs": last, "rule": after}

@@ -19,7 +19,7 @@ def swiglu_kernel(gate, up, out, columns, gate_stride, up_stride, BLOCK: tl.cons
     inside = column < columns
     g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * columns + column, (g * _sigmoid(g) * u).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * columns + column, (g * sigmoid(g) * u).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -32,18 +32,18 @@ def swiglu_backward_kernel(
     d = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
-    s = _sigmoid(g)
-    tl.store(grad_gate + at, (d * u * _silu_slope(g, s)).to(grad_gate.dtype.element_ty), mask=inside)
+    s = sigmoid(g)
+    tl.store(grad_gate + at, (d * u * silu_slope(g, s)).to(grad_gate.dtype.element_ty), mask=inside)
     tl.store(grad_up + at, (d * g * s).to(grad_up.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _sigmoid(x):
+def sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
-def _silu_slope(x, sigmoid):
+def silu_slope(x, sigmoid):
     return sigmoid * (1.0 + x * (1.0 - sigmoid))
 
 
@@ -69,7 +69,7 @@ def norm_kernel(
     normed = wide * _factor(wide, eps, SIZE)[:, None] * _gain(gain, x, column, SIZE, CENTRED, ROUNDED)[None, :]
     if KIND == "gate":
         z = tl.load(other + at, mask=inside, other=0.0).to(tl.float32)
-        normed *= z * _sigmoid(z)
+        normed *= z * sigmoid(z)
     tl.store(out + at, normed.to(out.dtype.element_ty), mask=inside)
 
 
@@ -96,8 +96,8 @@ def norm_backward_kernel(
         normed = wide * factor
         if KIND == "gate":
             z = tl.load(other + at, mask=inside, other=0.0).to(tl.float32)
-            s = _sigmoid(z)
-            of_gate = d * normed * wide_gain * _silu_slope(z, s)
+            s = sigmoid(z)
+            of_gate = d * normed * wide_gain * silu_slope(z, s)
             tl.store(grad_other + at, of_gate.to(grad_other.dtype.element_ty), mask=inside)
             d *= z * s
         if TRAINED:

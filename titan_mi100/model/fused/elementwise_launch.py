@@ -21,7 +21,7 @@ class SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         product = gate.new_empty(gate.shape)
-        gate, up = _flat(gate, -2), _flat(up, -2)
+        gate, up = flat(gate, -2), flat(up, -2)
         ctx.save_for_backward(gate, up)
         _swiglu(kernels.swiglu_kernel, gate, up, gate, up, product)
         return product
@@ -42,7 +42,7 @@ def _swiglu(kernel: Any, gate: Tensor, up: Tensor, *tensors: Tensor) -> None:
         launch(kernel, programs, *tensors, columns, *strides, BLOCK=_COLUMNS, num_warps=_WARPS)
 
 
-def _flat(x: Tensor, last: int) -> Tensor:
+def flat(x: Tensor, last: int) -> Tensor:
     """The tensor with its dimensions up to `last` as one. It is copied where one stride does not find those, or values
     are apart; parts of a merged product are not.
     """
@@ -59,7 +59,7 @@ def _tile(size: int, rows: int) -> tuple[int, int, dict[str, Any]]:
     return blocks, max(1, triton.cdiv(blocks, PROGRAMS)), constants
 
 
-def _sum(sums: Tensor, counts: tuple[int, ...], gains: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def sum_of_parts(sums: Tensor, counts: tuple[int, ...], gains: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The gradients of one gain or two. Args: sums: (rows, size), of the first gain `counts[0]`, then of the second."""
     size, outputs = sums.shape[1], tuple(gain.new_empty(gain.shape) for gain in gains)
     launch(kernels.sum_kernel, (triton.cdiv(size, 64), len(gains)), sums, outputs[0], outputs[-1], counts[0],
@@ -99,7 +99,7 @@ class Norm(torch.autograd.Function):
         if rows:
             launch(kernels.norm_backward_kernel, (programs,), grad.contiguous(), x, other, gain, of_x, of_gate, sums,
                    rows, steps, ctx.eps, TRAINED=is_trained, **tile, **ctx.constants)  # fmt: skip
-        of_gain = _sum(sums, (programs,), (gain,))[0] if is_trained else None
+        of_gain = sum_of_parts(sums, (programs,), (gain,))[0] if is_trained else None
         return of_x, of_gate if gate else of_x if of_sum else None, of_gain, None, None
 
 
@@ -111,7 +111,7 @@ class Turn(torch.autograd.Function):
         q, k, q_gain, k_gain, cos, sin, ctx.eps, ctx.is_centred = inputs
         q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
         cos, sin = (table.expand(*q.shape[:2], 1, -1).contiguous() for table in (cos, sin))
-        q, k = _flat(q, 1), _flat(k, 1)
+        q, k = flat(q, 1), flat(k, 1)
         ctx.save_for_backward(q, k, q_gain, k_gain, cos, sin)
         programs, shape, _, constants = _turn(q, k, cos, 1)
         launch(kernels.turn_kernel, (sum(programs),), q, k, q_gain, k_gain, cos, sin, q_out, k_out,
@@ -128,7 +128,7 @@ class Turn(torch.autograd.Function):
         launch(kernels.turn_backward_kernel, (sum(programs),), q_grad.contiguous(), k_grad.contiguous(),
                q, k, q_gain, k_gain, cos, sin, of_q, of_k, sums, programs[0], *shape, steps, ctx.eps,
                CENTRED=ctx.is_centred, TRAINED=is_trained, **constants)  # fmt: skip
-        of_gains = _sum(sums, programs, (q_gain, k_gain)) if is_trained else (None, None)
+        of_gains = sum_of_parts(sums, programs, (q_gain, k_gain)) if is_trained else (None, None)
         return of_q, of_k, *of_gains, None, None, None, None
 
 
