@@ -184,7 +184,7 @@ class Form(NamedTuple):
 FORMS = {
     "plain, torch 2.8": Form(has_norm=False),
     "plain": Form(),
-    "ours": Form(("elementwise", "experts", "head", "nf4")),
+    "ours": Form(("delta", "elementwise", "experts", "head", "nf4")),
 }
 
 
@@ -192,11 +192,13 @@ class Case(NamedTuple):
     spec: ModelSpec
     seq: int  # tokens of a microbatch, one row
     settings: Mapping[str, dict[str, Any]] = MappingProxyType({})
+    group: int = 1  # layers that recur together
 
     def workload(self, layers: int, mode: str = "none") -> Workload:
         batch = {"seq_len": self.seq, "local_batch_size": 1, "gradient_accumulation_steps": 2}
         settings = {"training": batch, "activation_checkpoint": {"mode": mode}, **self.settings}
-        return Workload.of(with_settings(Config(), settings), 1, replace(self.spec, num_hidden_layers=layers))
+        kinds = {"layer_types": self.spec.layer_types[:layers]} if self.group > 1 else {}  # type: ignore[attr-defined]
+        return Workload.of(with_settings(Config(), settings), 1, replace(self.spec, num_hidden_layers=layers, **kinds))
 
 
 CASES = {
@@ -205,6 +207,7 @@ CASES = {
     "8B QLoRA": Case(PRESETS["8B"], 2048, {"lora": {"rank": 16, "base": "nf4"}}),
     "0.6B DPO": Case(PRESETS["0.6B"], 8192, {"objective": {"name": "preference"}}),
 }
+QWEN3_5 = Case(PRESETS["qwen3.5-0.8B"], 8192, group=4)
 A3B = {"rank": 8, "base": "nf4"}, {"target_modules": ("q_proj", "k_proj", "v_proj", "o_proj", "experts")}
 OF_EXPERTS = {  # 30B-A3B in 4 bits, with adapters of attention, and of experts
     "30B-A3B QLoRA": Case(PRESETS["30B-A3B"], 2048, {"lora": A3B[0]}),
@@ -242,13 +245,14 @@ def count(case: Case, form: Form, layers: int, mode: str, microbatches: int) -> 
 
 
 def counts(case: Case, form: Form, mode: str = "none", microbatches: int = 1) -> tuple[Counts, Counts]:
-    """Of a layer, and of the whole model; with several microbatches, of the last one."""
-    two, three = (count(case, form, layers, mode, microbatches) for layers in (2, 3))
+    """Of a layer or a group, and of the whole model; with several microbatches, of the last one."""
+    few = (2, 3) if case.group == 1 else (case.group, 2 * case.group)
+    two, three = (count(case, form, layers, mode, microbatches) for layers in few)
     if microbatches > 1:
-        for counted, layers in ((two, 2), (three, 3)):
+        for counted, layers in zip((two, three), few, strict=True):
             counted.subtract(count(case, form, layers, mode, microbatches - 1))
     three.subtract(two)
-    others = case.spec.num_hidden_layers - 2
+    others = (case.spec.num_hidden_layers - few[0]) // case.group
     return three, Counter({key: two[key] + others * three[key] for key in two | three})
 
 
@@ -307,6 +311,8 @@ def table() -> dict[str, tuple[Counts, Counts]]:
         made[f"0.6B, ours, {mode}"] = counts(CASES["0.6B"], FORMS["ours"], mode)
     for case in ("0.6B", "0.6B LoRA"):
         made[f"{case}, ours, 2nd"] = counts(CASES[case], FORMS["ours"], microbatches=2)
+    for form in ("plain", "ours"):
+        made[f"qwen3.5-0.8B, {form}"] = counts(QWEN3_5, FORMS[form])
     for case, settings in OF_EXPERTS.items():
         made[f"{case}, plain"] = counts(settings, FORMS["plain"])
         for mode in ("none", "full"):

@@ -20,7 +20,6 @@ import torch
 import torch.distributed._tools.fake_collectives  # collectives on fake tensors, for torch 2.8
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -287,16 +286,11 @@ class FakeRank:
 
 
 class _FakePlacement(Placement):
-    """On the CPU, but as on a GPU if there is `device_memory`. The model is built on the meta device, as in a run; only
-    then it becomes fake.
+    """On the CPU, but as on a GPU if it has a memory. The model is built on the meta device, as in a run; only then it
+    becomes fake.
     """
 
-    def __init__(self, mesh: DeviceMesh, device_memory: int) -> None:
-        super().__init__(mesh, CPU, device_memory)
-
-    @property
-    def is_gpu(self) -> bool:
-        return self.memory > 0
+    is_gpu = property(lambda self: self.memory > 0)  # type: ignore[assignment]
 
     def put(self, build: Callable[[], CausalLM], weights: torch.device, dtype: torch.dtype) -> CausalLM:
         with unset_fake_temporarily():
@@ -323,20 +317,19 @@ def as_rank(
         mesh = build_mesh(layout, CPU)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             computation = Computation(backend or FusedKernel(), head, choose(config.objective))
-            placement = _FakePlacement(mesh, device_memory)
+            placement = _FakePlacement(mesh, CPU, device_memory)
             model = build_model(workload.changed({"training": accumulation}), computation, placement, layers)
             if isinstance(model, ReplicatedModel):
                 no_others.patch_ddp(model.ddp)
             where = HOST if config.memory.offload == "weights" else PARAMETERS
+            copying = partialmethod(_copy_between_devices, ledger)
             ledger.label((parameter for _, parameter in model.named_parameters()), where)
             with (
                 patch.object(schedules._PipelineSchedule, "_warmup_p2p", no_others.agree, create=True),
                 patch.object(HostGradients, "_add", partialmethod(_add_labelled, ledger)),
                 patch.object(distributed, "PIECE", _PIECE),
                 patch.object(experts, "_with_rows", _restored_at_once) if device_memory else nullcontext(),
-                patch.object(Tensor, "to", partialmethod(_copy_between_devices, ledger))
-                if where == HOST
-                else nullcontext(),
+                patch.object(Tensor, "to", copying) if where == HOST else nullcontext(),
             ):
                 yield FakeRank(workload, microbatches, device_memory, model, ledger, mode)
 
@@ -363,11 +356,8 @@ def _update_first_rows(optimizer: LeanAdamW, parameter: nn.Parameter, numbers: A
 
 def _restored_at_once(counts: list[int], stored: Sequence[Tensor]) -> Iterator[tuple[int, slice, Tensor]]:
     """Replace experts._with_rows as our kernels would on a GPU: of matrices in 4 bits all are restored at once."""
-    if len(stored) == 1:
-        yield from _WITH_ROWS(counts, stored)
-    else:
-        matrices = stored[1].new_empty(len(stored[1]), stored[1].shape[1] * BLOCK)
-        yield 0, slice(0, counts[0]), matrices.chunk(len(counts))[0]  # fake rows are all the first's
+    of_all = stored if len(stored) == 1 else [stored[1].new_empty(len(stored[1]), stored[1].shape[1] * BLOCK)]
+    yield from _WITH_ROWS(counts, of_all)
 
 
 def _copy_between_devices(
