@@ -208,8 +208,8 @@ class DeltaBlock(GatedBlock):
         q, k, v = net.convolved(parts, prepared)
         # On a CPU memory is no shortage, and launches cost nothing. Tensors without values are counted for a GPU.
         on_cpu = q.device.type == "cpu" and not isinstance(q, FakeTensor)
-        gates = net.decay(a), b.sigmoid()
-        return delta_rule(q, k, v, *gates, prepared, chunk=self.chunk, keeps=on_cpu, divides=on_cpu)[0], z
+        decay, strength = net.decay(a), b.sigmoid()
+        return delta_rule(q, k, v, decay, strength, prepared, chunk=self.chunk, keeps=on_cpu, divides=on_cpu)[0], z
 
     def new_decode_state(self, spec: ModelSpec, batch: int, seq: int, dtype: torch.dtype, device: torch.device) -> Any:
         """The convolutions' last inputs, and the rule's state; empty before the first token."""
