@@ -24,8 +24,7 @@ class Convolution(torch.autograd.Function):
         parts, weights, ids = [flat(x, 1) for x in inputs[:3]], [x.contiguous() for x in inputs[3:]], ids.flatten()
         ctx.save_for_backward(ids, *parts, *weights)
         programs, shape, constants = _shape(parts)
-        tensors = *parts, *weights, *outputs
-        launch(kernels.convolution_kernel, programs, *tensors, ids, *shape, **constants)
+        launch(kernels.convolution_kernel, programs, *parts, *weights, *outputs, ids, *shape, **constants)
         return tuple(outputs)
 
     @staticmethod
@@ -37,9 +36,8 @@ class Convolution(torch.autograd.Function):
         programs, shape, constants = _shape(parts)
         taps = weights[0].new_empty(sum(map(len, weights)), weights[0].shape[1])
         sums = taps.new_empty(programs[1] if is_trained else 0, taps.numel(), dtype=torch.float32)
-        tensors = *(x.contiguous() for x in grads), *parts, *weights, *outputs, sums
-        constants["TRAINED"] = is_trained
-        launch(kernels.convolution_backward_kernel, programs, *tensors, ids, *shape, **constants)
+        launch(kernels.convolution_backward_kernel, programs, *(x.contiguous() for x in grads), *parts, *weights,
+               *outputs, sums, ids, *shape, TRAINED=is_trained, **constants)  # fmt: skip
         if is_trained:
             (taps,) = sum_of_parts(sums, (programs[1],), (taps,))
         return None, *outputs, *(taps.split([len(x) for x in weights]) if is_trained else (None,) * 3)
