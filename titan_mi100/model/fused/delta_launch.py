@@ -58,15 +58,17 @@ def _rows(x: Tensor) -> Tensor:
 def prepare(q: Tensor, k: Tensor, v: Tensor, tokens: int) -> tuple[Tensor, ...]:
     """q, k, v, qk and kk of delta_rule._Chunks. Args: of `delta_rule`; tokens: C."""
     q, k, v = map(_rows, (q, k, v))
-    batch, seq, heads, key = k.shape
-    shape, group, value = (triton.cdiv(seq, tokens), batch, heads), v.shape[2] // heads, v.shape[3]
-    q_out, k_out = (torch.empty(*shape, tokens, key, device=k.device) for _ in range(2))
-    v_out = torch.empty(*shape, group, value, tokens, device=k.device)
-    qk, kk = (torch.empty(*shape, 1, tokens, tokens, device=k.device) for _ in range(2))
-    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
-    launch(kernels.prepare_kernel, (shape[0] * batch, heads), q, k, v, q_out, k_out, v_out, qk, kk, seq, batch,
-           *strides, key**-0.5, GROUP=group, TOKENS=tokens, KEY=key, VALUE=value, WIDTH=WIDTH,
-           **_tile(k)[1])  # fmt: skip
+    (batch, seq, heads, key), (of_values, size) = k.shape, v.shape[2:]
+    chunks, group = triton.cdiv(seq, tokens), of_values // heads
+
+    def empty(*sizes: int) -> Tensor:
+        return torch.empty(chunks, batch, heads, *sizes, dtype=torch.float32, device=k.device)
+
+    q_out, k_out, v_out = empty(tokens, key), empty(tokens, key), empty(group, size, tokens)
+    qk, kk = empty(1, tokens, tokens), empty(1, tokens, tokens)
+    launch(kernels.prepare_kernel, (chunks * batch, heads), q, k, v, q_out, k_out, v_out, qk, kk, seq, batch,
+           *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], key**-0.5, GROUP=group, TOKENS=tokens, KEY=key,
+           VALUE=size, WIDTH=WIDTH, **_tile(k)[1])  # fmt: skip
     return q_out, k_out, v_out, qk, kk
 
 
@@ -81,9 +83,9 @@ def invert(kk: Tensor, number: Tensor, high: Tensor, low: Tensor, beta: Tensor) 
 
 
 def forward_states(state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    k, beta, entry, last, inverse, v = (part.contiguous() for part in parts)
+    k, beta, enters, last, inverse, v = (part.contiguous() for part in parts)
     states, changes = state.new_empty(len(v) + 1, *state.shape), v.new_empty(v.shape)
-    _launch(kernels.states_kernel, state.contiguous(), k, beta, entry, last, inverse, v, states, changes)
+    _launch(kernels.states_kernel, state.contiguous(), k, beta, enters, last, inverse, v, states, changes)
     return states, changes
 
 
@@ -108,18 +110,18 @@ def gradients(x: Any, states: Tensor, grad: Tensor, grad_state: Tensor) -> tuple
     grad_q, grad_k = (x.k.new_empty(x.k.shape) for _ in range(2))
     grad_beta, asked = x.beta.new_empty(x.beta.shape), x.beta.new_empty(x.v.shape[-2] // WIDTH, *x.beta.shape)
     sums = x.beta.new_empty(2, *x.beta.shape)
-    group, value, tokens = x.v.shape[3:]
-    sizes = {"GROUP": group, "TOKENS": tokens, "KEY": x.k.shape[-1], "VALUE": value, "ROWS": WIDTH, **_tile(grad)[1]}
-    shape = (grad.shape[1], len(grad), x.k.shape[2], *grad.stride()[:2])
-    of_values, of_keys = x.v.numel() // (value * tokens), x.k.numel() // (x.k.shape[-1] * tokens)
-    launch(kernels.read_kernel, (of_values, value // WIDTH), states, x.k, x.q, x.v, x.beta, x.entry, x.inverse,
-           x.decay, x.qk, grad, read, changes, entering, inside, asked, *shape, WIDTH=WIDTH, **sizes)  # fmt: skip
+    group, size, tokens = x.v.shape[3:]
+    sizes = {"GROUP": group, "TOKENS": tokens, "KEY": x.k.shape[-1], "VALUE": size, "ROWS": WIDTH, **_tile(grad)[1]}
+    of_grad = [grad.shape[1], len(grad), x.k.shape[2], grad.stride(0), grad.stride(1)]
+    of_values, of_keys = x.v.numel() // (size * tokens), x.k.numel() // (x.k.shape[-1] * tokens)
+    launch(kernels.read_kernel, (of_values, size // WIDTH), states, x.k, x.q, x.v, x.beta, x.entry, x.inverse,
+           x.decay, x.qk, grad, read, changes, entering, inside, asked, *of_grad, WIDTH=WIDTH, **sizes)  # fmt: skip
     parts = [x.k, x.beta, x.entry, last, x.inverse, x.q, entering, inside, changes]
     grad_states, scaled, grad_last = backward_states(grad_state, parts)
     behind = grad_states[1:]
     launch(kernels.pairs_gradient_kernel, (of_values,), states, behind, x.v, x.beta, x.entry, x.decay, x.qk, x.kk,
            grad, read, changes, scaled, asked.sum(0), grad_last, grad_v, grad_beta, sums, grad_qk, grad_kk,
-           *shape, **sizes)  # fmt: skip
+           *of_grad, **sizes)  # fmt: skip
     launch(kernels.keys_gradient_kernel, (of_keys, x.k.shape[-1] // WIDTH), states, behind, x.k, x.q, x.entry,
            x.decay, entering, changes, grad_v, grad_qk, grad_kk, grad_q, grad_k, WIDTH=WIDTH, **sizes)  # fmt: skip
     return grad_states[0].clone(), grad_q, grad_k, grad_v, sums[0] - sums[1], grad_beta
