@@ -37,7 +37,7 @@ CORE = (
     ),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )
-BUDGETS = {"core": 11445, "titan_mi100": 28765, "scripts": 1920}  # lines of code
+BUDGETS = {"core": 11450, "titan_mi100": 28765, "scripts": 1920}  # lines of code
 FOLDERS = {  # the same, of folders in titan_mi100/ with all below them
     "attention": 930, "checkpoint": 725, "config": 1945, "data": 4240, "device": 135, "files": 1160,
     "generation": 275, "launch": 1185, "model": 2890, "objectives": 190, "open_run": 1135, "optim": 615,

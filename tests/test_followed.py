@@ -257,7 +257,7 @@ FOLLOWED: dict[tuple[str, str], tuple[Call, Call, str, Call, Call, str]] = {
         both(command(convert.torch_to_dcp, *CONVERTED), command(convert.dcp_to_hf, "--input_dir", "F/dcp",
                                                                "--output_dir", "F/hf", "--hf_assets_path", "F/m")),
         command(generate.main, "--model", "F/hf", "--prompt", "x", "--max_new_tokens", "1"), ""),
-    ("config/check", 'lora.base parallelism.tensor_parallel_degree = "nf4" needs blocks'): (
+    ("config/check_layout", 'lora.base parallelism.tensor_parallel_degree = "nf4" needs blocks'): (
         hf("m", hidden_size=96), config("--checkpoint.initial_load_path", "F/m", "--model.flavor", "", *NF4),
         'use "whole"',
         NOTHING, config("--checkpoint.initial_load_path", "F/m", "--model.flavor", "", *NF4[:3], "whole"), ""),
@@ -289,7 +289,7 @@ FOLLOWED: dict[tuple[str, str], tuple[Call, Call, str, Call, Call, str]] = {
     ("tools/new_config", "--trainer is for --from X.yaml; leave"): (
         hf("m"), command(new_config.main, "--model", "F/m", "--trainer", "TRL", *MODEL_OF), "leave it out",
         NOTHING, command(new_config.main, "--model", "F/m", *MODEL_OF), ""),
-    ("config/check", 'memory.offload = " " moves next'): (
+    ("config/check_layout", 'memory.offload = " " moves next'): (
         NOTHING, config("--lora.rank", "4", "--memory.offload", "optimizer"), 'use "weights"',
         NOTHING, config("--lora.rank", "4", "--memory.offload", "weights"), ""),
     ("text/base", "character of the text is a"): (

@@ -202,8 +202,9 @@ def _check_model(lora: LoRAConfig, training: TrainingConfig, spec: ModelSpec) ->
     seq_len = training.seq_len
     for key, rank in (("rank", lora.rank), ("expert_rank", lora.expert_rank)):
         if rank > spec.hidden_size:
-            text = f"= {rank} is more than hidden_size = {spec.hidden_size}; lower it"
-            yield Problem(f"lora.{key}", text, MODEL_KEYS)
+            yield Problem(
+                f"lora.{key}", f"= {rank} is more than hidden_size = {spec.hidden_size}; lower it", MODEL_KEYS
+            )
     if seq_len > (most := spec.max_position_embeddings):
         text = f"= {seq_len} is more than the model's max_position_embeddings = {most}; use at most {most}"
         yield Problem("training.seq_len", text, MODEL_KEYS)
