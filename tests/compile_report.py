@@ -355,7 +355,7 @@ def delta_launches(arch: str, head: int = 128, tokens: int = 64) -> list[Launche
     inverse, v = torch.zeros(3, 1, 2, 2, tokens, tokens), torch.zeros(3, 1, 2, 2, head, tokens)
     with (
         patch.object(delta_launch, "launch", note),
-        patch.object(delta_launch, "_tile", lambda _: delta_launch.tile(arch)),
+        patch.object(delta_launch, "tile_of", lambda _: delta_launch.tile(arch)),
     ):
         q, number = torch.zeros(1, 150, 2, head, dtype=torch.bfloat16), torch.zeros(3, 1, tokens, dtype=torch.int32)
         delta_launch.prepare(q, q, torch.zeros(1, 150, 4, head, dtype=torch.bfloat16), tokens)

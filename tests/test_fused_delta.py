@@ -74,7 +74,7 @@ def test_the_machine_code_for_an_mi100_is_right(monkeypatch: pytest.MonkeyPatch)
         ran.append(kernel.__name__)
 
     monkeypatch.setattr(delta_launch, "launch", execute)
-    monkeypatch.setattr(delta_launch, "_tile", lambda _: delta_launch.tile("gfx908"))
+    monkeypatch.setattr(delta_launch, "tile_of", lambda _: delta_launch.tile("gfx908"))
     some = case([13, 4, 20], "alike", heads=1, group=2, sizes=(32, 16))
     assert max(errors(run(some), some.run(recurrence))) <= 2e-6
     forward = ["prepare_kernel", "inverse_kernel"]

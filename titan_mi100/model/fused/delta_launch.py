@@ -37,13 +37,13 @@ def tile(arch: str) -> tuple[int, dict[str, Any]]:
     return 16, {"PRECISION": "ieee", "num_warps": 4, "num_stages": 1, **options}
 
 
-def _tile(x: Tensor) -> tuple[int, dict[str, Any]]:
+def tile_of(x: Tensor) -> tuple[int, dict[str, Any]]:
     return tile(architecture(x.device) if accelerator.is_cuda(x.device) else "")
 
 
 def _launch(kernel: Any, state: Tensor, k: Tensor, *tensors: Tensor) -> None:
     """Launch on all value heads and all parts of ROWS rows of their states."""
-    rows, options = _tile(state)
+    rows, options = tile_of(state)
     sizes = {"GROUP": state.shape[-3], "TOKENS": k.shape[-2], "KEY": k.shape[-1], "VALUE": state.shape[-2]}
     programs = (state.shape[0] * state.shape[1] * state.shape[2], state.shape[-2] // rows)
     options = {**options, "num_warps": 16} if rows == 8 else options
@@ -68,7 +68,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, tokens: int) -> tuple[Tensor, ...]:
     qk, kk = empty(1, tokens, tokens), empty(1, tokens, tokens)
     launch(kernels.prepare_kernel, (chunks * batch, heads), q, k, v, q_out, k_out, v_out, qk, kk, seq, batch,
            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], key**-0.5, GROUP=group, TOKENS=tokens, KEY=key,
-           VALUE=size, WIDTH=WIDTH, **_tile(k)[1])  # fmt: skip
+           VALUE=size, WIDTH=WIDTH, **tile_of(k)[1])  # fmt: skip
     return q_out, k_out, v_out, qk, kk
 
 
@@ -78,7 +78,7 @@ def invert(kk: Tensor, number: Tensor, high: Tensor, low: Tensor, beta: Tensor) 
     decay = kk.new_empty(*beta.shape[:-2], tokens, tokens)
     inverse = kk.new_empty(decay.shape)
     launch(kernels.inverse_kernel, (high.numel() // tokens,), kk, number.contiguous(), high, low, beta, decay, inverse,
-           heads, GROUP=heads // kk.shape[2], HALF=tokens // 2, **_tile(kk)[1])  # fmt: skip
+           heads, GROUP=heads // kk.shape[2], HALF=tokens // 2, **tile_of(kk)[1])  # fmt: skip
     return decay, inverse
 
 
@@ -93,7 +93,7 @@ def backward_states(grad_state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor
     parts = [part.contiguous() for part in parts]
     k, last, inside = parts[0], parts[3], parts[7]
     states, scaled = grad_state.new_empty(len(k) + 1, *grad_state.shape), inside.new_empty(inside.shape)
-    lasts = last.new_empty(grad_state.shape[-2] // _tile(k)[0], *last.shape)
+    lasts = last.new_empty(grad_state.shape[-2] // tile_of(k)[0], *last.shape)
     _launch(kernels.states_gradient_kernel, grad_state.contiguous(), *parts, states, scaled, lasts)
     return states, scaled, lasts.sum(0)
 
@@ -111,7 +111,7 @@ def gradients(x: Any, states: Tensor, grad: Tensor, grad_state: Tensor) -> tuple
     grad_beta, asked = x.beta.new_empty(x.beta.shape), x.beta.new_empty(x.v.shape[-2] // WIDTH, *x.beta.shape)
     sums = x.beta.new_empty(2, *x.beta.shape)
     group, size, tokens = x.v.shape[3:]
-    sizes = {"GROUP": group, "TOKENS": tokens, "KEY": x.k.shape[-1], "VALUE": size, "ROWS": WIDTH, **_tile(grad)[1]}
+    sizes = {"GROUP": group, "TOKENS": tokens, "KEY": x.k.shape[-1], "VALUE": size, "ROWS": WIDTH, **tile_of(grad)[1]}
     of_grad = [grad.shape[1], len(grad), x.k.shape[2], grad.stride(0), grad.stride(1)]
     of_values, of_keys = x.v.numel() // (size * tokens), x.k.numel() // (x.k.shape[-1] * tokens)
     launch(kernels.read_kernel, (of_values, size // WIDTH), states, x.k, x.q, x.v, x.beta, x.entry, x.inverse,
