@@ -304,17 +304,16 @@ def host_times(case: Case, rounds: int = 40) -> dict[str, float]:
     return {name: 1e6 * (least[name, 10] - least[name, 2]) / 8 for name in ("plain", "ours")}
 
 
-def table(is_all: bool = True) -> dict[str, tuple[Counts, Counts]]:
-    """Counts of a layer and of a microbatch, by what is trained and the form. Args: is_all: also of large models."""
+def table() -> dict[str, tuple[Counts, Counts]]:
+    """Counts of a layer and of a microbatch, by what is trained and the form."""
     made = {f"{case}, {form}": counts(CASES[case], FORMS[form]) for case in CASES for form in FORMS}
     for mode in ("selective", "full"):
         made[f"0.6B, ours, {mode}"] = counts(CASES["0.6B"], FORMS["ours"], mode)
     for case in ("0.6B", "0.6B LoRA"):
         made[f"{case}, ours, 2nd"] = counts(CASES[case], FORMS["ours"], microbatches=2)
-    made["qwen3.5-0.8B, ours"] = counts(QWEN3_5, FORMS["ours"])
-    if is_all:
-        made["qwen3.5-0.8B, plain"] = counts(QWEN3_5, FORMS["plain"])
-    for case, settings in OF_EXPERTS.items() if is_all else ():
+    for form in ("plain", "ours"):
+        made[f"qwen3.5-0.8B, {form}"] = counts(QWEN3_5, FORMS[form])
+    for case, settings in OF_EXPERTS.items():
         made[f"{case}, plain"] = counts(settings, FORMS["plain"])
         for mode in ("none", "full"):
             made[f"{case}, ours, {mode}"] = counts(settings, FORMS["ours"], mode)
@@ -325,8 +324,7 @@ def main() -> None:
     if find_spec("triton") is None:
         _stand_in_for_triton()
     if "--json" in sys.argv:  # test_step_counts.py reads it
-        made = table("--all" in sys.argv)
-        found = {words: [[[*key, n] for key, n in of.items() if n] for of in both] for words, both in made.items()}
+        found = {words: [[[*key, n] for key, n in of.items() if n] for of in both] for words, both in table().items()}
         print(json.dumps(found))
         return
     if "--host" in sys.argv:

@@ -12,6 +12,8 @@ from step_counts import CASES, Counted, Counts, host_seconds, total
 
 from titan_mi100.planning.plan import HOST_LAYER
 
+pytestmark = pytest.mark.full  # a complete run of CI has it
+
 # Launches of a layer and of a microbatch; GB of both. torch's norm is a composite of operations in 2.8, later a kernel.
 EXPECTED = {
     "0.6B, plain, torch 2.8": (144, 5299, 8.96, 312.6),
@@ -53,9 +55,9 @@ RECOMPUTED = {"norm_kernel": 2, "turn_kernel": 1, "swiglu_kernel": 1}  # the for
 
 
 @pytest.fixture(scope="module")
-def table(full: bool) -> dict[str, tuple[Counts, Counts]]:
-    """In a process of its own, as Triton may be missing and be replaced there. Large models only with --full."""
-    command = [sys.executable, str(REPO / "tests/step_counts.py"), "--json", *["--all"] * full]
+def table() -> dict[str, tuple[Counts, Counts]]:
+    """In a process of its own, as Triton may be missing and be replaced there."""
+    command = [sys.executable, str(REPO / "tests/step_counts.py"), "--json"]
     printed = subprocess.run(command, env=job_environment(), check=True, capture_output=True, text=True).stdout
     return {
         words: tuple(Counter({(what, name): n for what, name, n in counted}) for counted in both)
@@ -95,7 +97,6 @@ def test_what_a_layer_launches(table: dict[str, tuple[Counts, Counts]]) -> None:
         assert later - first == {"add_": trained} and first - later == {"_to_copy": 2 * matrices}
 
 
-@pytest.mark.full
 def test_experts_in_4_bits_need_few_launches(table: dict[str, tuple[Counts, Counts]]) -> None:
     """A projection has a product forward and one backward, and is restored for each. Its adapters have two forward, and
     backward two and the sums of two gradients."""
