@@ -30,7 +30,8 @@ from titan_mi100.model.nf4 import BLOCK, NF4Linear, codes_per_value, dequantize,
 from titan_mi100.wording import shortened
 
 # With fewer rows than a quarter of the experts a loop over those that have rows is faster than to restore all: 64
-# launches for 32 of 128 take the host about as long as a card needs to write and read all of a projection of 30B-A3B
+# launches for 32 of 128 take the host about as long as a card needs to write and read all of a projection of 30B-A3B.
+# By assumed rates of host and card, not measured.
 _EXPERTS_PER_ROW = 4
 
 

@@ -1,8 +1,8 @@
-"""The two loops over chunks of the delta rule as Triton kernels: the states, and their gradients.
+"""The delta rule as Triton kernels: chunks are prepared, the states go through them, and the gradients back.
 
-A program has ROWS rows of one value head's state, which no other program needs, and goes through all chunks of a row.
-All is in fp32. The state is in two halves of its columns, so that less shared memory is needed. delta_rule.py has the
-plain form, the formulas and the legend.
+In the two loops over chunks a program has ROWS rows of one value head's state, which no other program needs, in two
+halves of its columns. In the other kernels a program has one chunk, and sums over a few rows or columns at a time. So
+registers and shared memory suffice everywhere. All is in fp32. delta_rule.py has the plain form, formulas and legend.
 
 This file needs Triton and knows nothing of torch; `delta_launch.py` calls it.
 """
@@ -117,7 +117,7 @@ def prepare_kernel(
     GROUP: tl.constexpr, TOKENS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of one key head: its queries and keys, normalised, their products, its values; see delta_rule._Chunks.
+    """Computes a chunk of one key head: its unit queries and keys, their products, its values; see delta_rule._Chunks.
 
     Args:
         q, k, v: (batch, seq, heads, size) in any dtype; a row's and a token's stride each.
@@ -158,7 +158,7 @@ def prepare_kernel(
 def inverse_kernel(
     kk, number, high, low, beta, decay, inverse, heads, GROUP: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """The decays L and the inverse of I + A of a chunk of 2 x HALF tokens and a value head.
+    """Computes the decays L and the inverse of I + A of a chunk of 2 x HALF tokens and a value head.
 
     Args:
         number: (N, B, C) of the document. high, low: sums of g, (N, B, Hv, C), which add up to twice the precision.
@@ -219,7 +219,7 @@ def read_kernel(
     GROUP: tl.constexpr, TOKENS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What a chunk has read of its state, V', and what the outputs' gradient gives them; see delta_rule._gradients.
+    """Computes what a chunk read of its state, V', and their gradients by its outputs; see delta_rule._gradients.
 
     A program has ROWS elements of the values of one value head. Args: grad: (batch, seq, Hv, dv). asked: its part of
     the sum over a value's elements, (VALUE / ROWS, N, B, Hk, G, C).

@@ -46,7 +46,8 @@ def _launch(kernel: Any, state: Tensor, k: Tensor, *tensors: Tensor) -> None:
     rows, options = tile_of(state)
     sizes = {"GROUP": state.shape[-3], "TOKENS": k.shape[-2], "KEY": k.shape[-1], "VALUE": state.shape[-2]}
     programs = (state.shape[0] * state.shape[1] * state.shape[2], state.shape[-2] // rows)
-    options = {**options, "num_warps": 16} if rows == 8 else options
+    if rows == 8:  # RDNA multiplies fp32 without matrix instructions: more threads, each with fewer registers
+        options = {**options, "num_warps": 16}
     launch(kernel, programs, state, k, *tensors, len(k), **sizes, ROWS=rows, **options)
 
 
