@@ -36,6 +36,7 @@ from titan_mi100.data.microbatch import Microbatch, one_document_per_row
 from titan_mi100.device import operators
 from titan_mi100.model import experts, fused
 from titan_mi100.model.fused import running
+from titan_mi100.model.layers import TOGETHER
 from titan_mi100.model.loss import HeadMemory
 from titan_mi100.objectives.choose import choose
 from titan_mi100.parallel import build
@@ -63,7 +64,7 @@ _ROWS_OF = ("embedding", "index", "gather")  # they read of their first tensor a
 _OVERWRITES = ("copy_", "fill_", "zero_")
 _WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal")
 _HEAD = {"gradient_kernel": 2, "pick_kernel": 0, "ids_gradient_kernel": 0}  # passes over the logits, where not one
-Counts = Counter[tuple[str, str]]
+Counts = Counter[tuple[str, str]]  # launches may be fractions
 _FLOPS = {operator.__name__: formula for operator, formula in flop_registry.items()}
 
 
@@ -76,7 +77,7 @@ class Counted(TorchDispatchMode):
         super().__init__()
         self.counts: Counts = Counter()
 
-    def note(self, name: str, launches: int, *tensors: Tensor) -> None:
+    def note(self, name: str, launches: float, *tensors: Tensor) -> None:
         """Args: tensors: that are read or written once."""
         self.counts["launches", name] += launches
         self.counts["bytes", name] += sum(map(_touched, tensors))
@@ -88,6 +89,9 @@ class Counted(TorchDispatchMode):
         written = [x for x in tree_leaves(made) if isinstance(x, Tensor) and x.is_meta]
         self.counts["calls", ""] += 1
         self.counts["waits", name] += name in _WAITS
+        if name.startswith("_foreach"):  # the first list is written; a launch has TOGETHER tensors
+            self.note(name, len(args[0]) / TOGETHER, *read, *(args[0] if "add" in name else ()))
+            return made
         if not written:  # the host's own work
             return made
         if function.is_view or name in _NO_KERNEL:
@@ -257,7 +261,8 @@ def counts(case: Case, form: Form, mode: str = "none", microbatches: int = 1) ->
 
 
 def total(counted: Counts, what: str) -> int:
-    return sum(n for (kind, _), n in counted.items() if kind == what)
+    """Rounded up: part of a launch may be another layer's."""
+    return math.ceil(sum(n for (kind, _), n in counted.items() if kind == what))
 
 
 def host_seconds(counted: Counts) -> float:

@@ -14,6 +14,7 @@ from test_model import SPECS, reference
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_mi100.config.settings import LoRAConfig
+from titan_mi100.model import layers
 from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.base import ModelSpec
 
@@ -155,12 +156,15 @@ def assert_same_bits(cast: dict, shared: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "accumulation", "rank"), [("none", 4, 0), ("selective", 1, 0), ("full", 2, 0), ("none", 2, 4)]
+    ("mode", "accumulation", "rank", "small"),
+    [("none", 4, 0, 0), ("selective", 1, 0, 0), ("full", 2, 0, 1 << 20), ("none", 2, 4, 1 << 20)],
 )
 def test_forwards_that_share_copies_of_weights_give_the_same_bits(
-    mode: str, accumulation: int, rank: int, world: World
+    mode: str, accumulation: int, rank: int, small: int, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And each weight is cast once a step, its gradient in the first microbatch only."""
+    """And each weight is cast once a step; the gradient of a large one in the first microbatch only. Small ones are
+    cast together, and their gradients are cast and, but for the first microbatch's, added together."""
+    monkeypatch.setattr(layers, "SMALL", small)
     records, casts, case = [], [], make_case("tied")
     if rank:
         config = LoRAConfig(rank=rank)
@@ -172,10 +176,11 @@ def test_forwards_that_share_copies_of_weights_give_the_same_bits(
             result = run.step()
         records.append({"loss": result.loss, "grad_norm": result.grad_norm, "gradients": gradients})
         casts.append((counter.down, counter.up))
+    assert counter.together == (2 * accumulation if small else 0)
     assert_same_bits(*records)
     weights = (14 if rank else 7) * SPECS["tied"].num_hidden_layers
     forwards = accumulation * (1 if mode == "none" else 2)
-    assert casts == [(weights * forwards, weights * accumulation), (weights, weights)]
+    assert casts == [(weights * forwards, weights * accumulation), (weights, weights * (accumulation if small else 1))]
 
 
 class Casts(TorchDispatchMode):
@@ -184,13 +189,17 @@ class Casts(TorchDispatchMode):
     def __init__(self, weights: list[torch.Tensor]) -> None:
         super().__init__()
         self.places, self.shapes = {w.data_ptr() for w in weights}, {w.shape for w in weights}
-        self.down = self.up = 0
+        self.down = self.up = self.together = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default:
             self.down += args[0].data_ptr() in self.places
             self.up += (args[0].dtype, args[0].shape in self.shapes) == (torch.bfloat16, True)
+        elif func is torch.ops.aten._foreach_copy_.default:
+            self.down += sum(x.data_ptr() in self.places for x in args[1])
+            self.up += sum(x.dtype == torch.bfloat16 and x.shape in self.shapes for x in args[1])
+        self.together += func in (torch.ops.aten._foreach_copy_.default, torch.ops.aten._foreach_add_.List)
         return result
 
 

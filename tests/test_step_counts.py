@@ -16,30 +16,30 @@ pytestmark = pytest.mark.full  # a complete run of CI has it
 
 # Launches of a layer and of a microbatch; GB of both. torch's norm is a composite of operations in 2.8, later a kernel.
 EXPECTED = {
-    "0.6B, plain, torch 2.8": (144, 5299, 8.96, 312.6),
-    "0.6B, plain": (67, 3121, 4.45, 185.2),
+    "0.6B, plain, torch 2.8": (141, 5190, 8.96, 312.6),
+    "0.6B, plain": (64, 3012, 4.45, 185.2),
     "0.6B, ours": (30, 966, 1.34, 48.6),
-    "0.6B LoRA, plain, torch 2.8": (146, 5240, 8.10, 282.1),
-    "0.6B LoRA, plain": (74, 3217, 4.00, 166.8),
-    "0.6B LoRA, ours": (41, 1218, 1.15, 37.5),
-    "8B QLoRA, plain, torch 2.8": (188, 7119, 10.09, 376.9),
-    "8B QLoRA, plain": (116, 4520, 7.22, 273.4),
-    "8B QLoRA, ours": (55, 2029, 1.97, 72.4),
-    "0.6B DPO, plain, torch 2.8": (144, 5659, 8.96, 312.6),
-    "0.6B DPO, plain": (67, 3481, 4.45, 185.2),
+    "0.6B LoRA, plain, torch 2.8": (119, 4469, 8.1, 282.1),
+    "0.6B LoRA, plain": (47, 2446, 4.0, 166.8),
+    "0.6B LoRA, ours": (14, 447, 1.15, 37.5),
+    "8B QLoRA, plain, torch 2.8": (161, 6127, 10.09, 376.9),
+    "8B QLoRA, plain": (89, 3528, 7.22, 273.4),
+    "8B QLoRA, ours": (28, 1037, 1.97, 72.4),
+    "0.6B DPO, plain, torch 2.8": (141, 5550, 8.96, 312.6),
+    "0.6B DPO, plain": (64, 3372, 4.45, 185.2),
     "0.6B DPO, ours": (30, 1326, 1.34, 48.7),
     "0.6B, ours, selective": (34, 1078, 1.70, 58.7),
     "0.6B, ours, full": (34, 1078, 1.70, 58.7),
     "0.6B, ours, 2nd": (27, 883, 1.31, 49.6),
-    "0.6B LoRA, ours, 2nd": (27, 825, 1.14, 37.5),
-    "qwen3.5-0.8B, plain": (5967, 37755, 104.12, 723.6),  # a group of four layers
-    "qwen3.5-0.8B, ours": (516, 3264, 32.42, 212.5),
-    "30B-A3B QLoRA, plain": (2430, 116984, 18.1, 882.2),
-    "30B-A3B QLoRA, ours, none": (89, 4321, 7.5, 361.4),
-    "30B-A3B QLoRA, ours, full": (113, 5473, 10.99, 529.0),
-    "30B-A3B QLoRA of experts, plain": (2452, 118040, 19.29, 939.5),
-    "30B-A3B QLoRA of experts, ours, none": (120, 5809, 8.52, 410.2),
-    "30B-A3B QLoRA of experts, ours, full": (152, 7345, 12.33, 593.2),
+    "0.6B LoRA, ours, 2nd": (14, 446, 1.15, 37.6),
+    "qwen3.5-0.8B, plain": (5934, 37556, 104.12, 723.6),  # a group of four layers
+    "qwen3.5-0.8B, ours": (483, 3065, 32.42, 212.5),
+    "30B-A3B QLoRA, plain": (2415, 116228, 18.1, 882.2),
+    "30B-A3B QLoRA, ours, none": (74, 3565, 7.5, 361.4),
+    "30B-A3B QLoRA, ours, full": (98, 4717, 10.99, 529.0),
+    "30B-A3B QLoRA of experts, plain": (2431, 117001, 19.29, 939.5),
+    "30B-A3B QLoRA of experts, ours, none": (99, 4770, 8.52, 410.2),
+    "30B-A3B QLoRA of experts, ours, full": (131, 6306, 12.33, 593.2),
 }
 # Only the loss differs: 2.8 keeps a slice of all rows in the graph, `x[:, n]`, whose gradient fills and copies.
 OF_SLICES = {"DPO": 36, "": 2} if torch.__version__.startswith("2.8.") else {"": 0}
@@ -83,25 +83,26 @@ def test_launches_and_bytes(table: dict[str, tuple[Counts, Counts]]) -> None:
 
 def test_what_a_layer_launches(table: dict[str, tuple[Counts, Counts]]) -> None:
     """At most 16 beside casts. Weights in fp32 are cast once a step, their gradients are cast in its first microbatch
-    and added in the others; those of LoRA's A and B are, too, and a base in 4 bits is restored twice for each product.
+    and added in the others. LoRA's A and B are cast 64 at a time, their gradients added so: a layer has less than a
+    launch of it, at most 14 in all. A base in 4 bits is restored twice for each product.
     """
     ours = {words: launches(layer) for words, (layer, _) in table.items()}
     assert ours["0.6B, ours"] == ours["0.6B DPO, ours"] == {**OURS, **GAINS, "_to_copy": 7 + 7}
     assert sum({**OURS, **GAINS}.values()) == 16 and sum(OURS.values()) == 13
-    assert ours["0.6B LoRA, ours"] == {**OURS, "_to_copy": 14 + 14}
-    assert ours["8B QLoRA, ours"] == {**OURS, "_to_copy": 14 + 14, "dequantize_kernel": 7 + 7}
+    assert ours["0.6B LoRA, ours"] == {**OURS, "_foreach_copy_": 2 * 14 / 64}
+    assert ours["8B QLoRA, ours"] == {**OURS, "_foreach_copy_": 2 * 14 / 64, "dequantize_kernel": 7 + 7}
+    assert ours["0.6B LoRA, ours, 2nd"] == {**OURS, "_foreach_copy_": 14 / 64, "_foreach_add_": 14 / 64}
     for mode in ("selective", "full"):
         assert Counter(ours[f"0.6B, ours, {mode}"]) - Counter(ours["0.6B, ours"]) == RECOMPUTED
-    for case, trained, matrices in (("0.6B", 11, 7), ("0.6B LoRA", 14, 14)):
-        first, later = (Counter(ours[words]) for words in (f"{case}, ours", f"{case}, ours, 2nd"))
-        assert later - first == {"add_": trained} and first - later == {"_to_copy": 2 * matrices}
+    first, later = (Counter(ours[words]) for words in ("0.6B, ours", "0.6B, ours, 2nd"))
+    assert later - first == {"add_": 11} and first - later == {"_to_copy": 2 * 7}
 
 
 def test_experts_in_4_bits_need_few_launches(table: dict[str, tuple[Counts, Counts]]) -> None:
     """A projection has a product forward and one backward, and is restored for each. Its adapters have two forward, and
     backward two and the sums of two gradients."""
     every = {words: total(counted, "launches") + counted["products", ""] for words, (_, counted) in table.items()}
-    assert every["30B-A3B QLoRA, plain"] > 155_000 and every["30B-A3B QLoRA of experts, plain"] > 267_000
+    assert every["30B-A3B QLoRA, plain"] > 154_000 and every["30B-A3B QLoRA of experts, plain"] > 266_000
     assert every["30B-A3B QLoRA, ours, none"] <= 6000 and every["30B-A3B QLoRA, ours, full"] <= 12_000
     of_layer = {words: launches(layer) for words, (layer, _) in table.items()}
     for words, products, sums in (("", 6, 0), (" of experts", 3 * (3 + 3), 3 * 2)):

@@ -13,6 +13,7 @@ from titan_mi100.model.fused.running import runs_unwatched
 from titan_mi100.planning.hardware import is_amd_cpu
 
 _FEW_ROWS, _LARGE = 32, 100_000  # rows of the input; elements of the weight
+SMALL, TOGETHER = 1 << 20, 64  # elements of a weight; weights, as many as torch copies in one launch
 # On an AMD CPU, MKL (torch's fp32 library) uses one core for a matrix-vector product and reads a right factor slowly.
 _ON_AMD = is_amd_cpu()
 
@@ -32,33 +33,60 @@ def local_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
 class StepCopies:
     """Copies of weights in the dtype of the computation, each made once a step, when `local_weight` first needs it.
 
-    A copy is a leaf of autograd. Each microbatch's gradient is added to the weight's own at once, in the weight's
-    dtype, so the bits are those of a cast in each forward.
+    A copy is a leaf of autograd. Each microbatch's gradient is added to the weight's own, in the weight's dtype, so the
+    bits are those of a cast in each forward. Small weights, such as LoRA's, are copied together, and their gradients
+    are added together: a GPU needs one launch for dozens of them.
     """
 
     def __init__(self, weights: Iterable[nn.Parameter]) -> None:
         self._copies: dict[Tensor, Tensor] = {}
+        self._small: dict[Tensor, None] = {}
+        self._gradients: dict[Tensor, Tensor] = {}  # of small weights, to be added
         for weight in weights:
             weight.copies = self  # type: ignore[attr-defined]
+            if weight.numel() < SMALL and not isinstance(weight, DTensor):
+                self._small[weight] = None
 
     def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        if weight not in self._copies:
-            copy = self._copies[weight] = weight.detach().to(dtype).requires_grad_()
-            copy.register_post_accumulate_grad_hook(partial(_add_gradient, weight))
+        if weight not in self._copies and weight in self._small:
+            copies = [torch.empty_like(small, dtype=dtype, requires_grad=False) for small in self._small]
+            torch._foreach_copy_(copies, [small.detach() for small in self._small])
+            self._copies.update(zip(self._small, map(self._leaf, self._small, copies), strict=True))
+        elif weight not in self._copies:
+            self._copies[weight] = self._leaf(weight, weight.detach().to(dtype))
         return self._copies[weight]
 
-    def drop(self) -> None:
-        """Free the copies, after a step's last backward."""
+    def _leaf(self, weight: Tensor, copy: Tensor) -> Tensor:
+        copy.requires_grad_().register_post_accumulate_grad_hook(partial(self._add_gradient, weight))
+        return copy
+
+    def _add_gradient(self, weight: Tensor, copy: Tensor) -> None:
+        gradient, copy.grad = copy.grad, None
+        assert gradient is not None
+        if weight in self._small:
+            if weight in self._gradients or len(self._gradients) == TOGETHER:
+                self._add_gradients()
+            self._gradients[weight] = gradient
+        elif weight.grad is None:
+            weight.grad = gradient.to(weight.dtype)
+        else:
+            weight.grad += gradient
+
+    def _add_gradients(self) -> None:
+        cast = {weight: torch.empty_like(weight, requires_grad=False) for weight in self._gradients}
+        if cast:
+            torch._foreach_copy_(list(cast.values()), list(self._gradients.values()))
+        if later := [weight for weight in cast if weight.grad is not None]:
+            torch._foreach_add_([weight.grad for weight in later], [cast[weight] for weight in later])
+        for weight in cast:
+            if weight.grad is None:
+                weight.grad = cast[weight]
+        self._gradients.clear()
+
+    def finish(self) -> None:
+        """Add what is left to the gradients and free the copies, after a step's last backward."""
+        self._add_gradients()
         self._copies.clear()
-
-
-def _add_gradient(weight: Tensor, copy: Tensor) -> None:
-    gradient, copy.grad = copy.grad, None
-    assert gradient is not None
-    if weight.grad is None:
-        weight.grad = gradient.to(weight.dtype)
-    else:
-        weight.grad += gradient
 
 
 def multiply(x: Tensor, weight: Tensor) -> Tensor:

@@ -95,9 +95,9 @@ class ParallelModel(ABC):
 
     def _after_backward(self) -> None:
         """Hook after a step's last backward, before its gradients are read."""
-        sum_replicated_gradients(self.parts, self._tp)
         if self.copies is not None:
-            self.copies.drop()
+            self.copies.finish()
+        sum_replicated_gradients(self.parts, self._tp)
 
     def copy_weights(self) -> None:
         """Let all forwards of a step share one copy of each of the layers' weights, see layers.StepCopies.

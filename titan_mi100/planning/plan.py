@@ -24,7 +24,7 @@ EFFICIENCY = 0.35
 # Seconds of the host per layer and microbatch, forward and backward, without recomputation: of plain operations, and
 # with our fused kernels, which run where nothing is compiled. By the base of adapters; "": all weights. Launches and
 # views are counted (tests/step_counts.py); 6 us for a launch, 20 for one of ours and 1.2 for a view are assumed.
-HOST_LAYER = {"": (0.66e-3, 0.60e-3), "whole": (0.94e-3, 0.87e-3), "nf4": (1.28e-3, 1.2e-3)}
+HOST_LAYER = {"": (0.66e-3, 0.60e-3), "whole": (0.83e-3, 0.76e-3), "nf4": (1.17e-3, 1.09e-3)}
 # Seconds per weight of an update on the CPU, measured on 2 cores: False: torch's AdamW, True: ours.
 _HOST_UPDATE = {False: 0.6e-9, True: 8.5e-9}
 
