@@ -73,14 +73,18 @@ class StepCopies:
             weight.grad += gradient
 
     def _add_gradients(self) -> None:
-        cast = {weight: torch.empty_like(weight, requires_grad=False) for weight in self._gradients}
+        weights, gradients = list(self._gradients), list(self._gradients.values())
+        cast = [torch.empty_like(weight, requires_grad=False) for weight in weights]
         if cast:
-            torch._foreach_copy_(list(cast.values()), list(self._gradients.values()))
-        if later := [weight for weight in cast if weight.grad is not None]:
-            torch._foreach_add_([weight.grad for weight in later], [cast[weight] for weight in later])
-        for weight in cast:
+            torch._foreach_copy_(cast, gradients)
+        sums, parts = list[Tensor](), list[Tensor]()
+        for weight, part in zip(weights, cast, strict=True):
             if weight.grad is None:
-                weight.grad = cast[weight]
+                weight.grad = part
+            else:
+                sums, parts = [*sums, weight.grad], [*parts, part]
+        if sums:
+            torch._foreach_add_(sums, parts)
         self._gradients.clear()
 
     def finish(self) -> None:
