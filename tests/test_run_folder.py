@@ -242,7 +242,7 @@ def test_an_export_that_fails_says_that_all_is_saved_and_how_to_export(
             run_to_its_end(world, folder, **{"training.steps": 1, "checkpoint.export_hf": True})
     again = shlex.split(failed.value.again.removeprefix("fix the problem above, then "))
     assert again[:-4] == shlex.split(command("convert dcp-to-hf"))
-    assert Restarts(4, 4).next(Outcome(1, str(failed.value), 1, "export_failed")) == ""
+    assert Restarts(4).next(Outcome(1, str(failed.value), 1, "export_failed")) == ""
     convert.to_hf(open_source(again[-3]), Path(again[-1]), verify="bytes")
     assert Path(again[-1]) == folder / "hf-step-1" and open_source(again[-1]).spec is not None
 
