@@ -2,7 +2,7 @@
 
 It checks the config, prepares the data, runs the trainer, forwards signals, and ends with an exit code of
 docs/DESIGN.md. Several processes run under torchrun; a single one runs without it, which starts sooner. Several nodes
-are started without it (docs/CLUSTER.md). The module imports little, and no torch, to start fast.
+are started without this module (docs/CLUSTER.md). It imports little, and no torch, to start fast.
 
 Signals are blocked and read by sigwait; there are no signal handlers. So no signal interrupts other code, and no signal
 is lost. run_train.sh blocks them before it starts Python.
@@ -37,13 +37,11 @@ from titan_mi100.watch.outcome import (
     STATE,
     Outcome,
     Restarts,
-    RunState,
     append_to_log,
     note_restart,
     read_outcome,
-    write_run_state,
 )
-from titan_mi100.watch.watchdog import LOOK, Idle, Watch, how_to_start_again
+from titan_mi100.watch.watchdog import LOOK, Idle, Watch, write_end
 from titan_mi100.wording import command_name, printable
 
 TRAINER, TEACHER = ("-m", "titan_mi100.train"), ("-m", "titan_mi100.teacher")
@@ -148,10 +146,8 @@ def conclude(outcome: Outcome, folder: Path) -> int:
     """Print how the run has ended, and return its exit code."""
     for line in outcome.message.splitlines():
         say(line)
-    # In these cases no process of the run could write its state.
     if outcome.state in (HUNG, LOST, INTERRUPTED) and folder.is_dir():
-        again = how_to_start_again(folder)
-        write_run_state(folder, RunState(outcome.state, outcome.code, outcome.message, again, outcome.step))
+        write_end(folder, outcome)
     if outcome.code:
         say(f"exit code {outcome.code}: {_MEANING.get(outcome.code, 'did not finish')}. Run folder: {folder}")
     return outcome.code

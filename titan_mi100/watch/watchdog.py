@@ -326,6 +326,12 @@ def how_to_start_again(folder: Path | None) -> str:
     return "no intact checkpoint was saved; start again from step 0 with the same command"
 
 
+def write_end(folder: Path | None, outcome: Outcome) -> None:
+    """Write the state of a run whose processes could not. Args: folder: of the run; None: not known."""
+    again = how_to_start_again(folder)
+    write_run_state(folder, RunState(outcome.state, outcome.code, outcome.message, again, outcome.step))
+
+
 def main(folder: Path, processes: int) -> None:
     """Watch processes that torchrun or srun has started, until they have ended."""
     watch, first_has_ended = Watch(folder, processes), False
@@ -360,7 +366,7 @@ def _end_all(watch: Watch) -> None:
         os.write(2, f"ERROR the run hangs: {outcome.message}\n".encode(errors="backslashreplace"))
     stored = read_outcome(folder / STATE) if folder is not None else None
     if watch.is_cause_here or stored is None or stored.state != HUNG:  # else another node has named the rank at fault
-        write_run_state(folder, RunState(HUNG, 5, outcome.message, how_to_start_again(folder), outcome.step))
+        write_end(folder, outcome)
     for number in (signal.SIGCONT, signal.SIGTRAP, signal.SIGKILL):
         for beat in watch.beats():
             with suppress(OSError):
