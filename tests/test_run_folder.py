@@ -223,8 +223,8 @@ def test_a_run_that_has_stopped_names_the_command_to_resume_it(world: World, tmp
     words = shlex.split(to_resume(folder, 1, 1).removeprefix("to resume: "))
     at = words.index("train")
     assert words[:at] == shlex.split(command("")) and at in (1, 3)
-    processes, arguments, place, _ = launch.parse(words[at + 1 :])
-    assert (processes, place) == (1, None)
+    processes, arguments, _ = launch.parse(words[at + 1 :])
+    assert processes == 1
     train(open_run(load_config(arguments, 1), world, folder), NEVER)  # type: ignore[arg-type]
     assert steps(folder) == [1, 2, 3]
 
