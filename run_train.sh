@@ -1,8 +1,6 @@
 #!/usr/bin/env bash
 # Trains. From any folder:
 #   ./run_train.sh [--nproc_per_node N] [--job.config_file X.toml] [--section.key value ...]
-# or on each of several nodes (docs/CLUSTER.md):
-#   ./run_train.sh --nnodes NODES --node_rank RANK --rdzv FIRST_HOST:PORT ...
 # N defaults to NGPU, or the number of GPUs, or 1 on a CPU. Without a config file it uses train_configs/debug.toml, or
 # train_configs/finetune.toml if the command names a model or data.
 # --help explains. Exit codes: 0 done; 1 crash; 2 config or input; 3 preempted, saved; 4 numerical abort; 5 hang.

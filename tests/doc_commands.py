@@ -120,9 +120,9 @@ def _check(program: Program, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     arguments = program.arguments
     if program.kind == "launch" and not {"--help", "-h"} & set(arguments):
         if not any(argument.partition("=")[0] == "--rehearse" for argument in arguments):
-            processes, settings, place, _ = launch.parse(arguments)
+            processes, settings, _ = launch.parse(arguments)
             is_given = any(argument.startswith(("--nproc_per_node", "--nproc-per-node")) for argument in arguments)
-            load_config(settings, processes if is_given and place is None else None, with_files=False)
+            load_config(settings, processes if is_given else None, with_files=False)
             return ""
         program = Program("module", "workshop.rehearse", arguments)
     if program.kind == "launch":

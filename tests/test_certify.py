@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import REPO, job_environment
+from torch.distributed import TCPStore
 
 from titan_mi100.parallel import distributed
 from titan_mi100.run import machine
 from titan_mi100.run.machine import Machine, describe
 from titan_mi100.workshop import certify
 from titan_mi100.workshop.measure import children, collectives, products, tasks, training
-from titan_mi100.workshop.measure.children import Task
+from titan_mi100.workshop.measure.children import Task, reserved_port
 from titan_mi100.workshop.measure.page import page
 from titan_mi100.workshop.measure.parts import Header, Part, best_dtype, conclusions, parity, rankings, read, summary
 
@@ -406,3 +408,15 @@ def test_the_whole_command_on_a_cpu(tmp_path: Path) -> None:
     assert ended.returncode == (0 if summary(parts) == "all passed" else 1), ended.stdout + ended.stderr
     assert {part.kind for part in parts if part.found} == tasks.SHARES.keys()
     assert os.listdir(tmp_path) == ["made"]
+
+
+def test_a_reserved_port_is_for_the_server_that_names_it_alone() -> None:
+    """Once a port was only asked for; before rank 0 listened on it, the kernel had given it to another job."""
+    with reserved_port() as port, socket.socket() as other:
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("", port))
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True)
+        TCPStore("127.0.0.1", port, is_master=False).set("name", "value")
+        assert store.get("name") == b"value"

@@ -139,7 +139,7 @@ def run_command(command: Command, folder: Path) -> str:
         elif kind == "launch" and any(word.partition("=")[0] == "--rehearse" for word in arguments):
             name = "workshop.rehearse"
         elif kind == "launch":
-            processes, settings, _, _ = launch.parse(arguments, command.variables.get("NGPU", "1"))
+            processes, settings, _ = launch.parse(arguments, command.variables.get("NGPU", "1"))
             name, arguments = "train", _small(settings)
         start = [name] if kind == "script" else ["-m", f"titan_mi100.{name}"]
         start = ["-m", "titan_mi100", *words[1:3]] if ":" in name else start  # a function of a module

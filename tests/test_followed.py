@@ -29,7 +29,7 @@ from titan_mi100.data.prepare import check_teacher, prepare_run
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import remove_any, sha256_of
 from titan_mi100.files.stored import open_safetensors
-from titan_mi100.launch import launcher, several_nodes
+from titan_mi100.launch import launcher
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.base import parameter_shapes
@@ -240,7 +240,7 @@ FOLLOWED: dict[tuple[str, str], tuple[Call, Call, str, Call, Call, str]] = {
         corpus("out"), corpus("new", "--eos", "none"), ""),
     ("launch/launcher", "srun, or WORLD_SIZE, says that processes"): (
         NOTHING, lambda f: launcher.main([], {"WORLD_SIZE": "2"}), "unset RANK and WORLD_SIZE",
-        NOTHING, lambda f: launcher.main(["--nnodes"], {}), "--nnodes needs a value"),
+        NOTHING, lambda f: launcher.main(["--max_restarts"], {}), "--max_restarts needs a value"),
     ("data/corpora/making", "input files have changed since it"): (
         both(TEXT, corpus("out"), lambda f: os.utime(f / "in.jsonl", (1, 1))), corpus("out"),
         "name another --output_dir", NOTHING, corpus("new"), ""),
@@ -320,9 +320,9 @@ FOLLOWED: dict[tuple[str, str], tuple[Call, Call, str, Call, Call, str]] = {
         both(TEXT, corpus("out"), gone("out/corpus.json"), edited(SHARD, tokens="x")), corpus("out"),
         "remove it; the shard is then made again", gone(SHARD), corpus("out"), ""),
     ("launch/launcher", "CONFIG_FILE is not read here; unset"): (
-        NOTHING, lambda f: launcher.main(["--nnodes"], {"CONFIG_FILE": "x.toml"}),
+        NOTHING, lambda f: launcher.main(["--max_restarts"], {"CONFIG_FILE": "x.toml"}),
         "unset it, and write --job.config_file",
-        NOTHING, lambda f: launcher.main(["--nnodes"], {}), "--nnodes needs a value"),
+        NOTHING, lambda f: launcher.main(["--max_restarts"], {}), "--max_restarts needs a value"),
     ("weights/source", "use another checkpoint"): (
         both(SAVED, OTHER_MANIFEST), lambda f: open_source(f / "run/checkpoint/step-0"), "use another checkpoint",
         both(gone("run"), SAVED), lambda f: open_source(f / "run/checkpoint/step-0"), ""),
@@ -338,9 +338,9 @@ FOLLOWED: dict[tuple[str, str], tuple[Call, Call, str, Call, Call, str]] = {
     ("data/files", "is parquet, which needs pyarrow: pip"): (
         PARQUET, without_pyarrow(lambda f: unpack_parquet(str(f / "in.parquet"), 0)), "or convert to JSONL",
         TEXT, rows(**{"data.path": "F/in.jsonl"}), ""),
-    ("launch/several_nodes", "-- is given twice, as and"): (
-        NOTHING, lambda f: several_nodes.parse(["--nproc_per_node", "1", "--nproc_per_node", "2"], ""), "keep one",
-        NOTHING, lambda f: several_nodes.parse(["--nproc_per_node", "1"], ""), ""),
+    ("launch/launcher", "-- is given twice, as and"): (
+        NOTHING, lambda f: launcher.parse(["--nproc_per_node", "1", "--nproc_per_node", "2"], ""), "keep one",
+        NOTHING, lambda f: launcher.parse(["--nproc_per_node", "1"], ""), ""),
     ("attention/choice", "[model] attention_backend = : is refused"): (
         NOTHING, run(**{"model.attention_backend": "flex"}), "use auto",
         NOTHING, run(**{"model.attention_backend": "auto"}), ""),

@@ -15,7 +15,6 @@ from conftest import REPO
 
 from titan_mi100.errors import UserError
 from titan_mi100.launch import launcher as launch
-from titan_mi100.launch import several_nodes as launch_nodes
 from titan_mi100.watch import outcome as outcome_module
 from titan_mi100.watch.heartbeat import FOLDER_FILE, WRITE_STACKS
 from titan_mi100.watch.outcome import RunState, write_run_state
@@ -35,21 +34,32 @@ def test_a_senseless_number_of_processes_is_refused(processes: str) -> None:
 def test_the_command_line_comes_before_the_environment_and_that_before_the_hardware(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launch_nodes, "default_process_count", lambda is_rocm: 5)
+    monkeypatch.setattr(launch, "default_process_count", lambda is_rocm: 5)
     given = ["--job.config_file=a.toml", "--x.y"]
-    assert launch.parse(["--nproc_per_node=3", *given], "4") == (3, given, None, 0)
-    assert launch.parse([*given, "--nproc-per-node", "3"], "4") == (3, given, None, 0)
-    assert launch.parse(given, "4") == (4, given, None, 0)
+    assert launch.parse(["--nproc_per_node=3", *given], "4") == (3, given, 0)
+    assert launch.parse([*given, "--nproc-per-node", "3"], "4") == (3, given, 0)
+    assert launch.parse(given, "4") == (4, given, 0)
     with pytest.raises(UserError, match="the number of processes must be 1 to 99, not ''"):
         launch.parse(["--nproc_per_node=", *given], "4")
     with pytest.raises(UserError, match="--nproc_per_node needs a value"):
         launch.parse([*given, "--nproc_per_node"])
-    assert launch.parse(["--max_restarts", "3", *given], "4") == (4, given, None, 3)
+    assert launch.parse(["--max_restarts", "3", *given], "4") == (4, given, 3)
     for wrong in ("-1", "x", "", "99999"):
         with pytest.raises(UserError, match="--max_restarts must be a whole number"):
             launch.parse([f"--max_restarts={wrong}"], "4")
     with pytest.raises(UserError, match="--nproc_per_node is given twice, as '2' and '2'"):
         launch.parse(["--nproc_per_node", "2", *given, "--nproc-per-node=2"])
+
+
+@pytest.mark.parametrize("option", ["--nnodes=2", "--node_rank", "--node-rank=1", "--rdzv", "--rdzv_timeout"])
+def test_options_of_several_nodes_name_the_command_that_starts_them(
+    option: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch.Launcher, "__init__", lambda _: None)  # it blocks signals
+    assert launch.main(["--nproc_per_node", "2", option, "2", "--x.y"], {}) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert f"{option.partition('=')[0]}: one node is started here; for several, run on each: torchrun --nnodes" in line
+    assert "-m titan_mi100.train" in line and "; or: srun python -m titan_mi100.train" in line
 
 
 def test_the_launcher_imports_no_torch_and_nothing_that_is_slow() -> None:
@@ -188,14 +198,11 @@ def test_a_worker_that_shows_no_environment_at_first_is_ended_with_its_torchrun(
         if len(looked) > 1:
             look(self, number)
 
-    monkeypatch.setenv("TITAN_RUN_FOLDER", str(tmp_path))
-    # it blocks signals
-    monkeypatch.setattr(
-        launch.Launcher, "__init__", lambda self: self.__dict__.update(_stop_signal=None, arguments=(), processes=1)
-    )
+    own = {"_stop_signal": None, "arguments": (), "processes": 2, "folder": tmp_path}
+    monkeypatch.setattr(launch.Launcher, "__init__", lambda self: self.__dict__.update(own))  # it blocks signals
     monkeypatch.setattr(launch.Launcher, "_run", run)
     monkeypatch.setattr(launch.Launcher, "_signal_workers", look_again)
-    assert launch.Launcher().attempt(["--standalone"]).code == 1
+    assert launch.Launcher().attempt().code == 1
     assert workers[0].wait(10) == -signal.SIGKILL
 
 

@@ -223,8 +223,8 @@ def test_a_run_that_has_stopped_names_the_command_to_resume_it(world: World, tmp
     words = shlex.split(to_resume(folder, 1, 1).removeprefix("to resume: "))
     at = words.index("train")
     assert words[:at] == shlex.split(command("")) and at in (1, 3)
-    processes, arguments, place, _ = launch.parse(words[at + 1 :])
-    assert (processes, place) == (1, None)
+    processes, arguments, _ = launch.parse(words[at + 1 :])
+    assert processes == 1
     train(open_run(load_config(arguments, 1), world, folder), NEVER)  # type: ignore[arg-type]
     assert steps(folder) == [1, 2, 3]
 
@@ -242,7 +242,7 @@ def test_an_export_that_fails_says_that_all_is_saved_and_how_to_export(
             run_to_its_end(world, folder, **{"training.steps": 1, "checkpoint.export_hf": True})
     again = shlex.split(failed.value.again.removeprefix("fix the problem above, then "))
     assert again[:-4] == shlex.split(command("convert dcp-to-hf"))
-    assert Restarts(4, 4).next(Outcome(1, str(failed.value), 1, "export_failed")) == ""
+    assert Restarts(4).next(Outcome(1, str(failed.value), 1, "export_failed")) == ""
     convert.to_hf(open_source(again[-3]), Path(again[-1]), verify="bytes")
     assert Path(again[-1]) == folder / "hf-step-1" and open_source(again[-1]).spec is not None
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import REPO, free_port, job_environment
 
-from titan_mi100.config.srun import check_place, srun_ranks, srun_tasks
+from titan_mi100.config.srun import check_place, device_index, srun_ranks, srun_tasks
 from titan_mi100.errors import UserError
 
 STEP = {
@@ -164,3 +164,21 @@ def test_a_place_that_is_none_is_refused(environ: dict[str, str], said: str) -> 
     with pytest.raises(UserError, match="set RANK, WORLD_SIZE, LOCAL_RANK") as refused:
         check_place(environ)
     assert str(refused.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("rank", "processes", "usable", "in_step", "index"),
+    [(3, 8, 8, True, 3), (3, 8, 1, True, 0), (1, 2, 4, False, 1), (0, 1, 1, False, 0)],
+)
+def test_a_task_that_sees_one_gpu_takes_it_and_others_their_own(
+    rank: int, processes: int, usable: int, in_step: bool, index: int
+) -> None:
+    environ = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes)} | (
+        {"SLURM_STEP_ID": "0"} if in_step else {}
+    )
+    assert device_index(environ, usable) == index
+    for wrong in ({"usable": 1, "step": {}}, {"usable": processes - 1, "step": {"SLURM_STEP_ID": "0"}}):
+        if processes > 2:  # one device that is not bound by srun, or too few for all
+            place = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes), **wrong["step"]}
+            with pytest.raises(UserError, match=r"8 processes, usable GPUs: \d;"):
+                device_index(place, wrong["usable"])

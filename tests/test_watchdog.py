@@ -19,10 +19,9 @@ from titan_mi100.config.settings import WatchdogConfig
 from titan_mi100.data import cache
 from titan_mi100.launch import launcher as launch
 from titan_mi100.watch import heartbeat as heartbeats
-from titan_mi100.watch import outcome as outcomes
 from titan_mi100.watch import watchdog
 from titan_mi100.watch.heartbeat import COMPILE, ENDED, SAVE, START, STEP, Beat, Heartbeat, OpenFiles, read_beats
-from titan_mi100.watch.outcome import HUNG, HUNG_ELSEWHERE, Outcome, Restarts, RunState, note_restart, write_run_state
+from titan_mi100.watch.outcome import HUNG, Outcome, Restarts, RunState, note_restart, write_run_state
 from titan_mi100.watch.watchdog import ProcessSnapshot, Watch, behind
 
 CONFIG = WatchdogConfig(seconds=10, start_seconds=20, compile_seconds=30, save_seconds=40, validation_seconds=50)
@@ -394,7 +393,7 @@ def test_a_hung_runs_state_says_whether_it_can_be_resumed(tmp_path: Path, is_sav
     records.mkdir()
     watch = Watch(records, 1, str(tmp_path))
     watch.outcome = Outcome(5, "rank 0 is behind", 3, HUNG)
-    for end in (lambda: launch.conclude(watch.outcome, str(tmp_path)), lambda: watchdog._end_all(watch)):
+    for end in (lambda: launch.conclude(watch.outcome, tmp_path), lambda: watchdog._end_all(watch)):
         end()
         state = json.loads((tmp_path / "run_state.json").read_text())
         assert state["next"].startswith("to resume") == is_saved, end
@@ -402,18 +401,18 @@ def test_a_hung_runs_state_says_whether_it_can_be_resumed(tmp_path: Path, is_sav
 
 
 @pytest.mark.parametrize(
-    ("mine", "said", "message"),
+    ("is_here", "said", "message"),
     [
-        (HUNG, HUNG, "mine"), (HUNG, None, "mine"), (HUNG_ELSEWHERE, None, "mine"), (HUNG_ELSEWHERE, "running", "mine"),
-        (HUNG_ELSEWHERE, HUNG, "theirs"),
+        (True, HUNG, "mine"), (True, None, "mine"), (False, None, "mine"), (False, "running", "mine"),
+        (False, HUNG, "theirs"),
     ],
 )  # fmt: skip
 def test_the_node_that_has_the_rank_at_fault_writes_the_state(
-    mine: str, said: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_here: bool, said: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "sleep", lambda _: None)
     watch = Watch(tmp_path / "records", 1, str(tmp_path))
-    watch.outcome = Outcome(5, "mine", 3, mine)
+    watch.outcome, watch.is_cause_here = Outcome(5, "mine", 3, HUNG), is_here
     if said:
         write_run_state(tmp_path, RunState(said, 5, "theirs", ""))
     watchdog._end_all(watch)
@@ -427,20 +426,20 @@ def after(restarts: Restarts, *ends: tuple[int, str, int | None]) -> list[bool]:
 def test_what_is_restarted_and_what_is_not() -> None:
     for code, state in ((2, "bad_input"), (3, "preempted"), (4, "numerical_abort"), (6, "out_of_memory"), (0, "done"),
                         (1, "save_failed"), (1, "interrupted")):  # fmt: skip
-        assert after(Restarts(4, 9), (code, state, 5), (code, state, None)) == [False, False], state
-    for code, state in ((1, "crashed"), (5, HUNG), (5, HUNG_ELSEWHERE), (1, "running"), (1, "lost_a_process")):
-        assert after(Restarts(4, 9), (code, state, 5)) == [True], state
+        assert after(Restarts(9), (code, state, 5), (code, state, None)) == [False, False], state
+    for code, state in ((1, "crashed"), (5, HUNG), (1, "running"), (1, "lost_a_process")):
+        assert after(Restarts(9), (code, state, 5)) == [True], state
     lost = [(1, "running", step) for step in (3, 7, 9)]
-    assert after(Restarts(1, 2), *lost) == [True, True, False]
-    assert after(Restarts(1, 0), *lost[:1]) == [False]
+    assert after(Restarts(2), *lost) == [True, True, False]
+    assert after(Restarts(0), *lost[:1]) == [False]
     # the same step twice, also with another one between
-    assert after(Restarts(4, 9), (1, "crashed", 3), (1, "crashed", 3)) == [True, False]
-    assert after(Restarts(4, 9), (5, HUNG, 3), (1, "crashed", 4), (1, "crashed", 3)) == [True, True, False]
+    assert after(Restarts(9), (1, "crashed", 3), (1, "crashed", 3)) == [True, False]
+    assert after(Restarts(9), (5, HUNG, 3), (1, "crashed", 4), (1, "crashed", 3)) == [True, True, False]
     # starts that fail are counted in a row, and apart
     failed = (1, "crashed", None)
-    assert after(Restarts(4, 1), failed, failed, failed, failed) == [True, True, True, False]
-    assert after(Restarts(4, 1), failed, failed, failed, (1, "running", 2), failed) == [True] * 5
-    assert after(Restarts(1, 0), failed) == [False]
+    assert after(Restarts(1), failed, failed, failed, failed) == [True, True, True, False]
+    assert after(Restarts(1), failed, failed, failed, (1, "running", 2), failed) == [True] * 5
+    assert after(Restarts(0), failed) == [False]
 
 
 def test_restarts_stay_in_the_runs_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -461,9 +460,3 @@ def test_restarts_stay_in_the_runs_state(tmp_path: Path, caplog: pytest.LogCaptu
     (tmp_path / "run_state.json").write_text('{"restarts": 3}')
     write_run_state(tmp_path, RunState("done", 0, "", ""))
     assert "restarts" not in json.loads((tmp_path / "run_state.json").read_text())
-
-
-def test_of_several_nodes_the_one_that_has_the_rank_at_fault_is_believed() -> None:
-    waits, at_fault = Outcome(5, "all wait", 3, HUNG_ELSEWHERE), Outcome(5, "rank 9 is behind", 3, HUNG)
-    assert outcomes.combined([waits, at_fault]).message == "rank 9 is behind"
-    assert outcomes.combined([waits, Outcome(1, "lost", 3, "lost_a_process")]).code == 5

@@ -72,8 +72,6 @@ ROWS = {
     16: Row("kills and hangs with --max_restarts", "50: final weights bit for bit as uninterrupted",
             "chaos.hangs.restarts"),
     17: Row("slow disk, long compile, long validation, slow rows", "100: no alarm", "chaos.hangs.slow"),
-    13: Row("starts on two nodes, every second with a rank or agent killed, a node late, a connection refused",
-            "100: all train", "chaos.starts.starts"),
     14: Row("jobs in a real SLURM: plain, killed, near the wall, with a silent node, in a chain",
             "all train; a killed task ends its step in 60 s, and the job resumes", "chaos.slurm.jobs",
             "root munged munge slurmctld slurmd sbatch runuser @n1 @n2 @n3"),

@@ -21,11 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from chaos.case import Case, Outcome
-from chaos.starts import CONFIG
-from conftest import REPO, free_port, job_environment
+from conftest import MINIMAL, REPO, free_port, job_environment
 
 from titan_mi100.watch.outcome import read_outcome
 
+CONFIG = f"""{MINIMAL}seq_len = 128
+steps = 2
+mixed_precision_param = "float32"
+[metrics]
+enable_tensorboard = false
+"""
 NODES = ("n1", "n2", "n3")
 SETTINGS = """
 ClusterName=chaos

@@ -14,7 +14,7 @@ from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.wording import as_key, has_control_characters, shown
 
 Document = Mapping[str, Any]  # a parsed TOML file
-LAUNCHER_OPTIONS = ("max_restarts", "nproc_per_node", "nnodes", "node_rank", "rdzv", "rehearse")
+LAUNCHER_OPTIONS = ("max_restarts", "nproc_per_node", "rehearse")
 _STRAY = "; only a list takes several values (--job.config_file names a TOML file, --data.path data)"
 
 

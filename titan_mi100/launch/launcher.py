@@ -1,14 +1,15 @@
 """Starts a run and supervises it: `python -m titan_mi100.launch.launcher ARGS`, as run_train.sh and `train` do.
 
 It checks the config, prepares the data, runs the trainer, forwards signals, and ends with an exit code of
-docs/DESIGN.md. Several processes run under torchrun; a single one runs without it, which starts sooner.
-several_nodes.py is about several nodes. The module imports little, and no torch, to start fast.
+docs/DESIGN.md. Several processes run under torchrun; a single one runs without it, which starts sooner. Several nodes
+are started without this module (docs/CLUSTER.md). It imports little, and no torch, to start fast.
 
 Signals are blocked and read by sigwait; there are no signal handlers. So no signal interrupts other code, and no signal
 is lost. run_train.sh blocks them before it starts Python.
 """
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -23,36 +24,37 @@ from types import MappingProxyType
 from titan_mi100.config.settings import WatchdogConfig
 from titan_mi100.config.srun import ASKS_LIMIT, PLACE, RUN_FOLDER, srun_tasks
 from titan_mi100.errors import UserError
-from titan_mi100.launch import links
 from titan_mi100.launch.machine_checks import before_start
-from titan_mi100.launch.several_nodes import Leader, follow, parse
+from titan_mi100.launch.torch_build import installed
+from titan_mi100.planning.hardware import default_process_count
 from titan_mi100.streams import open_streams
 from titan_mi100.watch.heartbeat import FOLDER_FILE, WATCHED, WRITE_STACKS
 from titan_mi100.watch.outcome import (
-    ATTEMPTS,
     HUNG,
-    HUNG_ELSEWHERE,
     INTERRUPTED,
     LOST,
     RUNNING,
     STATE,
     Outcome,
     Restarts,
-    RunState,
     append_to_log,
     note_restart,
     read_outcome,
-    write_run_state,
 )
-from titan_mi100.watch.watchdog import LOOK, Idle, Watch, how_to_start_again
+from titan_mi100.watch.watchdog import LOOK, Idle, Watch, write_end
 from titan_mi100.wording import command_name, printable
 
 TRAINER, TEACHER = ("-m", "titan_mi100.train"), ("-m", "titan_mi100.teacher")
 _CONFIG = ("-m", "titan_mi100.config.load")
 _REHEARSAL = ("-m", "titan_mi100.tools.plan")
 _PREPARE = ("-m", "titan_mi100.data.prepare")
-_TORCHRUN = ("-m", "torch.distributed.run", "--log-dir", os.devnull)
-_ONE_NODE = ("--standalone", "--local-addr", "127.0.0.1")
+_TORCHRUN = ("-m", "torch.distributed.run", "--log-dir", os.devnull, "--standalone", "--local-addr", "127.0.0.1")
+_SRUN = "srun python -m titan_mi100.train ..."
+_ON_EACH = (
+    "torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint FIRST_HOST:29400 "
+    "-m titan_mi100.train --job.run_folder SHARED_FOLDER ..."
+)
+_OF_NODES = ("nnodes", "node_rank", "rdzv", "rdzv_timeout", "rdzv_backend", "rdzv_endpoint", "rdzv_id")
 _RECORDS = "watch"  # folder of the processes' records, beside the outcome file
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # signals that stop a run
 SIGNALS = (*_STOP, signal.SIGUSR2)  # that must be blocked when `main` begins
@@ -84,22 +86,19 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ, prog
             return 0
         if file := environ.get("CONFIG_FILE", ""):  # torchtitan's run_train.sh reads it
             raise UserError(f"CONFIG_FILE is not read here; unset it, and write --job.config_file {shlex.quote(file)}")
-        processes, launcher.arguments, place, restarts = parse(arguments, environ.get("NGPU", ""))
-        launcher.processes = processes
+        launcher.processes, launcher.arguments, restarts = parse(arguments, environ.get("NGPU", ""))
         copies = environ.get("WORLD_SIZE") or str(srun_tasks(environ))
-        if copies not in ("1", str(place.most) if place else "1"):
+        if copies != "1":
             raise UserError(
                 f"srun, or WORLD_SIZE, says that {copies} processes were started, and each run_train.sh would train a "
                 "model of its own; start one (srun --ntasks=1, or none; unset RANK and WORLD_SIZE), or without it: "
-                "srun python -m titan_mi100.train ...; or one on each node, with --nnodes, --node_rank and --rdzv"
+                f"{_SRUN}"
             )
         for name in (*PLACE, RUN_FOLDER):
             os.environ.pop(name, None)  # may come from a job that has started this one
-        set_defaults(processes)
-        before_start(processes, say)
-        if place is None:
-            return _run_alone(launcher, processes, restarts)
-        return _lead(launcher, place, processes, restarts) if place.rank == 0 else follow(launcher, place, processes)
+        set_defaults(launcher.processes)
+        before_start(launcher.processes, say)
+        return launcher.run(restarts)
     except UserError as error:
         say(error)
         return 2
@@ -108,49 +107,47 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ, prog
         return 1
 
 
-def _run_alone(launcher: "Launcher", processes: int, most_restarts: int) -> int:
-    """Run on a single node, with restarts. Returns the exit code."""
-    folder = launcher.check(processes)
-    launcher.prepare(folder)
-    torchrun = (*_ONE_NODE, "--nproc_per_node", str(processes)) if processes > 1 else ()
-    restarts = Restarts(ATTEMPTS if most_restarts else 1, most_restarts)
-    while True:
-        outcome = launcher.attempt(torchrun)
-        if not outcome.state:  # the trainer ended before it wrote a state
-            launcher.exit_if_stopped()
-            outcome = outcome._replace(code=1)
-        if launcher.is_stopped() or not (words := restarts.next(outcome)):
-            return conclude(outcome, folder)
-        launcher.restart(folder, outcome, words)
+def parse(arguments: Sequence[str], ngpu: str = "") -> tuple[int, list[str], int]:
+    """The number of processes, the trainer's arguments, and how often the run is restarted.
+
+    Args:
+        ngpu: the number of processes where the command line has none.
+
+    Raises:
+        UserError: an option has no such value, or is for several nodes.
+    """
+    rest, trainer, options = list(arguments), list[str](), dict[str, str]()
+    while rest:
+        argument = rest.pop(0)
+        name, has_value, value = argument.partition("=")
+        option = name.removeprefix("--").replace("-", "_")
+        if name.startswith("--") and option in _OF_NODES:
+            raise UserError(f"{name}: one node is started here; for several, run on each: {_ON_EACH}; or: {_SRUN}")
+        if not name.startswith("--") or option not in ("nproc_per_node", "max_restarts"):
+            trainer.append(argument)
+            continue
+        if not has_value and not rest:
+            raise UserError(f"{name} needs a value, e.g. {name} 2")
+        value = value if has_value else rest.pop(0)
+        if option in options:
+            raise UserError(f"--{option} is given twice, as {options[option]!r} and {value!r}; keep one of them")
+        options[option] = value
+    count, restarts = options.get("nproc_per_node", ngpu or None), options.get("max_restarts", "0")
+    if not re.fullmatch("[0-9]{1,4}", restarts, re.ASCII):
+        raise UserError(f"--max_restarts must be a whole number from 0 to 9999, not {restarts!r}")
+    if count is None:
+        count = str(default_process_count(bool(installed(wants_blas=False, environ=os.environ).hip)))
+    elif not re.fullmatch("[1-9][0-9]?", count, re.ASCII):
+        raise UserError(f"the number of processes must be 1 to 99, not {count!r} (--nproc_per_node, NGPU)")
+    return int(count), trainer, int(restarts)
 
 
-def _lead(launcher: "Launcher", place: links.Endpoint, processes: int, most_restarts: int) -> int:
-    """Node 0's part of a run on several nodes. Returns the exit code, which is sent to the other nodes too."""
-    folder, code = launcher.check(processes * place.most), 1
-    with links.Host(place, processes) as host:
-        try:
-            outcome = Leader(launcher, host, place, processes).run(folder, Restarts(ATTEMPTS, most_restarts))
-            code = outcome.code
-        except UserError:
-            code = 2
-            raise
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-            raise
-        finally:
-            host.tell(do="end", code=code)
-    return conclude(outcome, folder)
-
-
-def conclude(outcome: Outcome, folder: str) -> int:
+def conclude(outcome: Outcome, folder: Path) -> int:
     """Print how the run has ended, and return its exit code."""
     for line in outcome.message.splitlines():
         say(line)
-    # In these cases no process of the run could write its state.
-    if outcome.state in (HUNG, HUNG_ELSEWHERE, LOST, INTERRUPTED) and os.path.isdir(folder):
-        state = HUNG if outcome.state == HUNG_ELSEWHERE else outcome.state
-        again = how_to_start_again(Path(folder))
-        write_run_state(Path(folder), RunState(state, outcome.code, outcome.message, again, outcome.step))
+    if outcome.state in (HUNG, LOST, INTERRUPTED) and folder.is_dir():
+        write_end(folder, outcome)
     if outcome.code:
         say(f"exit code {outcome.code}: {_MEANING.get(outcome.code, 'did not finish')}. Run folder: {folder}")
     return outcome.code
@@ -179,7 +176,8 @@ class Launcher:
     Attributes:
         program: what each process of the run is started with.
         arguments: of that program.
-        processes: number of processes of this node.
+        processes: number of processes of the run.
+        folder: the run folder.
     """
 
     program: Sequence[str] = TRAINER
@@ -187,10 +185,10 @@ class Launcher:
 
     def __init__(self) -> None:
         self.arguments: Sequence[str] = ()
-        self.processes = 1
+        self.processes, self.folder = 1, Path()
         self._limit = WatchdogConfig().start_seconds  # without CPU time, for steps before the training
         self._stop_signal: signal.Signals | None = None  # the first stop signal
-        self._outcome, self._under_torchrun = Path(), True
+        self._outcome = Path()
         # Signals that the parent has set to be ignored stay ignored: nohup ignores SIGHUP.
         heard = {number for number in _STOP if signal.getsignal(number) != signal.SIG_IGN}
         self._signals = heard | {signal.SIGCHLD, signal.SIGALRM, WRITE_STACKS}
@@ -198,34 +196,37 @@ class Launcher:
         # Some parents leave SIGCHLD ignored; the kernel would then discard the children's exit codes.
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
-    def check(self, world: int, rank: int = 0, folder: str = "") -> str:
-        """Check the config once, before any process starts. Returns the run folder, which all processes share.
+    def run(self, most_restarts: int) -> int:
+        """Check the config, prepare the data, and run the trainer, with restarts. Returns the exit code."""
+        self._check()
+        self._prepare()
+        restarts = Restarts(most_restarts)
+        while True:
+            outcome = self.attempt()
+            if not outcome.state:  # the trainer ended before it wrote a state
+                self._exit_if_stopped()
+                outcome = outcome._replace(code=1)
+            if self._stop_signal or not (words := restarts.next(outcome)):
+                return conclude(outcome, self.folder)
+            self._restart(outcome, words)
 
-        Args:
-            world: number of processes of the job.
-            rank: check as the process with this rank would.
-            folder: the run folder; "": create it now.
-        """
+    def _check(self) -> None:
+        """Check the config once, before any process starts, and make the run folder, which all processes share."""
         os.environ.pop(RUN_FOLDER, None)
-        settings = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "", "MASTER_PORT": "0", ASKS_LIMIT: "1"}
-        settings |= {RUN_FOLDER: folder} if folder else {}
-        label, pipe = "the check of the config", subprocess.PIPE
-        output = self.run_first(label, *_CONFIG, *self.arguments, stdout=pipe, environment=settings)
-        limit, _, os.environ[RUN_FOLDER] = os.fsdecode(output).removesuffix("\n").partition(" ")
-        self._limit = float(limit)
-        return os.environ[RUN_FOLDER]
+        first_rank = {"RANK": "0", "WORLD_SIZE": str(self.processes), "MASTER_ADDR": "", "MASTER_PORT": "0"}
+        label, environment, pipe = "the check of the config", {**first_rank, ASKS_LIMIT: "1"}, subprocess.PIPE
+        output = self.run_first(label, *_CONFIG, *self.arguments, stdout=pipe, environment=environment)
+        limit, _, folder = os.fsdecode(output).removesuffix("\n").partition(" ")
+        self._limit, self.folder = float(limit), Path(folder)
+        os.environ[RUN_FOLDER] = folder
 
-    def prepare(self, folder: str) -> None:
-        """Prepare the data in a process without torch: bad rows are reported here, before a GPU is used.
-
-        Args:
-            folder: gets the ledger; it is removed if the preparation fails and the folder is empty.
-        """
+    def _prepare(self) -> None:
+        """Prepare the data in a process without torch: bad rows are reported here, before a GPU is used."""
         try:
-            self.run_first("the preparation of the data", *_PREPARE, *self.arguments, environment={RUN_FOLDER: folder})
+            self.run_first("the preparation of the data", *_PREPARE, *self.arguments)
         except BaseException:
-            with suppress(OSError):
-                os.rmdir(folder)  # only now: if it were removed earlier, another run could get the same name
+            with suppress(OSError):  # it is not empty
+                self.folder.rmdir()  # only now: if it were removed earlier, another run could get the same name
             raise
 
     def run_first(
@@ -242,7 +243,7 @@ class Launcher:
         """
         idle, environment = Idle(self._limit), {"PYTHONFAULTHANDLER": "1", **environment}  # stacks at SIGABRT
         status, output = self._run(what, command, Process.terminate, environment, idle.look, stdout)
-        self.exit_if_stopped()
+        self._exit_if_stopped()
         if idle.message:
             say(f"{what} hangs: {idle.message}; exit code 5")
             sys.exit(5)
@@ -250,39 +251,27 @@ class Launcher:
             sys.exit(status if status in _MEANING else 1)
         return output
 
-    def attempt(self, torchrun: Sequence[str], is_over: IsOver | None = None) -> Outcome:
-        """Run the trainer until it ends.
-
-        Args:
-            torchrun: torchrun's arguments; empty: run the trainer without torchrun.
-            is_over: called from time to time; the trainer is killed when it returns True.
-
-        Returns:
-            The outcome; a run that succeeded has no message.
-        """
-        self._under_torchrun = bool(torchrun)
-        command = (*_TORCHRUN, *torchrun, *self.program) if torchrun else self.program
+    def attempt(self) -> Outcome:
+        """Run the trainer until it ends. Returns the outcome; a run that succeeded has no message."""
+        program, command = "the trainer", (*self.program, *self.arguments)
+        if self.processes > 1:
+            program, command = "torchrun", (*_TORCHRUN, "--nproc_per_node", str(self.processes), *command)
         with tempfile.TemporaryDirectory(prefix="titan-launch-", ignore_cleanup_errors=True) as temporary:
             self._outcome = Path(temporary, "outcome")  # the trainer creates the file
             records = Path(temporary, _RECORDS)
             records.mkdir()
-            state_file = Path(os.environ[RUN_FOLDER], STATE)
+            state_file = self.folder / STATE
             state_before = _stamp(state_file)
-            watch = Watch(records, self.processes, os.environ[RUN_FOLDER])
+            watch = Watch(records, self.processes, str(self.folder))
             environment = {
                 "TITAN_OUTCOME": str(self._outcome), "TITAN_LAUNCHER_PID": str(os.getpid()), WATCHED: str(records)
             }  # fmt: skip
-            program = "torchrun" if torchrun else "the trainer"
-            is_ended = False  # because of a hang, or of another node
 
-            def is_to_end() -> bool:
-                nonlocal is_ended
-                is_ended = is_ended or watch.look() or (is_over is not None and is_over())
-                return is_ended
+            def hangs() -> bool:
+                return watch.outcome is not None or watch.look()
 
-            command = (*command, *self.arguments)
-            status, _ = self._run(program, command, self._tell_workers, environment, is_to_end)
-            vanished = watch.vanished()  # before the next lines kill what is left
+            status, _ = self._run(program, command, self._tell_workers, environment, hangs)
+            watch.vanished()  # finds the first ones, before the next lines kill what is left
             # Kill workers that a killed torchrun has left. Repeat it: a process that is just being started does not
             # show its environment yet, so it is not found.
             for _ in range(3 if status else 0):
@@ -292,52 +281,32 @@ class Launcher:
             if not records.is_dir() and _stamp(state_file) != state_before:  # a cleaner of /tmp has removed it
                 outcome = read_outcome(state_file)
             outcome = outcome or Outcome(0)
-            last_step, vanished = watch.last_step(), vanished if is_ended else watch.vanished()
-        folder = Path(os.environ[RUN_FOLDER])
+            last_step, vanished = watch.last_step(), watch.vanished()
         if watch.outcome is not None:
-            append_to_log(folder, watch.outcome.message.splitlines())
+            append_to_log(self.folder, watch.outcome.message.splitlines())
             return watch.outcome
         if status and last_step is not None:  # a killed process could not write its last step
             outcome = outcome._replace(step=max(last_step, outcome.step or 0))
         if self._is_interrupted:
             return Outcome(1, "Ctrl-C came again: ended at once, without saving", outcome.step, INTERRUPTED)
-        # state "": rank 0 is on another node, or has not written it yet
-        if status and vanished and (outcome.state in (RUNNING, LOST) or not (outcome.state or self.is_stopped())):
-            append_to_log(folder, vanished)
+        # state "": rank 0 has not written it yet
+        if status and vanished and (outcome.state in (RUNNING, LOST) or not (outcome.state or self._stop_signal)):
+            append_to_log(self.folder, vanished)
             message = outcome.message if outcome.state == LOST else ""
             outcome = outcome._replace(state=LOST, message="\n".join(filter(None, [*vanished, message])))
         # Repeat the message of a failed run: the trainer has printed it, but above torchrun's long report.
         return outcome._replace(code=outcome.code or 1) if status else outcome._replace(message="")
 
-    def restart(self, folder: str, outcome: Outcome, words: str) -> None:
+    def _restart(self, outcome: Outcome, words: str) -> None:
         """Print why a run is restarted, and record it in run_state.json and train.log."""
         for line in [*outcome.message.splitlines(), words]:
             say(line)
-        append_to_log(Path(folder), [words])
-        note_restart(Path(folder), outcome)
+        append_to_log(self.folder, [words])
+        note_restart(self.folder, outcome)
         if outcome.step is not None:
-            self.use_config_of(folder)
-
-    def use_config_of(self, folder: str) -> None:
-        """Let the next attempt read the config in the run folder instead of the user's file.
-
-        The user's file may have changed since, and options such as load_step must not apply a second time.
-        """
-        self.arguments = ("--job.config_file", str(Path(folder, "config.toml")))
-
-    def is_stopped(self) -> bool:
-        """Whether a stop signal has come."""
-        return self._stop_signal is not None
-
-    def rest(self, seconds: float) -> None:
-        """Wait, and exit after a stop signal."""
-        number = signal.sigtimedwait(self._signals, seconds)
-        if number is not None and number.si_signo in _STOP:
-            self._stop_signal = signal.Signals(number.si_signo)
-        self.exit_if_stopped()
-
-    def say(self, words: object) -> None:
-        say(words)
+            # Continue with the settings of the run: the user's file may have changed since, and options such as
+            # load_step must not apply a second time.
+            self.arguments = ("--job.config_file", str(self.folder / "config.toml"))
 
     def _run(
         self,
@@ -411,7 +380,7 @@ class Launcher:
 
     def _signal_ranks(self, process: Process, number: int) -> None:
         """Signal the training processes: the process itself, or torchrun's children."""
-        if self._under_torchrun:
+        if self.processes > 1:
             self._signal_workers(number, process.pid)
         else:
             process.send_signal(number)
@@ -429,7 +398,7 @@ class Launcher:
                 if parent in (None, int(state[1])) and mark in (process / "environ").read_bytes().split(b"\0"):
                     os.kill(int(process.name), number)
 
-    def exit_if_stopped(self) -> None:
+    def _exit_if_stopped(self) -> None:
         """Exit with code 3 after a stop signal."""
         if self._stop_signal:
             say(f"{self._stop_signal.name}: stopped before the run began; nothing was trained; exit code 3")

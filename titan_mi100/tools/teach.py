@@ -35,7 +35,7 @@ _TOP_K = 32
 # What settings may begin with: those that say which rows, and those that say how a pass is computed.
 _OF_ROWS = ("--data.", "--model.tokenizer_path", "--model.chat_template", "--training.seq_len")
 _OF_A_PASS = (
-    *("--nproc_per_node", "--nproc-per-node", "--nnodes", "--node_rank", "--rdzv", "--max_restarts", "--parallelism."),
+    *("--nproc_per_node", "--nproc-per-node", "--max_restarts", "--parallelism."),
     *("--memory.", "--compile.", "--watchdog.", "--model.attention_backend", "--lora.", "--training.seed"),
     *("--training.mixed_precision_param", "--training.local_batch_size", "--training.gradient_accumulation_steps"),
     *("--job.description", "--activation_checkpoint."),

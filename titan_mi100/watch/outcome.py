@@ -23,13 +23,10 @@ from titan_mi100.files.plain import LARGEST_CONFIG, read_plain
 from titan_mi100.log import log
 from titan_mi100.wording import printable
 
-ATTEMPTS = 4  # the first start and three more
+_STARTS = 4  # how many in a row may fail before their first step
 STATE = "run_state.json"
 START = "TITAN_START"  # environment variable that names this start of a run; run_state.json repeats it
-RUNNING, LOST, INTERRUPTED = "running", "lost_a_process", "interrupted"  # states of run_state.json
-# hung: a process of the reporting node hangs. hung_elsewhere: its processes only wait for a hanging one.
-HUNG, HUNG_ELSEWHERE = "hung", "hung_elsewhere"
-KILLED = "was killed, or ended without a word"  # in the message of the node whose process was the first to vanish
+RUNNING, HUNG, LOST, INTERRUPTED = "running", "hung", "lost_a_process", "interrupted"  # states of run_state.json
 
 
 class Outcome(NamedTuple):
@@ -68,7 +65,7 @@ def read_outcome(path: Path, start: str = "") -> Outcome | None:
 
 def _may_go_better(outcome: Outcome) -> bool:
     """Whether another start may succeed: after a crash, a hang or a lost process, but not after a wrong config."""
-    return outcome.code in (1, 5) and outcome.state in ("", RUNNING, LOST, "crashed", HUNG, HUNG_ELSEWHERE)
+    return outcome.code in (1, 5) and outcome.state in ("", RUNNING, LOST, "crashed", HUNG)
 
 
 @dataclass(frozen=True)
@@ -147,17 +144,13 @@ def restarts_of(path: Path) -> list[Any]:
 class Restarts:
     """Decides whether a run that has ended is started again, and counts the restarts.
 
-    A start that fails before its first step is tried again, up to `starts` in a row. A run that has trained is
-    restarted after a crash, a hang or a lost process, up to `most` times, but not after a second failure at the same
-    step.
+    A run that has trained is restarted after a crash, a hang or a lost process, up to `most` times, but not after a
+    second failure at the same step. If `most` is not 0, a start that fails before its first step is tried again, up to
+    three times in a row.
     """
 
-    def __init__(self, starts: int = 1, most: int = 0) -> None:
-        """Args:
-        starts: how many starts in a row may fail before their first step.
-        most: how many restarts a run that has trained gets.
-        """
-        self._starts, self._most = starts, most
+    def __init__(self, most: int) -> None:
+        self._starts, self._most = _STARTS if most else 1, most
         self._failed_starts, self._restarts, self._steps = 0, 0, set[int]()
 
     def next(self, outcome: Outcome) -> str:
@@ -201,28 +194,6 @@ def append_to_log(folder: Path, lines: Iterable[str]) -> None:
             file.writelines(f"{now} ERROR {printable(line)}\n" for line in lines)
     except OSError as error:
         log.warning(f"{folder}/train.log: cannot be written to: {error.strerror}")
-
-
-def combined(outcomes: Iterable[Outcome]) -> Outcome:
-    """Combine the outcomes of all nodes into that of the job.
-
-    Args:
-        outcomes: one per node, in the order in which the nodes ended. A node without a message has code 0 if it
-            succeeded and 1 if not.
-
-    Returns:
-        The outcome that explains most. If processes vanished: all messages, that of a killed process first.
-    """
-    every = list(outcomes)
-    step = max((outcome.step for outcome in every if outcome.step is not None), default=None)
-    failed = sorted((outcome for outcome in every if outcome.code), key=lambda outcome: outcome.state == HUNG_ELSEWHERE)
-    decided = [outcome for outcome in failed if outcome.code != 1]  # a specific code explains more than 1 (crashed)
-    causes = [outcome for outcome in failed if outcome.message and outcome.state not in (RUNNING, LOST)]
-    lost = sorted((o for o in failed if o.message and o.state == LOST), key=lambda o: KILLED not in o.message)
-    if lost and not (decided or causes):
-        return lost[0]._replace(step=step, message="\n".join(dict.fromkeys(outcome.message for outcome in lost)))
-    spoken = [outcome for outcome in failed if outcome.message]
-    return (decided or causes or spoken or failed or [Outcome(0, state="done")])[0]._replace(step=step)
 
 
 def next_move(outcome: Outcome) -> str:

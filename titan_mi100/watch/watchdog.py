@@ -23,16 +23,7 @@ from typing import BinaryIO, NamedTuple
 from titan_mi100.checkpoint.sealed import DamagedError, all_checkpoints, damaged, list_checkpoints, read_manifest
 from titan_mi100.errors import UserError
 from titan_mi100.watch.heartbeat import ENDED, FOLDER_FILE, WRITE_STACKS, Beat, OpenFiles, read_beats, stacks_file
-from titan_mi100.watch.outcome import (
-    HUNG,
-    HUNG_ELSEWHERE,
-    KILLED,
-    STATE,
-    Outcome,
-    RunState,
-    read_outcome,
-    write_run_state,
-)
+from titan_mi100.watch.outcome import HUNG, STATE, Outcome, RunState, read_outcome, write_run_state
 
 LOOK = 1.0  # seconds between two looks
 _LONGEST_LOOK = 4.0  # seconds counted at most between two looks: after a longer gap the watcher itself was stopped
@@ -118,9 +109,11 @@ class Watch:
 
     Attributes:
         outcome: the run's, once it hangs.
+        is_cause_here: whether the process that hangs is on this node; else all of this node's wait.
     """
 
     outcome: Outcome | None = None
+    is_cause_here = False
 
     def __init__(self, folder: Path, processes: int, run_folder: str = "", first_sign: float = _FIRST_SIGN) -> None:
         """Args:
@@ -181,8 +174,8 @@ class Watch:
         self._look_for_vanished(self.beats())
         host = socket.gethostname()
         return [
-            f"rank {beat.rank} on {host} {KILLED}, {ProcessSnapshot(beat, 'S', '', '').doing()}; where "
-            "memory ran out, dmesg says so"
+            f"rank {beat.rank} on {host} was killed, or ended without a word, "
+            f"{ProcessSnapshot(beat, 'S', '', '').doing()}; where memory ran out, dmesg says so"
             for beat in self._vanished
         ]
 
@@ -215,7 +208,8 @@ class Watch:
                 message += f"\nstacks of all: {path}"
             except OSError as error:
                 message += f"\n{path} cannot be written to: {error.strerror}"
-        return Outcome(5, message, self.last_step(), HUNG if late or not processes else HUNG_ELSEWHERE)
+        self.is_cause_here = bool(late or not processes)
+        return Outcome(5, message, self.last_step(), HUNG)
 
 
 def _examine(folder: Path, beats: Sequence[Beat], files: OpenFiles) -> list[ProcessSnapshot]:
@@ -332,6 +326,12 @@ def how_to_start_again(folder: Path | None) -> str:
     return "no intact checkpoint was saved; start again from step 0 with the same command"
 
 
+def write_end(folder: Path | None, outcome: Outcome) -> None:
+    """Write the state of a run whose processes could not. Args: folder: of the run; None: not known."""
+    again = how_to_start_again(folder)
+    write_run_state(folder, RunState(outcome.state, outcome.code, outcome.message, again, outcome.step))
+
+
 def main(folder: Path, processes: int) -> None:
     """Watch processes that torchrun or srun has started, until they have ended."""
     watch, first_has_ended = Watch(folder, processes), False
@@ -365,8 +365,8 @@ def _end_all(watch: Watch) -> None:
     with suppress(OSError):
         os.write(2, f"ERROR the run hangs: {outcome.message}\n".encode(errors="backslashreplace"))
     stored = read_outcome(folder / STATE) if folder is not None else None
-    if outcome.state == HUNG or stored is None or stored.state != HUNG:  # else another node has named the rank at fault
-        write_run_state(folder, RunState(HUNG, 5, outcome.message, how_to_start_again(folder), outcome.step))
+    if watch.is_cause_here or stored is None or stored.state != HUNG:  # else another node has named the rank at fault
+        write_end(folder, outcome)
     for number in (signal.SIGCONT, signal.SIGTRAP, signal.SIGKILL):
         for beat in watch.beats():
             with suppress(OSError):
