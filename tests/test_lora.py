@@ -199,18 +199,24 @@ def test_two_processes_have_pefts_gradients_and_train_save_and_resume_adapters_o
     one = {"case": "tied", "local_batch_size": 2, "accumulation": 2, **FP64}
     whole = {**one, "local_batch_size": 4}
     random = {**one, "lora": {**FP64["lora"], "dropout": 0.2}, "param": "bfloat16", "checkpointing": "full"}
+    rows = {**one, "lora": {**WITH_ROWS["lora"], "b_lr_ratio": 4.0}}
     powersgd = {"zero_stage": 0, "powersgd_rank": 1, "powersgd_start_step": 2}
     runs = {
         "straight": {**one, "stop": 4},
         "half": {**one, "stop": 2, "save": "half"},
         "same": {**one, "stop": 4, "resume": "half", "from": 2},
         "PP2": {**whole, "stop": 4, "resume": "half", "from": 2, "parallelism": pipeline(), "save": "pp"},
+        "rows": {**rows, "stop": 4},
+        "rows half": {**rows, "stop": 2, "save": "rows"},
+        "rows same": {**rows, "stop": 4, "resume": "rows", "from": 2},
+        "rows PP2": {**rows, "local_batch_size": 4, "stop": 4, "resume": "rows", "from": 2, "parallelism": pipeline()},
         "random": {**random, "stop": 4},
         "random half": {**random, "stop": 2, "save": "random"},
         "random same": {**random, "stop": 4, "resume": "random", "from": 2},
     }
     if full:
         runs |= {
+            "rows TP2": {**rows, "local_batch_size": 4, "stop": 4, "resume": "rows", "from": 2, "parallelism": TP2},
             "PowerSGD": {**random, "stop": 3, "parallelism": powersgd},
             "random TP2": {**random, "local_batch_size": 4, "stop": 1, "parallelism": TP2},
             "random PP2": {**random, "local_batch_size": 4, "stop": 1, "parallelism": pipeline()},
@@ -223,7 +229,8 @@ def test_two_processes_have_pefts_gradients_and_train_save_and_resume_adapters_o
     for index, rank in enumerate(ranks):
         for name, record in rank.items():
             replicated = runs[name].get("parallelism", {}).get("zero_stage") == 0  # the first replica counts for all
-            assert record["copies"] == (len(record["weights"]) if replicated and index else 0), name
+            second_copy = name == "rows PP2" and index == 1  # the head's, of a tied embedding's rows
+            assert record["copies"] == (len(record["weights"]) if replicated and index else second_copy), name
             dtype = torch.float64 if runs[name]["param"] == "float64" else torch.float32
             base = torch.float64 if runs[name]["param"] == "float64" else torch.bfloat16
             assert all(is_adapter(changed) for changed in record["changed"]), name
@@ -232,14 +239,15 @@ def test_two_processes_have_pefts_gradients_and_train_save_and_resume_adapters_o
             assert not record["validation_drew"], name
             assert record["validation"][0] == record["validation"][1], name
         assert rank["straight"]["changed"] == shapes.keys()
-        for name in {"same", "DDP", "TP2", "PP2"} & rank.keys():
-            assert rank[name]["losses"] == pytest.approx(rank["straight"]["losses"][2:], rel=1e-10), name
-            assert rank[name]["validation"] == pytest.approx(rank["straight"]["validation"], rel=1e-10), name
+        for name in {"same", "DDP", "TP2", "PP2", "rows TP2", "rows PP2"} & rank.keys():
+            straight = rank["rows" if name.startswith("rows") else "straight"]
+            assert rank[name]["losses"] == pytest.approx(straight["losses"][2:], rel=1e-10), name
+            assert rank[name]["validation"] == pytest.approx(straight["validation"], rel=1e-10), name
             for weight, tensor in rank[name]["weights"].items():
-                exact = rank["straight"]["weights"][weight]
+                exact = straight["weights"][weight]
                 assert (tensor - exact).norm() <= 1e-9 * exact.norm(), (name, weight)
         assert not full or len(rank["PP2 to ZeRO-2"]["losses"]) == 1
-        for before, after in (("straight", "same"), ("random", "random same")):
+        for before, after in (("straight", "same"), ("rows", "rows same"), ("random", "random same")):
             assert rank[after]["losses"] == rank[before]["losses"][2:]
             assert all(torch.equal(t, rank[before]["weights"][n]) for n, t in rank[after]["weights"].items())
         adapters = 4 * sum(np.prod(shape) for shape in shapes.values())
