@@ -408,7 +408,7 @@ def read_checked(folder: Path) -> None:
         ({"peft_type": "IA3"}, "peft_type = 'IA3'; only LORA"),
         ({"peft_type": ["LORA"]}, "only LORA"),
         ({"use_dora": True}, "use_dora = True is not supported; merge the adapter"),
-        ({"use_rslora": True}, "use_rslora = True is not supported"),
+        ({"use_rslora": 1}, "use_rslora = 1 is neither true nor false"),
         ({"bias": "all"}, "bias = 'all' is not supported"),
         ({"lora_bias": True}, "lora_bias"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),

@@ -111,7 +111,7 @@ def token_losses(
     """
     chosen = hidden.flatten(0, 1)[targets.tokens]
     trained = None if rows is None else rows.rows(hidden.dtype)
-    losses, best = _BlockedCrossEntropy.apply(chosen, weight, targets.ids, group, memory, trained, rows)
+    losses, best = _BlockedCrossEntropy.apply(chosen, weight, targets.ids, _Shard(group, rows), memory, trained)
     return Predicted(losses, best, targets.ids != IGNORE)
 
 
@@ -136,14 +136,13 @@ class _BlockedCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         ids: Tensor,
-        group: dist.ProcessGroup | None,
+        shard: "_Shard",
         memory: HeadMemory,
         rows: Tensor | None = None,
-        of: TokenRows | None = None,
     ) -> tuple[Tensor, Tensor]:  # (n, H), (V, H), (n, k), (tokens, H) -> (n, k), (n,)
-        known = ids != IGNORE
+        known, group = ids != IGNORE, shard.group
         ids = ids if group is None else ids - dist.get_rank(group) * len(weight)  # columns of this shard
-        blocks = _form(hidden, ids)(hidden, weight, memory).with_rows(rows, of)
+        blocks = _form(hidden, ids)(hidden, weight, memory).with_rows(rows, shard.rows)
         highest = torch.full(ids.shape[:1], -torch.inf, dtype=blocks.wide, device=hidden.device)
         total, target = torch.zeros_like(highest), highest.new_zeros(ids.shape)
         sums = _Sums(highest, total, target)
@@ -159,7 +158,7 @@ class _BlockedCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, ids, known, log_sum, target if blocks.needs_target(ids) else None, rows)
         blocks.holds_logits = blocks.keeps_logits
         ctx.blocks, ctx.form, ctx.memory = blocks if blocks.keeps_logits else None, type(blocks), memory
-        ctx.of = of
+        ctx.of = shard.rows
         best = highest - log_sum
         ctx.mark_non_differentiable(best)
         return torch.where(known, log_sum[:, None] - target, 0.0), best
@@ -190,7 +189,14 @@ class _BlockedCrossEntropy(torch.autograd.Function):
                 grad_rows[row] = delta[:, column] @ hidden
         # Free the kept logits now: a pipeline holds its outputs, and through them ctx, until the step ends.
         ctx.blocks = None
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, grad_rows, None
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, grad_rows
+
+
+class _Shard(NamedTuple):
+    """The ranks that share the vocabulary, and tokens whose rows stand for the weight's own."""
+
+    group: dist.ProcessGroup | None
+    rows: TokenRows | None = None
 
 
 class _Sums(NamedTuple):
@@ -402,7 +408,7 @@ def trial(device: torch.device, dtype: torch.dtype) -> str:
 def _trial_results(kinds: Collection[str], tensors: list[Tensor], ids: Tensor, factors: Tensor) -> tuple[Tensor, ...]:
     hidden, weight = (x.requires_grad_() for x in tensors)
     with only(kinds):
-        losses, best = _BlockedCrossEntropy.apply(hidden, weight, ids, None, HeadMemory(len(ids) * 10_000))
+        losses, best = _BlockedCrossEntropy.apply(hidden, weight, ids, _Shard(None), HeadMemory(len(ids) * 10_000))
         return losses.detach(), best, *torch.autograd.grad((losses * factors).sum(), (hidden, weight))
 
 
@@ -420,7 +426,6 @@ def likeliest(
     vocabulary: int,
     group: dist.ProcessGroup | None = None,
     memory: HeadMemory = HeadMemory(),
-    rows: TokenRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k likeliest ids to follow each token, and their log probabilities: (n, k) int64, (n, k), best first.
 
@@ -431,7 +436,7 @@ def likeliest(
 
     Others: see token_losses. Ties at the k-th place are broken arbitrarily.
     """
-    blocks = _Blocks(hidden, weight, memory).with_rows(None if rows is None else rows.rows(hidden.dtype), rows)
+    blocks = _Blocks(hidden, weight, memory)
     best = torch.empty(len(hidden), 0, dtype=blocks.wide, device=hidden.device)
     ids = torch.empty(len(hidden), 0, dtype=torch.long, device=hidden.device)
     highest = torch.full_like(predicted.best, -torch.inf)

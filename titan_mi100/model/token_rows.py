@@ -32,8 +32,8 @@ class TokenRows(nn.Module):
 
     def columns(self, start: int, stop: int) -> Columns:
         """The tokens in a block of this rank's shard."""
-        found = ((token - self.first - start, row) for row, token in enumerate(self.ids))
-        return [(column, row) for column, row in found if 0 <= column < stop - start]
+        columns = ((token - self.first - start, row) for row, token in enumerate(self.ids))
+        return [(column, row) for column, row in columns if 0 <= column < stop - start]
 
     def rows(self, dtype: torch.dtype) -> Tensor:
         """(n, hidden)."""

@@ -16,7 +16,7 @@ from titan_mi100.checkpoint.resume import (
     rename_later_checkpoints,
 )
 from titan_mi100.config.as_text import to_toml
-from titan_mi100.config.settings import Config
+from titan_mi100.config.settings import Config, LoRAConfig
 from titan_mi100.data.loader import RowSource, RowStream
 from titan_mi100.data.prepare import cache_folder
 from titan_mi100.data.prepared import Prepared
@@ -169,7 +169,8 @@ def read_inputs(
         spec = spec or config.spec()
     data = data or load_data(config, world, folder, heartbeat)
     with raise_together():
-        config = with_token_ids(config, spec)
+        lora = with_token_ids(config.lora, config.tokenizer_path(), spec.vocab_size)
+        config = replace(config, lora=lora)
     start = find_start(checkpoint, folder, world, config.checkpoint.load_step)
     progress = Progress()
     with raise_together():  # an export will have the form of the folder that was read
@@ -186,16 +187,16 @@ def read_inputs(
     return RunInputs(workload, world, folder, data, columns={}, found=start, progress=progress)
 
 
-def with_token_ids(config: Config, spec: ModelSpec) -> Config:
-    """The config with the ids of lora.trainable_tokens. Raises UserError: the tokenizer or the model lacks one."""
-    if not config.lora.trainable_tokens:
-        return config
-    tokenizer = load_tokenizer(config.tokenizer_path())
-    ids = {token: tokenizer.id_of(token) for token in config.lora.trainable_tokens}
-    if lacking := [token for token, number in ids.items() if not 0 <= number < spec.vocab_size]:
-        text = f"{', '.join(map(repr, lacking))}: no single token of {config.tokenizer_path()} with a row in the model"
+def with_token_ids(lora: LoRAConfig, tokenizer: str, vocabulary: int) -> LoRAConfig:
+    """The settings with the ids of trainable_tokens. Raises UserError: the tokenizer or the model lacks one."""
+    if not lora.trainable_tokens:
+        return lora
+    id_of = load_tokenizer(tokenizer).id_of
+    ids = {token: id_of(token) for token in lora.trainable_tokens}
+    if lacking := [token for token, number in ids.items() if not 0 <= number < vocabulary]:
+        text = f"{', '.join(map(repr, lacking))}: no single token of {tokenizer} with a row in the model"
         raise UserError(f"[lora] trainable_tokens names {text}; take a token as tokenizer.json spells it")
-    return replace(config, lora=replace(config.lora, token_ids=tuple(sorted({*ids.values()}))))
+    return replace(lora, token_ids=tuple(sorted({*ids.values()})))
 
 
 def add_columns(inputs: RunInputs) -> RunInputs:

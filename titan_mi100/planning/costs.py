@@ -64,8 +64,8 @@ def train_flops(
 def flops_of_steps(spec: ModelSpec, lora: LoRAConfig) -> Callable[[int, int, int], int]:
     """A function (tokens, supervised tokens, attention pairs) -> train_flops of this model and LoRA config."""
     adapters = lora.shapes(spec).items()  # without LoRA of no elements
-    values = sum(math.prod(shape) for name, shape in adapters if not name.endswith(ROWS))
-    return partial(train_flops, spec, adapter_values=values)
+    sizes = (math.prod(shape) for name, shape in adapters if not name.endswith(ROWS))
+    return partial(train_flops, spec, adapter_values=sum(sizes))
 
 
 def recomputed_flops(spec: ModelSpec, tokens: int, attention_pairs: int, mode: str) -> int:

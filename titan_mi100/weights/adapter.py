@@ -44,6 +44,8 @@ def merged_source(base: ModelSource, adapter: str | Path) -> ModelSource:
         raise UserError(f"{base.path}: is an adapter; name its base model here, and this folder as the adapter")
     lora, matrices = _open_adapter(Path(adapter), base, base.spec)
     matrices.check(lora.shapes(base.spec))
+    if beyond := [token for token in lora.token_ids if token >= base.spec.vocab_size]:
+        raise UserError(f"{adapter}: trains row {beyond[0]}, but {base.path} has {base.spec.vocab_size}; name its base")
     weights = MergedWeights(base.weights, matrices, lora)
     return replace(base, weights=weights, assets=_assets_as_trained(base, Path(adapter)))
 

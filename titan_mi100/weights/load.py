@@ -91,8 +91,10 @@ def load_weights(
     name = config.model.flavor or Path(source).name
     log.info(f"model {name}: {parameter_count(spec):,} parameters, {origin}")
     if config.lora.rank:
-        fresh = partial(_fresh_adapter, config.lora, config.training.seed, base_read, spec)
-        _load_adapter(model, optimizer, config.lora, fresh, spec, checkpoint)
+        seed = config.training.seed
+        fresh = None if checkpoint else _fresh_adapter(config.lora, seed, base_read, spec)
+        origin = f"resumed from {checkpoint}" if checkpoint else f"fresh, seed {seed}"
+        _load_adapter(model, optimizer, config.lora, spec, fresh, origin)
 
 
 def untrained_rows(base: Weights, tokens: Collection[int]) -> list[int]:
@@ -148,32 +150,31 @@ def _fill_in_4_bits(name: str, layer: NF4Linear, read: Read) -> None:
                 tensor[first : first + rows].copy_(quantized)
 
 
-def _fresh_adapter(
-    lora: LoRAConfig, seed: int, base: Read, spec: ModelSpec,
-    name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...],
-) -> Tensor:  # fmt: skip
-    """A box of an adapter's first values, see model.init.Read: matrices at random, rows of tokens as the base's."""
-    if not name.endswith(ROWS):
-        return lora_values(seed, name, shape, offset, size)
-    table, whole = name.removesuffix(ROWS) + ".weight", torch.Size((spec.vocab_size, spec.hidden_size))
-    tokens = lora.token_ids[offset[0] : offset[0] + size[0]]
-    rows = [base(table, whole, (token, offset[1]), (1, size[1])) for token in tokens]
-    return torch.cat(rows) if rows else torch.empty(size)
+def _fresh_adapter(lora: LoRAConfig, seed: int, base: Read, spec: ModelSpec) -> Read:
+    """Reads an adapter's first values: matrices at random, rows of tokens as the base's."""
+    table_shape = torch.Size((spec.vocab_size, spec.hidden_size))
+
+    def read(name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        if not name.endswith(ROWS):
+            return lora_values(seed, name, shape, offset, size)
+        tokens, table = lora.token_ids[offset[0] : offset[0] + size[0]], name.removesuffix(ROWS) + ".weight"
+        rows = [base(table, table_shape, (token, offset[1]), (1, size[1])) for token in tokens]
+        return torch.cat(rows) if rows else torch.empty(size)
+
+    return read
 
 
 def _load_adapter(
-    model: ParallelModel, optimizer: NamedState, lora: LoRAConfig, fresh: Read, spec: ModelSpec, checkpoint: Path | None
+    model: ParallelModel, optimizer: NamedState, lora: LoRAConfig, spec: ModelSpec, fresh: Read | None, origin: str
 ) -> None:
-    """As load_weights, for what LoRA trains. If the run resumes, its checkpoint fills them."""
+    """As load_weights, for what LoRA trains. Args: fresh: its first values; None: the run's checkpoint fills them."""
     shapes, own = lora.shapes(spec), lora.of_experts
-    origin = f"resumed from {checkpoint}"
-    if checkpoint is None:
-        read, origin = fresh, "fresh"
+    if fresh is not None:
         if lora.initial_load_path:
             with raise_together():
                 adapter = open_adapter(lora, shapes)
-                read, origin = partial(adapter.read, exactly=True), f"from {lora.initial_load_path}"
-        read = optimizer.keep_residuals(read_pieces(spec, read, lora.rank))
+                fresh, origin = partial(adapter.read, exactly=True), f"from {lora.initial_load_path}"
+        read = optimizer.keep_residuals(read_pieces(spec, fresh, lora.rank))
         distributed.fill_parameters(model.trained_parameters(), read)
     trained, modules = sum(map(math.prod, shapes.values())), (n[: -len(".lora_B.weight")] for n in shapes if "_B." in n)
     kinds = Counter(m.rpartition("mlp." if f".{EXPERTS}." in m else ".")[2] for m in modules)
