@@ -49,7 +49,7 @@ def results(
     leaves = [x.detach().requires_grad_() for x in ((hidden,) if is_frozen else (hidden, weight))]
     with only(kinds):
         losses, best = loss._BlockedCrossEntropy.apply(
-            leaves[0], weight if is_frozen else leaves[1], ids, None, HeadMemory(block, kept)
+            leaves[0], weight if is_frozen else leaves[1], ids, loss._Shard(None), HeadMemory(block, kept)
         )
         return [losses.detach(), best, *torch.autograd.grad((losses * factors.to(losses.dtype)).sum(), leaves)]
 
@@ -153,7 +153,7 @@ def test_backward_can_run_twice(kept: int, k: int) -> None:
     hidden, weight, ids, factors = case(7, k, torch.bfloat16)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     with only(["head"]):
-        losses, _ = loss._BlockedCrossEntropy.apply(*leaves, ids, None, HeadMemory(1, kept))
+        losses, _ = loss._BlockedCrossEntropy.apply(*leaves, ids, loss._Shard(None), HeadMemory(1, kept))
         summed = (losses * factors).sum()
         first, second = (torch.autograd.grad(summed, leaves, retain_graph=True) for _ in range(2))
     assert all(map(torch.equal, first, second))
@@ -217,7 +217,9 @@ def test_a_step_of_06b_moves_at_most_8_bytes_a_logit(kept: int, k: int, monkeypa
         ids, grad = torch.zeros(rows, k, dtype=torch.long), torch.zeros(rows, k)
     with only(["head"]), _Traffic() as traffic:
         monkeypatch.setattr(head_launch, "launch", traffic.launch)
-        losses, _ = loss._BlockedCrossEntropy.apply(hidden, weight, ids, None, HeadMemory(HEAD_BLOCK, kept))
+        losses, _ = loss._BlockedCrossEntropy.apply(
+            hidden, weight, ids, loss._Shard(None), HeadMemory(HEAD_BLOCK, kept)
+        )
         torch.autograd.grad(losses, (hidden, weight), grad)
     counts, every = traffic.counts, total(traffic.counts, "launches")
     ours = sum(n for (what, name), n in counts.items() if what == "launches" and name.endswith("_kernel"))

@@ -45,13 +45,15 @@ from titan_mi100.weights.peft import CONFIG, WEIGHTS, open_adapter, read_adapter
 MODELS = {name: dataclasses.replace(SPECS[name], vocab_size=312, num_hidden_layers=4) for name in ("tied", "untied")}
 LORA = LoRAConfig(rank=4, alpha=6.0)
 FP64 = {"lora": dataclasses.asdict(LORA), "param": "float64"}
+ROWS_TOO = dataclasses.replace(LORA, token_ids=(0, 7, 200, 311), scaling="sqrt_rank")
+WITH_ROWS = {**FP64, "lora": dataclasses.asdict(ROWS_TOO)}
 SOME = {**FP64, "lora": {"rank": 4, "alpha": 6.0, "target_modules": ("q_proj", "v_proj", "down_proj")}}
 
 
 def adapter_values(spec: ModelSpec, lora: LoRAConfig = LORA) -> dict[str, torch.Tensor]:
     """Both matrices random: from B = 0, A would have no gradient."""
     generator = torch.Generator().manual_seed(5)
-    shapes = adapter_shapes(spec, lora.rank, lora.target_modules)
+    shapes = lora.shapes(spec)
     return {name: 0.2 * torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
 
 
@@ -72,6 +74,9 @@ def exact_norm(norm: Qwen3RMSNorm, x: torch.Tensor) -> torch.Tensor:
 def in_peft(spec: ModelSpec, lora: LoRAConfig = LORA, targets: str | None = None) -> peft.PeftModel:
     modules = targets or list(lora.target_modules)
     config = peft.LoraConfig(r=lora.rank, lora_alpha=int(lora.alpha), target_modules=modules, task_type="CAUSAL_LM")
+    config.use_rslora = lora.scaling == "sqrt_rank"
+    tables = ("embed_tokens", "lm_head")[: 1 if spec.tie_word_embeddings else 2]
+    config.trainable_token_indices = {table: [*lora.token_ids] for table in tables} if lora.token_ids else None
     model = peft.get_peft_model(exact_reference(spec), config, autocast_adapter_dtype=False)
     values = adapter_values(spec, lora)
     with torch.no_grad():
@@ -123,11 +128,17 @@ def test_one_process_has_pefts_loss_and_gradients(name: str, world: World) -> No
     some = LoRAConfig(**SOME["lora"])
     case["weights"] |= adapter_values(MODELS[name], some)
     assert_equals_peft(run_split(world, case, {**half, **SOME}), peft_reference(MODELS[name], some), "some modules")
+    case["weights"] |= adapter_values(MODELS[name], ROWS_TOO)
+    for option in ({}, {"checkpointing": "full", "parallelism": {"zero_stage": 1}}):
+        record = run_split(world, case, {**half, **WITH_ROWS, **option})
+        assert_equals_peft(record, peft_reference(MODELS[name], ROWS_TOO), ("rows of tokens", option))
 
 
 def run_processes(processes: int, options: list[dict], runs: dict[str, dict], folder: Path) -> list[dict]:
     """Checks the splits against peft; each rank's records of the runs."""
     cases = {name: make_case(name) for name in MODELS}
+    for name, case in cases.items():
+        case["weights"] |= adapter_values(MODELS[name], ROWS_TOO)  # a model takes those that it has
     splits = []
     for option in options:
         degrees = option.get("parallelism", {})
@@ -137,12 +148,19 @@ def run_processes(processes: int, options: list[dict], runs: dict[str, dict], fo
     torch.save({"cases": cases, "splits": splits, "runs": runs}, folder / "job.pt")
     torchrun(str(REPO / "tests/gloo/job_lora.py"), str(folder / "job.pt"), str(folder), processes=processes)
     by_rank = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(processes)]
-    expected = {name: peft_reference(spec) for name, spec in MODELS.items()}
+    of_rows = {split["lora"]["token_ids"]: LoRAConfig(**split["lora"]) for split in splits}
+    expected = {
+        (name, tokens): peft_reference(MODELS[name], lora) for name in MODELS for tokens, lora in of_rows.items()
+    }
     for number, split in enumerate(splits):
         records = [rank["splits"][number] for rank in by_rank]
         for record in records:
             held = [pair for other in records for pair in other["gradients"]] if is_pipeline(split) else None
-            assert_equals_peft({**record, "gradients": held or record["gradients"]}, expected[split["case"]], split)
+            assert_equals_peft(
+                {**record, "gradients": held or record["gradients"]},
+                expected[split["case"], split["lora"]["token_ids"]],
+                split,
+            )
     return [rank["runs"] for rank in by_rank]
 
 
@@ -156,6 +174,9 @@ def test_two_processes_have_pefts_gradients_and_train_save_and_resume_adapters_o
         {"case": "tied", "parallelism": {"zero_stage": 0}},
         {"case": "untied", "parallelism": TP2, "checkpointing": "full"},
         {"case": "tied", "parallelism": pipeline()},
+        {"case": "tied", **WITH_ROWS},
+        {"case": "untied", **WITH_ROWS, "parallelism": TP2},
+        {"case": "tied", **WITH_ROWS, "parallelism": pipeline()},
     ]
     more: list[dict] = [
         {"case": "tied"},
@@ -167,6 +188,10 @@ def test_two_processes_have_pefts_gradients_and_train_save_and_resume_adapters_o
         {"case": "untied", "parallelism": pipeline("Interleaved1F1B")},
         {"case": "tied", "parallelism": TP2, "compile": True},
         {"case": "untied", "compile": True, "checkpointing": "selective"},
+        {"case": "tied", **WITH_ROWS, "parallelism": TP2},
+        {"case": "untied", **WITH_ROWS, "parallelism": pipeline("Interleaved1F1B")},
+        {"case": "untied", **WITH_ROWS, "parallelism": {"zero_stage": 2}},
+        {"case": "tied", **WITH_ROWS, "parallelism": {"zero_stage": 0}},
     ]
     if not check_schedule("ZBVZeroBubble", 2, 2):  # with an old torch
         more += [{"case": name, "parallelism": pipeline("ZBVZeroBubble")} for name in MODELS]
@@ -174,18 +199,24 @@ def test_two_processes_have_pefts_gradients_and_train_save_and_resume_adapters_o
     one = {"case": "tied", "local_batch_size": 2, "accumulation": 2, **FP64}
     whole = {**one, "local_batch_size": 4}
     random = {**one, "lora": {**FP64["lora"], "dropout": 0.2}, "param": "bfloat16", "checkpointing": "full"}
+    rows = {**one, "lora": {**WITH_ROWS["lora"], "b_lr_ratio": 4.0}}
     powersgd = {"zero_stage": 0, "powersgd_rank": 1, "powersgd_start_step": 2}
     runs = {
         "straight": {**one, "stop": 4},
         "half": {**one, "stop": 2, "save": "half"},
         "same": {**one, "stop": 4, "resume": "half", "from": 2},
         "PP2": {**whole, "stop": 4, "resume": "half", "from": 2, "parallelism": pipeline(), "save": "pp"},
+        "rows": {**rows, "stop": 4},
+        "rows half": {**rows, "stop": 2, "save": "rows"},
+        "rows same": {**rows, "stop": 4, "resume": "rows", "from": 2},
+        "rows PP2": {**rows, "local_batch_size": 4, "stop": 4, "resume": "rows", "from": 2, "parallelism": pipeline()},
         "random": {**random, "stop": 4},
         "random half": {**random, "stop": 2, "save": "random"},
         "random same": {**random, "stop": 4, "resume": "random", "from": 2},
     }
     if full:
         runs |= {
+            "rows TP2": {**rows, "local_batch_size": 4, "stop": 4, "resume": "rows", "from": 2, "parallelism": TP2},
             "PowerSGD": {**random, "stop": 3, "parallelism": powersgd},
             "random TP2": {**random, "local_batch_size": 4, "stop": 1, "parallelism": TP2},
             "random PP2": {**random, "local_batch_size": 4, "stop": 1, "parallelism": pipeline()},
@@ -198,7 +229,8 @@ def test_two_processes_have_pefts_gradients_and_train_save_and_resume_adapters_o
     for index, rank in enumerate(ranks):
         for name, record in rank.items():
             replicated = runs[name].get("parallelism", {}).get("zero_stage") == 0  # the first replica counts for all
-            assert record["copies"] == (len(record["weights"]) if replicated and index else 0), name
+            second_copy = name == "rows PP2" and index == 1  # the head's, of a tied embedding's rows
+            assert record["copies"] == (len(record["weights"]) if replicated and index else second_copy), name
             dtype = torch.float64 if runs[name]["param"] == "float64" else torch.float32
             base = torch.float64 if runs[name]["param"] == "float64" else torch.bfloat16
             assert all(is_adapter(changed) for changed in record["changed"]), name
@@ -207,14 +239,15 @@ def test_two_processes_have_pefts_gradients_and_train_save_and_resume_adapters_o
             assert not record["validation_drew"], name
             assert record["validation"][0] == record["validation"][1], name
         assert rank["straight"]["changed"] == shapes.keys()
-        for name in {"same", "DDP", "TP2", "PP2"} & rank.keys():
-            assert rank[name]["losses"] == pytest.approx(rank["straight"]["losses"][2:], rel=1e-10), name
-            assert rank[name]["validation"] == pytest.approx(rank["straight"]["validation"], rel=1e-10), name
+        for name in {"same", "DDP", "TP2", "PP2", "rows TP2", "rows PP2"} & rank.keys():
+            straight = rank["rows" if name.startswith("rows") else "straight"]
+            assert rank[name]["losses"] == pytest.approx(straight["losses"][2:], rel=1e-10), name
+            assert rank[name]["validation"] == pytest.approx(straight["validation"], rel=1e-10), name
             for weight, tensor in rank[name]["weights"].items():
-                exact = rank["straight"]["weights"][weight]
+                exact = straight["weights"][weight]
                 assert (tensor - exact).norm() <= 1e-9 * exact.norm(), (name, weight)
         assert not full or len(rank["PP2 to ZeRO-2"]["losses"]) == 1
-        for before, after in (("straight", "same"), ("random", "random same")):
+        for before, after in (("straight", "same"), ("rows", "rows same"), ("random", "random same")):
             assert rank[after]["losses"] == rank[before]["losses"][2:]
             assert all(torch.equal(t, rank[before]["weights"][n]) for n, t in rank[after]["weights"].items())
         adapters = 4 * sum(np.prod(shape) for shape in shapes.values())
@@ -375,7 +408,7 @@ def read_checked(folder: Path) -> None:
         ({"peft_type": "IA3"}, "peft_type = 'IA3'; only LORA"),
         ({"peft_type": ["LORA"]}, "only LORA"),
         ({"use_dora": True}, "use_dora = True is not supported; merge the adapter"),
-        ({"use_rslora": True}, "use_rslora = True is not supported"),
+        ({"use_rslora": 1}, "use_rslora = 1 is neither true nor false"),
         ({"bias": "all"}, "bias = 'all' is not supported"),
         ({"lora_bias": True}, "lora_bias"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),

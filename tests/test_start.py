@@ -281,11 +281,13 @@ def test_a_run_names_tokens_that_lora_leaves_untrained_and_a_draft_head_that_is_
     tensors[EMBEDDING][ids] = 0
     save_file(tensors, folder / SINGLE)
     given = [*arguments(folder)[:-1], "256", "--data.path", str(ASSETS / "chat.jsonl"), "--training.steps", "1"]
-    for more, warns in ((("--lora.rank", "2"), True), ((), False)):
+    rows = ("--lora.rank", "2", "--lora.trainable_tokens", "<|im_end|>", "<|im_start|>")
+    for more, warns in ((("--lora.rank", "2"), True), (rows, False), ((), False)):
         caplog.clear()
         open_run(load_config([*given, *more], 1), world)
-        named = "rows of 2 tokens in the data look untrained, such as '<|im_start|>', '<|im_end|>'; LoRA does not train"
+        named = 'rows of 2 tokens in the data look untrained, such as "<|im_start|>", "<|im_end|>"; LoRA does not train'
         assert (named in caplog.text) == warns
+        assert ('set lora.trainable_tokens = ["<|im_start|>", "<|im_end|>"], or' in caplog.text) == warns
         assert "mtp_num_hidden_layers = 1, but the weights have no draft head (mtp.*)" in caplog.text
     caplog.clear()
     to_hf(open_source(folder), tmp_path / "export", verify="bytes")

@@ -82,6 +82,8 @@ class _OfSomeAdapters(TypedDict, total=False):
     base_model_name_or_path: str
     expert_rank: int
     expert_alpha: float
+    scaling: str
+    token_ids: list[int]
 
 
 class _Adapter(_OfSomeAdapters):

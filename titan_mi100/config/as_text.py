@@ -21,8 +21,8 @@ def sections() -> Iterator[tuple[str, type]]:
 
 
 def keys_of(section: type) -> tuple[Any, ...]:
-    """The section's fields. Each `type` is a class, not a string: settings.py does not postpone annotations."""
-    return fields(section)
+    """The section's keys. Each `type` is a class, not a string: settings.py does not postpone annotations."""
+    return tuple(field for field in fields(section) if field.metadata)
 
 
 def table_of(key: Any) -> Any:

@@ -427,6 +427,14 @@ def _check_lora(lora: LoRAConfig) -> Iterator[Problem]:
     if lora.rank and not lora.alpha:
         text = "= 0 switches the adapters off: nothing would be learned; the usual is 2 x rank"
         yield Problem("lora.alpha", text, ("lora.rank",))
+    changed = {"scaling": lora.scaling != "rank", "b_lr_ratio": lora.b_lr_ratio != 1}
+    for key in (key for key, is_set in {**changed, "trainable_tokens": lora.trainable_tokens}.items() if is_set):
+        if not lora.rank:
+            yield Problem(f"lora.{key}", "needs rank; without it all weights are trained; leave it out", ("lora.rank",))
+    if not lora.b_lr_ratio:
+        yield Problem("lora.b_lr_ratio", "= 0 would never train B, and so nothing; the usual are 1 and 16")
+    for token in (t for t in set(lora.trainable_tokens) if not t or lora.trainable_tokens.count(t) > 1):
+        yield Problem("lora.trainable_tokens", f"names {token!r} {'twice' if token else ''}; name each token once")
     if lora.initial_load_path and not lora.rank:
         yield Problem("lora.initial_load_path", "needs rank; set it to the adapter's", ("lora.rank",))
     if (load := lora.initial_load_path) and not os.path.isdir(load):

@@ -1,5 +1,6 @@
 """The settings of a run: one dataclass per TOML section. Imports no torch."""
 
+import math
 import os
 from collections.abc import Collection
 from contextlib import suppress
@@ -16,7 +17,7 @@ from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.files.plain import read_object
 from titan_mi100.losses import LOSSES, Loss, LossSettings
 from titan_mi100.shapes import families
-from titan_mi100.shapes.base import ALL_LINEAR, EXPERTS, ModelSpec, adapter_shapes, differences
+from titan_mi100.shapes.base import ALL_LINEAR, EXPERTS, ModelSpec, adapter_shapes, differences, row_shapes
 from titan_mi100.text import assets
 
 # what must not change on resume
@@ -328,6 +329,10 @@ class LoRAConfig:
     base_model_name_or_path: str = _key("", "the base that an export names, e.g. Qwen/Qwen3-0.6B (docs/LORA.md)")
     expert_rank: int = _key(0, "rank of the adapters of experts; 0: rank")
     expert_alpha: float = _key(0.0, "they are scaled by expert_alpha / expert_rank; 0: alpha")
+    scaling: str = _key("rank", "sqrt_rank: by alpha / sqrt(rank), as rsLoRA", choices=("rank", "sqrt_rank"))
+    b_lr_ratio: float = _key(1.0, "learning rate of B, in units of optimizer.lr; LoRA+ recommends 16")
+    trainable_tokens: tuple[str, ...] = _key((), 'tokens whose rows are trained too, such as "<|im_end|>" of a Base')
+    token_ids: tuple[int, ...] = ()  # theirs in ascending order, once the tokenizer is read; no key
 
     def __post_init__(self) -> None:
         if self.target_modules == (ALL_LINEAR,):  # everything else sees the names of the layers
@@ -338,9 +343,15 @@ class LoRAConfig:
         """The same with the experts' rank and alpha."""
         return replace(self, rank=self.expert_rank or self.rank, alpha=self.expert_alpha or self.alpha)
 
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.scaling == "sqrt_rank" else self.rank)
+
     def shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every matrix of a model's adapters."""
-        return adapter_shapes(spec, self.rank, self.target_modules, self.of_experts.rank)
+        """Name and shape of every trained tensor: the adapters' matrices and the rows of tokens."""
+        rows = row_shapes(spec, len(self.token_ids or self.trainable_tokens))
+        return adapter_shapes(spec, self.rank, self.target_modules, self.of_experts.rank) | rows
 
 
 @dataclass(frozen=True)
@@ -545,4 +556,6 @@ def lora_identity(lora: LoRAConfig, modules: Collection[str]) -> dict[str, Any]:
     common = {"rank": lora.rank, "alpha": lora.alpha}
     own = {f"expert_{key}": getattr(lora.of_experts, key) for key in common}
     has_own = EXPERTS in targets and lora.of_experts != lora  # else as earlier versions wrote it
-    return {**common, "target_modules": targets, "dropout": lora.dropout, **(own if has_own else {})}
+    new: dict[str, Any] = {"scaling": lora.scaling} if lora.scaling != "rank" else {}
+    new |= {"token_ids": list(lora.token_ids)} if lora.token_ids else {}
+    return {**common, "target_modules": targets, "dropout": lora.dropout, **(own if has_own else {}), **new}

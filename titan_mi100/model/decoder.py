@@ -9,7 +9,7 @@ Legend: activations are (batch, seq, ...); hidden = spec.hidden_size.
 
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from titan_mi100.attention.torch_backends import Eager, cached
 from titan_mi100.config.layout import Stage
 from titan_mi100.model.layers import RMSNorm, local_weight, multiply
 from titan_mi100.model.loss import head_loss
+from titan_mi100.model.token_rows import rows_of
 from titan_mi100.shapes.base import LayerShape, ModelSpec
 
 
@@ -193,12 +194,12 @@ class Head(nn.Module):
     def forward(
         self, hidden: Tensor, labels: Tensor | None, supervised: Tensor | None, columns: Columns, loss: HeadLoss
     ) -> Tensor:
-        return logits_or_loss(hidden, self.weight, labels, supervised, columns, loss)
+        return logits_or_loss(hidden, self, labels, supervised, columns, loss)
 
 
 def logits_or_loss(
     hidden: Tensor,
-    weight: Tensor,
+    table: nn.Module,
     labels: Tensor | None,
     supervised: Tensor | None,
     columns: Columns,
@@ -207,16 +208,19 @@ def logits_or_loss(
     """Logits of all tokens, logits of the `supervised` tokens (no labels), or the loss; see CausalLM.forward.
 
     Args:
-        hidden: (batch, seq, hidden). weight: (V, hidden), or this rank's shard of the vocabulary.
+        hidden: (batch, seq, hidden).
+        table: the head, or the embedding: its weight is (V, hidden), or this rank's shard of the vocabulary.
     """
+    weight, rows = cast(Tensor, table.weight), rows_of(table)
+    put = rows.put_logits if rows else lambda logits, _: logits
     if labels is None and supervised is None:
-        return multiply(hidden, local_weight(weight, hidden.dtype))
+        return put(multiply(hidden, local_weight(weight, hidden.dtype)), hidden)
     if labels is None:  # few tokens of a model in training: cast its fp32 head in blocks, never the full (V, hidden)
         few, blocks = hidden.flatten(0, 1)[supervised], local_weight(weight, weight.dtype).split(_CAST_ROWS)
-        return torch.cat([multiply(few, block.to(few.dtype)) for block in blocks], dim=-1)
+        return put(torch.cat([multiply(few, block.to(few.dtype)) for block in blocks], dim=-1), few)
     assert supervised is not None, "labels need the index of the supervised tokens"
-    weight = local_weight(weight, weight.dtype)  # the loss casts it in blocks
-    return loss(hidden, weight, labels, supervised, columns)
+    weight, options = local_weight(weight, weight.dtype), {"rows": rows} if rows else {}
+    return loss(hidden, weight, labels, supervised, columns, **options)  # it casts the weight in blocks
 
 
 class CausalLM(nn.Module):
@@ -302,5 +306,4 @@ class CausalLM(nn.Module):
         if self.lm_head is not None:
             return self.lm_head(hidden, labels, supervised, columns, self.head_loss)
         assert self.model.embed_tokens is not None
-        weight = self.model.embed_tokens.weight
-        return logits_or_loss(hidden, weight, labels, supervised, columns, self.head_loss)
+        return logits_or_loss(hidden, self.model.embed_tokens, labels, supervised, columns, self.head_loss)

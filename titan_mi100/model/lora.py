@@ -1,4 +1,6 @@
-"""LoRA (Hu et al., 2021): two small trained matrices per frozen matrix W: y = W x + (alpha / rank) B A dropout(x).
+"""LoRA (Hu et al., 2021): two small trained matrices per frozen matrix W: y = W x + scale B A dropout(x).
+
+The scale is alpha / rank, or alpha / sqrt(rank) (rsLoRA; Kalajdzievski, 2023).
 
 Parameter names are HF's with PEFT's suffixes: `<module>.lora_A.weight` is A, (rank, inputs); `<module>.lora_B.weight`
 is B, (outputs, rank). W keeps its name. Parts of a weight (see shapes.base.Parameter) share one A,
@@ -21,6 +23,8 @@ from titan_mi100.model.experts import ExpertLinear, NF4ExpertLinear, Routes
 from titan_mi100.model.init import Read, draw
 from titan_mi100.model.layers import Linear, local_weight
 from titan_mi100.model.nf4 import NF4Linear, restored
+from titan_mi100.model.token_rows import RowsEmbedding, TokenRows
+from titan_mi100.shapes.base import ROWS
 
 _SAMPLE = 4096  # bytes per tensor that enter the fingerprint of the base weights
 
@@ -102,7 +106,7 @@ class LoRALinear(Linear):
         self.weight, self.bias = base.weight, base.bias  # they stay this module's own: their HF names do not change
         self.lora_A = Linear(base.in_features, config.rank)
         self.lora_B = Linear(config.rank, base.out_features)
-        self.scale, self.dropout = config.alpha / config.rank, config.dropout
+        self.scale, self.dropout = config.scale, config.dropout
 
     def forward(self, x: Tensor) -> Tensor:
         a, b = local_weight(self.lora_A.weight, x.dtype), local_weight(self.lora_B.weight, x.dtype)
@@ -129,7 +133,7 @@ class LoRAExpertLinear(ExpertLinear):
         inputs, outputs = sizes[::-1] if base.is_transposed else sizes
         self.lora_A = ExpertLinear(inputs, base.experts * config.rank, base.experts, False)
         self.lora_B = ExpertLinear(outputs, base.experts * config.rank, base.experts, True)
-        self.scale = config.alpha / config.rank
+        self.scale = config.scale
         self.dropout = config.dropout
 
     def forward(self, x: Tensor, routes: Routes) -> Tensor:  # type: ignore[override]
@@ -163,13 +167,20 @@ _WITH_ADAPTER: dict[tuple[type[Linear], bool], Callable[[Any, LoRAConfig], Linea
 
 
 def apply_lora(model: CausalLM, config: LoRAConfig, dtype: torch.dtype) -> None:
-    """Freeze a model (or a pipeline stage) and add adapters to its linear layers, in place.
+    """Freeze a model (or a pipeline stage), add adapters to its linear layers and trained rows for tokens, in place.
 
     Args:
         model: on the meta device.
         dtype: the compute dtype; NF4 weights are packed into it.
     """
     model.requires_grad_(False)
+    embedding = model.model.embed_tokens
+    for table in (embedding, model.lm_head) if config.token_ids else ():
+        if table is not None:
+            with torch.device("meta"):
+                table.token_adapter = TokenRows(config.token_ids, table.weight.shape[1])
+    if embedding is not None and config.token_ids:
+        embedding.__class__ = RowsEmbedding
     for layer in model.model.blocks():
         for path, parent in list(layer.named_modules()):
             for name, child in list(parent.named_children()):
@@ -199,8 +210,8 @@ def apply_lora(model: CausalLM, config: LoRAConfig, dtype: torch.dtype) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter with this name is a LoRA matrix."""
-    return name.endswith((".lora_A.weight", ".lora_B.weight"))
+    """Whether a parameter with this name is a LoRA matrix, or trained rows of tokens."""
+    return name.endswith((".lora_A.weight", ".lora_B.weight", ROWS))
 
 
 def lora_values(seed: int, name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:

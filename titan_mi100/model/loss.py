@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.device import accelerator
 from titan_mi100.model.fused.running import only, runs
+from titan_mi100.model.token_rows import Columns, TokenRows
 from titan_mi100.planning.memory import HEAD_BLOCK, HEAD_BLOCK_CPU, HEAD_BYTES_PER_LOGIT, HEAD_COLUMNS
 
 HEAD_MULTIPLE = 64
@@ -93,6 +94,7 @@ def token_losses(
     targets: Targets,
     group: dist.ProcessGroup | None = None,
     memory: HeadMemory = HeadMemory(),
+    rows: TokenRows | None = None,
 ) -> Predicted:
     """The cross-entropy of each token with each of its targets.
 
@@ -102,12 +104,14 @@ def token_losses(
         group: ranks that hold equal shards of the head, in rank order (vocabulary parallel). `weight` is then this
             rank's shard, (V / ranks, H). The gradient of `hidden` is then a partial sum; the caller sums it over ranks.
         memory: how many logits are held; it changes results only by rounding.
+        rows: trained rows that stand for the weight's own.
 
     The head runs only on these tokens. A batch without supervised tokens passes one such
     token, so backward reaches the same parameters on every rank and every rank starts the same collectives.
     """
     chosen = hidden.flatten(0, 1)[targets.tokens]
-    losses, best = _BlockedCrossEntropy.apply(chosen, weight, targets.ids, group, memory)
+    trained = None if rows is None else rows.rows(hidden.dtype)
+    losses, best = _BlockedCrossEntropy.apply(chosen, weight, targets.ids, _Shard(group, rows), memory, trained)
     return Predicted(losses, best, targets.ids != IGNORE)
 
 
@@ -132,12 +136,13 @@ class _BlockedCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         ids: Tensor,
-        group: dist.ProcessGroup | None,
+        shard: "_Shard",
         memory: HeadMemory,
-    ) -> tuple[Tensor, Tensor]:  # (n, H), (V, H), (n, k) -> (n, k), (n,)
-        known = ids != IGNORE
+        rows: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # (n, H), (V, H), (n, k), (tokens, H) -> (n, k), (n,)
+        known, group = ids != IGNORE, shard.group
         ids = ids if group is None else ids - dist.get_rank(group) * len(weight)  # columns of this shard
-        blocks = _form(hidden, ids)(hidden, weight, memory)
+        blocks = _form(hidden, ids)(hidden, weight, memory).with_rows(rows, shard.rows)
         highest = torch.full(ids.shape[:1], -torch.inf, dtype=blocks.wide, device=hidden.device)
         total, target = torch.zeros_like(highest), highest.new_zeros(ids.shape)
         sums = _Sums(highest, total, target)
@@ -150,9 +155,10 @@ class _BlockedCrossEntropy(torch.autograd.Function):
             dist.all_reduce(total, group=group)
             dist.all_reduce(target, group=group)  # of each id, it is zero except on the rank whose shard has it
         log_sum = highest + total.log()
-        ctx.save_for_backward(hidden, weight, ids, known, log_sum, target if blocks.needs_target(ids) else None)
+        ctx.save_for_backward(hidden, weight, ids, known, log_sum, target if blocks.needs_target(ids) else None, rows)
         blocks.holds_logits = blocks.keeps_logits
         ctx.blocks, ctx.form, ctx.memory = blocks if blocks.keeps_logits else None, type(blocks), memory
+        ctx.of = shard.rows
         best = highest - log_sum
         ctx.mark_non_differentiable(best)
         return torch.where(known, log_sum[:, None] - target, 0.0), best
@@ -160,12 +166,13 @@ class _BlockedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden, weight, ids, known, log_sum, target = ctx.saved_tensors
+        hidden, weight, ids, known, log_sum, target, rows = ctx.saved_tensors
         # ctx.blocks is None if no logits are kept, and when a zero-bubble pipeline calls backward a second time.
-        blocks: _Blocks = ctx.blocks or ctx.form(hidden, weight, ctx.memory)
+        blocks: _Blocks = ctx.blocks or ctx.form(hidden, weight, ctx.memory).with_rows(rows, ctx.of)
         gradient = blocks.gradient(_Softmax(ids, known, log_sum, target), torch.where(known, grad, 0.0))
         grad_hidden = torch.zeros(hidden.shape, dtype=log_sum.dtype, device=hidden.device)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # None: the head is frozen
+        grad_rows = None if rows is None else torch.zeros_like(rows)
         for start, stop in blocks:
             part = blocks.weight(start, stop)
             delta = gradient(blocks.buffer(start, stop) if blocks.holds_logits else blocks.compute(part, start), start)
@@ -177,9 +184,19 @@ class _BlockedCrossEntropy(torch.autograd.Function):
                 torch.mm(delta.t(), hidden, out=grad_weight[start:stop])
             elif grad_weight is not None:
                 grad_weight[start:stop] = delta.t() @ hidden
+            for column, row in blocks.trained(start, stop):
+                assert grad_rows is not None
+                grad_rows[row] = delta[:, column] @ hidden
         # Free the kept logits now: a pipeline holds its outputs, and through them ctx, until the step ends.
         ctx.blocks = None
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, grad_rows
+
+
+class _Shard(NamedTuple):
+    """The ranks that share the vocabulary, and tokens whose rows stand for the weight's own."""
+
+    group: dist.ProcessGroup | None
+    rows: TokenRows | None = None
 
 
 class _Sums(NamedTuple):
@@ -229,6 +246,14 @@ class _Blocks:
         self.keeps_logits = tokens * vocabulary <= memory.kept_elements  # there is a buffer for every block
         self.holds_logits = False  # forward has filled them all
         self._logits = hidden.new_empty(tokens * (vocabulary if self.keeps_logits else self._size))
+        self._rows = hidden
+        self.trained: Callable[[int, int], Columns] = lambda start, stop: []
+
+    def with_rows(self, rows: Tensor | None, of: TokenRows | None) -> "_Blocks":
+        """The same with trained rows in place of the weight's own. Args: rows: (tokens, H), in the dtype of hidden."""
+        if rows is not None and of is not None:
+            self._rows, self.trained = rows, of.columns
+        return self
 
     @cached_property
     def _wide(self) -> Tensor:
@@ -254,7 +279,12 @@ class _Blocks:
 
     def weight(self, start: int, stop: int) -> Tensor:
         """A block of the weight, cast to the dtype of the activations. The full weight is never copied."""
-        return self._weight[start:stop].to(self._hidden.dtype)
+        part = self._weight[start:stop].to(self._hidden.dtype)
+        if trained := self.trained(start, stop):
+            part = part.clone()
+            for column, row in trained:
+                part[column] = self._rows[row]
+        return part
 
     def buffer(self, start: int, stop: int) -> Tensor:
         """The buffer for a block's logits, (n, stop - start)."""
@@ -378,7 +408,7 @@ def trial(device: torch.device, dtype: torch.dtype) -> str:
 def _trial_results(kinds: Collection[str], tensors: list[Tensor], ids: Tensor, factors: Tensor) -> tuple[Tensor, ...]:
     hidden, weight = (x.requires_grad_() for x in tensors)
     with only(kinds):
-        losses, best = _BlockedCrossEntropy.apply(hidden, weight, ids, None, HeadMemory(len(ids) * 10_000))
+        losses, best = _BlockedCrossEntropy.apply(hidden, weight, ids, _Shard(None), HeadMemory(len(ids) * 10_000))
         return losses.detach(), best, *torch.autograd.grad((losses * factors).sum(), (hidden, weight))
 
 

@@ -16,10 +16,11 @@ from titan_mi100.checkpoint.resume import (
     rename_later_checkpoints,
 )
 from titan_mi100.config.as_text import to_toml
-from titan_mi100.config.settings import Config
+from titan_mi100.config.settings import Config, LoRAConfig
 from titan_mi100.data.loader import RowSource, RowStream
 from titan_mi100.data.prepare import cache_folder
 from titan_mi100.data.prepared import Prepared
+from titan_mi100.errors import UserError
 from titan_mi100.files import child
 from titan_mi100.log import log
 from titan_mi100.objectives.choose import choose
@@ -50,6 +51,7 @@ from titan_mi100.run.profiling import open_profiler
 from titan_mi100.run.progress import Progress
 from titan_mi100.run.samples import open_sampler
 from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.text.load import load_tokenizer
 from titan_mi100.trainer import Hooks, Trainer, UpdateRules
 from titan_mi100.watch.heartbeat import START, VALIDATION, Heartbeat
 from titan_mi100.weights.load import load_weights
@@ -96,7 +98,8 @@ def open_run(
     placement = Placement(mesh, world.device, forecast.plan.card)
     model = build_model(inputs.workload, computation, placement, stages.get("stages", ()))
     trained, seed = model.trained_parameters(), config.training.seed
-    optimizer = build_optimizer(trained, config.optimizer, seed, model.weights_device, model.host_gradients)
+    ratio = config.lora.b_lr_ratio
+    optimizer = build_optimizer(trained, config.optimizer, seed, model.weights_device, model.host_gradients, ratio)
     stream = RowStream(rows, inputs.batch, distributed.data_parallel_rank(mesh), with_padding=inputs.layout.is_pipeline)
     reference = None
     if config.objective.has_reference:
@@ -165,6 +168,9 @@ def read_inputs(
     with raise_together():
         spec = spec or config.spec()
     data = data or load_data(config, world, folder, heartbeat)
+    with raise_together():
+        lora = with_token_ids(config.lora, config.tokenizer_path(), spec.vocab_size)
+        config = replace(config, lora=lora)
     start = find_start(checkpoint, folder, world, config.checkpoint.load_step)
     progress = Progress()
     with raise_together():  # an export will have the form of the folder that was read
@@ -179,6 +185,18 @@ def read_inputs(
     workload = Workload(config, world.size, spec)
     log_layout(workload.layout, workload.batch, config.training, config.memory.offload)
     return RunInputs(workload, world, folder, data, columns={}, found=start, progress=progress)
+
+
+def with_token_ids(lora: LoRAConfig, tokenizer: str, vocabulary: int) -> LoRAConfig:
+    """The settings with the ids of trainable_tokens. Raises UserError: the tokenizer or the model lacks one."""
+    if not lora.trainable_tokens:
+        return lora
+    id_of = load_tokenizer(tokenizer).id_of
+    ids = {token: id_of(token) for token in lora.trainable_tokens}
+    if lacking := [token for token, number in ids.items() if not 0 <= number < vocabulary]:
+        text = f"{', '.join(map(repr, lacking))}: no single token of {tokenizer} with a row in the model"
+        raise UserError(f"[lora] trainable_tokens names {text}; take a token as tokenizer.json spells it")
+    return replace(lora, token_ids=tuple(sorted({*ids.values()})))
 
 
 def add_columns(inputs: RunInputs) -> RunInputs:

@@ -5,6 +5,7 @@ The learning rate is a pure function of the step: nothing has to be saved, and a
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ def build_optimizer(
     seed: int,
     device: torch.device,
     on_host: Mapping[nn.Parameter, Tensor] | None = None,
+    b_lr_ratio: float = 1.0,
 ) -> NamedState:
     """Build AdamW with two parameter groups: matrices with weight decay, vectors (norms, rates of decay) without.
 
@@ -51,21 +53,19 @@ def build_optimizer(
         seed: seeds stochastic rounding.
         device: the device of the computation.
         on_host: gradients that are kept in host memory, by parameter; see LeanAdamW.
+        b_lr_ratio: learning rate of LoRA's B by that of all others (LoRA+; Hayou et al., 2024); not 1: a third group.
     """
-    matrices: list[tuple[str, nn.Parameter]] = []
-    vectors: list[tuple[str, nn.Parameter]] = []
+    groups = dict[tuple[bool, bool], dict[str, Any]]()
     for name, parameter in parameters:
-        (matrices if parameter.ndim > 1 else vectors).append((name, parameter))
-    decays = ((matrices, config.weight_decay), (vectors, 0.0))
-    groups = [
-        {"params": alike, "peak_lr": config.lr, "lr": config.lr, "weight_decay": decay}
-        for alike, decay in decays
-        if alike
-    ]
+        is_matrix, is_b = parameter.ndim > 1, b_lr_ratio != 1 and name.endswith(".lora_B.weight")
+        lr, decay = config.lr * (b_lr_ratio if is_b else 1), config.weight_decay if is_matrix else 0.0
+        alike = {"params": [], "peak_lr": lr, "lr": lr, "weight_decay": decay}
+        groups.setdefault((not is_matrix, is_b), alike)["params"].append((name, parameter))
+    ordered = [groups[key] for key in sorted(groups)]
     if config.is_lean or on_host:
-        return LeanAdamW(groups, config, seed, device, on_host)
+        return LeanAdamW(ordered, config, seed, device, on_host)
     return AdamW(
-        groups,
+        ordered,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         fused=device.type == "cpu" or accelerator.is_cuda(device),

@@ -28,7 +28,7 @@ from titan_mi100.parallel.tensor_parallel import apply_tensor_parallel, tensor_p
 from titan_mi100.parallel.unsharded import UnshardedModel
 from titan_mi100.planning.memory import shares_copies
 from titan_mi100.planning.workload import Workload
-from titan_mi100.shapes.base import ModelSpec, held_names
+from titan_mi100.shapes.base import ROWS, ModelSpec, held_names
 from titan_mi100.wording import some
 
 
@@ -97,8 +97,8 @@ def build_model(
         schedule, microbatches = config.parallelism.pipeline_parallel_schedule, batch.gradient_accumulation_steps
         log.info(f"pipeline: {schedule}, {microbatches} microbatches, layers per stage {', '.join(map(str, layers))}")
         boundary = (batch.local_batch_size, config.training.seq_len // layout.row_parts, spec.hidden_size)
-        # Copies of a tied weight need a common gradient only if the weight is trained; LoRA freezes it.
-        tied = spec.tie_word_embeddings and not config.lora.rank
+        # Copies of a tied weight need a common gradient only if it is trained; LoRA freezes all but rows of tokens.
+        tied = spec.tie_word_embeddings and bool(not config.lora.rank or config.lora.token_ids)
         from titan_mi100.parallel.pipeline import PipelinedModel, PipelinePlan  # half a second; other layouts skip it
 
         plan = PipelinePlan(stages_of(layers), schedule, microbatches, boundary, compute_dtype(config.training), tied)
@@ -120,7 +120,8 @@ def build_model(
 def check_names(model: CausalLM, spec: ModelSpec, lora: LoRAConfig) -> None:
     """Assert that a model or stage holds what its shape says: what a wrapper dropped would not be trained or saved."""
     stage, every = model.model.stage, held_names(spec, lora.shapes(spec) if lora.rank else (), lora.rank)
-    kept = {"model.embed_tokens.weight": stage.first or (stage.last and spec.tie_word_embeddings)}
+    embeds = stage.first or (stage.last and spec.tie_word_embeddings)
+    kept = dict.fromkeys(("model.embed_tokens.weight", f"model.embed_tokens{ROWS}"), embeds)
     expected = {name for name in every if kept.get(name, stage.last) and not name.startswith("model.layers.")}
     expected |= {name for name in every if name.startswith(tuple(f"model.layers.{number}." for number in stage.layers))}
     differing = expected ^ {name for name, _ in model.named_parameters() if not name.endswith(".largest")}  # of NF4

@@ -151,7 +151,8 @@ class PipelinedModel(ParallelModel):
         return torch.stack(self._losses)
 
     def _tied_weights(self) -> list[nn.Parameter]:
-        return [p for name, p in self.named_parameters() if self._tied and name == "model.embed_tokens.weight"]
+        trained = self.trained_parameters() if self._tied else ()
+        return [p for name, p in trained if name.startswith("model.embed_tokens.")]
 
     def _sum_tied_gradients(self) -> None:
         """Give both copies of a tied weight the sum of the embedding's and the head's gradient."""

@@ -24,6 +24,7 @@ from titan_mi100.device.operators import custom_operator
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.model.layers import local_weight
 from titan_mi100.model.lora import LoRAExpertLinear, LoRALinear
+from titan_mi100.model.token_rows import rows_of
 from titan_mi100.parallel.distributed import all_gather_tensor, reduce_scatter_tensor
 
 
@@ -66,6 +67,10 @@ def apply_tensor_parallel(model: CausalLM, mesh: DeviceMesh) -> None:
         for names, hook in ((layer.sequence_gathered_after, gather), (layer.sequence_scattered_after, scatter)):
             for name in names:
                 layer.get_submodule(name).register_forward_hook(hook)
+    for table in (model.model.embed_tokens, model.lm_head):
+        if table is not None and (rows := rows_of(table)) is not None:
+            _distribute(rows, ["trainable_tokens_delta"], mesh, Replicate())
+            rows.first = mesh.get_local_rank() * (len(table.weight) // mesh.size())
     if model.model.embed_tokens is not None:
         _distribute(model.model.embed_tokens, ["weight"], mesh, Shard(0))
         embed = functools.partial(_embed, model.model.embed_tokens, mesh)
@@ -140,6 +145,8 @@ def _embed(embedding: nn.Embedding, mesh: DeviceMesh, ids: Tensor) -> Tensor:
     outside = (local < 0) | (local >= len(weight))
     pad = pad - first if pad is not None and first <= pad < first + len(weight) else None
     x = F.embedding(local.masked_fill(outside, 0), weight, pad).masked_fill(outside[..., None], 0.0)
+    if (rows := rows_of(embedding)) is not None:
+        x = rows.put(x, ids, factor=int(mesh.get_local_rank() == 0))
     return scatter_sequence(x, mesh.get_group().group_name)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 from titan_mi100.config.settings import LoRAConfig
-from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.shapes.base import ROWS, ModelSpec
 
 _FLOP_PER_BYTE = 40  # bf16 FLOPs that a GPU computes in the time of moving one byte, roughly
 _BYTES_PER_LOGIT = 60  # moved by the head's loss, forward and backward, besides its matrix products: see loss.py
@@ -63,8 +63,9 @@ def train_flops(
 
 def flops_of_steps(spec: ModelSpec, lora: LoRAConfig) -> Callable[[int, int, int], int]:
     """A function (tokens, supervised tokens, attention pairs) -> train_flops of this model and LoRA config."""
-    adapters = lora.shapes(spec)  # without LoRA of no elements
-    return partial(train_flops, spec, adapter_values=sum(map(math.prod, adapters.values())))
+    adapters = lora.shapes(spec).items()  # without LoRA of no elements
+    sizes = (math.prod(shape) for name, shape in adapters if not name.endswith(ROWS))
+    return partial(train_flops, spec, adapter_values=sum(sizes))
 
 
 def recomputed_flops(spec: ModelSpec, tokens: int, attention_pairs: int, mode: str) -> int:

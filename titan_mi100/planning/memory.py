@@ -19,7 +19,7 @@ from titan_mi100.config.layout import (
 from titan_mi100.config.settings import NF4_BLOCK
 from titan_mi100.planning.costs import stage_costs
 from titan_mi100.planning.workload import Workload
-from titan_mi100.shapes.base import EXPERTS, LayerShape
+from titan_mi100.shapes.base import EXPERTS, ROWS, LayerShape
 from titan_mi100.shapes.saved import ValuesPerToken
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
@@ -183,8 +183,10 @@ class _RankMemory:
         self.vocab_bytes = self.vocab_values * self.compute_bytes
         self.all_bytes = self.layer_values * self.weight_bytes + self.vocab_matrices * self.vocab_bytes
         adapters = config.lora.shapes(spec) if self.lora_rank else {}
-        adapter_sizes = [math.prod(shape) for name, shape in adapters.items() if int(name.split(".")[2]) in numbers]
-        self.adapter_values = sum(adapter_sizes) / layout.matrix_parts
+        matrices = {name: math.prod(shape) for name, shape in adapters.items() if not name.endswith(ROWS)}
+        adapter_sizes = [size for name, size in matrices.items() if int(name.split(".")[2]) in numbers]
+        rows = math.prod(next((shape for name, shape in adapters.items() if name.endswith(ROWS)), (0,)))
+        self.adapter_values = sum(adapter_sizes) / layout.matrix_parts + rows * self.vocab_matrices
         largest = [layer.largest / layout.matrix_parts for layer in self.layers]
         largest += [self.vocab_values][: self.vocab_matrices]
         self.largest_trained = max(adapter_sizes if self.lora_rank else largest, default=0)  # values of a matrix

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 from titan_mi100.shapes.saved import MIX, OUTPUT, Saved, ValuesPerToken
 
 ALL_LINEAR = "all-linear"  # peft's word for all linear layers that can have an adapter
+ROWS = ".token_adapter.trainable_tokens_delta"  # peft's name of trained rows of tokens, behind the table's
 EXPERTS = "experts"  # all matrices of all experts of a layer, as a target of LoRA
 
 
@@ -320,6 +321,12 @@ def adapter_shapes(
     return shapes
 
 
+def row_shapes(spec: ModelSpec, tokens: int) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the trained rows of so many tokens: of the embedding, and of the head of an untied model."""
+    tables = ("model.embed_tokens", "lm_head")[: 1 if spec.tie_word_embeddings else 2] if tokens else ()
+    return {table + ROWS: (tokens, spec.hidden_size) for table in tables}
+
+
 def adapter_pieces(spec: ModelSpec, rank: int) -> dict[str, Piece]:
     """Pieces of LoRA matrices (see ModelSpec.pieces) beside tensors held in parts. Parts share A; each has its B."""
     by_name = {}
@@ -343,7 +350,7 @@ def held_names(spec: ModelSpec, adapter: Collection[str], rank: int) -> set[str]
 
 def modules_of(adapter: Iterable[str]) -> set[str]:
     """The linear layers that LoRA matrices of these names are beside; the last part of their names, or EXPERTS."""
-    modules = (name.rpartition(".lora_")[0] for name in adapter)
+    modules = (name.rpartition(".lora_")[0] for name in adapter if not name.endswith(ROWS))
     return {EXPERTS if f".{EXPERTS}." in module else module.rpartition(".")[2] for module in modules}
 
 

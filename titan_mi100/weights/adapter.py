@@ -12,7 +12,7 @@ from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.errors import UserError
 from titan_mi100.log import log
 from titan_mi100.model.lora import base_fingerprint
-from titan_mi100.shapes.base import EXPERTS, ModelSpec, parameter_shapes
+from titan_mi100.shapes.base import EXPERTS, ROWS, ModelSpec, parameter_shapes
 from titan_mi100.text.assets import (
     PROMPTS,
     Assets,
@@ -29,7 +29,7 @@ from titan_mi100.weights.source import ModelSource, open_source, verify_files
 
 
 def merged_source(base: ModelSource, adapter: str | Path) -> ModelSource:
-    """A model whose weights are W + (alpha / rank) B A.
+    """A model whose weights are W + scale B A, with the adapter's rows of tokens.
 
     Args:
         base: the model that the adapter was trained on.
@@ -44,6 +44,8 @@ def merged_source(base: ModelSource, adapter: str | Path) -> ModelSource:
         raise UserError(f"{base.path}: is an adapter; name its base model here, and this folder as the adapter")
     lora, matrices = _open_adapter(Path(adapter), base, base.spec)
     matrices.check(lora.shapes(base.spec))
+    if beyond := [token for token in lora.token_ids if token >= base.spec.vocab_size]:
+        raise UserError(f"{adapter}: trains row {beyond[0]}, but {base.path} has {base.spec.vocab_size}; name its base")
     weights = MergedWeights(base.weights, matrices, lora)
     return replace(base, weights=weights, assets=_assets_as_trained(base, Path(adapter)))
 
@@ -85,7 +87,9 @@ def _open_adapter(path: Path, base: ModelSource, spec: ModelSpec) -> tuple[LoRAC
 
 
 class MergedWeights(Weights):
-    """W + (alpha / rank) B A in fp32, for matrices that have an adapter; the base's own tensor otherwise."""
+    """W + scale B A in fp32 for matrices that have an adapter, tables with their trained rows; the base's own tensor
+    otherwise.
+    """
 
     def __init__(self, base: Weights, adapter: Weights, lora: LoRAConfig) -> None:
         self.source, self.kinds = base.source, base.kinds
@@ -94,12 +98,17 @@ class MergedWeights(Weights):
     def read(self, name: str, shape: torch.Size, offset: Box, size: Box, exactly: bool = False) -> Tensor:
         # Only the requested part is merged, so a rank that reads its shard never holds a whole matrix of the base.
         part = self._base.read(name, shape, offset, size)
+        if (rows_name := name.removesuffix(".weight") + ROWS) in self._adapter.kinds:
+            trained, part = self._adapter.tensor(rows_name), part.float()
+            for token, row in zip(self._lora.token_ids, trained, strict=True):
+                if offset[0] <= token < offset[0] + size[0]:
+                    part[token - offset[0]] = row[offset[1] : offset[1] + size[1]]
+            return part
         a, b = (f"{name.removesuffix('weight')}lora_{matrix}.weight" for matrix in "AB")
         if b not in self._adapter.kinds:
             return part
         (rows, columns), is_expert = box(offset, size), f".{EXPERTS}." in name
-        lora = self._lora.of_experts if is_expert else self._lora
-        scale = lora.alpha / max(lora.rank, 1)
+        scale = (self._lora.of_experts if is_expert else self._lora).scale
         if is_expert:
             return part.float() + scale * self._of_experts(a, b, shape, rows, columns)
         # Only the part's rows of B (out, rank) and columns of A (rank, in) are multiplied.

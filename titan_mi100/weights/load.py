@@ -1,5 +1,6 @@
 """Fills a run's model with weights: from files, at random, or from a LoRA adapter."""
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -23,7 +25,7 @@ from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import raise_together
 from titan_mi100.planning.workload import Workload
-from titan_mi100.shapes.base import EXPERTS, ModelSpec, parameter_count, parameter_shapes, stored_shapes
+from titan_mi100.shapes.base import EXPERTS, ROWS, ModelSpec, parameter_count, parameter_shapes, stored_shapes
 from titan_mi100.text.assets import folder_of, read_assets
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights.base import EMBEDDING, HEAD, Weights
@@ -67,13 +69,14 @@ def load_weights(
                 if dist.get_rank() == 0 and checkpoint is None:
                     assets = read_assets(folder_of(source))
                     warn_of_missing_draft(Path(source), assets, base.kinds)
-                    if config.lora.rank and (odd := untrained_rows(base, tokens())):
-                        spelt = ", ".join(map(str, odd[:8]))
+                    if config.lora.rank and (odd := untrained_rows(base, {*tokens()} - {*config.lora.token_ids})):
+                        spelt, remedy = ", ".join(map(str, odd[:8])), "[lora] trainable_tokens"
                         with suppress(UserError):  # a corpus is trained without its tokenizer
                             decode = load_tokenizer(config.tokenizer_path()).decode
-                            spelt = ", ".join(repr(decode([token])) for token in odd[:8])
+                            spelt = ", ".join(json.dumps(decode([token]), ensure_ascii=False) for token in odd[:8])
+                            remedy = f"lora.trainable_tokens = [{spelt}{', ...' if odd[8:] else ''}]"
                         message = f"rows of {plural(len(odd), 'token')} in the data look untrained, such as {spelt}"
-                        log.warning(f"{source}: {message}; LoRA does not train them: {_INSTEAD}")
+                        log.warning(f"{source}: {message}; LoRA does not train them: set {remedy}, or {_INSTEAD}")
                 is_narrow = config.lora.rank or config.optimizer.master == "bf16_sr"
                 read, origin = partial(base.read, exactly=not is_narrow), f"weights from {source}"
                 # each rank hashes a share of a sealed checkpoint's files
@@ -81,13 +84,17 @@ def load_weights(
                 if dist.get_rank() == 0 and not config.lora.rank:
                     model.passed_through = {name: base.tensor(name) for name in base.kinds if spec.passes_through(name)}
         fill_base(model, optimizer.keep_residuals(read_pieces(spec, read)))
+        base_read = read
     elif dist.get_rank() == 0:
         saved = {name: kind for name, kind in open_weights(checkpoint).kinds.items() if spec.passes_through(name)}
         model.passed_through = {name: torch.empty(kind.shape, dtype=kind.dtype) for name, kind in saved.items()}
     name = config.model.flavor or Path(source).name
     log.info(f"model {name}: {parameter_count(spec):,} parameters, {origin}")
     if config.lora.rank:
-        _load_adapter(model, optimizer, config.lora, config.training.seed, spec, checkpoint)
+        seed = config.training.seed
+        fresh = None if checkpoint else _fresh_adapter(config.lora, seed, base_read, spec)
+        origin = f"resumed from {checkpoint}" if checkpoint else f"fresh, seed {seed}"
+        _load_adapter(model, optimizer, config.lora, spec, fresh, origin)
 
 
 def untrained_rows(base: Weights, tokens: Collection[int]) -> list[int]:
@@ -143,29 +150,42 @@ def _fill_in_4_bits(name: str, layer: NF4Linear, read: Read) -> None:
                 tensor[first : first + rows].copy_(quantized)
 
 
+def _fresh_adapter(lora: LoRAConfig, seed: int, base: Read, spec: ModelSpec) -> Read:
+    """Reads an adapter's first values: matrices at random, rows of tokens as the base's."""
+    table_shape = torch.Size((spec.vocab_size, spec.hidden_size))
+
+    def read(name: str, shape: torch.Size, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        if not name.endswith(ROWS):
+            return lora_values(seed, name, shape, offset, size)
+        tokens, table = lora.token_ids[offset[0] : offset[0] + size[0]], name.removesuffix(ROWS) + ".weight"
+        rows = [base(table, table_shape, (token, offset[1]), (1, size[1])) for token in tokens]
+        return torch.cat(rows) if rows else torch.empty(size)
+
+    return read
+
+
 def _load_adapter(
-    model: ParallelModel, optimizer: NamedState, lora: LoRAConfig, seed: int, spec: ModelSpec, checkpoint: Path | None
+    model: ParallelModel, optimizer: NamedState, lora: LoRAConfig, spec: ModelSpec, fresh: Read | None, origin: str
 ) -> None:
-    """As load_weights, for LoRA's matrices. If the run resumes, its checkpoint fills them."""
+    """As load_weights, for what LoRA trains. Args: fresh: its first values; None: the run's checkpoint fills them."""
     shapes, own = lora.shapes(spec), lora.of_experts
-    origin = f"resumed from {checkpoint}"
-    if checkpoint is None:
-        read: Read = partial(lora_values, seed)
-        origin = f"fresh, seed {seed}"
+    if fresh is not None:
         if lora.initial_load_path:
             with raise_together():
                 adapter = open_adapter(lora, shapes)
-                read, origin = partial(adapter.read, exactly=True), f"from {lora.initial_load_path}"
-        read = optimizer.keep_residuals(read_pieces(spec, read, lora.rank))
+                fresh, origin = partial(adapter.read, exactly=True), f"from {lora.initial_load_path}"
+        read = optimizer.keep_residuals(read_pieces(spec, fresh, lora.rank))
         distributed.fill_parameters(model.trained_parameters(), read)
     trained, modules = sum(map(math.prod, shapes.values())), (n[: -len(".lora_B.weight")] for n in shapes if "_B." in n)
     kinds = Counter(m.rpartition("mlp." if f".{EXPERTS}." in m else ".")[2] for m in modules)
     everything, words = parameter_count(spec) + trained, ", ".join(f"{n} {kind}" for kind, n in kinds.items())
     if own != lora and EXPERTS in lora.target_modules:
         words += f", of experts with rank {own.rank} and alpha {own.alpha:g}"
+    words += f", and the rows of {plural(len(lora.token_ids), 'token')}" if lora.token_ids else ""
+    root = "sqrt(rank)" if lora.scaling == "sqrt_rank" else "rank"
     log.info(
         f"LoRA: {trained:,} of {everything:,} parameters are trained ({trained / everything:.2%}), with rank "
-        f"{lora.rank} and alpha {lora.alpha:g} on {words}; {origin}"
+        f"{lora.rank} and alpha {lora.alpha:g} (B A times alpha / {root}) on {words}; {origin}"
     )
 
 

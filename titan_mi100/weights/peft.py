@@ -6,7 +6,7 @@ The format is that of peft 0.21; tests/test_lora.py compares with it.
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from titan_mi100.config.settings import LoRAConfig, lora_identity
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_object, refuse_code
 from titan_mi100.files.stored import open_safetensors
-from titan_mi100.shapes.base import EXPERTS, modules_of
+from titan_mi100.shapes.base import EXPERTS, ROWS, modules_of
 from titan_mi100.shapes.families import ADAPTED, LINEARS, own_name
 from titan_mi100.weights.base import StoredWeights, Weights
 from titan_mi100.weights.experts import TARGET_PARAMETERS, AdapterOfExperts, as_peft_has_experts
@@ -29,13 +29,14 @@ _PREFIX = "base_model.model."  # PEFT puts it before the model's own names
 _NAME = re.compile(
     rf"{re.escape(_PREFIX)}(?:\w+\.)+layers\.\d+\.\w+\.({'|'.join(ADAPTED)})(?:\.base_layer)?\.lora_[AB]\.weight"
 )
+_ROWS = re.compile(rf"{re.escape(_PREFIX)}(?:\w+\.)*(embed_tokens|lm_head){re.escape(ROWS)}")
 _OF_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 # Keys of adapter_config.json that do not change the result of an adapter with given tensors. Any other key that is set
 # is refused: the adapter would compute something else here than in peft.
 _HARMLESS = {
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "r", "lora_alpha", "lora_dropout", "target_modules", "init_lora_weights", "megatron_core", "qalora_group_size",
-    "runtime_config", "eva_config",
+    "runtime_config", "eva_config", "use_rslora", "trainable_token_indices",
 }  # fmt: skip
 _LONGEST_NAME = 4095  # bytes of a path
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")  # other initialisations also change the base's weights
@@ -56,7 +57,7 @@ def write_adapter(folder: str | Path, tensors: Mapping[str, Tensor], lora: LoRAC
     stored = as_peft_has_experts(tensors, lora.of_experts.rank)
     contiguous = {_PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in stored.items()}
     save_file(contiguous, folder / WEIGHTS, metadata={"format": "pt"})
-    named = modules_of(tensors)
+    named, tables = modules_of(tensors), sorted(_tables(contiguous))
     identity = lora_identity(lora, named)
     # peft's names for ranks and alphas of single modules
     patterns = {"rank_pattern": "expert_rank", "alpha_pattern": "expert_alpha"}
@@ -76,7 +77,8 @@ def write_adapter(folder: str | Path, tensors: Mapping[str, Tensor], lora: LoRAC
         **{key: dict.fromkeys(TARGET_PARAMETERS, identity[own]) for key, own in patterns.items() if own in identity},
         "bias": "none",
         "fan_in_fan_out": False,
-        "use_rslora": False,
+        "use_rslora": lora.scaling == "sqrt_rank",
+        **({"trainable_token_indices": {key: [*lora.token_ids] for key in tables}} if lora.token_ids else {}),
         "use_dora": False,
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -103,7 +105,13 @@ def read_adapter(folder: str | Path) -> tuple[LoRAConfig, Weights]:
     stored = open_safetensors(path)
     if not stored.kinds:
         raise UserError(f"{path}: has no tensors; copy it again")
-    matches = {name: _NAME.fullmatch(name) for name in stored.kinds}
+    tables = _tables(stored.kinds)
+    matches = {name: _NAME.fullmatch(name) for name in stored.kinds if not _ROWS.fullmatch(name)}
+    if tables != {*(raw.get("trainable_token_indices") or {})}:
+        problem = (
+            f"has rows of tokens of {some(sorted(tables)) or 'no table'}, unlike trainable_token_indices in {CONFIG}"
+        )
+        raise UserError(f"{path}: {problem}; save it again with peft's save_pretrained")
     if odd := sorted(name for name, match in matches.items() if match is None):
         if single := [name for name in odd if _OF_ONE_EXPERT.search(name)]:
             problem = f"has {some(single, 1)}: adapters of single experts are not supported, only of all in one tensor"
@@ -131,6 +139,8 @@ def read_adapter(folder: str | Path) -> tuple[LoRAConfig, Weights]:
         target_modules=tuple(name for name in ADAPTED if name in named),
         expert_rank=raw.get("rank_pattern") or 0,
         expert_alpha=float(raw.get("alpha_pattern") or 0),
+        scaling="sqrt_rank" if raw.get("use_rslora") else "rank",
+        token_ids=tuple(next(iter((raw.get("trainable_token_indices") or {"": ()}).values()))),
     )
     names = {own_name(name.removeprefix(_PREFIX)): name for name in stored.kinds}
     weights: Weights = StoredWeights(path, stored, names)
@@ -192,9 +202,29 @@ def _read_config(path: Path) -> dict[str, Any]:
         if raw[key] and raw[key] != "none":
             remedy = "merge the adapter into its base, or train without it"
             problems.append(f"{shortened(key)} = {shortened(repr(raw[key]))} is not supported; {remedy}")
+    if type(raw.get("use_rslora", False)) is not bool:
+        problems.append(f"use_rslora = {shortened(repr(raw['use_rslora']))} is neither true nor false")
+    if (indices := raw.get("trainable_token_indices")) and (wrong := _token_problem(indices)):
+        problems.append(f"trainable_token_indices {wrong}; merge the adapter into its base with peft")
     if problems:
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
     return raw
+
+
+def _tables(names: Iterable[str]) -> set[str]:
+    """The tables with trained rows of tokens: "embed_tokens", "lm_head"."""
+    return {match[1] for name in names if (match := _ROWS.fullmatch(name))}
+
+
+def _token_problem(indices: Any) -> str:
+    """What is wrong with trainable_token_indices; "": nothing. Ours are the same tokens in ascending order for all."""
+    if not isinstance(indices, dict) or not {*indices} <= {"embed_tokens", "lm_head"}:
+        return 'is none of {"embed_tokens": [...]} and {"embed_tokens": [...], "lm_head": [...]}'
+    lists = [*indices.values()]
+    is_sound = all(isinstance(ids, list) and all(type(n) is int and 0 <= n < 1 << 31 for n in ids) for ids in lists)
+    if not is_sound or any(ids != lists[0] or ids != sorted({*ids}) for ids in lists):
+        return "has other ids than ascending ones, the same for embedding and head"
+    return ""
 
 
 def _names_experts(targets: Any) -> bool:

@@ -142,7 +142,8 @@ def open_source(path: str | Path, assets_folder: str | Path = "") -> ModelSource
     adapter, lora = manifest.get("lora"), None
     if adapter:
         targets = tuple(adapter["target_modules"])
-        own = {key: adapter[key] for key in ("expert_rank", "expert_alpha") if key in adapter}
+        own = {key: adapter[key] for key in ("expert_rank", "expert_alpha", "scaling") if key in adapter}
+        own["token_ids"] = tuple(adapter.get("token_ids", ()))
         lora = LoRAConfig(adapter["rank"], adapter["alpha"], adapter["dropout"], targets, **own)
     if spec is not None:
         spec = spec.as_stored(weights.kinds, trained or {})
