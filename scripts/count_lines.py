@@ -37,12 +37,12 @@ CORE = (
     ),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )
-BUDGETS = {"core": 11450, "titan_mi100": 28765, "scripts": 1920}  # lines of code
+BUDGETS = {"core": 11605, "titan_mi100": 28580, "scripts": 1920}  # lines of code
 FOLDERS = {  # the same, of folders in titan_mi100/ with all below them
-    "attention": 930, "checkpoint": 725, "config": 1945, "data": 4240, "device": 135, "files": 1160,
-    "generation": 275, "launch": 1185, "model": 2890, "objectives": 190, "open_run": 1135, "optim": 615,
-    "parallel": 1175, "planning": 805, "run": 1400, "shapes": 955, "text": 1440, "tools": 1250, "watch": 565,
-    "weights": 1205, "workshop": 3700,
+    "attention": 930, "checkpoint": 725, "config": 1970, "data": 4240, "device": 135, "files": 1160,
+    "generation": 275, "launch": 815, "model": 2990, "objectives": 190, "open_run": 1150, "optim": 615,
+    "parallel": 1185, "planning": 810, "run": 1400, "shapes": 960, "text": 1440, "tools": 1250, "watch": 545,
+    "weights": 1255, "workshop": 3700,
 }  # fmt: skip
 BUDGETS |= {f"titan_mi100/{folder}": budget for folder, budget in FOLDERS.items()}
 LONG_FUNCTION, LONG_FILE = 80, 450  # lines above which a function or a file is named, as a reason to look at it
