@@ -165,6 +165,7 @@ PLANNED = {
     "LoRA with dropout": ("8B", 1, {**FULL, "lora.rank": 16, "lora.dropout": 0.1}),
     "LoRA, nothing recomputed": ("8B", 1, {"lora.rank": 16, "activation_checkpoint.mode": "none"}),
     "QLoRA, tied, FSDP2": ("0.6B", 2, {**FULL, "lora.rank": 16, "lora.base": "nf4", "training.local_batch_size": 4}),
+    "LoRA, rows of tokens": ("8B", 1, {**FULL, "lora.rank": 16, "lora.trainable_tokens": ("one", "two")}),
     "QLoRA": ("8B", 1, {**FULL, "lora.rank": 16, "lora.base": "nf4"}),
     "QLoRA, FSDP2": ("8B", 2, {**FULL, "lora.rank": 16, "lora.base": "nf4", "training.local_batch_size": 4}),
     "state on the host": ("8B", 1, {**LEAN, **FULL, **STATE_ON_HOST}),
