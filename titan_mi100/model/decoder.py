@@ -212,12 +212,13 @@ def logits_or_loss(
         table: the head, or the embedding: its weight is (V, hidden), or this rank's shard of the vocabulary.
     """
     weight, rows = cast(Tensor, table.weight), rows_of(table)
-    put = rows.put_logits if rows else lambda logits, _: logits
+    if labels is None and rows is not None:
+        rows.write(rows.rows(weight.dtype).detach(), local_weight(weight, weight.dtype))
     if labels is None and supervised is None:
-        return put(multiply(hidden, local_weight(weight, hidden.dtype)), hidden)
+        return multiply(hidden, local_weight(weight, hidden.dtype))
     if labels is None:  # few tokens of a model in training: cast its fp32 head in blocks, never the full (V, hidden)
         few, blocks = hidden.flatten(0, 1)[supervised], local_weight(weight, weight.dtype).split(_CAST_ROWS)
-        return put(torch.cat([multiply(few, block.to(few.dtype)) for block in blocks], dim=-1), few)
+        return torch.cat([multiply(few, block.to(few.dtype)) for block in blocks], dim=-1)
     assert supervised is not None, "labels need the index of the supervised tokens"
     weight, options = local_weight(weight, weight.dtype), {"rows": rows} if rows else {}
     return loss(hidden, weight, labels, supervised, columns, **options)  # it casts the weight in blocks

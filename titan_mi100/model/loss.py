@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.device import accelerator
 from titan_mi100.model.fused.running import only, runs
-from titan_mi100.model.token_rows import Columns, TokenRows
+from titan_mi100.model.token_rows import TokenRows
 from titan_mi100.planning.memory import HEAD_BLOCK, HEAD_BLOCK_CPU, HEAD_BYTES_PER_LOGIT, HEAD_COLUMNS
 
 HEAD_MULTIPLE = 64
@@ -142,7 +142,9 @@ class _BlockedCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # (n, H), (V, H), (n, k), (tokens, H) -> (n, k), (n,)
         known, group = ids != IGNORE, shard.group
         ids = ids if group is None else ids - dist.get_rank(group) * len(weight)  # columns of this shard
-        blocks = _form(hidden, ids)(hidden, weight, memory).with_rows(rows, shard.rows)
+        if rows is not None and shard.rows is not None:
+            shard.rows.write(rows, weight)
+        blocks = _form(hidden, ids)(hidden, weight, memory)
         highest = torch.full(ids.shape[:1], -torch.inf, dtype=blocks.wide, device=hidden.device)
         total, target = torch.zeros_like(highest), highest.new_zeros(ids.shape)
         sums = _Sums(highest, total, target)
@@ -168,11 +170,14 @@ class _BlockedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, weight, ids, known, log_sum, target, rows = ctx.saved_tensors
         # ctx.blocks is None if no logits are kept, and when a zero-bubble pipeline calls backward a second time.
-        blocks: _Blocks = ctx.blocks or ctx.form(hidden, weight, ctx.memory).with_rows(rows, ctx.of)
+        blocks: _Blocks = ctx.blocks or ctx.form(hidden, weight, ctx.memory)
         gradient = blocks.gradient(_Softmax(ids, known, log_sum, target), torch.where(known, grad, 0.0))
         grad_hidden = torch.zeros(hidden.shape, dtype=log_sum.dtype, device=hidden.device)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # None: the head is frozen
-        grad_rows = None if rows is None else torch.zeros_like(rows)
+        grad_rows = None
+        if rows is not None:
+            grad_rows = torch.zeros_like(rows)
+            ctx.of.write(rows, weight)
         for start, stop in blocks:
             part = blocks.weight(start, stop)
             delta = gradient(blocks.buffer(start, stop) if blocks.holds_logits else blocks.compute(part, start), start)
@@ -184,9 +189,9 @@ class _BlockedCrossEntropy(torch.autograd.Function):
                 torch.mm(delta.t(), hidden, out=grad_weight[start:stop])
             elif grad_weight is not None:
                 grad_weight[start:stop] = delta.t() @ hidden
-            for column, row in blocks.trained(start, stop):
-                assert grad_rows is not None
-                grad_rows[row] = delta[:, column] @ hidden
+            if grad_rows is not None:
+                for column, row in ctx.of.columns(start, stop):
+                    grad_rows[row] = delta[:, column] @ hidden
         # Free the kept logits now: a pipeline holds its outputs, and through them ctx, until the step ends.
         ctx.blocks = None
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, grad_rows
@@ -246,14 +251,6 @@ class _Blocks:
         self.keeps_logits = tokens * vocabulary <= memory.kept_elements  # there is a buffer for every block
         self.holds_logits = False  # forward has filled them all
         self._logits = hidden.new_empty(tokens * (vocabulary if self.keeps_logits else self._size))
-        self._rows = hidden
-        self.trained: Callable[[int, int], Columns] = lambda start, stop: []
-
-    def with_rows(self, rows: Tensor | None, of: TokenRows | None) -> "_Blocks":
-        """The same with trained rows in place of the weight's own. Args: rows: (tokens, H), in the dtype of hidden."""
-        if rows is not None and of is not None:
-            self._rows, self.trained = rows, of.columns
-        return self
 
     @cached_property
     def _wide(self) -> Tensor:
@@ -279,12 +276,7 @@ class _Blocks:
 
     def weight(self, start: int, stop: int) -> Tensor:
         """A block of the weight, cast to the dtype of the activations. The full weight is never copied."""
-        part = self._weight[start:stop].to(self._hidden.dtype)
-        if trained := self.trained(start, stop):
-            part = part.clone()
-            for column, row in trained:
-                part[column] = self._rows[row]
-        return part
+        return self._weight[start:stop].to(self._hidden.dtype)
 
     def buffer(self, start: int, stop: int) -> Tensor:
         """The buffer for a block's logits, (n, stop - start)."""

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from titan_mi100.model.layers import local_weight
 
-Columns = list[tuple[int, int]]  # of a block of the vocabulary, and the number of the row that stands there
-
 
 class TokenRows(nn.Module):
     """Rows of tokens, part of an embedding or a head.
@@ -30,8 +28,8 @@ class TokenRows(nn.Module):
         self.ids = tuple(ids)
         self.trainable_tokens_delta = nn.Parameter(torch.empty(len(ids), hidden))  # peft's name: the rows themselves
 
-    def columns(self, start: int, stop: int) -> Columns:
-        """The tokens in a block of this rank's shard."""
+    def columns(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """(column, row) of the tokens in a block of this rank's shard."""
         columns = ((token - self.first - start, row) for row, token in enumerate(self.ids))
         return [(column, row) for column, row in columns if 0 <= column < stop - start]
 
@@ -53,11 +51,16 @@ class TokenRows(nn.Module):
         own = F.embedding(number, torch.cat((rows.new_zeros(1, rows.shape[1]), rows)), padding_idx=0)
         return torch.where((number > 0)[..., None], own * factor, x)
 
-    def put_logits(self, logits: Tensor, hidden: Tensor) -> Tensor:
-        """Logits with those of these tokens. Args: logits: (..., V), of the shard. hidden: (..., hidden)."""
-        for column, row in self.columns(0, logits.shape[-1]):
-            logits[..., column] = hidden @ self.rows(hidden.dtype)[row]
-        return logits
+    def write(self, rows: Tensor, weight: Tensor) -> None:
+        """Write the rows into the memory of the table, whose own nobody reads: products with the table then have them.
+
+        Call it before each use: FSDP2 gathers the table anew.
+
+        Args:
+            rows: (n, hidden). weight: (V, hidden), frozen; this rank's shard.
+        """
+        for column, row in self.columns(0, len(weight)):
+            weight.data[column].copy_(rows[row])  # .data: autograd need not know, as the table has no gradient
 
 
 class RowsEmbedding(nn.Embedding):

@@ -310,8 +310,8 @@ def as_rank(
         backend: the attention backend; None: a fused kernel.
     """
     config, ranks, layout = workload.config, workload.ranks, workload.layout
-    accumulation = {"gradient_accumulation_steps": microbatches, "target_tokens_per_step": 0}
-    rows = {"token_ids": tuple(range(len(config.lora.trainable_tokens)))}  # any ids: no tokenizer is read
+    change: dict[str, Any] = {"training": {"gradient_accumulation_steps": microbatches, "target_tokens_per_step": 0}}
+    change["lora"] = {"token_ids": tuple(range(len(config.lora.trainable_tokens)))}  # any ids: no tokenizer is read
     head = HeadMemory.of_gpu(device_memory) if device_memory else HeadMemory()
     layers = layers_per_stage(workload, 1.0, device_memory) if layout.is_pipeline else ()
     with no_others.group(rank, ranks), TensorLedger() as ledger:
@@ -319,7 +319,7 @@ def as_rank(
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             computation = Computation(backend or FusedKernel(), head, choose(config.objective))
             placement = _FakePlacement(mesh, CPU, device_memory)
-            model = build_model(workload.changed({"training": accumulation, "lora": rows}), computation, placement, layers)
+            model = build_model(workload.changed(change), computation, placement, layers)
             if isinstance(model, ReplicatedModel):
                 no_others.patch_ddp(model.ddp)
             where = HOST if config.memory.offload == "weights" else PARAMETERS
