@@ -1,14 +1,89 @@
 """Names of the Hugging Face hub where a path is wanted: how to fetch what they name. Imports no torch."""
 
+import hashlib
+import json
 import os
 import re
 import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 
 from titan_mi100.config.problem import Problem
+from titan_mi100.config.srun import PLACE
+from titan_mi100.errors import UserError
+from titan_mi100.files import hub
+from titan_mi100.files.hub_files import MODEL, HubName, parse_name
 from titan_mi100.files.patterns import nearby
+from titan_mi100.files.plain import read_object
 
 _FILES = (".json", ".jsonl", ".parquet", ".gz", ".zst", ".csv", ".txt", ".toml", ".jinja", ".model")
 _WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+_FOLDERS = ("models", "model", "weights", "checkpoints", "assets", "outputs", "data", "runs")  # no owner's name
+COMMITS = "TITAN_HUB"  # environment variable: the commits of names that the launcher has asked for, as JSON
+COMMITS_FILE = "hub.json"  # the same, in the run folder
+_PATIENCE, _RECENT = 3600.0, 120.0  # seconds: to wait for the node's first process; since which it may have started
+
+
+def hub_name(text: str, folder: str | os.PathLike[str] = "") -> HubName | None:
+    """The name on the hub that a value is, where no such file or folder is; None: it is a path.
+
+    Args:
+        folder: what a path would be relative to.
+    """
+    name, path = parse_name(text), os.path.join(folder, text)
+    if name is None or text.endswith((*_FILES, *_WEIGHTS)) or os.path.lexists(path):
+        return None
+    return None if text.partition("/")[0] in _FOLDERS or nearby(path).startswith("; did you") else name
+
+
+def model_path(text: str, kind: str = MODEL) -> str:
+    """The path that an option of a command names; a model of the hub is fetched. Raises UserError: it cannot be."""
+    name = hub_name(text)
+    try:
+        return hub.fetch(name, kind, {})[0] if name else text
+    except UserError as error:
+        raise UserError(f"{text} {error}") from None
+
+
+def known_commits(folder: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """The commits that a start must use: those that its launcher has asked for, or the run's; else {}.
+
+    Args:
+        folder: the run folder; "": there is none, or the run starts over.
+    """
+    if made := environ.get(COMMITS):
+        return json.loads(made)
+    with suppress(OSError):
+        return read_object(Path(folder or os.devnull, COMMITS_FILE), "remove it, to take the newest commits")
+    return {}
+
+
+def first_of_node(environ: Mapping[str, str]) -> Path | None:
+    """Where the first process of a node says which commits it has fetched, if there are more and no launcher."""
+    if COMMITS in environ or environ.get("LOCAL_WORLD_SIZE", "1") == "1":
+        return None
+    start = [
+        str(os.getppid()),
+        *(environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_STEP_ID", *PLACE[4:])),
+    ]
+    digest = hashlib.sha256(" ".join(start).encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir(), f"titan-hub-{os.getuid()}-{digest}.json")
+
+
+def wait_for_first(file: Path) -> dict[str, str]:
+    """The commits that the first process of this node has fetched. Ends this process if there are none."""
+    began = time.time()
+    while time.time() < began + _PATIENCE:
+        with suppress(OSError):
+            if file.stat().st_uid == os.getuid() and file.stat().st_mtime > began - _RECENT:
+                commits = json.loads(file.read_bytes())
+                return commits if commits is not None else sys.exit(2)  # the first one has said why
+        time.sleep(0.2)
+    raise UserError(f"the first process of this node has fetched nothing from the hub within {_PATIENCE:.0f} s")
 
 
 def is_hub_name(text: str) -> bool:

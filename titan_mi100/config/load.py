@@ -6,6 +6,7 @@
 import errno
 import glob
 import itertools
+import json
 import os
 import re
 import shlex
@@ -21,6 +22,7 @@ from titan_mi100 import cli
 from titan_mi100.config import bundled
 from titan_mi100.config.as_text import help_text, keys_of, our_keys, sections, table_of
 from titan_mi100.config.check import ALTERNATIVES, check, check_start
+from titan_mi100.config.hub import first_of_node, hub_name, known_commits, wait_for_first
 from titan_mi100.config.problem import Problem
 from titan_mi100.config.settings import Config, JobConfig
 from titan_mi100.config.srun import ASKS_LIMIT, RUN_FOLDER, check_place, srun_ranks
@@ -34,6 +36,9 @@ from titan_mi100.config.unknown import (
     unknown_option,
 )
 from titan_mi100.errors import UserError, did_you_mean
+from titan_mi100.files import durable
+from titan_mi100.files.hub import fetch
+from titan_mi100.files.hub_files import MODEL, SHAPE, parse_name
 from titan_mi100.wording import as_key, first_of, has_control_characters, is_utf8, shown
 
 _Name = tuple[str, str]  # section and key
@@ -49,7 +54,7 @@ _PLACES = ("LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # rank variabl
 TEACHER_CONFIG = "teach.toml"  # of a teacher's pass, in the teacher's folder
 _OURS = (
     *("train.log", "config.toml", "environment.json", "metrics.jsonl", "run_state.json"),
-    *("ledger.csv", "ledger.refused.csv", ".lock", "wandb_id"),
+    *("ledger.csv", "ledger.refused.csv", ".lock", "wandb_id", "hub.json"),
 )
 
 
@@ -104,6 +109,12 @@ def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: boo
     if with_files:
         errors += _moved_run(config_file.value, settings.get(("job", "run_folder")), str(values["job", "run_folder"]))
     notes = _replace_alternatives(values, settings)
+    folder = "" if values["checkpoint", "fresh"] else os.environ.get(RUN_FOLDER) or str(values["job", "run_folder"])
+    commits = known_commits(folder, os.environ)
+    problems, unfetched = _fetch_names(values, settings, commits, with_files, is_sound=not (errors or unknown))
+    errors += problems
+    refused |= unfetched
+    notes += _local_folders(settings)
     if named is default:
         notes.append(f"no --job.config_file is given: settings from {config_file.value}")
     elif named.value != config_file.value:
@@ -113,7 +124,7 @@ def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: boo
     }
     if made := os.environ.get(RUN_FOLDER):
         built["job"] = replace(built["job"], run_folder=made)
-    config = Config(**built, notes=tuple(notes))
+    config = Config(**built, notes=tuple(notes), commits=commits)
     origins = {f"{section}.{key}": setting.where for (section, key), setting in settings.items()}
     for issue in check(config, world_size, with_files) if is_read else ():  # else what is missing may be in the file
         where = origins.get(issue.key)
@@ -268,7 +279,8 @@ def _convert(key: Any, setting: _Setting) -> tuple[Any, str]:
         return key.default, f"must be one of: {', '.join(filter(None, rules['choices']))}{hint}"
     problems = [problem for item in values if (problem := _refused(item, rules))]
     if rules["path"] and not problems:
-        values = [_absolute(item, setting.folder, is_list) if item else item for item in values]
+        names = [item for item in values if rules["hub"] and item and hub_name(item, setting.folder)]  # fetched later
+        values = [_absolute(item, setting.folder, is_list) if item and item not in names else item for item in values]
         problems = [f"stands for {shown(item)}, which {why}" for item in values if (why := _refused(item, rules))]
     return (key.default, problems[0]) if problems else (tuple(values) if is_list else values[0], "")
 
@@ -288,6 +300,64 @@ def _convert_tables(table: type, setting: _Setting) -> tuple[tuple[Any, ...], li
             errors += [f"{where}: {name} = {shown(value)} {problem}"] if problem else []
         instances.append(table(**values))
     return tuple(instances), errors
+
+
+def _fetch_names(
+    values: dict[_Name, Any], settings: dict[_Name, _Setting], commits: dict[str, str], with_files: bool, is_sound: bool
+) -> tuple[list[str], set[str]]:
+    """Put paths in the place of names on the hub, and fetch what they name.
+
+    Args:
+        values: in them a path is absolute by now, and a name is not.
+        commits: see hub.fetch.
+        with_files: false: only the shape of a model is wanted.
+        is_sound: false: nothing is fetched, because the config is refused anyway.
+
+    Returns:
+        What is wrong; the keys with names that were not fetched.
+    """
+    errors, left, first = list[str](), set[str](), first_of_node(os.environ)
+
+    def paths(name: _Name, key: Any, given: Any) -> Any:
+        kind, items = key.metadata["hub"], list[str]()
+        for item in given if isinstance(given, tuple) else [given]:
+            parts = parse_name(item) if kind and (with_files or kind == MODEL) else None
+            if parts is None:
+                items.append(item)
+                continue
+            try:
+                if not is_sound:
+                    raise UserError
+                if first and os.environ.get("LOCAL_RANK", "0") != "0":
+                    commits.update(wait_for_first(first))
+                items += fetch(parts, kind if with_files else SHAPE, commits)
+            except UserError as error:
+                left.add(".".join(name))
+                errors.extend([f"{settings[name].where} = {shown(item)} {error}"] * is_sound)
+        return tuple(items) if isinstance(given, tuple) else "".join(items)
+
+    for name, value in values.items():
+        key = our_keys()[".".join(name)]
+        if table := table_of(key):
+            own = keys_of(table)
+            values[name] = tuple(table(**{k.name: paths(name, k, getattr(t, k.name)) for k in own}) for t in value)
+        elif key.metadata["hub"]:
+            values[name] = paths(name, key, value)
+    if first and os.environ.get("LOCAL_RANK", "0") == "0" and (commits or errors):
+        durable.replace(first, json.dumps(None if errors else commits))
+    return errors, left
+
+
+def _local_folders(settings: dict[_Name, _Setting]) -> list[str]:
+    """A line for the log about each local folder that has the form of a name on the hub: it wins."""
+    notes = []
+    for name, setting in settings.items():
+        given = setting.value if isinstance(setting.value, list | tuple) else [setting.value]
+        for item in given if our_keys()[".".join(name)].metadata["hub"] else ():
+            path = os.path.join(setting.folder, str(item))
+            if parse_name(str(item)) and os.path.isdir(path):
+                notes.append(f"{setting.where} = {shown(item)} is the folder {path}; for the hub's write {item}@main")
+    return notes
 
 
 def _absolute(path: str, folder: Path, is_glob: bool) -> str:
@@ -425,5 +495,7 @@ def config_from_command_line(for_this_job: bool = True) -> Config:
 if __name__ == "__main__":
     checked = config_from_command_line()
     sys.stdout.reconfigure(encoding=sys.getfilesystemencoding())  # type: ignore[union-attr]  # whatever the terminal's
-    limit = [checked.watchdog.seconds and checked.watchdog.start_seconds] if os.environ.get(ASKS_LIMIT) else []
-    sys.exit(cli.exit_code(lambda: print(*limit, make_run_folder(checked.job, checked.checkpoint.fresh))))
+    limit = checked.watchdog.seconds and checked.watchdog.start_seconds
+    commits = json.dumps(dict(checked.commits), separators=(",", ":"))  # without a space
+    facts = [limit, commits] if os.environ.get(ASKS_LIMIT) else []
+    sys.exit(cli.exit_code(lambda: print(*facts, make_run_folder(checked.job, checked.checkpoint.fresh))))

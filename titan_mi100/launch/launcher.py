@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 
+from titan_mi100.config.hub import COMMITS
 from titan_mi100.config.settings import WatchdogConfig
 from titan_mi100.config.srun import ASKS_LIMIT, PLACE, RUN_FOLDER, srun_tasks
 from titan_mi100.errors import UserError
@@ -93,7 +94,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ, prog
                 "model of its own; start one (srun --ntasks=1, or none; unset RANK and WORLD_SIZE), or without it: "
                 "srun python -m titan_mi100.train ...; or one on each node, with --nnodes, --node_rank and --rdzv"
             )
-        for name in (*PLACE, RUN_FOLDER):
+        for name in (*PLACE, RUN_FOLDER, COMMITS):
             os.environ.pop(name, None)  # may come from a job that has started this one
         set_defaults(processes)
         before_start(processes, say)
@@ -211,7 +212,7 @@ class Launcher:
         settings |= {RUN_FOLDER: folder} if folder else {}
         label, pipe = "the check of the config", subprocess.PIPE
         output = self.run_first(label, *_CONFIG, *self.arguments, stdout=pipe, environment=settings)
-        limit, _, os.environ[RUN_FOLDER] = os.fsdecode(output).removesuffix("\n").partition(" ")
+        limit, os.environ[COMMITS], os.environ[RUN_FOLDER] = os.fsdecode(output).removesuffix("\n").split(" ", 2)
         self._limit = float(limit)
         return os.environ[RUN_FOLDER]
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
+from titan_mi100.config.hub import COMMITS
 from titan_mi100.errors import UserError
 from titan_mi100.launch.links import OPTIONS, Endpoint, Host, Link, Message, join, parse_place, reserved_port
 from titan_mi100.launch.torch_build import installed
@@ -154,7 +155,8 @@ class Leader:
         self._ready &= set(self._host.links.values())
         for link in set(self._host.links.values()) - self._ready:
             with suppress(OSError):  # the next `hear` drops the node
-                link.send(do="prepare", folder=folder, world=self._processes * count)
+                commits = os.environ.get(COMMITS, "")  # a branch of the hub may move while the nodes start
+                link.send(do="prepare", folder=folder, world=self._processes * count, commits=commits)
         if is_first:
             self._launcher.prepare(folder)
         while set(self._host.links.values()) - self._ready:
@@ -246,7 +248,7 @@ def _follow(launcher: NodeLauncher, link: Link, place: Endpoint, processes: int)
         if message is None:
             continue
         if message["do"] == "prepare":
-            rank = place.rank * processes
+            rank, os.environ[COMMITS] = place.rank * processes, str(message.get("commits", ""))
             launcher.check(int(message["world"]), min(rank, int(message["world"]) - 1), str(message["folder"]))
             with tempfile.TemporaryDirectory(prefix="titan-ledger-") as aside:  # the run folder gets node 0's ledger
                 launcher.prepare(aside)

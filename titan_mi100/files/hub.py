@@ -1,0 +1,277 @@
+"""Fetches models and data sets of the Hugging Face hub into the hub's own cache, and checks every file by its hash.
+
+`huggingface_hub` is imported only if a name of the hub is given. Beside a repository's snapshots a record of ours holds
+the listing of each commit and what was hashed, so that later starts make no request and hash nothing again.
+"""
+
+import errno
+import fcntl
+import glob
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from titan_mi100.errors import UserError
+from titan_mi100.files import durable
+from titan_mi100.files.hub_files import CARD, TRAIN, VALIDATION, HubName, model_files, one_pattern, split_files
+from titan_mi100.files.plain import LARGEST_TABLE, read_object
+from titan_mi100.files.tables import INDEX
+from titan_mi100.log import log
+from titan_mi100.wording import bytes_in_words, plural, some
+
+_LOGIN = "log in: hf auth login, or set HF_TOKEN"
+_RECORDS = "titan_mi100"  # folder of our records, in a repository's folder in the cache
+_BLOCK = 1 << 20
+_OF_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
+
+Commits = MutableMapping[str, str]  # "models/OWNER/NAME@REVISION" -> commit
+
+
+def fetch(name: HubName, kind: str, commits: Commits) -> list[str]:
+    """The paths of what a name on the hub names; what the hub's cache lacks is downloaded.
+
+    Args:
+        kind: what it is named for, see hub_files.
+        commits: those to use, without asking the hub. A commit that the hub was asked for is added.
+
+    Raises:
+        UserError: why it cannot be had, as the end of a message.
+    """
+    try:
+        import huggingface_hub  # noqa: F401
+    except ImportError:
+        problem = "names a repository of the Hugging Face hub, which needs huggingface_hub"
+        raise UserError(f"{problem}: pip install huggingface_hub") from None
+    repository = _Repository(name, kind in (TRAIN, VALIDATION), commits)
+    try:
+        return repository.paths(kind)
+    except UserError:
+        raise
+    except Exception as error:
+        if reason := repository.reason(error):
+            raise UserError(reason) from None
+        raise
+
+
+class _Repository:
+    """A repository of the hub at one commit, and its folder in the hub's cache."""
+
+    def __init__(self, name: HubName, is_data: bool, commits: Commits) -> None:
+        from huggingface_hub import constants
+
+        self._name, self._is_data, self._commits = name, is_data, commits
+        self._type, self._revision = "dataset" if is_data else "model", name.revision or "main"
+        self._is_offline, self._endpoint = constants.HF_HUB_OFFLINE, constants.ENDPOINT
+        cache, folder = Path(constants.HF_HUB_CACHE).expanduser(), f"{self._type}s--{'--'.join(name[0].split('/'))}"
+        self._folder, self._locks = cache / folder, cache / ".locks" / folder
+        self._commit, self._files, self._hashed = "", dict[str, list[Any]](), dict[str, list[int] | None]()
+
+    @property
+    def _snapshot(self) -> Path:
+        return self._folder / "snapshots" / self._commit
+
+    def paths(self, kind: str) -> list[str]:
+        """See `fetch`."""
+        key, name = f"{self._type}s/{self._name.repository}@{self._revision}", self._name
+        if not self._is_data and (name.config or name.split):
+            raise UserError("names a model; :CONFIG and [SPLIT] are for data sets")
+        self._commit = self._commits.get(key, "") or self._commit_of_revision()
+        self._read_record()
+        if self._is_data:
+            files = split_files(name, self._configs(), self._files, kind)
+        else:
+            files = model_files(self._files, kind, self._index)
+        self._ensure(files)
+        with suppress(OSError):  # a cache that may not be written; without the network the branch is found by it
+            if self._revision != self._commit and not self._is_offline:
+                (ref := self._folder / "refs" / self._revision).parent.mkdir(parents=True, exist_ok=True)
+                durable.replace(ref, self._commit)
+        self._commits[key] = self._commit
+        if not self._is_data:
+            return [str(self._snapshot)]
+        patterns, root = one_pattern(files, self._files), str(self._snapshot)
+        root = glob.escape(root) if len(patterns) < len(files) else root
+        return [os.path.join(root, pattern) for pattern in patterns]
+
+    def _commit_of_revision(self) -> str:
+        if re.fullmatch("[0-9a-f]{40}", self._revision):
+            return self._revision
+        if not self._is_offline:
+            from huggingface_hub import HfApi
+
+            log.info(f"{self._name.repository}: asking {self._endpoint} for the commit of {self._revision} ...")
+            return str(HfApi().repo_info(self._name.repository, repo_type=self._type, revision=self._revision).sha)
+        with suppress(OSError):
+            return (self._folder / "refs" / self._revision).read_text().strip()
+        raise UserError(self._not_in_cache([]))
+
+    def _read_record(self) -> None:
+        """The commit's files, by the record, the hub, or without the network the files of the snapshot."""
+        with suppress(OSError, ValueError, KeyError):
+            record = json.loads(self._record.read_bytes())
+            self._files, self._hashed = record["files"], record["hashed"]
+            return
+        if self._is_offline:  # in the cache a file is a link to its hash
+            links = [link for link in self._snapshot.rglob("*") if link.is_symlink() and link.exists()]
+            self._files = {str(f.relative_to(self._snapshot)): [os.readlink(f).rpartition("/")[2], 0] for f in links}
+            return
+        from huggingface_hub import HfApi
+        from huggingface_hub.hf_api import RepoFile
+
+        listed = HfApi().list_repo_tree(
+            self._name.repository, repo_type=self._type, revision=self._commit, recursive=True
+        )
+        files = [file for file in listed if isinstance(file, RepoFile)]
+        self._files = {file.path: [file.lfs.sha256 if file.lfs else file.blob_id, file.size] for file in files}
+
+    @property
+    def _record(self) -> Path:
+        return self._folder / _RECORDS / f"{self._commit}.json"
+
+    def _configs(self) -> Any:
+        """What the card has as `configs`; None: there is none."""
+        if CARD not in self._files:
+            return None
+        from huggingface_hub import RepoCard
+
+        self._ensure([CARD])
+        try:
+            return RepoCard((self._snapshot / CARD).read_text(encoding="utf-8"), ignore_metadata_errors=True).data.get(
+                "configs"
+            )
+        except ValueError as error:
+            raise UserError(f"has a card whose metadata cannot be read: {error}") from None
+
+    def _index(self) -> dict[str, Any]:
+        self._ensure([INDEX])
+        return read_object(self._snapshot / INDEX, "name another revision", LARGEST_TABLE)
+
+    def _ensure(self, files: Sequence[str]) -> None:
+        """Let the cache hold these files with the bytes of the commit.
+
+        Raises:
+            UserError: the network is not to be used, or what it gave is wrong twice.
+        """
+        stale = [file for file in files if self._stamp(file) != self._hashed.get(file, [])]
+        if not stale:
+            return
+        with self._lock():
+            self._remove_strays()
+            for _ in range(2):
+                if absent := [file for file in stale if not (self._snapshot / file).exists()]:
+                    self._download(absent)
+                with ThreadPoolExecutor(4) as pool:
+                    is_right = list(pool.map(self._has_right_bytes, stale))
+                self._hashed |= {file: self._stamp(file) for file, right in zip(stale, is_right, strict=True) if right}
+                stale = [file for file, right in zip(stale, is_right, strict=True) if not right]
+                for file in stale:
+                    log.warning(f"{self._name.repository}: {file} has other bytes than the commit; it is deleted")
+                    blob = self._snapshot / file
+                    for path in (blob.parent / os.readlink(blob) if blob.is_symlink() else blob, blob):
+                        path.unlink(missing_ok=True)
+                if not stale:
+                    break
+            with suppress(OSError):  # without a record it is hashed again the next time
+                self._record.parent.mkdir(parents=True, exist_ok=True)
+                durable.replace(self._record, json.dumps({"files": self._files, "hashed": self._hashed}))
+        if stale:
+            problem = f"was sent with other bytes than its commit {self._commit[:12]} has, twice: {some(stale)}"
+            raise UserError(f"{problem}; they were deleted; try again later, or another network")
+
+    def _stamp(self, file: str) -> list[int] | None:
+        """Changes with each write of a file; None: it is not there."""
+        with suppress(OSError):
+            status = (self._snapshot / file).stat()
+            return [status.st_size, status.st_mtime_ns]
+        return None
+
+    def _download(self, files: Sequence[str]) -> None:
+        if self._is_offline:
+            raise UserError(self._not_in_cache(files))
+        from huggingface_hub import snapshot_download
+
+        size = bytes_in_words(sum(self._files[file][1] for file in files))
+        log.info(
+            f"{self._name.repository}: fetching {plural(len(files), 'file')}, {size}, of commit {self._commit} ..."
+        )
+        patterns = [glob.escape(file) for file in files]
+        snapshot_download(self._name.repository, repo_type=self._type, revision=self._commit, allow_patterns=patterns)
+
+    def _has_right_bytes(self, file: str) -> bool:
+        """Whether a file has the hash of the listing: SHA-256 in git-lfs, else git's SHA-1 of a blob."""
+        path, expected = self._snapshot / file, self._files.get(file, [""])[0]
+        if not path.exists():
+            return False
+        is_lfs = len(expected) == 64
+        digest = hashlib.sha256() if is_lfs else hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
+        with path.open("rb") as stream:
+            while block := stream.read(_BLOCK):
+                digest.update(block)
+        return digest.hexdigest() == expected
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        """Let one process at a time fetch a repository, and the others find what it has fetched."""
+        with ExitStack() as stack:
+            with suppress(OSError):  # a cache that may not be written has all files, or the download says so
+                self._locks.mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context((self._locks / f"{_RECORDS}.lock").open("w"))
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    log.info(f"{self._name.repository}: waiting for another process that fetches it ...")
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _remove_strays(self) -> None:
+        """Remove what killed downloads have left: files that no process has locked as the hub's library does."""
+        for stray in (self._folder / "blobs").glob("*.incomplete"):
+            with suppress(OSError), (self._locks / f"{stray.name.partition('.')[0]}.lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                stray.unlink()
+
+    def _not_in_cache(self, files: Sequence[str]) -> str:
+        """Why the cache does not do, and the command that fills it."""
+        what = f"--revision {self._commit or self._revision}"
+        what += " --repo-type dataset" * self._is_data
+        lacking = f"lacks {some(files, 4)} of it" if files else f"does not know its {self._revision}"
+        command = f"hf download {self._name.repository} {what}"
+        problem = f"is not complete: the hub's cache, {self._folder.parent}, {lacking}, and HF_HUB_OFFLINE is set"
+        return f"{problem}; unset it, or fetch it: {command}"
+
+    def reason(self, error: BaseException) -> str:
+        """What an error of the hub's library means, and the remedy; "": it is none of the network's."""
+        chain: list[BaseException] = [error]
+        while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+            chain.append(cause)
+        response = next((found for link in chain if (found := getattr(link, "response", None)) is not None), None)
+        if response is None:
+            if disk := next((e for e in chain if isinstance(e, OSError) and e.errno in _OF_DISK), None):
+                return f"cannot be kept in {self._folder.parent}: {disk.strerror}; set HF_HOME to another folder"
+            if not any(isinstance(e, OSError) or type(e).__module__.startswith("httpx") for e in chain):
+                return ""
+            remedy = "check the network or HF_ENDPOINT; a commit that is in the cache: NAME@COMMIT, or HF_HUB_OFFLINE=1"
+            return f"cannot be fetched: {self._endpoint} gave no complete answer ({chain[-1]}); {remedy}"
+        status, code = response.status_code, response.headers.get("X-Error-Code", "")
+        page = f"{self._endpoint}/{'datasets/' * self._is_data}{self._name.repository}"
+        if code == "GatedRepo":
+            return f"is gated: accept its terms at {page}, then {_LOGIN}"
+        if code == "RevisionNotFound":
+            return f"has no revision {self._revision!r} on the hub; {page} lists them"
+        if "Invalid credentials" in response.headers.get("X-Error-Message", ""):
+            return f"cannot be fetched: the hub refuses your token; {_LOGIN}"
+        if code == "RepoNotFound" or status in (401, 404):
+            return f"is no {self._type} on the hub, or a private one; check the name, or {_LOGIN}"
+        if status == 403:
+            return f"cannot be fetched: your token does not allow it; {_LOGIN}"
+        if status == 429:
+            wait = response.headers.get("Retry-After", "")
+            wait = f"wait {wait} s" if wait else "wait some minutes"
+            return f"cannot be fetched: the hub limits the number of requests (429); {wait}, or {_LOGIN}"
+        return f"cannot be fetched: {self._endpoint} answers {status}; try again later"
