@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,10 +23,20 @@ from titan_mi100.files import durable
 from titan_mi100.files.hub_files import CARD, TRAIN, VALIDATION, HubName, model_files, one_pattern, split_files
 from titan_mi100.files.plain import LARGEST_TABLE, read_object
 from titan_mi100.files.tables import INDEX
-from titan_mi100.log import log
 from titan_mi100.wording import bytes_in_words, plural, some
 
-_LOGIN = "log in: hf auth login, or set HF_TOKEN"
+_LOGIN, _BAD_TOKEN = "log in: hf auth login, or set HF_TOKEN", "Invalid credentials"
+# X-Error-Code, or status, of an answer -> why, and the remedy
+_REASONS: dict[str | int, str] = {
+    "GatedRepo": "is gated; accept its terms at {page}, then {login}",
+    "RevisionNotFound": "has no revision {revision!r}; {page} lists them",
+    _BAD_TOKEN: "cannot be fetched: your token is refused; {login}",
+    "RepoNotFound": (missing := "is no {type}, or a private one; check the name, or {login}"),
+    **dict.fromkeys((401, 404), missing),
+    403: "cannot be fetched: your token does not allow it; {login}",
+    429: "cannot be fetched: too many requests (429); wait {wait}, or {login}",
+    0: "cannot be fetched: the answer of {page} is {status}; try again later",
+}
 _RECORDS = "titan_mi100"  # folder of our records, in a repository's folder in the cache
 _BLOCK = 1 << 20
 _OF_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
@@ -46,8 +57,7 @@ def fetch(name: HubName, kind: str, commits: Commits) -> list[str]:
     try:
         import huggingface_hub  # noqa: F401
     except ImportError:
-        problem = "names a repository of the Hugging Face hub, which needs huggingface_hub"
-        raise UserError(f"{problem}: pip install huggingface_hub") from None
+        raise UserError("is not looked for without huggingface_hub: pip install huggingface_hub") from None
     repository = _Repository(name, kind in (TRAIN, VALIDATION), commits)
     try:
         return repository.paths(kind)
@@ -89,7 +99,7 @@ class _Repository:
             files = model_files(self._files, kind, self._index)
         self._ensure(files)
         with suppress(OSError):  # a cache that may not be written; without the network the branch is found by it
-            if self._revision != self._commit and not self._is_offline:
+            if key not in self._commits and self._commit != self._revision and not self._is_offline:
                 (ref := self._folder / "refs" / self._revision).parent.mkdir(parents=True, exist_ok=True)
                 durable.replace(ref, self._commit)
         self._commits[key] = self._commit
@@ -105,7 +115,6 @@ class _Repository:
         if not self._is_offline:
             from huggingface_hub import HfApi
 
-            log.info(f"{self._name.repository}: asking {self._endpoint} for the commit of {self._revision} ...")
             return str(HfApi().repo_info(self._name.repository, repo_type=self._type, revision=self._revision).sha)
         with suppress(OSError):
             return (self._folder / "refs" / self._revision).read_text().strip()
@@ -171,7 +180,7 @@ class _Repository:
                 self._hashed |= {file: self._stamp(file) for file, right in zip(stale, is_right, strict=True) if right}
                 stale = [file for file, right in zip(stale, is_right, strict=True) if not right]
                 for file in stale:
-                    log.warning(f"{self._name.repository}: {file} has other bytes than the commit; it is deleted")
+                    self._say(f"WARNING {file} has other bytes than in the commit; it is deleted")
                     blob = self._snapshot / file
                     for path in (blob.parent / os.readlink(blob) if blob.is_symlink() else blob, blob):
                         path.unlink(missing_ok=True)
@@ -197,9 +206,7 @@ class _Repository:
         from huggingface_hub import snapshot_download
 
         size = bytes_in_words(sum(self._files[file][1] for file in files))
-        log.info(
-            f"{self._name.repository}: fetching {plural(len(files), 'file')}, {size}, of commit {self._commit} ..."
-        )
+        self._say(f"fetching {plural(len(files), 'file')}, {size}, of commit {self._commit} ...")
         patterns = [glob.escape(file) for file in files]
         snapshot_download(self._name.repository, repo_type=self._type, revision=self._commit, allow_patterns=patterns)
 
@@ -225,9 +232,12 @@ class _Repository:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    log.info(f"{self._name.repository}: waiting for another process that fetches it ...")
+                    self._say("waiting for another process that fetches it ...")
                     fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+
+    def _say(self, text: str) -> None:
+        print(f"{self._name.repository}: {text}", file=sys.stderr, flush=True)  # stdout may be a pipe to the launcher
 
     def _remove_strays(self) -> None:
         """Remove what killed downloads have left: files that no process has locked as the hub's library does."""
@@ -246,32 +256,26 @@ class _Repository:
         return f"{problem}; unset it, or fetch it: {command}"
 
     def reason(self, error: BaseException) -> str:
-        """What an error of the hub's library means, and the remedy; "": it is none of the network's."""
+        """What an error of the hub's library means, and the remedy; "": it is not about the network or the disk."""
         chain: list[BaseException] = [error]
         while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
             chain.append(cause)
-        response = next((found for link in chain if (found := getattr(link, "response", None)) is not None), None)
-        if response is None:
-            if disk := next((e for e in chain if isinstance(e, OSError) and e.errno in _OF_DISK), None):
-                return f"cannot be kept in {self._folder.parent}: {disk.strerror}; set HF_HOME to another folder"
-            if not any(isinstance(e, OSError) or type(e).__module__.startswith("httpx") for e in chain):
-                return ""
-            remedy = "check the network or HF_ENDPOINT; a commit that is in the cache: NAME@COMMIT, or HF_HUB_OFFLINE=1"
-            return f"cannot be fetched: {self._endpoint} gave no complete answer ({chain[-1]}); {remedy}"
-        status, code = response.status_code, response.headers.get("X-Error-Code", "")
-        page = f"{self._endpoint}/{'datasets/' * self._is_data}{self._name.repository}"
-        if code == "GatedRepo":
-            return f"is gated: accept its terms at {page}, then {_LOGIN}"
-        if code == "RevisionNotFound":
-            return f"has no revision {self._revision!r} on the hub; {page} lists them"
-        if "Invalid credentials" in response.headers.get("X-Error-Message", ""):
-            return f"cannot be fetched: the hub refuses your token; {_LOGIN}"
-        if code == "RepoNotFound" or status in (401, 404):
-            return f"is no {self._type} on the hub, or a private one; check the name, or {_LOGIN}"
-        if status == 403:
-            return f"cannot be fetched: your token does not allow it; {_LOGIN}"
-        if status == 429:
+        response = next((r for link in chain if (r := getattr(link, "response", None)) is not None), None)
+        if response is not None:
+            code, status = response.headers.get("X-Error-Code", ""), response.status_code
+            code = _BAD_TOKEN if _BAD_TOKEN in response.headers.get("X-Error-Message", "") else code
             wait = response.headers.get("Retry-After", "")
-            wait = f"wait {wait} s" if wait else "wait some minutes"
-            return f"cannot be fetched: the hub limits the number of requests (429); {wait}, or {_LOGIN}"
-        return f"cannot be fetched: {self._endpoint} answers {status}; try again later"
+            facts = {
+                "type": self._type,
+                "revision": self._revision,
+                "status": status,
+                "wait": f"{wait} s" if wait else "minutes",
+            }
+            page = f"{self._endpoint}/{'datasets/' * self._is_data}{self._name.repository}"
+            return (_REASONS.get(code) or _REASONS.get(status) or _REASONS[0]).format(page=page, login=_LOGIN, **facts)
+        if disk := next((e for e in chain if isinstance(e, OSError) and e.errno in _OF_DISK), None):
+            return f"cannot be kept in {self._folder.parent}: {disk.strerror}; set HF_HOME to another folder"
+        if not any(isinstance(e, OSError) or type(e).__module__.startswith("httpx") for e in chain):
+            return ""
+        remedy = "check the network and HF_ENDPOINT; HF_HUB_OFFLINE=1 takes what is in the cache"
+        return f"cannot be fetched: {self._endpoint} gave no complete answer ({chain[-1]}); {remedy}"
