@@ -8,12 +8,12 @@ import json
 import re
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from time import sleep  # the real one, also where tests replace time.sleep
 from urllib.parse import unquote, urlsplit
 
 LFS_FROM = 10_000  # bytes from which a file is in git-lfs
@@ -129,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
         for start in range(0, len(content), block):
             self.wfile.write(content[start : start + block])
             if self.hub.rate:
-                time.sleep(block / self.hub.rate)
+                sleep(block / self.hub.rate)
 
 
 @contextmanager

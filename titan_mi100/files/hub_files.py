@@ -172,9 +172,8 @@ def _matching(patterns: Sequence[str], folder: str, paths: Collection[str]) -> l
         regex = "".join(_GLOB.get(p) or (p.replace("[!", "[^") if p[:1] == "[" else re.escape(p)) for p in parts)
         matched = [path for path in sorted(paths) if re.fullmatch(regex, path) and not _is_aside(path, pattern)]
         if not matched or re.search(r"[^/]\*\*|\*\*[^/]", pattern):
-            raise UserError(
-                f"has a card that names {pattern!r}, which matches no file; it has {some(sorted(paths), 12)}"
-            )
+            there = some((path for path in sorted(paths) if not _is_aside(path, "")), 12)
+            raise UserError(f"has a card that names {pattern!r}, which matches no file; it has {there}")
         files += [path for path in matched if path not in files]
     return files
 
