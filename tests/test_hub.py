@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPO, job_environment
-from hub_server import Hub, git_oid, serving
+from hub_server import Hub, git_oid, serving, sleep
 
 from titan_mi100.config.hub import COMMITS, COMMITS_FILE, one_at_a_node
 from titan_mi100.config.load import load_config
@@ -125,7 +125,7 @@ def test_a_download_that_is_cut_off_goes_on_or_starts_again(hub: Hub) -> None:
         (401, "", "is no model, or a private one; check the name, or log in"),
         (404, "RepoNotFound", "is no model, or a private one; check the name, or log in"),
         (403, "", "cannot be fetched: your token does not allow it; log in"),
-        (429, "", "cannot be fetched: too many requests (429); wait minutes, or log in"),
+        (429, "", "cannot be fetched: too many requests (429); wait a few hundred s, or log in"),
         (429, "Limited", "cannot be fetched: too many requests (429); wait 60 s, or log in"),
         (503, "", "cannot be fetched: the answer of {hub}/me/tiny is 503; try again later"),
     ],
@@ -192,11 +192,12 @@ def test_a_killed_download_keeps_finished_files_and_starts_the_broken_one_again(
     blobs = tmp_path / "cache/models--me--tiny/blobs"
     with subprocess.Popen([*command, "--data.path", ROWS_NAME], env=environment, stderr=subprocess.PIPE) as job:
         until = time.monotonic() + 60
-        while not [f for f in blobs.glob("*.incomplete") if f.stat().st_size > 1 << 19] and time.monotonic() < until:
-            time.sleep(0)
+        finished = blobs / git_oid(model["config.json"])
+        while time.monotonic() < until and not (finished.exists() and list(blobs.glob("*.incomplete"))):
+            sleep(0.01)
         job.send_signal(signal.SIGKILL)
         job.communicate()
-    assert list(blobs.glob("*.incomplete")) and (blobs / git_oid(model["config.json"])).exists()
+    assert list(blobs.glob("*.incomplete")) and finished.exists()
     hub.requests.clear()
     hub.rate = 0
     [folder] = fetched(MODEL_NAME)

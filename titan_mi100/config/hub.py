@@ -88,16 +88,16 @@ def one_at_a_node(commits: dict[str, str], environ: Mapping[str, str]) -> Iterat
     if environ.get("LOCAL_RANK", "0") != "0":
         yield _wait_for(file)
         return
-    said = None
+    fetched = None
     try:
         yield commits
-        said = commits
+        fetched = commits
     finally:
-        durable.replace(file, json.dumps(said))
+        durable.replace(file, json.dumps(fetched))
 
 
-def model_path(text: str, kind: str = MODEL) -> str:
-    """The path that an option of a command names; a model of the hub is fetched. Raises UserError: it cannot be."""
+def local_path(text: str, kind: str = MODEL) -> str:
+    """The path that an option of a command names; a name on the hub is fetched. Raises UserError: it cannot be."""
     name = hub_name(text)
     try:
         return HubNames(commits={}).paths(text, name, kind)[0] if name else text
@@ -164,22 +164,14 @@ def download(name: str, is_data: bool = False) -> tuple[str, str]:
     return folder, f"hf download {name} --local-dir {folder}"
 
 
-def hub_hint(path: str, folder: str = "", is_data: bool = False) -> str:
-    """The end of a message about a path that is not there, if it may be a name on the hub; else "". Args: as hub_id."""
-    last = os.path.basename(path)
-    name = hub_id(path, folder)
-    is_folder = name.partition("/")[0] in ("", "models", "model", "weights", "checkpoints", "assets")  # no owner
-    if is_folder and re.fullmatch(r"Qwen3(\.\d)?-[\d.]+B(-A\d+B)?(-Base)?", last):
-        target = min(path, os.path.relpath(path), key=len)
-        return f"; fetch it: hf download Qwen/{last} --local-dir {shlex.quote(target)}"
-    if not name:
+def hub_hint(path: str) -> str:
+    """The end of a message about a folder that is missing or has no model, if it is called like one of the hub's."""
+    if not re.fullmatch(r"Qwen3(\.\d)?-[\d.]+B(-A\d+B)?(-Base)?", last := os.path.basename(path)):
         return ""
-    local, command = download(name, is_data)
-    return f"; if you mean {name} on the Hugging Face hub, fetch it: {command}, and name {local} here"
+    return f"; fetch it: hf download Qwen/{last} --local-dir {shlex.quote(min(path, os.path.relpath(path), key=len))}"
 
 
-def no_such_model(load: str, config_file: str) -> Problem:
+def no_such_model(load: str) -> Problem:
     """A checkpoint.initial_load_path that does not exist."""
-    hint = hub_hint(load, os.path.dirname(config_file)) or nearby(load)
-    hint = hint or "; a model: hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"
+    hint = hub_hint(load) or nearby(load) or "; a model on the hub: Qwen/Qwen3-0.6B"
     return Problem("checkpoint.initial_load_path", f"= {load!r}: no such folder or file{hint}")

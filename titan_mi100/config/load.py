@@ -128,18 +128,18 @@ def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: boo
 
 def _values(settings: dict[_Name, _Setting], names: HubNames) -> tuple[dict[_Name, Any], list[str], set[str]]:
     """The value of each key; what is wrong; each "section.key" that was refused, or whose name on the hub was left."""
-    values, errors, refused, here = dict[_Name, Any](), list[str](), set[str](), Path.cwd()
+    read, errors, refused, here = dict[_Name, Any](), list[str](), set[str](), Path.cwd()
     for name, section in sections():
         for key in keys_of(section):
             setting, left = settings.get((name, key.name)) or _Setting(key.default, "", here, _DEFAULT), len(names.left)
             if table := table_of(key):
-                values[name, key.name], problems = _convert_tables(table, setting, names)
+                read[name, key.name], problems = _convert_tables(table, setting, names)
             else:
-                values[name, key.name], problem = _convert(key, setting, names)
+                read[name, key.name], problem = _convert(key, setting, names)
                 problems = [f"{setting.where} = {shown(setting.value)} {problem}"] if problem else []
             errors += problems
             refused.update([f"{name}.{key.name}"] if problems or len(names.left) > left else [])
-    return values, errors, refused
+    return read, errors, refused
 
 
 def _moved_run(config_file: str, given: _Setting | None, run_folder: str) -> list[str]:
@@ -304,11 +304,11 @@ def _local_folders(settings: dict[_Name, _Setting]) -> list[str]:
     """A line for the log about each local folder that is called like a name on the hub."""
     notes = []
     for name, setting in settings.items():
-        given = setting.value if isinstance(setting.value, list | tuple) else [setting.value]
-        for item in given if our_keys()[".".join(name)].metadata["hub"] else ():
-            path = os.path.join(setting.folder, str(item))
-            if parse_name(str(item)) and os.path.isdir(path):
-                notes.append(f"{setting.where} = {shown(item)} is the folder {path}; for the hub's write {item}@main")
+        texts = setting.value if isinstance(setting.value, list | tuple) else [setting.value]
+        for text in map(str, texts if our_keys()[".".join(name)].metadata["hub"] else ()):
+            path = os.path.join(setting.folder, text)
+            if parse_name(text) and os.path.isdir(path):
+                notes.append(f"{setting.where} = {shown(text)} is the folder {path}; for the hub's write {text}@main")
     return notes
 
 

@@ -1,6 +1,7 @@
 """The settings of a run: one dataclass per TOML section. Imports no torch."""
 
 import os
+import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -74,7 +75,9 @@ class SourceConfig:
 
     @property
     def stem(self) -> str:
-        """The name of its first file or folder, without an ending."""
+        """The name of its first file or folder, without an ending; of a data set of the hub the data set's."""
+        if of_hub := re.search(r"/datasets--[\w.-]+--([\w.-]+)/snapshots/", self.path[0] if self.path else ""):
+            return of_hub[1]
         return (os.path.basename(self.path[0]).split(".")[0] if self.path else "") or "source"
 
 
@@ -530,7 +533,7 @@ class Config:
         if preset and not (load and os.path.exists(folder / assets.CONFIG)):
             return preset
         if not os.path.exists(load):
-            raise ConfigError([no_such_model(load, self.job.config_file)])
+            raise ConfigError([no_such_model(load)])
         spec = families.read_hf_config(folder)
         if preset and (differing := differences(preset, spec)):
             text = f"= {flavor!r} is not the model in {folder} (preset, folder: {'; '.join(differing)}); "

@@ -23,7 +23,7 @@ from titan_mi100.files import durable
 from titan_mi100.files.hub_files import CARD, TRAIN, VALIDATION, HubName, model_files, one_pattern, split_files
 from titan_mi100.files.plain import LARGEST_TABLE, read_object
 from titan_mi100.files.tables import INDEX
-from titan_mi100.wording import bytes_in_words, plural, some
+from titan_mi100.wording import bytes_in_words, plural, shown, some
 
 _LOGIN, _BAD_TOKEN = "log in: hf auth login, or set HF_TOKEN", "Invalid credentials"
 # X-Error-Code, or status, of an answer -> why, and the remedy
@@ -92,6 +92,8 @@ class _Repository:
         if not self._is_data and (name.config or name.split):
             raise UserError("names a model; :CONFIG and [SPLIT] are for data sets")
         self._commit = self._commits.get(key, "") or self._commit_of_revision()
+        if not re.fullmatch("[0-9a-f]{40}", self._commit):
+            raise UserError(f"has the commit {shown(self._commit)}, which is none; check HF_ENDPOINT")
         self._read_record()
         if self._is_data:
             files = split_files(name, self._configs(), self._files, kind)
@@ -133,10 +135,9 @@ class _Repository:
         from huggingface_hub import HfApi
         from huggingface_hub.hf_api import RepoFile
 
-        listed = HfApi().list_repo_tree(
-            self._name.repository, repo_type=self._type, revision=self._commit, recursive=True
-        )
-        files = [file for file in listed if isinstance(file, RepoFile)]
+        name, commit = self._name.repository, self._commit
+        listed = HfApi().list_repo_tree(name, recursive=True, revision=commit, repo_type=self._type)
+        files = [f for f in listed if isinstance(f, RepoFile) and not {"", ".."} & {*f.path.split("/")}]
         self._files = {file.path: [file.lfs.sha256 if file.lfs else file.blob_id, file.size] for file in files}
 
     @property
@@ -151,9 +152,8 @@ class _Repository:
 
         self._ensure([CARD])
         try:
-            return RepoCard((self._snapshot / CARD).read_text(encoding="utf-8"), ignore_metadata_errors=True).data.get(
-                "configs"
-            )
+            text = (self._snapshot / CARD).read_text(encoding="utf-8")
+            return RepoCard(text, ignore_metadata_errors=True).data.get("configs")
         except ValueError as error:
             raise UserError(f"has a card whose metadata cannot be read: {error}") from None
 
@@ -179,11 +179,11 @@ class _Repository:
                     is_right = list(pool.map(self._has_right_bytes, stale))
                 self._hashed |= {file: self._stamp(file) for file, right in zip(stale, is_right, strict=True) if right}
                 stale = [file for file, right in zip(stale, is_right, strict=True) if not right]
-                for file in stale:
-                    self._say(f"WARNING {file} has other bytes than in the commit; it is deleted")
-                    blob = self._snapshot / file
-                    for path in (blob.parent / os.readlink(blob) if blob.is_symlink() else blob, blob):
-                        path.unlink(missing_ok=True)
+                for path in (self._snapshot / file for file in stale):
+                    self._say(f"WARNING {path.name} has other bytes than in the commit; it is deleted")
+                    if (blob := path.resolve()).parent == (self._folder / "blobs").resolve():
+                        blob.unlink(missing_ok=True)
+                    path.unlink(missing_ok=True)
                 if not stale:
                     break
             with suppress(OSError):  # without a record it is hashed again the next time
@@ -248,10 +248,9 @@ class _Repository:
 
     def _not_in_cache(self, files: Sequence[str]) -> str:
         """Why the cache does not do, and the command that fills it."""
-        what = f"--revision {self._commit or self._revision}"
-        what += " --repo-type dataset" * self._is_data
+        options = f"--revision {self._commit or self._revision}{' --repo-type dataset' * self._is_data}"
         lacking = f"lacks {some(files, 4)} of it" if files else f"does not know its {self._revision}"
-        command = f"hf download {self._name.repository} {what}"
+        command = f"hf download {self._name.repository} {options}"
         problem = f"is not complete: the hub's cache, {self._folder.parent}, {lacking}, and HF_HUB_OFFLINE is set"
         return f"{problem}; unset it, or fetch it: {command}"
 
@@ -264,15 +263,10 @@ class _Repository:
         if response is not None:
             code, status = response.headers.get("X-Error-Code", ""), response.status_code
             code = _BAD_TOKEN if _BAD_TOKEN in response.headers.get("X-Error-Message", "") else code
-            wait = response.headers.get("Retry-After", "")
-            facts = {
-                "type": self._type,
-                "revision": self._revision,
-                "status": status,
-                "wait": f"{wait} s" if wait else "minutes",
-            }
+            wait, login = f"{response.headers.get('Retry-After', 'a few hundred')} s", _LOGIN
             page = f"{self._endpoint}/{'datasets/' * self._is_data}{self._name.repository}"
-            return (_REASONS.get(code) or _REASONS.get(status) or _REASONS[0]).format(page=page, login=_LOGIN, **facts)
+            facts = {"type": self._type, "revision": self._revision, "status": status, "wait": wait, "page": page}
+            return (_REASONS.get(code) or _REASONS.get(status) or _REASONS[0]).format(login=login, **facts)
         if disk := next((e for e in chain if isinstance(e, OSError) and e.errno in _OF_DISK), None):
             return f"cannot be kept in {self._folder.parent}: {disk.strerror}; set HF_HOME to another folder"
         if not any(isinstance(e, OSError) or type(e).__module__.startswith("httpx") for e in chain):

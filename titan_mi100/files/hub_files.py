@@ -26,7 +26,7 @@ _OF_KIND = {
     MODEL: (*_TOKENIZER, *_WITH_WEIGHTS),
     SHAPE: ("config.json",),
     TOKENIZER: _TOKENIZER,
-    ADAPTER: (*_TOKENIZER, "adapter_config.json", "adapter_model.safetensors"),
+    ADAPTER: (*_TOKENIZER, "adapter_config.json"),
 }
 _READ = re.compile(r"\.(jsonl?|parquet)(\.gz|\.zst)?$")
 _ABOUT = re.compile(  # files that hold no rows
@@ -65,17 +65,14 @@ def model_files(paths: Collection[str], kind: str, index: Callable[[], Mapping[s
     """
     patterns = _OF_KIND[kind]
     files = [p for p in paths if any(fnmatch.fnmatchcase(p, g) and g.count("/") == p.count("/") for g in patterns)]
+    weights = {MODEL: ["model.safetensors"], ADAPTER: ["adapter_model.safetensors"]}.get(kind, [])
     if kind == MODEL and "model.safetensors.index.json" in paths:
-        return [*files, *sorted({str(file) for file in index().get("weight_map", {}).values()})]
-    needed = {MODEL: "model.safetensors", ADAPTER: "adapter_model.safetensors", TOKENIZER: "", SHAPE: "config.json"}[
-        kind
-    ]
-    if needed and needed not in paths:
-        others = [path for path in paths if re.search(r"\.(bin|pth?|gguf|safetensors|h5|msgpack)$", path)]
-        problem = f"has no {needed}{f', only {some(sorted(others), 4)}' if others else ''}"
-        remedy = "name a repository or a revision with safetensors; pickles are not fetched"
-        raise UserError(f"{problem}; {remedy}")
-    return [*files, needed] if kind == MODEL else files
+        weights = sorted({str(file) for file in index().get("weight_map", {}).values()})
+    if missing := [file for file in weights if file not in paths]:
+        others = sorted(path for path in paths if re.search(r"\.(bin|pth?|gguf|safetensors|h5|msgpack)$", path))
+        problem = f"has no {some(missing, 2)}{f', only {some(others, 4)}' if others else ''}"
+        raise UserError(f"{problem}; name a repository or a revision with safetensors; pickles are not fetched")
+    return [*files, *weights]
 
 
 def split_files(name: HubName, card: Any, paths: Collection[str], purpose: str) -> list[str]:
@@ -90,10 +87,8 @@ def split_files(name: HubName, card: Any, paths: Collection[str], purpose: str) 
         UserError: the card and the names do not say which files they are; a script makes the rows.
     """
     if (script := f"{name.repository.partition('/')[2]}.py") in paths:
-        converted = f"{name.repository}:CONFIG@{_CONVERTED}"
-        raise UserError(
-            f"makes its rows by a script, {script}, which is not run; the hub's own conversion: {converted}"
-        )
+        remedy = f"take the hub's own conversion: {name.repository}:CONFIG@{_CONVERTED}"
+        raise UserError(f"makes its rows by a script, {script}, and scripts are not run; {remedy}")
     config = _config(name, card)
     folder = _inside(config.get("data_dir", "")) if config else ""
     if patterns := config.get("data_files"):
@@ -102,9 +97,8 @@ def split_files(name: HubName, card: Any, paths: Collection[str], purpose: str) 
         splits = _splits_by_name(name, folder, [path for path in paths if not _is_aside(path, "")], bool(config))
     split = name.split or purpose
     if split not in splits:
-        raise UserError(
-            f"has no split {split!r}, but {', '.join(splits)}; write {name.repository}[{next(iter(splits))}]"
-        )
+        example = f"{name.repository}[{next(iter(splits))}]"
+        raise UserError(f"has no split {split!r}, but {', '.join(splits)}; write {example}")
     if unread := [path for path in splits[split] if not _READ.search(path)]:
         raise UserError(f"[{split}] is {some(unread, 4)}, which is neither JSON nor parquet; {_by_hand(name)}")
     return splits[split]
@@ -127,11 +121,10 @@ def _config(name: HubName, card: Any) -> dict[str, Any]:
     """The entry of the card's `configs` that is named, or else the default one; {}: the card has none."""
     if not card:
         return {}
-    if not isinstance(card, list) or not all(
-        isinstance(c, dict) and isinstance(c.get("config_name"), str) for c in card
-    ):
+    entries = [part for part in card if isinstance(part, dict)] if isinstance(card, list) else []
+    if len(entries) != len(card) or not all(isinstance(part.get("config_name"), str) for part in entries):
         raise UserError(f"has a card whose configs are no list of entries with a config_name; {_by_hand(name)}")
-    named = {config["config_name"]: config for config in card}
+    named = {config["config_name"]: config for config in entries}
     if name.config:
         chosen = [name.config] if name.config in named else []
     else:
@@ -145,14 +138,14 @@ def _config(name: HubName, card: Any) -> dict[str, Any]:
 def _patterns(data_files: Any) -> dict[str, list[str]]:
     """The patterns of each split, as a card writes them: a text, a list of texts, or a list of splits and paths."""
     entries = data_files if isinstance(data_files, list) else [data_files]
-    if all(isinstance(entry, str) for entry in entries):
+    if all(isinstance(part, str) for part in entries):
         return {TRAIN: entries}
     splits = dict[str, list[Any]]()
-    for entry in entries:
-        split, path = (entry.get("split"), entry.get("path")) if isinstance(entry, dict) else (None, None)
+    for part in entries:
+        split, path = (part.get("split"), part.get("path")) if isinstance(part, dict) else (None, None)
         own = path if isinstance(path, list) else [path]
         if not isinstance(split, str) or split in splits or not all(isinstance(pattern, str) for pattern in own):
-            raise UserError(f"has a card whose data_files are not understood: {shown(entry)}")
+            raise UserError(f"has a card whose data_files are not understood: {shown(part)}")
         splits[split] = own
     return splits
 
@@ -198,24 +191,21 @@ def _splits_by_name(name: HubName, folder: str, paths: Sequence[str], has_config
         folder = name.config or (next(iter(tops)) if len(tops) == 1 and tops <= alone else "")
     own = [path for path in paths if not folder or path.startswith(f"{folder}/")]
     splits, forms, others = dict[str, list[str]](), dict[str, set[tuple[str, ...]]](), list[str]()
+    pattern = rf"({'|'.join(_SPLITS)})(?:(/).+?|-(\d{{5}})-of-(\d{{5}}))?(\.[a-z]+(?:\.gz|\.zst)?)"
     for path in sorted(own):
-        inner = path.removeprefix(f"{folder}/") if folder else path
-        match = re.fullmatch(
-            rf"({'|'.join(_SPLITS)})(?:(/).+?|-(\d{{5}})-of-(\d{{5}}))?(\.[a-z]+(?:\.gz|\.zst)?)", inner
-        )
+        match = re.fullmatch(pattern, path.removeprefix(f"{folder}/") if folder else path)
         if match is None:
             others.append(path)
             continue
         splits.setdefault(match[1], []).append(path)
         forms.setdefault(match[1], set()).add((match[2] or "", match[4] or "", match[5]))
     for split, files in splits.items():
-        [(is_folder, total, _), *more] = forms[split]
-        if more or (not is_folder and len(files) != int(total or 1)):
+        [(is_folder, total, _), *other_forms] = forms[split]
+        if other_forms or (not is_folder and len(files) != int(total or 1)):
             others += files
     if others or not splits:
-        problem = (
-            f"has files that are not called {', '.join(_SPLITS)}, with -NNNNN-of-NNNNN or in a folder, each complete"
-        )
+        form = "with -NNNNN-of-NNNNN or in a folder, each complete"
+        problem = f"has files that are not called {', '.join(_SPLITS)}, {form}"
         problem = f"has no config or folder {name.config!r}" if name.config and not own else problem
         raise UserError(f"{problem}: {some(others or sorted(paths), 12)}; {_by_hand(name)}")
     return splits
