@@ -132,11 +132,17 @@ class _Handler(BaseHTTPRequestHandler):
                 sleep(block / self.hub.rate)
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        """A client that was killed is no error."""
+
+
 @contextmanager
 def serving(hub: Hub, port: int = 0) -> Iterator[Hub]:
     """The hub at `hub.endpoint`, until the end of the block."""
-    server = ThreadingHTTPServer(("127.0.0.1", port), type("Handler", (_Handler,), {"hub": hub}))
-    server.daemon_threads = True
+    server = _Server(("127.0.0.1", port), type("Handler", (_Handler,), {"hub": hub}))
     hub.endpoint = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from conftest import REPO, job_environment
-from hub_server import Hub, git_oid, serving, sleep
+from conftest import REPO, job_environment, torchrun
+from hub_server import Hub, files_below, git_oid, serving, sleep
 
 from titan_mi100.config.hub import COMMITS, COMMITS_FILE, one_at_a_node
 from titan_mi100.config.load import load_config
@@ -32,7 +33,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     from huggingface_hub import close_session, constants
 
     weights = bytes(range(256)) * 300
-    model = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": weights, "pytorch_model.bin": weights}
+    model = {"config.json": b"{}", "tokenizer.json": b"[]", "model.safetensors": weights, "pytorch_model.bin": weights}
     rows = {"README.md": CARD, "main/a.jsonl": ROWS, "main/b.jsonl": b"{}\n", "other.jsonl": b"{}"}
     with serving(Hub({f"models/{MODEL_NAME}": model, f"datasets/{ROWS_NAME}": rows})) as hub:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -192,17 +193,80 @@ def test_a_killed_download_keeps_finished_files_and_starts_the_broken_one_again(
     blobs = tmp_path / "cache/models--me--tiny/blobs"
     with subprocess.Popen([*command, "--data.path", ROWS_NAME], env=environment, stderr=subprocess.PIPE) as job:
         until = time.monotonic() + 60
-        finished = blobs / git_oid(model["config.json"])
-        while time.monotonic() < until and not (finished.exists() and list(blobs.glob("*.incomplete"))):
+        finished = [blobs / git_oid(model[name]) for name in ("config.json", "tokenizer.json")]
+        while time.monotonic() < until and not all(blob.exists() for blob in finished):
             sleep(0.01)
         job.send_signal(signal.SIGKILL)
         job.communicate()
-    assert list(blobs.glob("*.incomplete")) and finished.exists()
+    assert list(blobs.glob("*.incomplete"))
     hub.requests.clear()
     hub.rate = 0
     [folder] = fetched(MODEL_NAME)
     assert content(folder)["model.safetensors"] == model["model.safetensors"] and not list(blobs.glob("*.incomplete"))
     assert [r.rpartition("/")[2] for r in hub.requests if "resolve" in r and "GET" in r] == ["model.safetensors"]
+
+
+RUN = """[checkpoint]
+initial_load_path = "me/model"
+export_hf = true
+[data]
+path = "me/sums:main"
+validation_path = "me/sums:main[test]"
+[training]
+seq_len = 256
+steps = 2
+mixed_precision_param = "float32"
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_launched", [True, False], ids=["launcher", "torchrun"])
+def test_two_names_to_an_export_killed_in_the_download_and_resumed_without_the_hub(
+    is_launched: bool, hub: Hub, tmp_path: Path
+) -> None:
+    seed = ["--job.run_folder", str(tmp_path / "seed"), "--training.steps", "2", "--validation.prompts", "0"]
+    torchrun("-m", "titan_mi100.train", "--job.config_file", "debug", *seed, processes=1)
+    hub.repositories["models/me/model"] = files_below(tmp_path / "seed/hf-step-2")
+    rows = {"main/train.jsonl": ROWS, "main/test.jsonl": ROWS[:2000].rpartition(b"\n")[0]}
+    card = CARD.replace(b"main/*.jsonl", b"main/train.jsonl\n  - split: test\n    path: main/test.jsonl")
+    hub.repositories["datasets/me/sums"] = {**rows, "README.md": card}
+    (tmp_path / "my.toml").write_text(RUN)
+    environment = {**job_environment(), "HF_ENDPOINT": hub.endpoint, "HF_HUB_CACHE": str(tmp_path / "cache")}
+    environment |= {"HF_HUB_OFFLINE": "0", "TMPDIR": str(tmp_path)}
+    program = ["-m", "titan_mi100.launch.launcher"] if is_launched else ["-m", "torch.distributed.run", "--standalone"]
+    program += ["--nproc_per_node", "2", *(["-m", "titan_mi100.train"] * (not is_launched))]
+    command = [sys.executable, *program, "--job.config_file", str(tmp_path / "my.toml"), "--job.run_folder"]
+    command += [str(tmp_path / "run")]
+    hub.rate = 1 << 20
+    with subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.DEVNULL) as job:
+        until = time.monotonic() + 60
+        while time.monotonic() < until and not list((tmp_path / "cache").glob("models--*/blobs/*.incomplete")):
+            sleep(0.01)
+        kill_all(environment["HF_ENDPOINT"])
+        job.wait()
+    hub.rate = 0
+    hub.requests.clear()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "upload     hf upload run " in done.stdout and (tmp_path / "run/hf-step-2/model.safetensors").exists()
+    assert len([r for r in hub.requests if "/revision/" in r]) == 2  # one process of two asks for each name
+    assert len([r for r in hub.requests if r.startswith("GET") and r.endswith(".safetensors")]) == 1
+    assert not list((tmp_path / "cache").rglob("*.incomplete"))
+    commits = json.loads((tmp_path / "run" / COMMITS_FILE).read_text())
+    assert commits == {f"{kind}@main": hub.commit(kind) for kind in ("models/me/model", "datasets/me/sums")}
+    hub.repositories["datasets/me/sums"]["main/train.jsonl"] += ROWS[:200]  # main moves
+    hub.requests.clear()
+    resumed = subprocess.run([*command, "--training.steps", "4"], env=environment, capture_output=True, text=True)
+    assert resumed.returncode == 0 and "resumed from" in resumed.stdout, resumed.stdout + resumed.stderr
+    assert not hub.requests and json.loads((tmp_path / "run" / COMMITS_FILE).read_text()) == commits
+
+
+def kill_all(endpoint: str) -> None:
+    """SIGKILL for every process of this test's job, which its environment names."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"HF_ENDPOINT={endpoint}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 def errors_of(*arguments: str) -> list[str]:
