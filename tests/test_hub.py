@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from titan_mi100.config.load import load_config
 from titan_mi100.errors import UserError
 from titan_mi100.files.hub import fetch
 from titan_mi100.files.hub_files import MODEL, TRAIN, VALIDATION, parse_name
+from titan_mi100.shapes.families import PRESETS, to_hf_config
 
 MODEL_NAME, ROWS_NAME = "me/tiny", "me/sums"
 ROWS = (REPO / "train_configs/debug/additions.jsonl").read_bytes()
@@ -336,3 +338,23 @@ def test_without_a_name_nothing_of_the_hub_is_imported() -> None:
     check = "import sys; from titan_mi100.config.load import load_config; load_config([]); "
     check += "sys.exit('huggingface_hub' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], env=job_environment(), cwd=REPO).returncode == 0
+
+
+def test_the_pages_example_is_loaded(hub: Hub, tmp_path: Path) -> None:
+    page = (REPO / "docs/HF.md").read_text(encoding="utf-8")
+    [config] = re.findall(r"tests/test_hub\.py loads it .*?```toml\n(.+?)```", page, re.DOTALL)
+    (tmp_path / "my.toml").write_text(config)
+    tiny = {f.name: f.read_bytes() for f in (REPO / "train_configs/debug/tokenizer").iterdir()}
+    shape = json.dumps(to_hf_config(PRESETS["debug"])).encode()
+    hub.repositories["models/Qwen/Qwen3-0.6B"] = {**tiny, "config.json": shape, "model.safetensors": b"not read"}
+    card = "---\nconfigs:\n" + "".join(
+        f"- config_name: {name}\n  data_files:\n  - split: train\n    path: {name}/train-*\n"
+        f"  - split: test\n    path: {name}/test-*\n"
+        for name in ("main", "socratic")
+    )
+    rows = {f"{c}/{s}-00000-of-00001.parquet": b"PAR1" for c in ("main", "socratic") for s in ("train", "test")}
+    hub.repositories["datasets/openai/gsm8k"] = {**rows, "README.md": f"{card}---\n".encode()}
+    loaded = load_config(["--job.config_file", str(tmp_path / "my.toml"), "--training.seq_len", "128"])
+    assert [Path(path).name for path in loaded.data.path] == ["train-00000-of-00001.parquet"]
+    assert [Path(path).parent.name for path in loaded.data.validation_path] == ["main"]
+    assert loaded.spec() == PRESETS["debug"]

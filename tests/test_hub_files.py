@@ -97,6 +97,6 @@ def test_what_exists_or_nearly_is_a_path(tmp_path) -> None:
     assert hub_name("Qwen/Qwen3-4B", tmp_path) is None
     assert hub_name("Qwen/Qwen3-4b", tmp_path) is None  # misspelt
     assert hub_name("Qwen/Llama-0.1B", tmp_path) is not None
-    assert hub_name("Qwen/Qwen3-4B@main", tmp_path) is not None
+    assert hub_name("Qwen/Qwen3-4B@v1", tmp_path) is not None
     for text in ("data/rows", "models/Qwen3-0.6B", "me/train.jsonl", "me/w.safetensors", "outputs/run"):
         assert hub_name(text, tmp_path) is None, text

@@ -351,7 +351,7 @@ def test_a_name_of_the_hub_names_its_download(tmp_path: Path, monkeypatch: pytes
     assert "hf download Qwen/Qwen3-0.6B" in "\n".join(errors_of("--job.config_file", "configs/my.toml"))
     fetch = "hf download me/rows --revision main --repo-type dataset"
     assert fetch in "\n".join(errors_of("--data.path", "me/rows"))
-    with pytest.raises(UserError, match="hf download Qwen/Qwen3-0.6B"):
+    with pytest.raises(UserError, match=r"hf download Qwen/Qwen3-0\.6B"):
         open_weights("Qwen/Qwen3-0.6B")
     assert advise("model_name_or_path", "Qwen/Qwen3-0.6B", document=None).text.endswith(f"fetch it first: {command}")
     # a folder with a model's name is fetched from its owner, and one without weights again

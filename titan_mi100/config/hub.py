@@ -35,9 +35,11 @@ def hub_name(text: str, folder: str | os.PathLike[str] = "") -> HubName | None:
     Args:
         folder: what a path is relative to.
     """
-    name, path = parse_name(text), os.path.join(folder, text)
+    if (name := parse_name(text)) is None:
+        return None
+    path = os.path.join(folder, text)
     is_path = text.endswith((*_FILES, *_WEIGHTS)) or text.partition("/")[0] in _FOLDERS or os.path.lexists(path)
-    return None if is_path or nearby(path).startswith("; did you") else name
+    return None if is_path or (text == name.repository and nearby(path).startswith("; did you")) else name
 
 
 class HubNames:

@@ -36,7 +36,6 @@ from titan_mi100.config.unknown import (
     unknown_option,
 )
 from titan_mi100.errors import UserError, did_you_mean
-from titan_mi100.files.hub_files import parse_name
 from titan_mi100.wording import as_key, first_of, has_control_characters, is_utf8, shown
 
 _Name = tuple[str, str]  # section and key
@@ -307,7 +306,8 @@ def _local_folders(settings: dict[_Name, _Setting]) -> list[str]:
         texts = setting.value if isinstance(setting.value, list | tuple) else [setting.value]
         for text in map(str, texts if our_keys()[".".join(name)].metadata["hub"] else ()):
             path = os.path.join(setting.folder, text)
-            if parse_name(text) and os.path.isdir(path):
+            is_like_name = hub_name(f"{text}@main", setting.folder) and setting.folder != bundled.FOLDER
+            if is_like_name and os.path.isdir(path):
                 notes.append(f"{setting.where} = {shown(text)} is the folder {path}; for the hub's write {text}@main")
     return notes
 
