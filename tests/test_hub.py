@@ -16,7 +16,7 @@ import pytest
 from conftest import REPO, job_environment, torchrun
 from hub_server import Hub, files_below, git_oid, serving, sleep
 
-from titan_mi100.config.hub import COMMITS, COMMITS_FILE, one_at_a_node
+from titan_mi100.config.hub import COMMITS, COMMITS_FILE, local_path, one_at_a_node
 from titan_mi100.config.load import load_config
 from titan_mi100.errors import UserError
 from titan_mi100.files.hub import fetch
@@ -358,3 +358,22 @@ def test_the_pages_example_is_loaded(hub: Hub, tmp_path: Path) -> None:
     assert [Path(path).name for path in loaded.data.path] == ["train-00000-of-00001.parquet"]
     assert [Path(path).parent.name for path in loaded.data.validation_path] == ["main"]
     assert loaded.spec() == PRESETS["debug"]
+
+
+def test_sources_of_a_mixture_options_of_commands_and_plans_take_names(hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    text = '[[data.source]]\npath = "me/sums"\nweight = 2\n[[data.source]]\npath = ["me/sums:main@v1"]\nname = "b"\n'
+    shape = json.dumps(to_hf_config(PRESETS["debug"])).encode()
+    hub.repositories[f"models/{MODEL_NAME}"]["config.json"] = shape
+    (tmp_path / "my.toml").write_text(f'base = "debug"\n[data]\nvalidation_fraction = 0\n{text}weight = 1\n')
+    options = ["--validation.freq", "0", "--validation.prompts", "0"]
+    config = load_config(["--job.config_file", str(tmp_path / "my.toml"), *options])
+    assert [source.name for source in config.data.sources] == ["sums", "b"]
+    assert all(source.path[0].endswith("/main/*.jsonl") for source in config.data.source)
+    planned = load_config(["--checkpoint.initial_load_path", MODEL_NAME, "--data.path", "me/none"], 1, with_files=False)
+    folder = planned.checkpoint.initial_load_path
+    assert {*content(folder)} == {"config.json"} and planned.spec() == PRESETS["debug"]
+    assert local_path(MODEL_NAME) == folder and "model.safetensors" in content(folder)
+    assert local_path("some/where/else") == "some/where/else" and local_path(str(tmp_path)) == str(tmp_path)
+    with pytest.raises(UserError, match=r"^me/none is no path here, and on the hub it is no model"):
+        local_path("me/none")

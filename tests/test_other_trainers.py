@@ -11,7 +11,7 @@ from conftest import REPO
 
 from titan_mi100.config.as_text import our_keys
 from titan_mi100.config.check import check_start
-from titan_mi100.config.hub import hub_id
+from titan_mi100.config.hub import hub_name
 from titan_mi100.config.load import load_config
 from titan_mi100.errors import UserError
 from titan_mi100.shapes.families import PRESETS, to_hf_config
@@ -364,7 +364,7 @@ def test_a_name_of_the_hub_names_its_download(tmp_path: Path, monkeypatch: pytes
         check_start(load_config(["--checkpoint.initial_load_path", "Qwen3-0.6B", "--data.path", "rows.jsonl"]))
     (tmp_path / "data").mkdir()
     for path in ("data/train", "data/train.jsonl", "a/b/c", "../b/c", "/a/b", "gone/x.jsonl", "gone", "./a b/c"):
-        assert hub_id(path) == "", path
+        assert hub_name(path) is None, path
     assert other_trainers.advise("no_such_name", "1", document=None) is None
 
 

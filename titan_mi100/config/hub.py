@@ -26,7 +26,7 @@ _WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _FOLDERS = ("models", "model", "weights", "checkpoints", "assets", "outputs", "data", "runs")  # no owner's name
 COMMITS = "TITAN_HUB"  # environment variable: the commits of names that the launcher has asked for, as JSON
 COMMITS_FILE = "hub.json"  # the same, in the run folder
-_PATIENCE, _RECENT = 3600.0, 120.0  # seconds: to wait for a node's first process; since when it may have been ready
+_PATIENCE, _RECENT = 3600.0, 600.0  # seconds: to wait for a node's first process; since when it may have been ready
 
 
 def hub_name(text: str, folder: str | os.PathLike[str] = "") -> HubName | None:
@@ -81,11 +81,8 @@ def one_at_a_node(commits: dict[str, str], environ: Mapping[str, str]) -> Iterat
     if COMMITS in environ or environ.get("LOCAL_WORLD_SIZE", "1") == "1":
         yield commits
         return
-    start = [
-        str(os.getppid()),
-        *(environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_STEP_ID", *PLACE[4:])),
-    ]
-    digest = hashlib.sha256(" ".join(start).encode()).hexdigest()[:16]
+    start = " ".join(environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_STEP_ID", *PLACE[4:]))
+    digest = hashlib.sha256(f"{os.getppid()} {start}".encode()).hexdigest()[:16]
     file = Path(tempfile.gettempdir(), f"titan-hub-{os.getuid()}-{digest}.json")
     if environ.get("LOCAL_RANK", "0") != "0":
         yield _wait_for(file)
@@ -132,7 +129,7 @@ def _wait_for(file: Path) -> dict[str, str]:
 
 def is_hub_name(text: str) -> bool:
     """Whether it is OWNER/NAME in the hub's characters; a relative path may be it, too."""
-    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text, re.ASCII))
+    return (name := parse_name(text)) is not None and name.repository == text
 
 
 def cached_model(folder: str | os.PathLike[str]) -> tuple[str, str]:
@@ -140,21 +137,6 @@ def cached_model(folder: str | os.PathLike[str]) -> tuple[str, str]:
     paths = f"{os.path.abspath(folder)}\n{os.path.realpath(folder)}"
     match = re.search(r"/models--([\w.-]+)--([\w.-]+)/snapshots/(\w+)$", paths, re.MULTILINE)
     return (f"{match[1]}/{match[2]}", match[3]) if match else ("", "")
-
-
-def hub_id(path: str, folder: str = "") -> str:
-    """The name on the hub, OWNER/NAME, that a missing path may stand for; "": none.
-
-    Args:
-        path: as the user wrote it, or made absolute.
-        folder: what it was relative to, besides the current folder.
-    """
-    for name in (
-        os.path.relpath(path, start) if os.path.isabs(path) else path for start in (os.curdir, folder) if start
-    ):
-        if is_hub_name(name) and not name.endswith((*_FILES, *_WEIGHTS)) and not os.path.lexists(os.path.dirname(path)):
-            return name
-    return ""
 
 
 def download(name: str, is_data: bool = False) -> tuple[str, str]:

@@ -49,9 +49,7 @@ class JobConfig:
 @dataclass(frozen=True)
 class ModelConfig:
     flavor: str = _key("", f"{', '.join(families.PRESETS)}; empty: config.json beside checkpoint.initial_load_path")
-    tokenizer_path: str = _key(
-        "", "HF folder or name, or sentencepiece .model; empty: checkpoint.initial_load_path", hub=TOKENIZER
-    )
+    tokenizer_path: str = _key("", "HF folder or name, or .model file; empty: that of initial_load_path", hub=TOKENIZER)
     allow_other_tokenizer: bool = _key(False, "allow another tokenizer_path than checkpoint.initial_load_path's")
     chat_template: str = _key("", "Jinja file to use instead of the tokenizer's own chat template", path=True)
     attention_backend: str = _key(
@@ -84,10 +82,7 @@ class SourceConfig:
 @dataclass(frozen=True)
 class DataConfig:
     path: tuple[str, ...] = _key(
-        (),
-        "training data: files or globs of JSONL, JSON, parquet, also .gz, .zst; or names on the Hugging Face hub: "
-        "OWNER/NAME:CONFIG@REVISION[SPLIT]",
-        hub=TRAIN,
+        (), "training data: files or globs of JSONL, JSON, parquet (.gz, .zst), or OWNER/NAME:CONFIG[SPLIT]", hub=TRAIN
     )
     weights: tuple[float, ...] = _key((), "makes each path a source of a mixture with this weight, e.g. [3, 1]")
     repeats: tuple[float, ...] = _key((), "makes each path a source, read this often in an epoch, e.g. [1, 2.5]")

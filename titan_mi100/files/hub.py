@@ -12,9 +12,9 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -170,25 +170,24 @@ class _Repository:
         stale = [file for file in files if self._stamp(file) != self._hashed.get(file, [])]
         if not stale:
             return
-        with self._lock():
-            self._remove_strays()
-            for _ in range(2):
-                if absent := [file for file in stale if not (self._snapshot / file).exists()]:
-                    self._download(absent)
-                with ThreadPoolExecutor(4) as pool:
-                    is_right = list(pool.map(self._has_right_bytes, stale))
-                self._hashed |= {file: self._stamp(file) for file, right in zip(stale, is_right, strict=True) if right}
-                stale = [file for file, right in zip(stale, is_right, strict=True) if not right]
-                for path in (self._snapshot / file for file in stale):
-                    self._say(f"WARNING {path.name} has other bytes than in the commit; it is deleted")
-                    if (blob := path.resolve()).parent == (self._folder / "blobs").resolve():
-                        blob.unlink(missing_ok=True)
-                    path.unlink(missing_ok=True)
-                if not stale:
-                    break
-            with suppress(OSError):  # without a record it is hashed again the next time
-                self._record.parent.mkdir(parents=True, exist_ok=True)
-                durable.replace(self._record, json.dumps({"files": self._files, "hashed": self._hashed}))
+        self._remove_strays()
+        for _ in range(2):
+            if absent := [file for file in stale if not (self._snapshot / file).exists()]:
+                self._download(absent)
+            with ThreadPoolExecutor(4) as pool:
+                is_right = dict(zip(stale, pool.map(self._has_right_bytes, stale), strict=True))
+            self._hashed |= {file: self._stamp(file) for file in stale if is_right[file]}
+            stale = [file for file in stale if not is_right[file]]
+            for path in (self._snapshot / file for file in stale):
+                self._say(f"WARNING {path.name} has other bytes than in the commit; it is deleted")
+                if (blob := path.resolve()).parent == (self._folder / "blobs").resolve():
+                    blob.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
+            if not stale:
+                break
+        with suppress(OSError):  # without a record it is hashed again the next time
+            self._record.parent.mkdir(parents=True, exist_ok=True)
+            durable.replace(self._record, json.dumps({"files": self._files, "hashed": self._hashed}))
         if stale:
             problem = f"was sent with other bytes than its commit {self._commit[:12]} has, twice: {some(stale)}"
             raise UserError(f"{problem}; they were deleted; try again later, or another network")
@@ -221,20 +220,6 @@ class _Repository:
             while block := stream.read(_BLOCK):
                 digest.update(block)
         return digest.hexdigest() == expected
-
-    @contextmanager
-    def _lock(self) -> Iterator[None]:
-        """Let one process at a time fetch a repository, and the others find what it has fetched."""
-        with ExitStack() as stack:
-            with suppress(OSError):  # a cache that may not be written has all files, or the download says so
-                self._locks.mkdir(parents=True, exist_ok=True)
-                lock = stack.enter_context((self._locks / f"{_RECORDS}.lock").open("w"))
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    self._say("waiting for another process that fetches it ...")
-                    fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
 
     def _say(self, text: str) -> None:
         print(f"{self._name.repository}: {text}", file=sys.stderr, flush=True)  # stdout may be a pipe to the launcher

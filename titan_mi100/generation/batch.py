@@ -46,7 +46,7 @@ def command_parser(name: str, description: str, epilog: str = "") -> ArgumentPar
         "--model",
         metavar="PATH",
         required=True,
-        help="HF folder or name, DCP folder (RUN/checkpoint/step-500) or torch file",
+        help="HF folder or name, DCP folder (RUN/checkpoint/step-N), torch file",
     )
     add("--adapter", metavar="PATH", default="", help="a LoRA adapter for it: PEFT folder or checkpoint of a LoRA run")
     add("--tokenizer_path", metavar="PATH", default="", help="default: the model's folder")

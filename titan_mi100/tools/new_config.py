@@ -224,9 +224,7 @@ def _questions() -> dict[str, Question]:
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
     memory = "32GB" if gpus else f"{host:.0f}GB"
     return {
-        "model": Question(
-            "Folder of the model (config.json, tokenizer, safetensors), or its name on the hub", "", _model
-        ),
+        "model": Question("The model: its folder, or its name on the Hugging Face hub", "", _model),
         "data": Question("Training data: files, globs or names on the hub, separated by spaces", "", _data),
         "gpus": Question("Number of GPUs, or of processes on a CPU", str(gpus or 1), positive),
         "memory": Question("Memory of each", memory, size_gib),
