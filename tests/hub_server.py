@@ -26,6 +26,7 @@ class Hub:
     Attributes:
         repositories: "models/OWNER/NAME" -> path -> content.
         requests: method and path of each request so far.
+        token: that every request needs; "": none.
         refusals: part of a path -> status, X-Error-Code; such requests are refused.
         broken: path of a file -> how often it is sent with other bytes of the same size.
         cut: path of a file -> how often it is cut off in the middle.
@@ -35,6 +36,7 @@ class Hub:
     repositories: dict[str, dict[str, bytes]]
     requests: list[str] = field(default_factory=list)
     refusals: dict[str, tuple[int, str]] = field(default_factory=dict)
+    token: str = ""
     broken: dict[str, int] = field(default_factory=dict)
     cut: dict[str, int] = field(default_factory=dict)
     rate: float = 0
@@ -75,6 +77,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{self.command} {path}")
+        if self.hub.token and self.headers["Authorization"] != f"Bearer {self.hub.token}":
+            return self.answer(401, b"{}", {"X-Error-Message": "Invalid credentials in Authorization header"})
         for part, (status, code) in self.hub.refusals.items():
             if part in path:
                 return self.answer(status, b"{}", {"X-Error-Code": code, "Retry-After": "60"} if code else {})

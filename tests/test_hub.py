@@ -139,6 +139,31 @@ def test_a_refusal_of_the_hub_says_what_to_do(hub: Hub, status: int, code: str, 
     assert refusal(MODEL_NAME).startswith(said.format(hub=hub.endpoint))
 
 
+def test_the_hubs_own_token_is_sent(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.token = "hf_mine"
+    monkeypatch.setenv("HF_TOKEN", "hf_other")
+    assert refusal(MODEL_NAME) == "cannot be fetched: your token is refused; log in: hf auth login, or set HF_TOKEN"
+    monkeypatch.setenv("HF_TOKEN", "hf_mine")
+    assert fetched(MODEL_NAME)
+
+
+def test_without_the_library_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert refusal(MODEL_NAME) == "is not looked for without huggingface_hub: pip install huggingface_hub"
+
+
+def test_a_cache_that_cannot_be_written_is_said(hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    assert refusal(MODEL_NAME).startswith("cannot be kept in ")
+
+
+def test_an_index_cannot_name_files_outside_the_repository(hub: Hub, tmp_path: Path) -> None:
+    model = hub.repositories[f"models/{MODEL_NAME}"]
+    for file in ("../../../../mine", "gone.safetensors"):
+        model["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": file}}).encode()
+        assert f"has no {file}, only model.safetensors" in refusal(MODEL_NAME)
+
+
 def test_no_such_repository_revision_or_server(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal("me/nothing").startswith("is no model, or a private one; check the name")
     assert refusal("me/nothing", TRAIN).startswith("is no dataset, or a private one; check the name")

@@ -39,7 +39,7 @@ _REASONS: dict[str | int, str] = {
 }
 _RECORDS = "titan_mi100"  # folder of our records, in a repository's folder in the cache
 _BLOCK = 1 << 20
-_OF_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
+_DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Commits = MutableMapping[str, str]  # "models/OWNER/NAME@REVISION" -> commit
 
@@ -252,7 +252,9 @@ class _Repository:
             page = f"{self._endpoint}/{'datasets/' * self._is_data}{self._name.repository}"
             facts = {"type": self._type, "revision": self._revision, "status": status, "wait": wait, "page": page}
             return (_REASONS.get(code) or _REASONS.get(status) or _REASONS[0]).format(login=login, **facts)
-        if disk := next((e for e in chain if isinstance(e, OSError) and e.errno in _OF_DISK), None):
+        if disk := next(
+            (e for e in chain if isinstance(e, OSError) and (e.filename or e.errno in _DISK_IS_FULL)), None
+        ):
             return f"cannot be kept in {self._folder.parent}: {disk.strerror}; set HF_HOME to another folder"
         if not any(isinstance(e, OSError) or type(e).__module__.startswith("httpx") for e in chain):
             return ""
