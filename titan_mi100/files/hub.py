@@ -91,7 +91,7 @@ class _Repository:
         key, name = f"{self._type}s/{self._name.repository}@{self._revision}", self._name
         if not self._is_data and (name.config or name.split):
             raise UserError("names a model; :CONFIG and [SPLIT] are for data sets")
-        self._commit = self._commits.get(key, "") or self._commit_of_revision()
+        self._commit = str(self._commits.get(key, "") or self._commit_of_revision())
         if not re.fullmatch("[0-9a-f]{40}", self._commit):
             raise UserError(f"has the commit {shown(self._commit)}, which is none; check HF_ENDPOINT")
         self._read_record()
