@@ -42,12 +42,7 @@ def command_parser(name: str, description: str, epilog: str = "") -> ArgumentPar
     example, usage = f"e.g. {prog} --model {_MODEL}", "%(prog)s --model PATH [options]"
     parser = Parser(prog=prog, usage=usage, description=description, epilog=epilog, example=example)
     add, thinking = parser.add_argument, parser.add_mutually_exclusive_group()
-    add(
-        "--model",
-        metavar="PATH",
-        required=True,
-        help="HF folder or name, DCP folder (RUN/checkpoint/step-N), torch file",
-    )
+    add("--model", metavar="PATH", required=True, help="HF folder or name, DCP folder (RUN/checkpoint/step-N) or file")
     add("--adapter", metavar="PATH", default="", help="a LoRA adapter for it: PEFT folder or checkpoint of a LoRA run")
     add("--tokenizer_path", metavar="PATH", default="", help="default: the model's folder")
     add("--output", metavar="FILE.jsonl", default="", help="write a row per prompt; rows already there are kept")
