@@ -34,7 +34,7 @@ SECONDS = 5.0
 KEYS = {
     f"{section.name}.{key.name}": key
     for section in fields(Config)
-    if section.name != "notes"
+    if section.name not in ("notes", "commits")
     for key in fields(section.default_factory)  # type: ignore[misc, arg-type]
 }
 FOREIGN = sorted({name for entry in entries() for name in entry.names if not name.endswith("*")})

@@ -11,7 +11,7 @@ from conftest import REPO
 
 from titan_mi100.config.as_text import our_keys
 from titan_mi100.config.check import check_start
-from titan_mi100.config.hub import hub_id
+from titan_mi100.config.hub import hub_name
 from titan_mi100.config.load import load_config
 from titan_mi100.errors import UserError
 from titan_mi100.shapes.families import PRESETS, to_hf_config
@@ -345,12 +345,13 @@ def test_a_name_of_the_hub_names_its_download(tmp_path: Path, monkeypatch: pytes
     command = "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"
     for key in ("checkpoint.initial_load_path", "model.tokenizer_path", "lora.initial_load_path"):
         found = [line for line in errors_of(f"--{key}", "Qwen/Qwen3-0.6B") if "Qwen3-0.6B" in line]
-        assert len(found) == 1 and command in found[0], found
+        assert len(found) == 1 and "hf download Qwen/Qwen3-0.6B --revision main" in found[0], found
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "my.toml").write_text('[checkpoint]\ninitial_load_path = "Qwen/Qwen3-0.6B"')
-    assert command in "\n".join(errors_of("--job.config_file", "configs/my.toml"))
-    assert "hf download me/rows --repo-type dataset" in "\n".join(errors_of("--data.path", "me/rows"))
-    with pytest.raises(UserError, match=command):
+    assert "hf download Qwen/Qwen3-0.6B" in "\n".join(errors_of("--job.config_file", "configs/my.toml"))
+    fetch = "hf download me/rows --revision main --repo-type dataset"
+    assert fetch in "\n".join(errors_of("--data.path", "me/rows"))
+    with pytest.raises(UserError, match=r"hf download Qwen/Qwen3-0\.6B"):
         open_weights("Qwen/Qwen3-0.6B")
     assert advise("model_name_or_path", "Qwen/Qwen3-0.6B", document=None).text.endswith(f"fetch it first: {command}")
     # a folder with a model's name is fetched from its owner, and one without weights again
@@ -363,7 +364,7 @@ def test_a_name_of_the_hub_names_its_download(tmp_path: Path, monkeypatch: pytes
         check_start(load_config(["--checkpoint.initial_load_path", "Qwen3-0.6B", "--data.path", "rows.jsonl"]))
     (tmp_path / "data").mkdir()
     for path in ("data/train", "data/train.jsonl", "a/b/c", "../b/c", "/a/b", "gone/x.jsonl", "gone", "./a b/c"):
-        assert hub_id(path) == "", path
+        assert hub_name(path) is None, path
     assert other_trainers.advise("no_such_name", "1", document=None) is None
 
 

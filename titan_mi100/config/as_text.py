@@ -16,7 +16,7 @@ from titan_mi100.wording import shown
 
 def sections() -> Iterator[tuple[str, type]]:
     for section in fields(Config):
-        if section.name != "notes":
+        if section.name not in ("notes", "commits"):
             yield section.name, section.default_factory  # type: ignore[misc]
 
 

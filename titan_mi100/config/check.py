@@ -219,7 +219,6 @@ def _check_model(lora: LoRAConfig, training: TrainingConfig, spec: ModelSpec) ->
 
 
 def _check_paths(config: Config) -> Iterator[Problem]:
-    folder = os.path.dirname(config.job.config_file)
     if not (config.data.path or config.data.source):
         text = "is not set; name a file or a glob, or several, or [[data.source]]"
         yield Problem("data.path", text, ("data.source",))
@@ -230,12 +229,11 @@ def _check_paths(config: Config) -> Iterator[Problem]:
                 text = "is a corpus that is not complete; finish titan-mi100 prepare"
                 yield Problem(f"data.{key}", f": {pattern}: {text}")
             elif key == "validation_path" or not assets.is_corpus(pattern):
-                hint = hub_hint(pattern, folder, is_data=True)
-                yield from (Problem(f"data.{key}", f": {wrong}{hint}") for wrong in matching_files(pattern)[1])
+                yield from (Problem(f"data.{key}", f": {wrong}") for wrong in matching_files(pattern)[1])
     if (template := config.model.chat_template) and not os.path.isfile(template):
         yield Problem("model.chat_template", f"= {template!r} is not a file")
     if (load := config.checkpoint.initial_load_path) and not os.path.exists(load):
-        yield no_such_model(load, config.job.config_file)
+        yield no_such_model(load)
     path = config.tokenizer_path()
     key = "model.tokenizer_path" if config.model.tokenizer_path else "checkpoint.initial_load_path"
     if load and not os.path.exists(load) and not config.model.tokenizer_path:
@@ -245,7 +243,7 @@ def _check_paths(config: Config) -> Iterator[Problem]:
         text += "--job.config_file train_configs/debug.toml"
         yield Problem("model.tokenizer_path", text, ("checkpoint.initial_load_path",))
     elif not os.path.exists(path):
-        yield Problem(key, f"= {path!r}: no such folder or file{hub_hint(path, folder) or nearby(path)}")
+        yield Problem(key, f"= {path!r}: no such folder or file{hub_hint(path) or nearby(path)}")
     elif not os.path.isfile(path) and not assets.has_tokenizer(path):
         text = f"= {path!r} has neither tokenizer.json nor vocab.json with merges.txt, nor a sentencepiece .model; "
         yield Problem(key, f"{text}set model.tokenizer_path to a folder that does, or to such a file")

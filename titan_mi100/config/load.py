@@ -6,6 +6,7 @@
 import errno
 import glob
 import itertools
+import json
 import os
 import re
 import shlex
@@ -21,6 +22,7 @@ from titan_mi100 import cli
 from titan_mi100.config import bundled
 from titan_mi100.config.as_text import help_text, keys_of, our_keys, sections, table_of
 from titan_mi100.config.check import ALTERNATIVES, check, check_start
+from titan_mi100.config.hub import COMMITS_FILE, HubNames, hub_name, known_commits, one_at_a_node
 from titan_mi100.config.problem import Problem
 from titan_mi100.config.settings import Config, JobConfig
 from titan_mi100.config.srun import ASKS_LIMIT, RUN_FOLDER, check_place, srun_ranks
@@ -49,7 +51,7 @@ _PLACES = ("LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # rank variabl
 TEACHER_CONFIG = "teach.toml"  # of a teacher's pass, in the teacher's folder
 _OURS = (
     *("train.log", "config.toml", "environment.json", "metrics.jsonl", "run_state.json"),
-    *("ledger.csv", "ledger.refused.csv", ".lock", "wandb_id"),
+    *("ledger.csv", "ledger.refused.csv", ".lock", "wandb_id", COMMITS_FILE),
 )
 
 
@@ -90,20 +92,18 @@ def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: boo
     settings: dict[_Name, _Setting] = {}
     is_read = _read_toml(Path(config_file.value), settings, errors, unknown, chain=())
     settings.update(overrides)
-    values, refused, here = {}, set[str](), Path.cwd()
-    for name, section in sections():
-        for key in keys_of(section):
-            setting = settings.get((name, key.name)) or _Setting(key.default, "", here, _DEFAULT)
-            if table := table_of(key):
-                values[name, key.name], problems = _convert_tables(table, setting)
-            else:
-                values[name, key.name], problem = _convert(key, setting)
-                problems = [f"{setting.where} = {shown(setting.value)} {problem}"] if problem else []
-            errors += problems
-            refused.update([f"{name}.{key.name}"] if problems else [])
+    names = HubNames(with_files)
+    values, problems, refused = _values(settings, names)
+    errors += problems
+    if names.left and not (errors or unknown):  # nothing is fetched for a config that is refused anyway
+        folder = "" if values["checkpoint", "fresh"] else os.environ.get(RUN_FOLDER) or values["job", "run_folder"]
+        with one_at_a_node(known_commits(str(folder), os.environ), os.environ) as names.commits:
+            values, errors, refused = _values(settings, names)
+            if errors:
+                raise UserError(first_of(errors, "config"))
     if with_files:
         errors += _moved_run(config_file.value, settings.get(("job", "run_folder")), str(values["job", "run_folder"]))
-    notes = _replace_alternatives(values, settings)
+    notes = [*_replace_alternatives(values, settings), *_local_folders(settings)]
     if named is default:
         notes.append(f"no --job.config_file is given: settings from {config_file.value}")
     elif named.value != config_file.value:
@@ -113,7 +113,7 @@ def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: boo
     }
     if made := os.environ.get(RUN_FOLDER):
         built["job"] = replace(built["job"], run_folder=made)
-    config = Config(**built, notes=tuple(notes))
+    config = Config(**built, notes=tuple(notes), commits=names.commits or {})
     origins = {f"{section}.{key}": setting.where for (section, key), setting in settings.items()}
     for issue in check(config, world_size, with_files) if is_read else ():  # else what is missing may be in the file
         where = origins.get(issue.key)
@@ -123,6 +123,22 @@ def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: boo
     if errors:
         raise UserError(first_of(errors, "config"))
     return config
+
+
+def _values(settings: dict[_Name, _Setting], names: HubNames) -> tuple[dict[_Name, Any], list[str], set[str]]:
+    """The value of each key; what is wrong; each "section.key" that was refused, or whose name on the hub was left."""
+    read, errors, refused, here = dict[_Name, Any](), list[str](), set[str](), Path.cwd()
+    for name, section in sections():
+        for key in keys_of(section):
+            setting, left = settings.get((name, key.name)) or _Setting(key.default, "", here, _DEFAULT), len(names.left)
+            if table := table_of(key):
+                read[name, key.name], problems = _convert_tables(table, setting, names)
+            else:
+                read[name, key.name], problem = _convert(key, setting, names)
+                problems = [f"{setting.where} = {shown(setting.value)} {problem}"] if problem else []
+            errors += problems
+            refused.update([f"{name}.{key.name}"] if problems or len(names.left) > left else [])
+    return read, errors, refused
 
 
 def _moved_run(config_file: str, given: _Setting | None, run_folder: str) -> list[str]:
@@ -245,7 +261,7 @@ def _read_toml(
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
-def _convert(key: Any, setting: _Setting) -> tuple[Any, str]:
+def _convert(key: Any, setting: _Setting, names: HubNames) -> tuple[Any, str]:
     """The value in the key's type and "", or the key's default and what is wrong."""
     value, rules = setting.value, key.metadata
     if isinstance(value, bool) and "true" in rules["choices"]:  # of three: true, false, not set
@@ -268,12 +284,35 @@ def _convert(key: Any, setting: _Setting) -> tuple[Any, str]:
         return key.default, f"must be one of: {', '.join(filter(None, rules['choices']))}{hint}"
     problems = [problem for item in values if (problem := _refused(item, rules))]
     if rules["path"] and not problems:
-        values = [_absolute(item, setting.folder, is_list) if item else item for item in values]
+        try:
+            values = [path for item in values for path in _paths(item, setting.folder, is_list, rules["hub"], names)]
+        except UserError as error:
+            return key.default, str(error)
         problems = [f"stands for {shown(item)}, which {why}" for item in values if (why := _refused(item, rules))]
     return (key.default, problems[0]) if problems else (tuple(values) if is_list else values[0], "")
 
 
-def _convert_tables(table: type, setting: _Setting) -> tuple[tuple[Any, ...], list[str]]:
+def _paths(item: str, folder: Path, is_list: bool, kind: str, names: HubNames) -> list[str]:
+    """The absolute path of a value, or what its name on the hub stands for. Args: kind: see hub.fetch; "": no name."""
+    if kind and (name := hub_name(item, folder)):
+        return names.paths(item, name, kind)
+    return [_absolute(item, folder, is_list) if item else item]
+
+
+def _local_folders(settings: dict[_Name, _Setting]) -> list[str]:
+    """A line for the log about each local folder that is called like a name on the hub."""
+    notes = []
+    for name, setting in settings.items():
+        texts = setting.value if isinstance(setting.value, list | tuple) else [setting.value]
+        for text in map(str, texts if our_keys()[".".join(name)].metadata["hub"] else ()):
+            path = os.path.join(setting.folder, text)
+            is_like_name = hub_name(f"{text}@main", setting.folder) and setting.folder != bundled.FOLDER
+            if is_like_name and os.path.isdir(path):
+                notes.append(f"{setting.where} = {shown(text)} is the folder {path}; for the hub's write {text}@main")
+    return notes
+
+
+def _convert_tables(table: type, setting: _Setting, names: HubNames) -> tuple[tuple[Any, ...], list[str]]:
     """The tables as dataclasses, and what is wrong with them."""
     if not isinstance(setting.value, list | tuple) or any(not isinstance(item, dict) for item in setting.value):
         return (), [f"{setting.where} must be a list of tables, each under [[section.key]]"]
@@ -284,7 +323,7 @@ def _convert_tables(table: type, setting: _Setting) -> tuple[tuple[Any, ...], li
             if name not in keys:
                 errors.append(f"{where}: {as_key(name)} is not a key{did_you_mean(name, keys)}")
                 continue
-            values[name], problem = _convert(keys[name], _Setting(value, where, setting.folder, setting.depth))
+            values[name], problem = _convert(keys[name], _Setting(value, where, setting.folder, setting.depth), names)
             errors += [f"{where}: {name} = {shown(value)} {problem}"] if problem else []
         instances.append(table(**values))
     return tuple(instances), errors
@@ -425,5 +464,7 @@ def config_from_command_line(for_this_job: bool = True) -> Config:
 if __name__ == "__main__":
     checked = config_from_command_line()
     sys.stdout.reconfigure(encoding=sys.getfilesystemencoding())  # type: ignore[union-attr]  # whatever the terminal's
-    limit = [checked.watchdog.seconds and checked.watchdog.start_seconds] if os.environ.get(ASKS_LIMIT) else []
-    sys.exit(cli.exit_code(lambda: print(*limit, make_run_folder(checked.job, checked.checkpoint.fresh))))
+    limit = checked.watchdog.seconds and checked.watchdog.start_seconds
+    commits = json.dumps(dict(checked.commits), separators=(",", ":"))  # without a space
+    facts = [limit, commits] if os.environ.get(ASKS_LIMIT) else []
+    sys.exit(cli.exit_code(lambda: print(*facts, make_run_folder(checked.job, checked.checkpoint.fresh))))

@@ -2,7 +2,8 @@
 
 import math
 import os
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,6 +15,7 @@ from titan_mi100.config.kernels import AUTO, KERNELS
 from titan_mi100.config.layout import AXES, SCHEDULES, Batch, Layout, resolve_batch, resolve_layout
 from titan_mi100.config.problem import ConfigError, Problem
 from titan_mi100.errors import UserError, did_you_mean
+from titan_mi100.files.hub_files import ADAPTER, MODEL, TOKENIZER, TRAIN, VALIDATION
 from titan_mi100.files.plain import read_object
 from titan_mi100.losses import LOSSES, Loss, LossSettings
 from titan_mi100.shapes import families
@@ -25,10 +27,14 @@ FINGERPRINTS = ("model", "tokenizer", "data", "seed", "global_batch_size", "lora
 
 
 def _key(
-    default: Any, doc: str, *, choices: tuple[str, ...] = (), low: float = 0, high: int = 2**31 - 1, path: bool = False
-) -> Any:
-    """A key. low, high: limits of a number (high: of a whole one). path: in a TOML file it is relative to the file."""
-    return field(default=default, metadata={"doc": doc, "choices": choices, "low": low, "high": high, "path": path})
+    default: Any, doc: str, *, choices: tuple[str, ...] = (), low: float = 0, high: int = 2**31 - 1, path: bool = False,
+    hub: str = "",
+) -> Any:  # fmt: skip
+    """A key. low, high: limits of a number (high: of a whole one). path: in a TOML file it is relative to the file.
+    hub: what a name on the Hugging Face hub is fetched for, see files/hub_files.py.
+    """
+    rules = {"doc": doc, "choices": choices, "low": low, "high": high, "path": path or bool(hub), "hub": hub}
+    return field(default=default, metadata=rules)
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class JobConfig:
 @dataclass(frozen=True)
 class ModelConfig:
     flavor: str = _key("", f"{', '.join(families.PRESETS)}; empty: config.json beside checkpoint.initial_load_path")
-    tokenizer_path: str = _key("", "HF folder, or sentencepiece .model; empty: checkpoint.initial_load_path", path=True)
+    tokenizer_path: str = _key("", "HF folder or name, or .model file; empty: that of initial_load_path", hub=TOKENIZER)
     allow_other_tokenizer: bool = _key(False, "allow another tokenizer_path than checkpoint.initial_load_path's")
     chat_template: str = _key("", "Jinja file to use instead of the tokenizer's own chat template", path=True)
     attention_backend: str = _key(
@@ -60,7 +66,7 @@ _FORMATS = ("auto", "messages", "sharegpt", "alpaca", "prompt_completion", "colu
 class SourceConfig:
     """A `[[data.source]]`. Those of a config are in `DataConfig.sources`."""
 
-    path: tuple[str, ...] = _key((), "files or globs, or one folder of titan-mi100 prepare", path=True)
+    path: tuple[str, ...] = _key((), "as data.path, or one folder of titan-mi100 prepare", hub=TRAIN)
     name: str = _key("", "of the source, in logs, metrics and checkpoints; default: that of its first file or folder")
     weight: float = _key(0.0, "share of the rows, relative to the other sources' weights; 0 in all: by their size")
     epochs: float = _key(1.0, "how often it is read until it is exhausted; see data.on_exhausted")
@@ -68,13 +74,17 @@ class SourceConfig:
 
     @property
     def stem(self) -> str:
-        """The name of its first file or folder, without an ending."""
+        """The name of its first file or folder, without an ending; of a data set of the hub the data set's."""
+        if of_hub := re.search(r"/datasets--[\w.-]+--([\w.-]+)/snapshots/", self.path[0] if self.path else ""):
+            return of_hub[1]
         return (os.path.basename(self.path[0]).split(".")[0] if self.path else "") or "source"
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    path: tuple[str, ...] = _key((), "training data: files or globs of JSONL, JSON, parquet, also .gz, .zst", path=True)
+    path: tuple[str, ...] = _key(
+        (), "training data: files or globs of JSONL, JSON, parquet (.gz, .zst), or OWNER/NAME:CONFIG[SPLIT]", hub=TRAIN
+    )
     weights: tuple[float, ...] = _key((), "makes each path a source of a mixture with this weight, e.g. [3, 1]")
     repeats: tuple[float, ...] = _key((), "makes each path a source, read this often in an epoch, e.g. [1, 2.5]")
     source: tuple[SourceConfig, ...] = _key((), "the sources of a mixture, each a table [[data.source]]")
@@ -133,7 +143,7 @@ class DataConfig:
     duplicates: str = _key("keep", "what to do with rows that repeat an earlier row", choices=("keep", "drop"))
     on_bad_row: str = _key("error", "a row that cannot be read: stop, or leave it out", choices=("error", "skip"))
     max_bad_rows: int = _key(100, "with on_bad_row = skip: stop the run after more bad rows than this")
-    validation_path: tuple[str, ...] = _key((), "files or globs to validate on", path=True)
+    validation_path: tuple[str, ...] = _key((), "files, globs or names to validate on", hub=VALIDATION)
     validation_fraction: float = _key(0.0, "share of data.path kept for validation, chosen by a hash of the content")
     cache_folder: str = _key("", "where prepared data is kept; empty: ~/.cache/titan_mi100", path=True)
     workers: int = _key(0, "processes that tokenise; 0: one per core", high=4096)
@@ -325,7 +335,7 @@ class LoRAConfig:
         "format of frozen weights: whole: the computation's dtype; nf4: 4 bits (QLoRA)",
         choices=("whole", "nf4"),
     )
-    initial_load_path: str = _key("", "PEFT adapter folder to start from; empty: a fresh adapter", path=True)
+    initial_load_path: str = _key("", "PEFT adapter to start from: folder or name; empty: a fresh one", hub=ADAPTER)
     base_model_name_or_path: str = _key("", "the base that an export names, e.g. Qwen/Qwen3-0.6B (docs/LORA.md)")
     expert_rank: int = _key(0, "rank of the adapters of experts; 0: rank")
     expert_alpha: float = _key(0.0, "they are scaled by expert_alpha / expert_rank; 0: alpha")
@@ -424,9 +434,9 @@ class ObjectiveConfig:
 class CheckpointConfig:
     initial_load_path: str = _key(
         "",
-        "weights to start from: an HF folder, a DCP folder such as another run's checkpoint/step-500, or a file of "
-        "torch.save; empty: random weights",
-        path=True,
+        "weights to start from: a name on the Hugging Face hub, such as Qwen/Qwen3-0.6B or OWNER/NAME@REVISION; an HF "
+        "folder; a DCP folder such as another run's checkpoint/step-500; a file of torch.save; empty: random weights",
+        hub=MODEL,
     )
     interval: int = _key(500, "optimizer steps between checkpoints; 0: only after the last step")
     async_mode: str = _key(
@@ -485,7 +495,12 @@ class ProfilingConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """All settings of a run, checked. `notes`: lines for the log about what was decided while they were read."""
+    """All settings of a run, checked.
+
+    Attributes:
+        notes: lines for the log about what was decided while they were read.
+        commits: of what names on the hub have named, see files/hub.py.
+    """
 
     job: JobConfig = field(default_factory=JobConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -505,6 +520,7 @@ class Config:
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     notes: tuple[str, ...] = ()
+    commits: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def spec(self) -> ModelSpec:
         """The model's shape: the preset, or the `config.json` beside the weights that are loaded.
@@ -523,7 +539,7 @@ class Config:
         if preset and not (load and os.path.exists(folder / assets.CONFIG)):
             return preset
         if not os.path.exists(load):
-            raise ConfigError([no_such_model(load, self.job.config_file)])
+            raise ConfigError([no_such_model(load)])
         spec = families.read_hf_config(folder)
         if preset and (differing := differences(preset, spec)):
             text = f"= {flavor!r} is not the model in {folder} (preset, folder: {'; '.join(differing)}); "

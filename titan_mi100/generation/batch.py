@@ -12,12 +12,14 @@ import torch
 from tqdm import tqdm
 
 from titan_mi100.cli import Parser
+from titan_mi100.config.hub import local_path
 from titan_mi100.data.files import LONGEST_LINE, RecordReader, label
 from titan_mi100.data.formats import parse_record
 from titan_mi100.data.strict_json import BadRecord, parse
 from titan_mi100.device import accelerator
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import is_stream, write_synced
+from titan_mi100.files.hub_files import ADAPTER, MODEL, TOKENIZER
 from titan_mi100.files.plain import open_plain
 from titan_mi100.generation.engine import AnswerBatch, Model, Request
 from titan_mi100.model.decode import check_lengths
@@ -40,7 +42,7 @@ def command_parser(name: str, description: str, epilog: str = "") -> ArgumentPar
     example, usage = f"e.g. {prog} --model {_MODEL}", "%(prog)s --model PATH [options]"
     parser = Parser(prog=prog, usage=usage, description=description, epilog=epilog, example=example)
     add, thinking = parser.add_argument, parser.add_mutually_exclusive_group()
-    add("--model", metavar="PATH", required=True, help="HF folder, DCP folder (RUN/checkpoint/step-500) or torch file")
+    add("--model", metavar="PATH", required=True, help="HF folder or name, DCP folder (RUN/checkpoint/step-N) or file")
     add("--adapter", metavar="PATH", default="", help="a LoRA adapter for it: PEFT folder or checkpoint of a LoRA run")
     add("--tokenizer_path", metavar="PATH", default="", help="default: the model's folder")
     add("--output", metavar="FILE.jsonl", default="", help="write a row per prompt; rows already there are kept")
@@ -65,6 +67,8 @@ def template_variables(options: Namespace) -> dict[str, Any]:
 
 def open_model(options: Namespace) -> Model:
     """The model that the options name. Raises UserError: as `Model`, or the device cannot be used."""
+    for option, kind in (("model", MODEL), ("adapter", ADAPTER), ("tokenizer_path", TOKENIZER)):
+        setattr(options, option, local_path(getattr(options, option), kind))
     device = options.device or accelerator.kind()
     try:
         torch.zeros(1, device=device).item()

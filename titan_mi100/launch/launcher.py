@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 
+from titan_mi100.config.hub import COMMITS
 from titan_mi100.config.settings import WatchdogConfig
 from titan_mi100.config.srun import ASKS_LIMIT, PLACE, RUN_FOLDER, srun_tasks
 from titan_mi100.errors import UserError
@@ -94,7 +95,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ, prog
                 "model of its own; start one (srun --ntasks=1, or none; unset RANK and WORLD_SIZE), or without it: "
                 f"{_SRUN}"
             )
-        for name in (*PLACE, RUN_FOLDER):
+        for name in (*PLACE, RUN_FOLDER, COMMITS):
             os.environ.pop(name, None)  # may come from a job that has started this one
         set_defaults(launcher.processes)
         before_start(launcher.processes, say)
@@ -216,7 +217,7 @@ class Launcher:
         first_rank = {"RANK": "0", "WORLD_SIZE": str(self.processes), "MASTER_ADDR": "", "MASTER_PORT": "0"}
         label, environment, pipe = "the check of the config", {**first_rank, ASKS_LIMIT: "1"}, subprocess.PIPE
         output = self.run_first(label, *_CONFIG, *self.arguments, stdout=pipe, environment=environment)
-        limit, _, folder = os.fsdecode(output).removesuffix("\n").partition(" ")
+        limit, os.environ[COMMITS], folder = os.fsdecode(output).removesuffix("\n").split(" ", 2)
         self._limit, self.folder = float(limit), Path(folder)
         os.environ[RUN_FOLDER] = folder
 

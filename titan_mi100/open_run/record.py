@@ -15,6 +15,7 @@ import torch
 from titan_mi100.attention.base import NO_KERNEL, Shape
 from titan_mi100.attention.running import running_kernel
 from titan_mi100.config.as_text import sections, to_toml
+from titan_mi100.config.hub import COMMITS_FILE
 from titan_mi100.config.layout import Batch, Layout
 from titan_mi100.config.settings import Config
 from titan_mi100.data.loader import RowSource
@@ -109,6 +110,8 @@ def _write_explanation(folder: Path, config: Config, last_step: int, ran: dict[s
     }
     about = json.dumps(record, indent=1) + "\n"
     durable.replace(environment, about)
+    if config.commits:
+        durable.replace(folder / COMMITS_FILE, json.dumps(dict(config.commits), indent=1) + "\n")
     texts = {"config": text, "layout": str(ran.get("layout", "")), "environment": about}
     return Explanation({}, texts, is_known=before == [text.encode(), about.encode()])
 

@@ -5,6 +5,7 @@ for this run is left out.
 """
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -31,6 +32,8 @@ def after_run(folder: Path, config: Config, step: int) -> list[tuple[str, str]]:
         commands.append(("chat", command("generate", *model)))
     if export.exists():
         commands.append(("serve", _serve(config.lora, base, shown_path(export))))
+        repository = re.sub(r"[^\w.-]", "-", folder.name, flags=re.ASCII)  # of the user who is logged in
+        commands.append(("upload", shlex.join(["hf", "upload", repository, shown_path(export), "--private"])))
     else:
         commands.append(("export", to_export(folder, step)))
     commands.append(("report", command("report", shown_path(folder))))

@@ -3,6 +3,8 @@
 from pathlib import Path
 
 from titan_mi100 import cli
+from titan_mi100.config.hub import local_path
+from titan_mi100.files.hub_files import ADAPTER
 from titan_mi100.files.model import torch_file
 from titan_mi100.weights import convert
 from titan_mi100.weights.adapter import merged_source
@@ -37,8 +39,8 @@ def merge_lora() -> None:
     """Merges a LoRA adapter into its base, W + (alpha / rank) B A in fp32, and writes the result as an HF folder."""
     parser = cli.Parser(description=merge_lora.__doc__)
     add = parser.add_argument
-    add("--base", type=Path, required=True, help="the model that the adapter was trained on")
-    add("--adapter", type=Path, required=True, help="PEFT folder, or a LoRA run's RUN/checkpoint/step-500")
+    add("--base", required=True, help="the model that the adapter was trained on")
+    add("--adapter", required=True, help="PEFT folder, or a LoRA run's RUN/checkpoint/step-500")
     add("--output_dir", type=Path, required=True, help=_NEW_HF)
     add("--dtype", choices=convert.DTYPES, default="keep", help="dtype of the written weights (default: the base's)")
     add("--verify", choices=convert.VERIFY, default="auto", help=convert.VERIFY_HELP)
@@ -46,7 +48,7 @@ def merge_lora() -> None:
 
     def merge() -> None:
         # Nothing is computed here: `merged_source` adds B A to each matrix when the conversion reads it.
-        source = merged_source(open_source(options.base), options.adapter)
+        source = merged_source(open_source(local_path(options.base)), local_path(options.adapter, ADAPTER))
         convert.to_hf(source, options.output_dir, options.dtype, options.verify)
 
     cli.run(merge)

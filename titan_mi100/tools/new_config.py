@@ -21,7 +21,7 @@ from titan_mi100 import cli
 from titan_mi100.config.as_text import toml_value
 from titan_mi100.config.bundled import FOLDER
 from titan_mi100.config.check import check
-from titan_mi100.config.hub import hub_hint
+from titan_mi100.config.hub import hub_hint, hub_name, local_path
 from titan_mi100.config.layout import Batch
 from titan_mi100.config.load import load_config
 from titan_mi100.config.problem import Problem
@@ -32,6 +32,7 @@ from titan_mi100.data.survey import Survey, survey
 from titan_mi100.doors import door
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import check_output, write_output
+from titan_mi100.files.hub_files import TRAIN
 from titan_mi100.files.patterns import matching_files
 from titan_mi100.planning.device import positive, size_gib
 from titan_mi100.planning.hardware import count_gpus, dtype_advice
@@ -114,8 +115,8 @@ def _parser() -> argparse.ArgumentParser:
         "that the run fits the cards before it writes.",
     )
     add = parser.add_argument
-    add("--model", metavar="FOLDER", help="Hugging Face folder, such as Qwen3-0.6B")
-    add("--data", metavar="FILE", nargs="+", help="training data: files or globs")
+    add("--model", metavar="FOLDER", help="Hugging Face folder or name, such as Qwen/Qwen3-0.6B")
+    add("--data", metavar="FILE", nargs="+", help="training data: files, globs or names")
     add("--gpus", metavar="N", help="GPUs, one process each; on a CPU: processes")
     add("--memory", metavar="32GB", help="of each card")
     add("--method", metavar="|".join(METHODS), help="train all weights, adapters, or adapters on 4-bit weights")
@@ -223,8 +224,8 @@ def _questions() -> dict[str, Question]:
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
     memory = "32GB" if gpus else f"{host:.0f}GB"
     return {
-        "model": Question("Folder of the model (config.json, tokenizer, safetensors)", "", _model),
-        "data": Question("Training data: files or globs, separated by spaces", "", _data),
+        "model": Question("The model: its folder, or its name on the Hugging Face hub", "", _model),
+        "data": Question("Training data: files, globs or names on the hub, separated by spaces", "", _data),
         "gpus": Question("Number of GPUs, or of processes on a CPU", str(gpus or 1), positive),
         "memory": Question("Memory of each", memory, size_gib),
         "method": Question("Train all weights: full; adapters: lora; on 4-bit weights: qlora", "full", _method),
@@ -250,7 +251,8 @@ def _answer(name: str, question: Question, options: argparse.Namespace) -> Any:
 
 
 def _model(text: str) -> str:
-    path = os.path.abspath(os.path.expanduser(text.strip())) if text.strip() else ""
+    text = text.strip()
+    path = os.path.abspath(os.path.expanduser(local_path(text))) if text else ""
     if not os.path.isdir(path):
         raise UserError(f"{text or 'no answer'}: is no folder; name a model's folder{hub_hint(text)}")
     read_hf_config(path)
@@ -258,15 +260,16 @@ def _model(text: str) -> str:
         raise UserError(f"{text}: has no tokenizer; download the whole folder again")
     if not any(Path(path).glob("*.safetensors")):
         raise UserError(f"{text}: has no *.safetensors; download the whole folder again")
-    return path
+    return text if hub_name(text) else path
 
 
 def _data(text: str) -> tuple[str, ...]:
     try:
-        paths = tuple(os.path.abspath(os.path.expanduser(path)) for path in shlex.split(text))
+        named = shlex.split(text)
     except ValueError as error:
         raise UserError(f"{text}: {error}") from None
-    problems = [problem for path in paths for problem in matching_files(path)[1]]
+    paths = tuple(path if hub_name(path) else os.path.abspath(os.path.expanduser(path)) for path in named)
+    problems = [problem for path in paths for problem in matching_files(local_path(path, TRAIN))[1]]
     if problems or not paths:
         raise UserError("; ".join(problems) or "name at least one file, such as train.jsonl")
     return paths
@@ -285,7 +288,7 @@ def fitting_plan(answers: UserChoices) -> tuple[Plan, tuple[str, Change], str]:
         UserError: the settings are refused, or none fits: the message says what the least takes, and what would fit.
     """
     arguments = ["--job.config_file", str(FOLDER / "finetune.toml"), "--checkpoint.initial_load_path", answers.model]
-    if {"chosen", "rejected"} <= first_keys(answers.data[0]):
+    if {"chosen", "rejected"} <= first_keys(local_path(answers.data[0], TRAIN)):
         arguments += ["--objective.name", "preference"]
     config = load_config([*arguments, "--data.path", *answers.data], answers.gpus)
     try:

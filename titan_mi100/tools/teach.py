@@ -14,6 +14,7 @@ from pathlib import Path
 
 from titan_mi100 import cli as tool
 from titan_mi100.config.as_text import to_toml
+from titan_mi100.config.hub import local_path
 from titan_mi100.config.load import TEACHER_CONFIG, load_config
 from titan_mi100.config.settings import (
     CheckpointConfig,
@@ -134,7 +135,7 @@ def _write_config(options: argparse.Namespace) -> Path:
         raise UserError(f"{folder}: exists already, and is no teacher's folder; name a new one with --out")
     training = replace(student.training, steps=1, epochs=0, target_tokens_per_step=0, gradient_accumulation_steps=1)
     training = replace(training, train_router=False)
-    load = CheckpointConfig(initial_load_path=os.path.abspath(options.model))
+    load = CheckpointConfig(initial_load_path=os.path.abspath(local_path(options.model)))
     # A frozen base in the computation's dtype, and adapters that change nothing: their matrix B is zero. A pipeline
     # wants one in each layer.
     outputs = ("o_proj", "out_proj")

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from titan_mi100.config.hub import cached_model
 from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.errors import UserError
 from titan_mi100.log import log
@@ -88,7 +89,7 @@ def load_weights(
     elif dist.get_rank() == 0:
         saved = {name: kind for name, kind in open_weights(checkpoint).kinds.items() if spec.passes_through(name)}
         model.passed_through = {name: torch.empty(kind.shape, dtype=kind.dtype) for name, kind in saved.items()}
-    name = config.model.flavor or Path(source).name
+    name = config.model.flavor or cached_model(source)[0] or Path(source).name
     log.info(f"model {name}: {parameter_count(spec):,} parameters, {origin}")
     if config.lora.rank:
         seed = config.training.seed

@@ -16,7 +16,7 @@ from typing import Any
 
 from titan_mi100.config import bundled
 from titan_mi100.config.as_text import our_keys
-from titan_mi100.config.hub import download, hub_id
+from titan_mi100.config.hub import download, hub_name
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config
 from titan_mi100.config.toml_file import parse
@@ -369,14 +369,14 @@ def _take_data(carried: Carried, key: str, name: str, value: Any) -> None:
         table = data_set if isinstance(data_set, dict) else {"path": str(data_set).strip()}
         files = table.get("data_files") or table.get("path") or ""
         for path in map(str, files if isinstance(files, list) else [files]):
-            is_of_hub = bool(matching_files(path)[1] and hub_id(path))
-            local, command = download(path, is_data=True) if is_of_hub else (path, "")
+            of_hub = hub_name(path) if matching_files(path)[1] else None
+            local, command = download(of_hub.repository, is_data=True) if of_hub else (path, "")
             paths.append(local)
             if is_used and matching_files(local)[1]:
                 carried.has_data &= key != "data.path"
                 is_here = False
-                carried.fetch += [command] * is_of_hub
-                how = f"of the hub, fetch it: {command}; then name its" if is_of_hub else "no such file; name the"
+                carried.fetch += [command] * bool(command)
+                how = f"of the hub, fetch it: {command}; then name its" if of_hub else "no such file; name the"
                 carried.notes.append(f"{as_key(name)}: {shown(path)}: {how} JSONL, JSON or parquet files with --data")
         if table.get("type") == "alpaca":
             note = 'its own prompt, "Below is an instruction ...", is not written: rows have the model\'s chat template'

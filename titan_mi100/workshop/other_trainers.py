@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, get_args, get_origin
 
 from titan_mi100.config.as_text import keys_called, our_keys, toml_value
-from titan_mi100.config.hub import download, hub_id
+from titan_mi100.config.hub import download, hub_name
 from titan_mi100.config.toml_file import parse
 from titan_mi100.config.unknown import Document
 from titan_mi100.wording import as_key, has_control_characters, shown
@@ -246,8 +246,8 @@ def _converted(key: str, value: Any) -> tuple[str, str]:
     kind = get_args(field.type)[0] if is_list else field.type
     items = _items(field, value)
     items = [item.get("path", "") if isinstance(item, dict) else item for item in items]  # axolotl's data sets
-    if key in _OF_THE_HUB and len(items) == 1 and hub_id(str(items[0])):
-        items[0], command = download(str(items[0]), is_data=key.startswith("data."))
+    if key in _OF_THE_HUB and len(items) == 1 and (name := hub_name(str(items[0]))):
+        items[0], command = download(name.repository, is_data=key.startswith("data."))
         fetch = f"; fetch it first: {command}"
     elif key in _DATA:  # the name of a data set: a file of the user's own takes its place
         items = [item if re.search(r"[./*]", str(item)) else f"{item}.jsonl" for item in items]
