@@ -19,7 +19,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import get_args, get_origin
 
-from titan_mi100.config.as_text import to_toml
+from titan_mi100.config.as_text import keys_of, to_toml
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config, SourceConfig
 from titan_mi100.errors import UserError
@@ -35,7 +35,7 @@ KEYS = {
     f"{section.name}.{key.name}": key
     for section in fields(Config)
     if section.name not in ("notes", "commits")
-    for key in fields(section.default_factory)  # type: ignore[misc, arg-type]
+    for key in keys_of(section.default_factory)  # type: ignore[misc, arg-type]
 }
 FOREIGN = sorted({name for entry in entries() for name in entry.names if not name.endswith("*")})
 NUMBERS = (
