@@ -22,7 +22,7 @@ from titan_mi100.config import bundled
 from titan_mi100.config.as_text import help_text, keys_of, our_keys, sections, table_of
 from titan_mi100.config.check import ALTERNATIVES, check, check_start
 from titan_mi100.config.problem import Problem
-from titan_mi100.config.settings import Config, JobConfig
+from titan_mi100.config.settings import TRACKERS, Config, JobConfig
 from titan_mi100.config.srun import ASKS_LIMIT, RUN_FOLDER, check_place, srun_ranks
 from titan_mi100.config.toml_file import read_toml
 from titan_mi100.config.unknown import (
@@ -49,7 +49,7 @@ _PLACES = ("LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # rank variabl
 TEACHER_CONFIG = "teach.toml"  # of a teacher's pass, in the teacher's folder
 _OURS = (
     *("train.log", "config.toml", "environment.json", "metrics.jsonl", "run_state.json"),
-    *("ledger.csv", "ledger.refused.csv", ".lock", "wandb_id"),
+    *("ledger.csv", "ledger.refused.csv", ".lock", "wandb_id", *(f"{name}_id" for name in TRACKERS)),
 )
 
 
@@ -261,10 +261,10 @@ def _convert(key: Any, setting: _Setting) -> tuple[Any, str]:
         is_quoted = not is_list and isinstance(value, str) and not setting.is_text
         hint = "; write it without quotes" if is_quoted and type(_as_kind(value, kind, True)) is kind else ""
         return key.default, f"must be {_KINDS[kind]}{', or a list of such' if is_list else ''}{hint}"
-    if rules["choices"] and value not in rules["choices"]:
+    if rules["choices"] and (others := [item for item in values if item not in rules["choices"]]):
         name = next((name for name, ours in our_keys().items() if ours is key), "")
-        hint = of_other_trainers("meaning", name, value)
-        hint = hint or did_you_mean(value, rules["choices"], otherwise="", cutoff=0.52)
+        hint = of_other_trainers("meaning", name, others[0])
+        hint = hint or did_you_mean(others[0], rules["choices"], otherwise="", cutoff=0.52)
         return key.default, f"must be one of: {', '.join(filter(None, rules['choices']))}{hint}"
     problems = [problem for item in values if (problem := _refused(item, rules))]
     if rules["path"] and not problems:
