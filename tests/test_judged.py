@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from conftest import REPO
 from test_corpus import TOKENIZER
 
@@ -250,4 +249,4 @@ def test_two_processes_measure_the_same(layout: dict[str, object], world: World,
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert measured(both, "validation_exact_match") == measured(alone, "validation_exact_match")
-    torch.testing.assert_close([*measured(both, "loss").values()], [*measured(alone, "loss").values()])
+    assert measured(both, "loss") == pytest.approx(measured(alone, "loss"), rel=1e-4)

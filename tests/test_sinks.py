@@ -237,7 +237,7 @@ def test_what_a_user_can_correct_is_refused_before_training(
     with pytest.raises(UserError, match="wandb cannot start: no space"):
         open_sinks(tmp_path, WANDB_ALONE, ABOUT, 0)
     (tmp_path / "wandb_id").write_text("../x\n")
-    with pytest.raises(UserError, match="wandb_id: holds no id of a run in wandb; remove it"):
+    with pytest.raises(UserError, match="wandb_id: holds no id of a run; remove it"):
         open_sinks(tmp_path, WANDB_ALONE, ABOUT, 0)
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="pip install wandb"):

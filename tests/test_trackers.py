@@ -251,7 +251,7 @@ def test_a_disk_that_is_full_or_an_id_that_is_none_ends_no_run(
         patch.setattr(sinks, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         record(folder, NAMES, 1, 4)
     assert sorted(line.split(":")[0] for line in warnings) == ["MLflow", "SwanLab", "Trackio"]
-    assert any("swanlab_id: holds no id of a run in swanlab; remove it" in line for line in warnings)
+    assert any("swanlab_id: holds no id of a run; remove it" in line for line in warnings)
 
 
 def test_a_tracker_that_hangs_costs_no_step_and_is_not_waited_for(

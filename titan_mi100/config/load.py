@@ -22,7 +22,7 @@ from titan_mi100.config import bundled
 from titan_mi100.config.as_text import help_text, keys_of, our_keys, sections, table_of
 from titan_mi100.config.check import ALTERNATIVES, check, check_start
 from titan_mi100.config.problem import Problem
-from titan_mi100.config.settings import TRACKERS, Config, JobConfig
+from titan_mi100.config.settings import Config, JobConfig
 from titan_mi100.config.srun import ASKS_LIMIT, RUN_FOLDER, check_place, srun_ranks
 from titan_mi100.config.toml_file import read_toml
 from titan_mi100.config.unknown import (
@@ -49,7 +49,7 @@ _PLACES = ("LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # rank variabl
 TEACHER_CONFIG = "teach.toml"  # of a teacher's pass, in the teacher's folder
 _OURS = (
     *("train.log", "config.toml", "environment.json", "metrics.jsonl", "run_state.json"),
-    *("ledger.csv", "ledger.refused.csv", ".lock", "wandb_id", *(f"{name}_id" for name in TRACKERS)),
+    *("ledger.csv", "ledger.refused.csv", ".lock", "wandb_id", "mlflow_id", "trackio_id", "swanlab_id"),
 )
 
 

@@ -166,7 +166,7 @@ class WandB(Tracker):
         own = {"project": _PROJECT, "name": folder.name, "dir": str(folder)}
         options: dict[str, Any] = {
             **{key: value for key, value in own.items() if not os.environ.get(f"WANDB_{key.upper()}")},
-            "id": _run_id(folder, "wandb"),
+            "id": _run_id(folder, "wandb_id"),
             "resume": "allow",  # offline, or where nothing was sent yet, the server does not know the id
             "config": dict(settings),
             "allow_val_change": True,  # a resumed run may have other settings
@@ -214,7 +214,7 @@ class MLflow(Tracker):
             number = own["EXPERIMENT_ID"] or mlflow.set_experiment(own["EXPERIMENT_NAME"] or _PROJECT).experiment_id
             return str(self._client.create_run(number, run_name=own["RUN_NAME"] or folder.name).info.run_id)
 
-        self._id = _run_id(folder, "mlflow", create)
+        self._id = _run_id(folder, "mlflow_id", create)
         self._client.update_run(self._id, status="RUNNING")
         params, before = {name: str(own)[:_LONGEST] for name, own in settings.items()}, self._client.get_run(self._id)
         known = before.data.params  # MLflow refuses to change one: what a resumed run has changed becomes a tag
@@ -239,7 +239,7 @@ class Trackio(Tracker):
     name = "Trackio"
 
     def _start(self, folder: Path, settings: Settings) -> None:
-        name = f"{folder.name}-{_run_id(folder, 'trackio')}"  # its name is what it is resumed by
+        name = "-".join((folder.name, _run_id(folder, "trackio_id")))  # its name is what it is resumed by
         options = {"config": dict(settings), "resume": "allow", "embed": False}
         self._run = import_module("trackio").init(_PROJECT, name, auto_log_cpu=False, auto_log_gpu=False, **options)
 
@@ -252,21 +252,21 @@ class SwanLab(Tracker):
     def _start(self, folder: Path, settings: Settings) -> None:
         swanlab, own = import_module("swanlab"), {"project": _PROJECT, "name": folder.name, "config": dict(settings)}
         quiet = swanlab.Settings(interactive=False, terminal={"proxy_type": "none"}, probe={"monitor": False})
-        kept = {"log_dir": str(folder / "swanlog"), "id": _run_id(folder, "swanlab"), "resume": "allow"}
+        kept = {"log_dir": str(folder / "swanlog"), "id": _run_id(folder, "swanlab_id"), "resume": "allow"}
         self._run = swanlab.init(**own, **kept, settings=quiet)
 
     def _finish(self, is_done: bool) -> None:
         self._run.finish("success" if is_done else "aborted")
 
 
-def _run_id(folder: Path, tracker: str, create: Callable[[], str] = lambda: secrets.token_hex(4)) -> str:
-    """The tracker's id of this run folder's run; made at the first start."""
-    path = folder / f"{tracker}_id"
+def _run_id(folder: Path, file: str, create: Callable[[], str] = lambda: secrets.token_hex(4)) -> str:
+    """The id of the run in a tracker; the first start keeps it in a file of the run folder."""
+    path = folder / file
     if not path.exists():
         replace(path, create() + "\n")
     run_id = read_plain(path, LARGEST_CONFIG).decode(errors="replace").strip()
     if not (run_id.isascii() and run_id.isalnum() and len(run_id) <= 64):
-        raise UserError(f"{path}: holds no id of a run in {tracker}; remove it, and the run gets a new one")
+        raise UserError(f"{path}: holds no id of a run; remove it, and the run gets a new one")
     return run_id
 
 
