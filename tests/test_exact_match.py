@@ -12,6 +12,7 @@ from test_generate import write_folder
 from titan_mi100.generation import engine as inference
 from titan_mi100.generation.engine import AnswerBatch
 from titan_mi100.model.decode import Generated
+from titan_mi100.text.judge import extract
 from titan_mi100.tools import exact_match
 
 
@@ -47,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_the_answer_is_the_number_behind_the_mark_or_the_last(text: str, expected: str | None) -> None:
-    assert exact_match.extract(text) == expected
+    assert extract(text) == expected
 
 
 def test_exact_match_counts_and_goes_on(

@@ -425,7 +425,7 @@ enable_wandb = true
 """,
     {
         "template": "6 the chat template is the model folder's; model.chat_template names another Jinja file",
-        "report_to": "26 metrics.enable_tensorboard and metrics.enable_wandb",
+        "report_to": "26 metrics.enable_tensorboard, metrics.enable_wandb, metrics.report_to",
         "neftune_noise_alpha": "28 no noise is added to embeddings",
     },
 )

@@ -60,7 +60,7 @@ def explained(world: World, folder: Path, config: Config, step: int = 0, process
     rows: Any = SimpleNamespace(row=lambda _: data.train.row(0), rows_per_epoch=None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(record, "running_kernel", lambda *_: "none")
-        patch.setattr(record, "open_sinks", lambda *given: told.append(given[3]) or ())
+        patch.setattr(record, "open_sinks", lambda *given: told.append(given[2]) or ())
         record.open_record(inputs, model, rows, 9)
     return told[0]
 

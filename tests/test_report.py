@@ -214,7 +214,7 @@ def test_the_page_says_what_the_files_say(run: Path, report: Report) -> None:
     text = report.page(run).text
     for shown in (
         *("Done", LAST_LOSS, "Lowest validation\n2.0000", "Steps\n100", "toks/s\n2,000", "2.0%"),
-        *("step-50", "step-100", "4.0 MB"[1:], "lowest validation loss"),
+        *("step-50", "step-100", "4.0 MB"[1:], "best validation"),
         *("1 error in train.log", "2 warnings in train.log"),
     ):
         assert shown in text, shown

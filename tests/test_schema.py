@@ -17,7 +17,7 @@ from test_sinks import FakeWandB
 from titan_mi100.checkpoint import sealed
 from titan_mi100.checkpoint.resume import check_is_run_checkpoint, open_checkpoint
 from titan_mi100.config.layout import Batch, accumulation_for
-from titan_mi100.config.settings import Config
+from titan_mi100.config.settings import Config, MetricsConfig
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import open_plain, read_checked
 from titan_mi100.files.schema import validated
@@ -259,7 +259,7 @@ def test_a_file_of_a_run_that_has_become_huge_is_not_read_into_memory(
     monkeypatch.setitem(sys.modules, "wandb.errors", wandb.errors)
     readers: dict[str, Callable[[], object]] = {
         "loss_spikes.csv": lambda: FaultWatch(None, tmp_path, world, Progress(step=1), 3, None),
-        "wandb_id": lambda: open_sinks(tmp_path, False, True, Explanation({}, {}, False), 0),
+        "wandb_id": lambda: open_sinks(tmp_path, MetricsConfig(1, False, True), Explanation({}, {}, False), 0),
         "config.toml": lambda: explained(world, tmp_path, Config()),
     }
     for name, read in readers.items():

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from titan_mi100.config import settings
 from titan_mi100.config.as_text import toml_value
@@ -23,6 +24,7 @@ from titan_mi100.config.settings import (
     ObjectiveConfig,
     ProfilingConfig,
     TrainingConfig,
+    ValidationConfig,
 )
 from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.files.model import check_weights
@@ -30,6 +32,7 @@ from titan_mi100.files.patterns import matching_files, nearby
 from titan_mi100.shapes.base import ALL_LINEAR, EXPERTS, ModelSpec, parameter_shapes
 from titan_mi100.shapes.families import ADAPTED, FAMILIES, LINEARS, known_fields
 from titan_mi100.text import assets
+from titan_mi100.text.judge import judge_of
 from titan_mi100.wording import bytes_in_words, has_control_characters, some
 
 # Pairs of keys that exclude each other. One on the command line replaces the other in the file.
@@ -51,6 +54,7 @@ _SWITCHES: dict[tuple[str, str], tuple[str, ...]] = {
     ("parallelism", AXES[PIPELINE].key): ("pipeline_parallel_schedule", "pipeline_parallel_layers_per_stage"),
     ("parallelism", "powersgd_rank"): ("powersgd_start_step", "powersgd_warm_start", "powersgd_error_feedback"),
     ("validation", "prompts"): ("prompt_tokens",),
+    ("validation", "metric"): ("judge",),
     ("profiling", "enable_profiling"): ("profile_freq", "profile_steps", "save_traces_folder"),
     ("profiling", "enable_memory_snapshot"): ("save_memory_snapshot_folder",),
     ("lora", "rank"): (
@@ -107,23 +111,32 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
             yield Problem(name, f"= {value} must be {limit} 1")
     if schedule.decay_ratio == 0:
         yield Problem("lr_scheduler.decay_ratio", '= 0 leaves no decay; use decay_type = "constant"')
-    # a folder `wandb`, which wandb writes to, looks like a package: an installed one has an origin
-    if with_files and config.metrics.enable_wandb and not getattr(find_spec("wandb"), "origin", None):
-        yield Problem("metrics.enable_wandb", "= true: wandb is not installed; pip install wandb, or set it to false")
+    optional = [("report_to", name, "leave it out") for name in dict.fromkeys(config.metrics.report_to)]
+    optional += [("enable_wandb", "wandb", "set it to false")] * config.metrics.enable_wandb
+    for key, name, other in optional if with_files else ():
+        # a folder `wandb`, which wandb writes to, looks like a package: an installed one has an origin
+        if not getattr(find_spec(name), "origin", None):
+            text = (
+                f"= {toml_value(getattr(config.metrics, key))}: {name} is not installed; pip install {name}, or {other}"
+            )
+            yield Problem(f"metrics.{key}", text)
     yield from _check_data(data, config.objective.name)
     yield from (*_check_lora(config.lora), *_check_effects(config), *check_offload(config))
     yield from _check_objective(config.objective, data, config.lora.dropout)
     yield from _check_profiling(config.profiling, world_size)
     validation, best = config.validation, config.checkpoint.keep_best
-    needing = {"validation.freq": validation.freq, "checkpoint.keep_best": best}
+    needing: dict[str, Any] = {"validation.freq": validation.freq, "checkpoint.keep_best": best}
     needing |= {"validation.prompts": validation.prompts, "validation.patience": validation.patience}
+    needing["validation.metric"] = metric = validation.metric if validation.metric != "loss" else ""
     held_out = ("data.validation_path", "data.validation_fraction")
     for key, value in needing.items():
         if value and not (data.validation_path or data.validation_fraction):
             yield Problem(key, f"= {value!r} needs [data] validation_path or validation_fraction", held_out)
-    if validation.patience and not validation.freq:
-        text = f"= {validation.patience} needs freq, the steps between validations"
-        yield Problem("validation.patience", text, ("validation.freq",))
+    for key, asked in (("patience", validation.patience), ("metric", metric)):
+        if asked and not validation.freq:
+            text = f"= {asked!r} needs freq, the steps between validations"
+            yield Problem(f"validation.{key}", text, ("validation.freq",))
+    yield from _check_metric(validation, data, config.objective.answers) if metric else ()
     known = [*FINGERPRINTS, *(f"model.{name}" for name in known_fields())]
     known += [f"lora.{name}" for name in settings.lora_identity(config.lora, (EXPERTS,))]
     known += [f"objective.{name}" for name in config.objective.identity]
@@ -195,6 +208,23 @@ def check_packages(also: Mapping[str, str]) -> None:
     if wrong:
         quoted = " ".join(f"'{name}>={needed[name]}'" for name in (text.split()[0] for text in wrong))
         raise UserError(f"{'; '.join(wrong)}; pip install {quoted}")
+
+
+def _check_metric(validation: ValidationConfig, data: DataConfig, answers: str) -> Iterator[Problem]:
+    """Args: answers: of the objective."""
+    key, named = "validation.metric", f'= "{validation.metric}"'
+    if not validation.prompts:
+        yield Problem(key, f"{named} needs prompts, the number of held-out prompts to answer", ("validation.prompts",))
+    is_text = any(
+        source.format in ("text", "tokens") or any(map(assets.is_corpus, source.path)) for source in data.sources
+    )
+    if answers or is_text or data.loss == "all":
+        text = f'{named} judges answers, and pairs, labels, texts and loss = "all" have no right one; use "loss"'
+        yield Problem(key, text, ("objective.name", "data.format", "data.loss"))
+    try:
+        judge_of(validation.judge)
+    except ValueError as error:
+        yield Problem("validation.judge", f"= {validation.judge!r} {error}")
 
 
 def _check_model(lora: LoRAConfig, training: TrainingConfig, spec: ModelSpec) -> Iterator[Problem]:

@@ -51,7 +51,7 @@ _PLACES = ("LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # rank variabl
 TEACHER_CONFIG = "teach.toml"  # of a teacher's pass, in the teacher's folder
 _OURS = (
     *("train.log", "config.toml", "environment.json", "metrics.jsonl", "run_state.json"),
-    *("ledger.csv", "ledger.refused.csv", ".lock", "wandb_id", COMMITS_FILE),
+    *("ledger.csv", "ledger.refused.csv", ".lock", "wandb_id", COMMITS_FILE, "mlflow_id", "trackio_id", "swanlab_id"),
 )
 
 
@@ -277,10 +277,10 @@ def _convert(key: Any, setting: _Setting, names: HubNames) -> tuple[Any, str]:
         is_quoted = not is_list and isinstance(value, str) and not setting.is_text
         hint = "; write it without quotes" if is_quoted and type(_as_kind(value, kind, True)) is kind else ""
         return key.default, f"must be {_KINDS[kind]}{', or a list of such' if is_list else ''}{hint}"
-    if rules["choices"] and value not in rules["choices"]:
+    if rules["choices"] and (others := [item for item in values if item not in rules["choices"]]):
         name = next((name for name, ours in our_keys().items() if ours is key), "")
-        hint = of_other_trainers("meaning", name, value)
-        hint = hint or did_you_mean(value, rules["choices"], otherwise="", cutoff=0.52)
+        hint = of_other_trainers("meaning", name, others[0])
+        hint = hint or did_you_mean(others[0], rules["choices"], otherwise="", cutoff=0.52)
         return key.default, f"must be one of: {', '.join(filter(None, rules['choices']))}{hint}"
     problems = [problem for item in values if (problem := _refused(item, rules))]
     if rules["path"] and not problems:

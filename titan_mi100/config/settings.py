@@ -205,7 +205,13 @@ class TrainingConfig:
 @dataclass(frozen=True)
 class ValidationConfig:
     freq: int = _key(0, "optimizer steps between validations; the first comes at 5% at the latest; 0: only at the end")
-    patience: int = _key(0, "stop after this many validations in a row without a lower loss (early stopping); 0: never")
+    metric: str = _key(
+        "loss",
+        "what the best checkpoint and early stopping go by: the lowest loss, or the most right answers to `prompts`",
+        choices=("loss", "exact_match"),
+    )
+    judge: str = _key("number", "what must equal the reference's: the last number, the whole text, or regex:PATTERN")
+    patience: int = _key(0, "stop after this many validations in a row without a better metric; 0: never")
     prompts: int = _key(0, "number of held-out prompts that the model answers at each validation", high=1024)
     prompt_tokens: int = _key(128, "maximum tokens of each answer; each token costs a forward", low=1)
 
@@ -443,7 +449,9 @@ class CheckpointConfig:
         "disabled", "async: training goes on while a thread writes a copy in host memory", choices=("disabled", "async")
     )
     keep_latest_k: int = _key(2, "verified checkpoints to keep; 0: all")
-    keep_best: bool = _key(False, "also save after each validation with the lowest loss so far, and keep that one")
+    keep_best: bool = _key(
+        False, "also save after each validation with the best validation.metric so far, and keep that one"
+    )
     allow_changed: tuple[str, ...] = _key(
         (), f"what may change on resume: {', '.join(FINGERPRINTS)}; or a field such as model.rope_theta"
     )
@@ -462,11 +470,15 @@ class CheckpointConfig:
     fresh: bool = _key(False, "start over in a new folder beside job.run_folder instead of resuming")
 
 
+TRACKERS = ("mlflow", "trackio", "swanlab")
+
+
 @dataclass(frozen=True)
 class MetricsConfig:
     log_freq: int = _key(1, "optimizer steps between printed lines", low=1)
     enable_tensorboard: bool = _key(True, "write TensorBoard events")
     enable_wandb: bool = _key(False, "also log to Weights & Biases (extra wandb); its WANDB_... variables apply")
+    report_to: tuple[str, ...] = _key((), "trackers that get the same values, each an extra", choices=TRACKERS)
 
 
 @dataclass(frozen=True)

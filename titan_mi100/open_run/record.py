@@ -62,8 +62,7 @@ def open_record(inputs: RunInputs, model: ParallelModel, rows: RowSource, steps:
             ran["compute_dtype"] = dtype
             about = _write_explanation(folder, config, progress.step, ran | code_and_machine(world))
             about = replace(about, settings=_flat(asdict(config), inputs.layout, inputs.batch))
-            metrics = config.metrics
-            sinks = open_sinks(folder, metrics.enable_tensorboard, metrics.enable_wandb, about, progress.step)
+            sinks = open_sinks(folder, config.metrics, about, progress.step)
             peak = tflops * 1e12 * world.size if tflops else None
             flops, printed = flops_of_steps(spec, config.lora), model.objective.printed
             figures = RunFigures(steps, rows.rows_per_epoch, flops, peak, dtype, printed)

@@ -71,8 +71,8 @@ def fit_progress(progress: Progress, found: FoundCheckpoint | None, rows: RowSou
     progress.segments = [*rows.segments]
     if progress.plan != plan:
         if progress.best_step is not None:
-            log.warning("the prepared rows have changed: the lowest validation loss so far is discarded")
-        progress.plan, progress.best_step, progress.best_loss = plan, None, None
+            log.warning("the prepared rows, or what validation measures, have changed: the best so far is discarded")
+        progress.plan, progress.best_step, progress.best_loss, progress.best_match = plan, None, None, None
         progress.validations_since_best = 0
 
 

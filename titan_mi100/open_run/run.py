@@ -117,7 +117,7 @@ class Run:
 
     @property
     def keeps_best(self) -> bool:
-        """Early stopping is of use only with the checkpoint of the lowest validation loss."""
+        """Early stopping is of use only with the checkpoint of the best validation."""
         return self.config.checkpoint.keep_best or self.config.validation.patience > 0
 
     def is_due(self, every: int) -> bool:
@@ -150,7 +150,7 @@ class Run:
         return validation_losses(self.model, sets, batch, dp_rank, is_told_to_stop, beat)
 
     def validate(self) -> bool:
-        """Validate and report, if the run has validation data; whether the loss is the lowest of those that count."""
+        """Validate and report, if the run has validation data; whether it is the best of those that count."""
         if not self.data.validation:
             return False
         if self.is_early:
@@ -158,6 +158,7 @@ class Run:
             log.info(f"step {self.progress.step}  a first validation, early; {note}")
         losses = self.validation_losses()
         answered: list[dict[str, Any]] | None = []
+        match: float | None = None
         if losses and self.sampler is not None:
 
             def is_told_to_stop() -> bool:  # called for each token
@@ -166,6 +167,7 @@ class Run:
 
             answered = self.sampler.answer(self.model, self.stream, is_told_to_stop)
             losses = None if answered is None else losses
+            match = None if answered is None else self.sampler.exact_match(answered)
         self.measured = losses[0] if losses else {}
         self.check_folder()
         loss = losses[0]["loss"] if losses else None
@@ -173,10 +175,10 @@ class Run:
             names = [source.name for source in self.data.validation]
             each = {name: own["loss"] for name, own in zip(names, losses[1:], strict=True)} if len(names) > 1 else {}
             bits = bits_per_byte(losses[0]["loss"], self.data.validation_counts)
-            self.reporter.validation(self.progress.step, losses[0], bits, each)
+            self.reporter.validation(self.progress.step, losses[0], bits, each, match)
             if answered:
                 self.reporter.samples(self.progress.step, answered)
-        return self.progress.after_validation(loss, counts=not self.is_early)
+        return self.progress.after_validation(loss, counts=not self.is_early, match=match)
 
     def check_folder(self) -> None:
         """Raise UserError, on all ranks, if the run folder was moved: a save would make a new one. A collective."""

@@ -218,7 +218,9 @@ def fit_to_rows(inputs: RunInputs, rows: RowSource, about: dict[str, Any]) -> in
     config, progress = inputs.config, inputs.progress
     if inputs.found is not None:
         check_same_run(inputs.found, about, config.checkpoint.allow_changed)
-    fit_progress(progress, inputs.found, rows, inputs.data.facts.plan)
+    plan, by = inputs.data.facts.plan, config.validation  # what is compared in search of the best
+    plan += "" if by.metric == "loss" else f" {by.judge} {by.prompts} {by.prompt_tokens}"
+    fit_progress(progress, inputs.found, rows, plan)
     return last_step(config.training.steps, config.lr_scheduler.warmup_steps, progress, rows, inputs.batch)
 
 

@@ -23,7 +23,7 @@ def step_to_use(folder: Path, validation: ValidationConfig, progress: Progress) 
         return progress.step
     assert best is not None
     if folder / "checkpoint" / f"step-{best}" in list_checkpoints(folder / "checkpoint"):
-        log.info(f"the best checkpoint is step-{best}, validation loss {progress.best_loss:.4f}: it is the one to use")
+        log.info(f"the best checkpoint is step-{best}, {' '.join(progress.best)}: it is the one to use")
         return best
     log.warning(f"the best checkpoint, step-{best}, is not there any more or suspect: step-{progress.step} is used")
     return progress.step
@@ -54,7 +54,9 @@ def _how_good(progress: Progress, measured: Mapping[str, float]) -> tuple[str, s
     """What the objective measures on the validation rows, and what it says to try next."""
     if progress.best_step is None:
         return "not measured on new rows", "--data.validation_fraction 0.05 --validation.freq 50, which measure it"
-    quality = f"loss {progress.best_loss:.4f} on new rows at best, after step {progress.best_step}"
+    quality = (
+        f"{' '.join(progress.best).removeprefix('validation ')} on new rows at best, after step {progress.best_step}"
+    )
     next_try = "fewer steps, or more data" if progress.validations_since_best else "more steps or epochs"
     if "accuracy" in measured:  # of preferences, whose loss says little
         quality = f"{measured['accuracy']:.0%} of the new answers on the right side (half is chance); {quality}"

@@ -28,6 +28,7 @@ _LONGEST_LINE = 1 << 16  # bytes of metrics.jsonl; ours have 400
 _LONGEST_SAMPLE = 1 << 24  # bytes of a line of samples.jsonl, which holds a document
 _LARGEST_EXPONENT = 700  # exp of 710 is more than a float holds
 _SHOWN = 200  # characters of a prompt or an answer in the log
+_LOGGED = 20  # samples in the log and in TensorBoard
 
 
 def _shown(value: float | None, digits: int) -> str:
@@ -140,10 +141,11 @@ class Reporter:
         self._step = step
 
     def validation(
-        self, step: int, values: dict[str, float], bits_per_byte: float | None, sources: dict[str, float]
-    ) -> None:
+        self, step: int, values: dict[str, float], bits_per_byte: float | None, sources: dict[str, float],
+        exact_match: float | None = None,
+    ) -> None:  # fmt: skip
         """Args: values: the loss and the objective's measures; bits_per_byte: None: unknown, or the tokens spell
-        nothing; sources: the loss of each of several.
+        nothing; sources: the loss of each of several; exact_match: None: it is not measured.
         """
         loss, measures = values["loss"], {name: measure for name, measure in values.items() if name != "loss"}
         record = {"step": step, "time": utc_now(), "validation_loss": if_finite(loss)}
@@ -156,6 +158,9 @@ class Reporter:
             record |= {"perplexity": if_finite(perplexity), "bits_per_byte": if_finite(bits_per_byte)}
             bits = "n/a" if bits_per_byte is None else f"{bits_per_byte:.4f}"
             words += f"  perplexity {perplexity:.3f}  bits/byte {bits}"
+        if exact_match is not None:
+            record["validation_exact_match"] = exact_match
+            words += f"  exact match {exact_match:.1%}"
         record |= {f"validation_loss/{name}": if_finite(own) for name, own in sources.items()}
         self._write(step, record, prefix="validation/")
         log.info(f"step {step}  {words}" + "".join(f"  {name} {own:.4f}" for name, own in sources.items()))
@@ -169,7 +174,7 @@ class Reporter:
         lines = [json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in answered]
         with self.warn_once_on_disk_error(self._samples), self._samples.open("a", encoding="utf-8") as file:
             file.write("".join(lines))
-        for number, sample in enumerate(answered, 1):
+        for number, sample in enumerate(answered[:_LOGGED], 1):
             log.info(f"step {step}  {sample_line(number, sample)}")
             prompt = sample["prompt"][-1]["content"]
             parts = {"prompt": prompt, "reference": sample["reference"], "answer": sample["answer"]}

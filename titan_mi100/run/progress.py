@@ -28,8 +28,9 @@ class Progress:
     skipped_steps: int = 0
     skipped_spikes: int = 0  # skipped steps whose loss was a spike
     skipped_in_a_row: int = 0
-    best_step: int | None = None  # step with the lowest validation loss
-    best_loss: float | None = None
+    best_step: int | None = None  # step with the best validation
+    best_loss: float | None = None  # its loss
+    best_match: float | None = None  # its exact match, where that decides
     validations_since_best: int = 0  # for early stopping
     validation_due: bool = False  # the step's validation was interrupted: a resumed run repeats it first
     plan: str = ""  # fingerprint of the training and validation rows: losses on other rows are not comparable
@@ -74,38 +75,50 @@ class Progress:
         deviation = math.dist(losses, [mean] * count) / math.sqrt(count)  # one call: this runs in every step
         return mean + max(sigmas * deviation, _LEAST_SPIKE * mean)
 
-    def after_validation(self, loss: float | None, counts: bool = True) -> bool:
-        """Record a validation; whether its loss is the lowest so far.
+    def after_validation(self, loss: float | None, counts: bool = True, match: float | None = None) -> bool:
+        """Record a validation; whether it is the best so far.
 
         Args:
             loss: None: it was interrupted.
+            match: the exact match, of which the highest is the best; None: the lowest loss is.
             counts: false: not for the best checkpoint and early stopping.
         """
         self.validation_due = loss is None
         if loss is None or not counts:
             return False
-        is_best = math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss)
-        if is_best:
-            self.best_step, self.best_loss, self.validations_since_best = self.step, loss, 0
+        is_best = self.best_loss is None or loss < self.best_loss
+        if match is not None:
+            is_best = self.best_match is None or match > self.best_match
+        if is_best := is_best and math.isfinite(loss):
+            self.best_step, self.best_loss, self.best_match, self.validations_since_best = self.step, loss, match, 0
         else:
             self.validations_since_best += 1
         return is_best
 
     def has_stopped_improving(self, patience: int) -> bool:
-        """Whether to stop early: the last `patience` validations brought no lower loss. 0: never."""
+        """Whether to stop early: the last `patience` validations brought nothing better. 0: never."""
         return 0 < patience <= self.validations_since_best
+
+    @property
+    def best(self) -> tuple[str, str]:
+        """What the best validation was chosen by, and its value."""
+        match = self.best_match
+        return ("validation loss", f"{self.best_loss:.4f}") if match is None else ("exact match", f"{match:.1%}")
 
     def describe_early_stop(self, steps: int) -> str:
         """Args: steps: number of steps of the whole run."""
-        best = "no validation loss was finite"
+        best, is_loss = "no validation loss was finite", self.best_match is None
         if self.best_step is not None:
-            best = f"step {self.best_step} has the lowest validation loss, {self.best_loss:.4f}"
+            best = f"step {self.best_step} has the {'lowest' if is_loss else 'highest'} {', '.join(self.best)}"
         message = f"stopped early after step {self.step:,} of {steps:,}: {best}"
-        return f"{message}; {self.validations_since_best} validations in a row were not lower"
+        return (
+            f"{message}; {self.validations_since_best} validations in a row were not {'lower' if is_loss else 'higher'}"
+        )
 
     def trainer_state(self) -> dict[str, Any]:
         """What trainer.json holds."""
-        progress = asdict(self)
+        # without the exact match where there is none: earlier versions do not know it
+        progress = {name: own for name, own in asdict(self).items() if (name, own) != ("best_match", None)}
         return {"step": self.step, "loader": {"rows_consumed": progress.pop("rows_consumed")}, "progress": progress}
 
     @classmethod

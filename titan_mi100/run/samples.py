@@ -21,7 +21,9 @@ from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import from_rank_zero, gather, sum_in_place
 from titan_mi100.text.assets import GENERATION, folder_of, read_assets, stop_ids
 from titan_mi100.text.base import Tokenizer
+from titan_mi100.text.judge import judge_of
 from titan_mi100.text.load import load_tokenizer
+from titan_mi100.wording import plural
 
 _ROUNDED_TO = 64  # tokens: rows of few different lengths
 
@@ -36,6 +38,7 @@ class Sampler:
         vocabulary: only token ids below this are chosen; the tokenizer may have fewer ids than the model.
         most: maximum number of tokens of an answer.
         seq_len: maximum number of tokens of a prompt and its answer together.
+        judge: what of an answer and its reference must be equal, see judge_of; None: nothing is judged.
     """
 
     prompts: Sequence[Prompt]
@@ -44,6 +47,7 @@ class Sampler:
     vocabulary: int
     most: int
     seq_len: int
+    judge: Callable[[str], str | None] | None = None
 
     def answer(self, model: ParallelModel, stream: RowStream, stop: Callable[[], bool]) -> list[dict[str, Any]] | None:
         """Answer all prompts. A collective.
@@ -70,6 +74,17 @@ class Sampler:
             for prompt, answer in zip(self.prompts, answers, strict=True)
         ]
 
+    def exact_match(self, answered: Sequence[dict[str, Any]]) -> float | None:
+        """The share of right answers, the same on every rank; None: they are not judged. A collective.
+
+        Args:
+            answered: what `answer` has returned.
+        """
+        if (judge := self.judge) is None:
+            return None
+        right = [judge(each["answer"]) == judge(each["reference"]) for each in answered]
+        return float(from_rank_zero(lambda: sum(right) / len(right)))
+
 
 def open_sampler(
     config: ValidationConfig, seq_len: int, data: Prepared, tokenizer_path: str, base: str
@@ -91,14 +106,32 @@ def open_sampler(
     if len(prompts) < count:
         log.warning(f"[validation] prompts = {count}: the validation set has only {len(prompts)} documents to ask from")
 
-    def read_stops() -> tuple[list[int], int]:
+    judge = judge_of(config.judge) if config.metric == "exact_match" else None
+
+    def read_stops() -> tuple[list[int], int, list[Prompt]]:
         nonlocal tokenizer
         tokenizer, folder = load_tokenizer(tokenizer_path), folder_of(base)
         named = stop_ids(read_assets(folder), folder / GENERATION) if base else []
-        return [*tokenizer.end_ids(data.facts.end_of_turn), *named], tokenizer.n_vocab
+        stops, kept = [*tokenizer.end_ids(data.facts.end_of_turn), *named], prompts
+        if judge is not None:
+            references = [tokenizer.decode(until_stop(prompt.reference, stops)) for prompt in prompts]
+            kept = [p for p, text in zip(prompts, references, strict=True) if judge(text) is not None]
+        return stops, tokenizer.n_vocab, kept
 
-    stops, vocabulary = from_rank_zero(read_stops)
-    return Sampler(prompts, tokenizer, stops, vocabulary, config.prompt_tokens, seq_len)
+    stops, vocabulary, kept = from_rank_zero(read_stops)
+    if judge is not None:
+        key = '[validation] metric = "exact_match"'
+        if not (data.facts.end_of_turn and kept):
+            lacking = f'held-out answer has what judge = "{config.judge}" compares; set another judge'
+            lacking = lacking if data.facts.end_of_turn else "held-out row is a conversation; hold out others"
+            raise UserError(f'{key}: no {lacking}, or metric = "loss"')
+        if without := len(prompts) - len(kept):
+            log.warning(
+                f"{key}: {without} of {len(prompts)} prompts are left out: the judge finds nothing in the answer"
+            )
+        cost = f"{plural(len(kept), 'prompt')} x {config.prompt_tokens} = {len(kept) * config.prompt_tokens:,} tokens"
+        log.info(f"{key}: each validation generates up to {cost}")
+    return Sampler(kept, tokenizer, stops, vocabulary, config.prompt_tokens, seq_len, judge)
 
 
 def until_stop(ids: list[int], stop_ids: Collection[int]) -> list[int]:

@@ -6,10 +6,8 @@ the first one after its last `####`, or its last number if it writes no `####`. 
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Sequence
-from decimal import Context, Decimal
 from functools import partial
 
 from titan_mi100 import cli as tool
@@ -18,9 +16,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.generation.batch import Row, command_parser, generate_all, open_model, read_rows, template_variables
 from titan_mi100.generation.engine import PromptBuilder, full_memory_is_an_error, load_answer
 from titan_mi100.model.decode import Sampling
-
-# 1,234.5 is one number, 1,2 are two. In 5-3 and 5 - 3 the minus is an operator, not a sign.
-_NUMBER = re.compile(r"(?<![0-9.])(?:-\$?|\$-?)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+")
+from titan_mi100.text.judge import extract
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,22 +66,6 @@ def _question_and_gold(row: Row) -> tuple[str, str]:
     if gold is None:
         raise BadRecord("no gold answer", "the answer must end with #### and a number")
     return row["question"], gold
-
-
-def extract(text: str) -> str | None:
-    """The answer in a text: the first number after the last `####`, or the last number if there is no `####`.
-
-    Returns:
-        The number in a normal form, without commas, currency sign and superfluous zeros. None: there is no number.
-    """
-    _, marker, after = text.rpartition("####")
-    numbers = _NUMBER.findall(after)  # if there is no marker, `after` is the whole text
-    if not numbers:
-        return None
-    number = re.sub(r"[,$]", "", numbers[0 if marker else -1])
-    # Decimal, not float: 0.10 and 0.1 must be equal, and long numbers must keep all their digits.
-    normalized = Context(prec=len(number)).normalize(Decimal(number))
-    return f"{normalized:f}" if normalized else "0"  # also for -0, which would keep its sign
 
 
 def summarise(rows: Sequence[Row]) -> Row:

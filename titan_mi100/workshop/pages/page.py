@@ -100,7 +100,7 @@ def _checkpoints(checkpoints: dict[str, Any]) -> str:
     """The checkpoints, newest first; "": there are none."""
     rows = []
     for each in reversed(checkpoints.get("listed", [])):
-        marks = ["lowest validation loss"] if each["is_best"] else []
+        marks = ["best validation"] if each["is_best"] else []
         marks += [f"suspect: {each['suspect']}"] if each["suspect"] else []
         marks += [each["problem"]] if each["problem"] else []
         rows.append((each["name"], bytes_in_words(each["bytes"]), each["saved"], "; ".join(marks)))

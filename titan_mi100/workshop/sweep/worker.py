@@ -17,7 +17,7 @@ from titan_mi100.workshop.sweep.table import SUPERVISED
 # what a run reads or writes beside its steps; the weights are random, which changes no time of a dense model's step
 _NO_FILES: dict[str, dict[str, Any]] = {
     "checkpoint": {"initial_load_path": ""}, "lora": {"initial_load_path": ""},
-    "validation": {"freq": 0, "prompts": 0, "patience": 0},
+    "validation": {"freq": 0, "prompts": 0, "patience": 0, "metric": "loss"},
 }  # fmt: skip
 
 
