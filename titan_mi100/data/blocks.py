@@ -41,22 +41,19 @@ def as_openai(given: Any, calls: set[str]) -> list[Any]:
         message = _joined(message, {"tool_calls": [call]})
     if role not in ("assistant", "user") or not isinstance(content, list):
         return [message]
-    parts = _checked(content, "content", _ORDER[role])
-    texts, results, made = _of(parts, "text", "text"), list[Any](), dict[str, Any]()
-    for part in parts:
-        if part["type"] == "tool_use":
+    text, results, made = "", list[Any](), dict[str, Any]()
+    for part in _checked(content, "content", _ORDER[role]):
+        if part["type"] == "text":
+            text += part["text"]
+        elif part["type"] == "thinking":
+            made["reasoning_content"] = "\n\n".join(filter(None, (made.get("reasoning_content"), part["thinking"])))
+        elif part["type"] == "tool_use":
             calls.add(expect(part.get("id"), str, "id of a tool_use must be a text"))
             function = {"name": part.get("name"), "arguments": part.get("input")}
             made.setdefault("tool_calls", []).append({"id": part["id"], "type": "function", "function": function})
-        elif part["type"] == "tool_result":
+        else:
             results.append(message | _result(part, calls))
-    if thoughts := _of(parts, "thinking", "thinking"):
-        if not all(map(str.strip, thoughts)):
-            raise BadRecord("nothing to learn", "a thinking block is blank; delete it to learn the answer without it")
-        made["reasoning_content"] = "\n\n".join(thoughts)
-    if results and not "".join(texts):
-        return results
-    return [*results, _joined(message, made) | {"content": "".join(texts)}]
+    return results if results and not text else [*results, _joined(message, made) | {"content": text}]
 
 
 def tool_as_openai(tool: dict[str, Any]) -> dict[str, Any]:
@@ -70,19 +67,13 @@ def tool_as_openai(tool: dict[str, Any]) -> dict[str, Any]:
 
 def joined_text(parts: list[Any], name: str = "content") -> str:
     """The text of a list of parts, such as [{"type": "text", "text": "..."}]. Args: name: its key, for messages."""
-    return "".join(_of(_checked(parts, name, ("text",)), "text", "text"))
+    return "".join(part["text"] for part in _checked(parts, name, ("text",)))
 
 
 def _joined(message: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
     if twice := [key for key in made if message.get(key)]:
         raise BadRecord("contradiction", f"{listed(twice)} beside another form of it in the same message; keep one")
     return message | made
-
-
-def _of(parts: list[dict[str, Any]], kind: str, key: str) -> list[str]:
-    """The texts of the parts of one type."""
-    found = ((number, part.get(key)) for number, part in enumerate(parts, 1) if part["type"] == kind)
-    return [expect(text, str, f"content part {number}: {key} must be a text") for number, text in found]
 
 
 def _checked(parts: list[Any], name: str, order: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -94,15 +85,18 @@ def _checked(parts: list[Any], name: str, order: tuple[str, ...]) -> list[dict[s
         part = expect(part, dict, f"{name} part {number} must be an object")
         part = {key: value for key, value in part.items() if value is not None}
         if (kind := part.get("type")) not in order:
-            remedy = "only text is read, so leave out rows that need it"
             text = f"{name} part {number} has type {shown(kind)}, not {' or '.join(order)}"
-            raise BadRecord("not a text part", f"{text}; {remedy}")
+            raise BadRecord("not a text part", f"{text}; only text is read, so leave out rows that need it")
         if checked and order.index(kind) < order.index(checked[-1]["type"]):
             text = f"{name} part {number}, {kind}, stands behind {checked[-1]['type']}, but is shown before it"
             raise BadRecord("wrong order", f"{text}; write {', '.join(order)} in this order")
         if unknown := part.keys() - {"type", *_KEYS[kind]}:
             where = f"in {name} part {number}; known are {listed({'type', *_KEYS[kind]})}"
             raise BadRecord("unknown key", f"{listed(unknown)} {where}; {IF_IDLE}")
+        if kind in ("text", "thinking"):
+            expect(part.get(kind), str, f"{name} part {number}: {kind} must be a text")
+        if kind == "thinking" and not part[kind].strip():
+            raise BadRecord("nothing to learn", "a thinking block is blank; delete it to learn the answer without it")
         checked.append(part)
     return checked
 

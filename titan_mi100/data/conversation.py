@@ -202,9 +202,8 @@ def _check_optional(message: Message) -> None:
             if message.setdefault("reasoning_content", reasoning) != reasoning:
                 raise BadRecord("contradiction", f"{alias} and another key hold different reasoning; keep one")
     if unknown := message.keys() - _KEYS - {*_REASONING_ALIASES}:
-        instead = next(
-            (remedy for key, remedy in INSTEAD["message"].items() if key in unknown), f"known are {listed(_KEYS)}"
-        )
+        remedies = [remedy for key, remedy in INSTEAD["message"].items() if key in unknown]
+        instead = [*remedies, f"known are {listed(_KEYS)}"][0]
         raise BadRecord("unknown key", f"{listed(unknown)} in a message; {instead}; {IF_IDLE}")
     for key in _TEXT_KEYS:
         if key in message:
@@ -220,9 +219,8 @@ def _check_optional(message: Message) -> None:
             del message["reasoning_content"]
         for key in ("tool_calls", "reasoning_content"):
             if key in message:
-                raise BadRecord(
-                    "unknown key", f"{key} in a {message['role']} message; only an assistant message may have it"
-                )
+                where = f"in a {message['role']} message; only an assistant message may have it"
+                raise BadRecord("unknown key", f"{key} {where}")
 
 
 def check_answer(message: Message, content_name: str) -> None:
@@ -231,11 +229,9 @@ def check_answer(message: Message, content_name: str) -> None:
         return
     before, tag, behind = message["content"].partition("</think>")
     if tag and "<think>" not in before and "reasoning_content" not in message and behind.split("\n")[0].strip():
-        raise BadRecord(
-            "odd thinking",
-            f"{content_name} has </think> inside a line, and no <think> before it, so a template takes the text before "
-            'it for reasoning; if it is none, add "reasoning_content": "", else begin with <think>',
-        )
+        problem = "</think> inside a line, and no <think> before it, so a template takes the text before it for"
+        remedy = 'reasoning; if it is none, add "reasoning_content": "", else begin with <think>'
+        raise BadRecord("odd thinking", f"{content_name} has {problem} {remedy}")
     last = message["content"].rpartition("</think>")[2]
     if _OPENED.search(last) and "reasoning_content" not in message and message.get("weight") != 0:
         remedy = 'close it before the answer, or, if the tag is text, add "reasoning_content": ""'
@@ -319,8 +315,7 @@ def tool_list(given: Any) -> list[Any] | None:
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(name, str) or not name.strip():
-            raise BadRecord(
-                "bad tools", f"tool {number} must be an object with the name of a function, is {shown(tool)}"
-            )
+            problem = f"must be an object with the name of a function, is {shown(tool)}"
+            raise BadRecord("bad tools", f"tool {number} {problem}")
         tools.append(tool_as_openai(tool))
     return tools
