@@ -207,6 +207,8 @@ def test_ignored_keys_leave_what_a_block_needs_and_are_counted(tmp_path: Path) -
         "  keys that were ignored: cache_control in messages: 1, id in messages: 1, stop_reason in messages: 1"
         in summary
     )
+    path = write(tmp_path / "b.jsonl", FORMS["openai weight, parts, parallel_tool_calls"][0])
+    assert "  keys that were ignored: parallel_tool_calls: 1" in load(path).facts.summary
 
 
 def test_masks_and_weights_hold_for_all_messages_that_one_becomes(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def as_openai(given: Any, calls: set[str]) -> list[Any]:
     """
     if not isinstance(given, dict):
         return [given]
-    message = {key: value for key, value in given.items() if (key, value) != ("type", "message")}
+    message = {key: given[key] for key in given if (key, given[key]) != ("type", "message")}
     role, content = message.get("role"), message.get("content")
     if role == "function":
         return [message | {"role": "tool"}]
@@ -60,9 +60,9 @@ def tool_as_openai(tool: dict[str, Any]) -> dict[str, Any]:
     """The description of a tool, whose parameters Anthropic calls input_schema."""
     if "input_schema" not in tool:
         return tool
-    kept = {key: value for key, value in tool.items() if key not in ("type", "cache_control")}
-    named = {"parameters" if key == "input_schema" else key: value for key, value in kept.items()}
-    return {"type": "function", "function": named}
+    kept = (key for key in tool if key not in ("type", "cache_control"))
+    function = {"parameters" if key == "input_schema" else key: tool[key] for key in kept}
+    return {"type": "function", "function": function}
 
 
 def joined_text(parts: list[Any], name: str = "content") -> str:
@@ -82,8 +82,8 @@ def _checked(parts: list[Any], name: str, order: tuple[str, ...]) -> list[dict[s
         raise BadRecord("wrong type", f"{name} is an empty list; expected a text or text parts")
     checked = list[dict[str, Any]]()
     for number, part in enumerate(parts, 1):
-        part = expect(part, dict, f"{name} part {number} must be an object")
-        part = {key: value for key, value in part.items() if value is not None}
+        expect(part, dict, f"{name} part {number} must be an object")
+        part = {key: part[key] for key in part if part[key] is not None}
         if (kind := part.get("type")) not in order:
             text = f"{name} part {number} has type {shown(kind)}, not {' or '.join(order)}"
             raise BadRecord("not a text part", f"{text}; only text is read, so leave out rows that need it")
