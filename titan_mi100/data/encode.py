@@ -296,11 +296,8 @@ class Encoder:
         known = self.tokenizer.n_vocab
         if ids.max() >= known:
             index = int(np.argmax(ids >= known))
-            raise BadRecord(
-                "unknown token id",
-                f"input_ids[{index}] = {ids[index]}, the tokenizer has {known:,} tokens; was the file made with "
-                "another tokenizer?",
-            )
+            problem = f"the tokenizer has {known:,} tokens; was the file made with another tokenizer?"
+            raise BadRecord("unknown token id", f"input_ids[{index}] = {ids[index]}, {problem}")
         return document_values(ids, learned)
 
     def _fit_to_rows(self, documents: list[np.ndarray]) -> Encoded:
@@ -533,7 +530,6 @@ def byte_offsets(text: str, edges: list[int], tokenizer: Tokenizer) -> list[int]
     if normalized != text:
         parts = [tokenizer.normalize(part) for part in parts]
         if "".join(parts) != normalized:
-            raise BadRecord(
-                "the chat template refuses it", "a message begins with a combining character that joins the text before"
-            )
+            problem = "a message begins with a combining character that joins the text before"
+            raise BadRecord("the chat template refuses it", problem)
     return list(accumulate(len(part.encode()) for part in parts[:-1]))

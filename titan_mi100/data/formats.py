@@ -304,9 +304,8 @@ def _sharegpt_message(given: Any, context: bool = False) -> Message:
         raise BadRecord("unknown key", f"{listed(mixed)} beside from; use from and value, or role and content")
     speaker, value = given["from"], given.get("value")
     if speaker == "function_call":
-        return read_message(
-            {**rest, "role": "assistant", "content": "", "tool_calls": _function_calls(value)}, "value", context
-        )
+        calling = {"role": "assistant", "content": "", "tool_calls": _function_calls(value)}
+        return read_message({**rest, **calling}, "value", context)
     if not isinstance(speaker, str) or speaker not in _SHAREGPT_ROLES:
         raise BadRecord("unknown role", f"from is {shown(speaker)}; known are {', '.join(_SPEAKERS)}")
     return read_message({**rest, "role": _SHAREGPT_ROLES[speaker], "content": value}, "value", context)
@@ -334,9 +333,8 @@ def _history(record: dict[str, Any]) -> list[Message]:
     history = [] if record.get("history") is None else record["history"]
     for number, pair in enumerate(expect(history, list, "history must be a list of pairs"), 1):
         if not isinstance(pair, list) or [type(text) for text in pair] != [str, str]:
-            raise BadRecord(
-                "wrong type", f"history, pair {number}: must be a list of two texts, the question and answer"
-            )
+            problem = "must be a list of two texts, the question and answer"
+            raise BadRecord("wrong type", f"history, pair {number}: {problem}")
         if not pair[1].strip():
             raise BadRecord("nothing to learn", f"history, pair {number}: the answer is blank")
         messages += _turn(*pair)
@@ -449,17 +447,12 @@ def _integers(record: dict[str, Any], name: str) -> list[int]:
     return numbers
 
 
+_read_sharegpt = partial(_read_list, "conversations", _sharegpt_message)
 _FIXED = {  # in the order in which `auto` tries them; messages first, because some of those rows also have a prompt
     name: Format(name, description, read, frozenset(keys.split()), frozenset(optional.split()))
     for name, description, read, keys, optional in (
         ("messages", "OpenAI", partial(_read_list, "messages", read_message), "messages", "system tools functions"),
-        (
-            "sharegpt",
-            "conversations",
-            partial(_read_list, "conversations", _sharegpt_message),
-            "conversations",
-            "system tools",
-        ),
+        ("sharegpt", "conversations", _read_sharegpt, "conversations", "system tools"),
         ("tokens", "input_ids", _read_tokens, "input_ids", "attention_mask labels"),
         ("alpaca", "instruction and output", _read_alpaca, "instruction output", "input history system"),
         ("prompt_completion", "prompt and completion", _read_prompt_completion, "prompt completion", "system tools"),
