@@ -38,7 +38,8 @@ ASSETS = Path(__file__).parent / "assets"
 QWEN3 = Path(__file__).parents[2] / "shared" / "data" / "qwen3_tokenizer"
 END = "<|im_end|>"
 
-LOSSES, EMPTY_THINK, EARLIER = ("assistant", "last", "all", "weight"), (False, True), ("template", "mask", "unroll")
+LOSSES = ("assistant", "last", "last_round", "all", "weight")
+EMPTY_THINK, EARLIER = (False, True), ("template", "mask", "unroll")
 MODES = list(itertools.product(LOSSES, EMPTY_THINK, EARLIER))
 
 # What the template would take, but the readers of files refuse: nothing to learn, or arguments that are no JSON.
@@ -187,7 +188,9 @@ class Reference:
                 on[start:stop] = False
             if loss == "weight" and weight == 1:
                 on[start:stop] = True
-            if loss in ("assistant", "last") and role == "assistant" and weight != 0 and (loss != "last" or i == last):
+            later = [message["role"] for message in messages[i:]]
+            chosen = {"assistant": True, "last": i == last, "last_round": "user" not in later}.get(loss, False)
+            if chosen and role == "assistant" and weight != 0:
                 on[start:stop] = True
         return on
 

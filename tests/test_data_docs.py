@@ -30,6 +30,13 @@ def test_the_example_of_a_mask_is_learned_as_the_page_says(tmp_path: Path) -> No
     assert texts == [learned]
 
 
+def test_the_example_of_the_last_round_is_learned_as_the_page_says(tmp_path: Path) -> None:
+    [(rows, learned)] = re.findall(r"With `last_round`:\n```jsonl\n(.*?)```\nLearned:\n```text\n(.*?)\n```", PAGE, re.S)
+    (tmp_path / "rows.jsonl").write_text(rows)
+    data = load(tmp_path / "rows.jsonl", loss="last_round")
+    assert supervised_texts(data.train, load_tokenizer(ASSETS / "tokenizer")) == [learned]
+
+
 def test_the_page_lists_the_columns_that_hold_a_part_of_the_prompt_or_answer() -> None:
     table = PAGE.partition("**Parts of the prompt or answer.**")[2].partition("So `gold")[0]
     found = [set(re.findall(r"`(\w+)`", line)) for line in table.splitlines() if line.startswith("| the ")]

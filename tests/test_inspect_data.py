@@ -186,6 +186,10 @@ LOST = "the template leaves out its reasoning"
         ([{"messages": TALK}], ["--data.loss", "last"], {
             "answer: not the last answer: data.loss = last": CALLED, "answer: weight 0": "Four.<|im_end|>",
         }),
+        ([{"messages": TALK}], ["--data.loss", "last_round"], {
+            "answer: before the last user message: data.loss = last_round": CALLED,
+            "answer: weight 0": "Four.<|im_end|>", "learned: answer": "Yes.<|im_end|>",
+        }),
         ([{"messages": [*TALK[:2], {**TALK[6], "weight": 1}]}], ["--data.loss", "weight"], {
             "user message: no weight 1": "2 + 2?<|im_end|>", "learned: answer": "Yes.<|im_end|>",
         }),

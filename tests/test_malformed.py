@@ -213,7 +213,7 @@ ROWS: dict[str, list[tuple[Any, str]]] = {
         (said(USER, {"role": "Assistant", "content": "4"}), "unknown role: message 2: role is 'Assistant'"),
         (said(USER, {"role": "assistant ", "content": "4"}), "unknown role: message 2: role is 'assistant '"),
         (said({"role": "developer", "content": "x"}, ASSISTANT), "unknown role: message 1: role is 'developer'"),
-        (said({"role": "function", "content": "x"}, ASSISTANT), "unknown role: message 1: role is 'function'"),
+        (said({"role": "function", "content": "x"}, ASSISTANT), "wrong order: it begins with a tool message"),
         (said(USER, {"role": "", "content": "4"}), "unknown role: message 2: role is ''"),
         (said(USER, {"role": 1, "content": "4"}), "unknown role: message 2: role is 1"),
         (said(USER, {"role": ["assistant"], "content": "4"}), "unknown role: message 2: role is a list"),
@@ -251,7 +251,7 @@ ROWS: dict[str, list[tuple[Any, str]]] = {
         (asking([{**PART, "cache": 1}]), "unknown key: message 1: cache in content part 1; known are text, type"),
         (
             said(USER, {**ASSISTANT, "function_call": {}}),
-            "unknown key: message 2: function_call in a message; write it as tool_calls",
+            "bad tool call: message 2: call 1: the function's name must be a text, is None",
         ),
         (said({**USER, "x": 1, "y": 2}, ASSISTANT), "unknown key: message 1: x, y in a message"),
         (said({**USER, "images": []}, ASSISTANT), "unknown key: message 1: images"),

@@ -594,7 +594,7 @@ def test_a_run_of_an_earlier_version_is_told_why_its_rows_differ(tmp_path: Path)
     now = load(path).facts.made_of
     before = {name: value for name, value in now.items() if name != "version of the row reader"}
     assert "null_arguments" not in before
-    assert list(differing(before, now).values()) == ["version of the row reader (None, now 3)"]
+    assert list(differing(before, now).values()) == ["version of the row reader (None, now 4)"]
     chosen = load(path, null_arguments="drop").facts.made_of
     assert list(differing(now, chosen).values()) == ["null_arguments (None, now drop)"]
 

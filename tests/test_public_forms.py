@@ -410,22 +410,29 @@ F(
                 "role": "assistant",
                 "content": [
                     {"type": "text", "text": "Look."},
-                    {"type": "tool_use", "id": "t", "name": "w", "input": {}},
+                    {"type": "tool_use", "id": "t", "name": "w", "input": {"c": "P"}},
                 ],
             },
         ]
     },
-    "not a text part",
+    ["Look.\n" + CALL + E],
 )
 F(
     "anthropic tool_result in user",
     {"messages": [U("q"), A("a"), {"role": "user", "content": [{"type": "tool_result", "content": "r"}]}, A("b")]},
-    "not a text part",
+    "is not the id of a tool_use before it",
 )
 F(
     "function role",
-    {"messages": [U("q"), A("", tool_calls=[C("w")]), {"role": "function", "name": "w", "content": "r"}, A("d")]},
-    "rename it to tool",
+    {
+        "messages": [
+            U("q"),
+            A("", tool_calls=[C("w", c="P")]),
+            {"role": "function", "name": "w", "content": "r"},
+            A("d"),
+        ]
+    },
+    [CALL + E + "d" + E],
 )
 F("developer role", {"messages": [{"role": "developer", "content": "s"}, U("q"), A("a")]}, "rename it to system")
 F("tools list of texts", {"messages": [U("q"), A("a")], "tools": ['{"name": "w"}']}, "bad tools")

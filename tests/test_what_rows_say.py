@@ -517,7 +517,13 @@ CHAT = ROWS["messages"]
 # Kind -> rows that are refused for it (with answers, options), words of the remedy, and what a user then does.
 REMEDIES: dict[str, list[tuple[dict[str, Any], str, dict[str, Any], str, Fix]]] = {
     "unknown key": [
-        (with_answer(function_call={}), "", {}, "write it as tool_calls", (GOOD_CALL, "", {})),
+        (
+            {"messages": [{**ASK, "function_call": {"name": "f", "arguments": {}}}, ANSWER]},
+            "",
+            {},
+            "only an assistant's message may have it",
+            (with_answer(function_call={"name": "f", "arguments": {}}), "", {}),
+        ),
         (
             with_answer(thought="why"),
             "",
@@ -928,7 +934,7 @@ def test_the_remedies_of_a_bad_row_lead_on(kind: str, tmp_path: Path) -> None:
 
 def test_every_kind_of_bad_row_has_a_remedy_that_was_followed() -> None:
     kinds = set()
-    for name in ("answers", "columns", "conversation", "encode", "formats", "strict_json"):
+    for name in ("answers", "blocks", "columns", "conversation", "encode", "formats", "strict_json"):
         tree = ast.parse((REPO / "titan_mi100" / "data" / f"{name}.py").read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "BadRecord":

@@ -112,8 +112,9 @@ class DataConfig:
     text_column: str = _key("text", "column with the text, for format text")
     loss: str = _key(
         "assistant",
-        "what is learned: the assistant's turns, its last turn, the whole text, or messages with weight = 1",
-        choices=("assistant", "last", "all", "weight"),
+        "what is learned: the assistant's turns, its last turn, its turns after the last user message, the whole text, "
+        "or messages with weight = 1",
+        choices=("assistant", "last", "last_round", "all", "weight"),
     )
     empty_think: str = _key("masked", "if an answer's empty think block is learned", choices=("masked", "supervised"))
     earlier_thinking: str = _key(

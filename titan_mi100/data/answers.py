@@ -33,7 +33,7 @@ PROMPT_AGAIN = "the prompt is inside both answers"
 SAME, TIE, EARLIER = "both answers are the same", "both answers have the same score", "differ before the last turn"
 
 ReadMessages = Callable[[dict[str, Any]], list[Message]]  # a row without answers -> the messages of its prompt
-ReadMessage = Callable[[Any], Message]
+ReadMessage = Callable[..., Message]  # of either form; with context=True it is not learned, so it may be blank
 
 
 def read_pair(row: dict[str, Any], prompt_of: ReadMessages, message: ReadMessage) -> tuple[Any, ...]:
@@ -137,7 +137,7 @@ def _answer(row: dict[str, Any], name: str, message: ReadMessage) -> list[Messag
 def _prompt(row: dict[str, Any], name: str, prompt_of: ReadMessages, message: ReadMessage) -> list[Message]:
     if isinstance(row[name], list):
         _check_no_more(row, name, "input")
-        before = message_list(row[name], name, partial(_context, message))
+        before = message_list(row[name], name, partial(message, context=True))
         return prompt_of({**row, name: None}) + before
     expect(row[name], str, f"{name} must be a text or a list of messages")
     return prompt_of(row)
@@ -146,16 +146,6 @@ def _prompt(row: dict[str, Any], name: str, prompt_of: ReadMessages, message: Re
 def _check_no_more(row: dict[str, Any], where: str, *names: str) -> None:
     if extra := [name for name in names if row.get(name) not in (None, "", [])]:
         raise BadRecord("part not read", f"{listed(extra)} beside {where}, which is a list of messages; put it there")
-
-
-def _context(message: ReadMessage, given: Any) -> Message:
-    """A message of the prompt: not learned, so it may be what an answer may not."""
-    return message({**given, "weight": 0} if isinstance(given, dict) and _role(given) == "assistant" else given)
-
-
-def _role(given: dict[str, Any]) -> Any:
-    role = given.get("role", given.get("from"))
-    return "assistant" if role in ("assistant", "gpt", "chatgpt", "model", "bot", "function_call") else role
 
 
 def _check_prompt_again(
@@ -167,7 +157,7 @@ def _check_prompt_again(
         if isinstance(row[name], str):
             is_same = " ".join(row[name].split()) in texts
         else:
-            turns = [_plain(turn) for turn in message_list(row[name], name, partial(_context, message))]
+            turns = [_plain(turn) for turn in message_list(row[name], name, partial(message, context=True))]
             is_same = turns == [_plain(turn) for turn in chosen[: len(turns)]]
         if not is_same:
             raise BadRecord("two prompts", f"{name} is not the prompt that chosen and rejected begin with; keep one")

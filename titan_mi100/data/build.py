@@ -44,7 +44,8 @@ CODE_HASH = hashlib.sha256(
 # 2: masks, parts of a row in other columns, and several end tokens of a text are no longer ignored.
 # 3: an answer and its calls in two messages are one turn; messages as JSON text are read; end tokens behind an answer
 #    and the tags around a tool's result are no longer repeated.
-_READING = 3
+# 4: a tool's input_schema is rendered as its parameters.
+_READING = 4
 LIBRARIES = ("tiktoken", "sentencepiece", "jinja2", "tokenizers")
 _MANY_DOCUMENTS = 100_000  # packing more takes a while, so a log line announces it
 

@@ -26,7 +26,7 @@ LISTS = {"messages": "messages", "sharegpt": "conversations"}  # format -> its k
 # In the name of a number or a list of them, in any form: not "constraint", not "glossary".
 _MASK_STEMS = re.compile("(?<!s)train|learn|(?<!g)loss|weigh|mask|supervis|froz|freez|grad(?![eu])|backprop")
 _FLAG_STEMS = re.compile("skip|ignor|exclu|omit|discard|drop|target")  # of a list of flags only
-HOLD_MESSAGES = frozenset({"messages", "conversations", "prompt", "completion", "chosen", "rejected"})
+HOLD_MESSAGES = frozenset({"messages", "conversations", "prompt", "completion", "chosen", "rejected", "system"})
 _NOT_MASKS = {"role", "content", "from", "value", "weight", "tool_calls", "reasoning_content"}  # keys of messages
 MANY_WORDS = 8  # a column that is not used and has more of them on average is warned of
 _WORD = re.compile("[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # of a key in snake_case or camelCase

@@ -3,11 +3,12 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
+from titan_mi100.data.blocks import as_openai, joined_text, own_keys, tool_as_openai
 from titan_mi100.data.columns import HOLD_MESSAGES, INSTEAD
 from titan_mi100.data.files import without_nulls
 from titan_mi100.data.strict_json import IF_IDLE, BadRecord, expect, kind_of, listed, parse_text, shown
@@ -24,7 +25,7 @@ _FUNCTION_KEYS = {"name", "arguments"}
 _HARMLESS = {*INSTEAD["harmless"]}
 # Keys whose values are messages, content parts or tool calls. In a tool call only keys that the user names are dropped,
 # because `id` and `index` of a call mean something there.
-_HOLD_CALLS = {"tool_calls", "function"}
+_HOLD_CALLS = {"tool_calls", "function", "function_call"}
 _HOLD = HOLD_MESSAGES | _HOLD_CALLS | {"content"}
 
 
@@ -40,7 +41,7 @@ def drop_keys(
         holds: keys whose values are messages, content parts or tool calls.
         here: keys to drop from `given` itself.
     """
-    kept = {}
+    kept, here = {}, here - own_keys(given)
     for key, value in given.items():
         if key in here:
             counts[key] += 1
@@ -70,15 +71,15 @@ def message_list(given: Any, name: str, read: Callable[[Any], Message] | None = 
     if not expect(given, list, f"{name} must be a list"):
         raise BadRecord("no messages", f"{name} is an empty list")
     read, number = read or read_message, 0
-    messages, numbers = list[Message](), list[int]()
+    messages, numbers, calls = list[Message](), list[int](), set[str]()
     try:
         for number, raw in enumerate(given, 1):
-            message = read(raw)
-            if messages and _continues(messages[-1], message):
-                messages[-1] = _joined(messages[-1], message)
-            else:
-                messages.append(message)
-                numbers.append(number)
+            for message in map(read, as_openai(raw, calls)):
+                if messages and _continues(messages[-1], message):
+                    messages[-1] = _joined(messages[-1], message)
+                else:
+                    messages.append(message)
+                    numbers.append(number)
         for number, message in zip(numbers, messages, strict=True):
             check_answer(message, "value" if "value" in given[number - 1] else "content")
     except BadRecord as bad:
@@ -116,6 +117,11 @@ def require_answer(messages: list[Message]) -> list[Message]:
     if not any(message["role"] == "assistant" for message in messages):
         raise BadRecord("no assistant message", "nothing to learn from the others; add the answer")
     return messages
+
+
+def last_of(role: str, messages: Sequence[Mapping[str, Any]]) -> int:
+    """The index of the last message of a role; -1: there is none. Results of tools are no user messages."""
+    return max((i for i, message in enumerate(messages) if message["role"] == role), default=-1)
 
 
 def with_system_prompt(messages: list[Message], prompt: str) -> list[Message]:
@@ -160,7 +166,7 @@ def read_message(given: Any, content_name: str = "content", context: bool = Fals
     if role not in ROLES:
         if role is None:
             raise BadRecord("missing key", f"role is missing; the message has {listed(given)}")
-        other = {"human": "user", "gpt": "assistant", "model": "assistant", "developer": "system", "function": "tool"}
+        other = {"human": "user", "gpt": "assistant", "model": "assistant", "developer": "system"}
         as_here = other.get(str(role))
         remedy = f"; rename it to {as_here}, or use ShareGPT's keys: conversations, from, value" if as_here else ""
         raise BadRecord("unknown role", f"role is {shown(role)}; known are {', '.join(ROLES)}{remedy}")
@@ -170,7 +176,7 @@ def read_message(given: Any, content_name: str = "content", context: bool = Fals
     if role == "tool" and not isinstance(content, str) and not _are_parts(content):
         raise BadRecord("wrong type", f"{content_name} of a tool is {kind_of(content)}; write its JSON text")
     if isinstance(content, list):
-        message["content"] = _joined_text(content)
+        message["content"] = joined_text(content)
     elif content is None and (message.get("tool_calls") or message.get("reasoning_content")):
         message["content"] = ""  # OpenAI's format has null here; templates that add texts need a text
     else:
@@ -196,9 +202,8 @@ def _check_optional(message: Message) -> None:
             if message.setdefault("reasoning_content", reasoning) != reasoning:
                 raise BadRecord("contradiction", f"{alias} and another key hold different reasoning; keep one")
     if unknown := message.keys() - _KEYS - {*_REASONING_ALIASES}:
-        instead = next(
-            (remedy for key, remedy in INSTEAD["message"].items() if key in unknown), f"known are {listed(_KEYS)}"
-        )
+        remedies = [remedy for key, remedy in INSTEAD["message"].items() if key in unknown]
+        instead = [*remedies, f"known are {listed(_KEYS)}"][0]
         raise BadRecord("unknown key", f"{listed(unknown)} in a message; {instead}; {IF_IDLE}")
     for key in _TEXT_KEYS:
         if key in message:
@@ -214,9 +219,8 @@ def _check_optional(message: Message) -> None:
             del message["reasoning_content"]
         for key in ("tool_calls", "reasoning_content"):
             if key in message:
-                raise BadRecord(
-                    "unknown key", f"{key} in a {message['role']} message; only an assistant message may have it"
-                )
+                where = f"in a {message['role']} message; only an assistant message may have it"
+                raise BadRecord("unknown key", f"{key} {where}")
 
 
 def check_answer(message: Message, content_name: str) -> None:
@@ -225,47 +229,17 @@ def check_answer(message: Message, content_name: str) -> None:
         return
     before, tag, behind = message["content"].partition("</think>")
     if tag and "<think>" not in before and "reasoning_content" not in message and behind.split("\n")[0].strip():
-        raise BadRecord(
-            "odd thinking",
-            f"{content_name} has </think> inside a line, and no <think> before it, so a template takes the text before "
-            'it for reasoning; if it is none, add "reasoning_content": "", else begin with <think>',
-        )
+        problem = "</think> inside a line, and no <think> before it, so a template takes the text before it for"
+        remedy = 'reasoning; if it is none, add "reasoning_content": "", else begin with <think>'
+        raise BadRecord("odd thinking", f"{content_name} has {problem} {remedy}")
     last = message["content"].rpartition("</think>")[2]
     if _OPENED.search(last) and "reasoning_content" not in message and message.get("weight") != 0:
         remedy = 'close it before the answer, or, if the tag is text, add "reasoning_content": ""'
         raise BadRecord("odd thinking", f"{content_name} opens <think>, and no </think> follows; {remedy}")
-    answer = last.strip() or "tool_calls" in message
-    if (
-        not answer
-        and before.strip(" \n<think>") + message.get("reasoning_content", "").strip()
-        and message.get("weight") != 0
-    ):
-        raise BadRecord(
-            "nothing to learn", "the assistant only thinks; add its answer, delete the message, or give it weight 0"
-        )
-    if not answer and message.get("weight") != 0:
-        raise BadRecord(
-            "nothing to learn", f"the assistant's {content_name} is blank; delete the message, or give it weight 0"
-        )
-
-
-def _joined_text(parts: list[Any]) -> str:
-    """The text of a content that is a list of parts, such as [{"type": "text", "text": "..."}]."""
-    if not parts:
-        raise BadRecord("wrong type", "content is an empty list; expected a text or text parts")
-    texts = []
-    for number, part in enumerate(parts, 1):
-        part = _without_nulls(expect(part, dict, f"content part {number} must be an object"))
-        if part.get("type") != "text":
-            raise BadRecord(
-                "not a text part", f"content part {number} has type {shown(part.get('type'))}; only text is read"
-            )
-        text = expect(part.get("text"), str, f"content part {number}: text must be a text")
-        if unknown := part.keys() - {"type", "text"}:
-            where = f"in content part {number}; known are text, type"
-            raise BadRecord("unknown key", f"{listed(unknown)} {where}; {IF_IDLE}")
-        texts.append(text)
-    return "".join(texts)
+    if not last.strip() and "tool_calls" not in message and message.get("weight") != 0:
+        thinks = before.strip(" \n<think>") + message.get("reasoning_content", "").strip()
+        why = "the assistant only thinks; add its answer," if thinks else f"the assistant's {content_name} is blank;"
+        raise BadRecord("nothing to learn", f"{why} delete the message, or give it weight 0")
 
 
 def _weight(weight: Any) -> int:
@@ -336,11 +310,12 @@ def tool_list(given: Any) -> list[Any] | None:
         given = parse_text(given, "bad tools", "tools must hold JSON") if given.strip() else None
     if given is None or given == []:
         return None
+    tools = []
     for number, tool in enumerate(expect(given, list, "tools must be a list, or the JSON text of one", "bad tools"), 1):
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(name, str) or not name.strip():
-            raise BadRecord(
-                "bad tools", f"tool {number} must be an object with the name of a function, is {shown(tool)}"
-            )
-    return given
+            problem = f"must be an object with the name of a function, is {shown(tool)}"
+            raise BadRecord("bad tools", f"tool {number} {problem}")
+        tools.append(tool_as_openai(tool))
+    return tools

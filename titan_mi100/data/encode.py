@@ -23,7 +23,7 @@ import numpy as np
 from titan_mi100.config.settings import DataConfig
 from titan_mi100.data.answers import EARLIER, PROMPT_AGAIN, SAME, differs_early, repeats_prompt
 from titan_mi100.data.columns import Findings
-from titan_mi100.data.conversation import check_answer, with_system_prompt
+from titan_mi100.data.conversation import check_answer, last_of, with_system_prompt
 from titan_mi100.data.files import Record
 from titan_mi100.data.formats import BadRecord, Example, Format, example_hash, parse_record
 from titan_mi100.errors import UserError
@@ -229,8 +229,7 @@ class Encoder:
             notes.append("trimmed")
         kind = detail = ""
         if lost := [turn.message for turn in turns if turn.lost_reasoning]:
-            asked = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=0)
-            kind = LOST_LAST if lost[-1] > asked else LOST_REASONING
+            kind = LOST_LAST if lost[-1] > max(0, last_of("user", messages)) else LOST_REASONING
             detail = f"of {len(lost)} turns, by the template"
         elif any(joined for _, joined in made):
             kind, detail = JOINED, "its first line breaks or spaces join those before it"
@@ -297,11 +296,8 @@ class Encoder:
         known = self.tokenizer.n_vocab
         if ids.max() >= known:
             index = int(np.argmax(ids >= known))
-            raise BadRecord(
-                "unknown token id",
-                f"input_ids[{index}] = {ids[index]}, the tokenizer has {known:,} tokens; was the file made with "
-                "another tokenizer?",
-            )
+            problem = f"the tokenizer has {known:,} tokens; was the file made with another tokenizer?"
+            raise BadRecord("unknown token id", f"input_ids[{index}] = {ids[index]}, {problem}")
         return document_values(ids, learned)
 
     def _fit_to_rows(self, documents: list[np.ndarray]) -> Encoded:
@@ -434,8 +430,9 @@ def supervised_spans(
         rendered: the conversation, or its first messages.
         messages: the whole conversation. A message may have a `weight`: 0 is not learned, 1 is.
         loss: "assistant": every assistant turn except those of weight 0; "last": the conversation's last assistant
-            turn, unless its weight is 0; "all": the whole text except messages of weight 0; "weight": exactly the
-            messages of weight 1, of any role.
+            turn, unless its weight is 0; "last_round": the assistant turns after the last user message except those of
+            weight 0; "all": the whole text except messages of weight 0; "weight": exactly the messages of weight 1, of
+            any role.
         empty_think: whether an empty think block that the template wrote before an answer is supervised too. If the
             template marks the generated text (`{% generation %}`), its marks decide instead.
         earlier_thinking: "template": supervise what the template renders; otherwise turns that lack their reasoning
@@ -448,7 +445,7 @@ def supervised_spans(
     # This also masks turns of an unrolled round that still lack their reasoning: the template never shows it.
     masked = {turn.message for turn in rendered.turns if turn.lost_reasoning and earlier_thinking != "template"}
     weights = [message.get("weight") for message in messages]
-    turns = rendered.turns[first:]
+    turns, asked = rendered.turns[first:], last_of("user", messages)
     # One flag per character, with an unset one before and after the text, so that every span has two edges.
     padded = np.zeros(len(rendered.text) + 2, dtype=bool)
     learned = padded[1:-1]
@@ -460,18 +457,17 @@ def supervised_spans(
             if weights[turn.message] == 0 or turn.message in masked:
                 learned[turn.start : turn.stop] = False
     else:
-        assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if loss == "weight":
             chosen = [turn for turn in turns if weights[turn.message] == 1]
             _check_visible(chosen, messages)
         else:
-            candidates = {*(assistants[-1:] if loss == "last" else assistants)}
-            chosen = [turn for turn in turns if turn.message in candidates and weights[turn.message] != 0]
+            begin = {"last": last_of("assistant", messages), "last_round": asked + 1}.get(loss, 0)
+            answers = (turn for turn in turns if turn.role == "assistant" and turn.message >= begin)
+            chosen = [turn for turn in answers if weights[turn.message] != 0]
         for turn in chosen:
             own = [(turn.start if empty_think else turn.answer, turn.stop)] if turn.marked is None else turn.marked
             for start, stop in own if turn.message not in masked else ():
                 learned[start:stop] = True
-    asked = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=0)
     for turn in turns if earlier_thinking == "context" else ():
         if turn.reasons and turn.message < asked:
             learned[turn.start : turn.thought] = False
@@ -534,7 +530,6 @@ def byte_offsets(text: str, edges: list[int], tokenizer: Tokenizer) -> list[int]
     if normalized != text:
         parts = [tokenizer.normalize(part) for part in parts]
         if "".join(parts) != normalized:
-            raise BadRecord(
-                "the chat template refuses it", "a message begins with a combining character that joins the text before"
-            )
+            problem = "a message begins with a combining character that joins the text before"
+            raise BadRecord("the chat template refuses it", problem)
     return list(accumulate(len(part.encode()) for part in parts[:-1]))

@@ -30,15 +30,7 @@ WANTED = (
 _FROM_CSV = (
     "python -c 'import csv, json, sys; [print(json.dumps(r)) for r in csv.DictReader(sys.stdin)]' < FILE > NEW.jsonl"
 )
-_LISTS_OF_A_ROW = (
-    b"messages",
-    b"conversations",
-    b"prompt",
-    b"completion",
-    b"chosen",
-    b"rejected",
-    b"tools",
-)  # keys of one row
+_LISTS_OF_A_ROW = b"messages conversations prompt completion chosen rejected tools".split()  # keys of one row
 
 
 def first_byte(text: bytes) -> bytes:

@@ -326,7 +326,8 @@ def without_nulls(value: Any, call: bool = False, keep: bool = False) -> Any:
         for key, raw in value.items():
             child = raw if raw == raw else None  # false for NaN, which pandas writes for a missing number
             if keep or child is not None:
-                kept[key] = without_nulls(child, call or key == "tool_calls", keep or (call and key == "arguments"))
+                is_input = key == ("input" if value.get("type") == "tool_use" else "arguments" if call else None)
+                kept[key] = without_nulls(child, call or key in ("tool_calls", "function_call"), keep or is_input)
         return kept
     return [without_nulls(child, call, keep) for child in value] if isinstance(value, list) else value
 

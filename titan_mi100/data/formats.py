@@ -2,7 +2,6 @@
 or refused with the reason.
 """
 
-import functools
 import hashlib
 import json
 import re
@@ -11,12 +10,14 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.config.settings import DataConfig
 from titan_mi100.data.answers import LABEL_KEYS, LABELS, OPTIONAL, PAIR_KEYS, PAIRS, PROMPTS, label_of, read_pair
+from titan_mi100.data.blocks import joined_text
 from titan_mi100.data.columns import (
     HOLD_MESSAGES,
     INSTEAD,
@@ -31,6 +32,7 @@ from titan_mi100.data.conversation import (
     Message,
     check_order,
     drop_keys,
+    last_of,
     message_list,
     read_message,
     require_answer,
@@ -264,6 +266,8 @@ def _answer(record: dict[str, Any], name: str) -> str:
 
 def _with_system(messages: list[Message], record: dict[str, Any], name: str) -> list[Message]:
     """Put the text of the record's key `name`, if any, before the messages as a system message."""
+    if isinstance(record.get(name), list) and record[name]:
+        record = record | {name: joined_text(record[name], name)}
     if record.get(name) is None or not _text(record, name).strip():
         return messages
     if messages and messages[0]["role"] == "system":
@@ -277,15 +281,19 @@ def _turn(prompt: str, response: str) -> list[Message]:
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
 
 
-def _read_messages(record: dict[str, Any]) -> Example:
-    messages = _with_system(message_list(_column(record, "messages"), "messages"), record, "system")
-    return Example(require_answer(check_order(messages)), tool_list(record.get("tools")))
+def _read_list(name: str, read: Callable[[Any], Message], record: dict[str, Any]) -> Example:
+    messages = _with_system(message_list(_column(record, name), name, read), record, "system")
+    return Example(require_answer(check_order(messages)), _tools(record))
 
 
-def _read_sharegpt(record: dict[str, Any]) -> Example:
-    messages = message_list(_column(record, "conversations"), "conversations", _sharegpt_message)
-    messages = _with_system(messages, record, "system")
-    return Example(require_answer(check_order(messages)), tool_list(record.get("tools")))
+def _tools(record: dict[str, Any]) -> list[Any] | None:
+    """The tools of a row, also under the name that OpenAI gave them before."""
+    if record.get("functions") in (None, "", []):
+        return tool_list(record.get("tools"))
+    if record.get("tools") not in (None, "", []):
+        raise BadRecord("contradiction", "functions beside tools; keep one")
+    functions = expect(record["functions"], list, "functions must be a list", "bad tools")
+    return tool_list([{"type": "function", "function": function} for function in functions])
 
 
 def _sharegpt_message(given: Any, context: bool = False) -> Message:
@@ -296,12 +304,10 @@ def _sharegpt_message(given: Any, context: bool = False) -> Message:
         raise BadRecord("unknown key", f"{listed(mixed)} beside from; use from and value, or role and content")
     speaker, value = given["from"], given.get("value")
     if speaker == "function_call":
-        return read_message(
-            {**rest, "role": "assistant", "content": "", "tool_calls": _function_calls(value)}, "value", context
-        )
+        calling = {"role": "assistant", "content": "", "tool_calls": _function_calls(value)}
+        return read_message({**rest, **calling}, "value", context)
     if not isinstance(speaker, str) or speaker not in _SHAREGPT_ROLES:
-        known = ", ".join([*_SHAREGPT_ROLES, "function_call"])
-        raise BadRecord("unknown role", f"from is {shown(speaker)}; known are {known}")
+        raise BadRecord("unknown role", f"from is {shown(speaker)}; known are {', '.join(_SPEAKERS)}")
     return read_message({**rest, "role": _SHAREGPT_ROLES[speaker], "content": value}, "value", context)
 
 
@@ -327,9 +333,8 @@ def _history(record: dict[str, Any]) -> list[Message]:
     history = [] if record.get("history") is None else record["history"]
     for number, pair in enumerate(expect(history, list, "history must be a list of pairs"), 1):
         if not isinstance(pair, list) or [type(text) for text in pair] != [str, str]:
-            raise BadRecord(
-                "wrong type", f"history, pair {number}: must be a list of two texts, the question and answer"
-            )
+            problem = "must be a list of two texts, the question and answer"
+            raise BadRecord("wrong type", f"history, pair {number}: {problem}")
         if not pair[1].strip():
             raise BadRecord("nothing to learn", f"history, pair {number}: the answer is blank")
         messages += _turn(*pair)
@@ -364,10 +369,6 @@ def _prompt_of_pair(record: dict[str, Any]) -> list[Message]:
     return _with_system(messages, record, "system")
 
 
-def _last_user(messages: list[Message]) -> int:
-    return max((index for index, message in enumerate(messages) if message["role"] == "user"), default=0)
-
-
 def _labelled(form: Format, column: str) -> Format:
     """The same format, whose rows also have a label of the answer. Args: column: its key; "": one of the usual ones."""
     names = (column,) if column else LABEL_KEYS
@@ -375,7 +376,8 @@ def _labelled(form: Format, column: str) -> Format:
     def read(record: dict[str, Any]) -> Example:
         label, key = label_of(record, names)
         example = form.read({name: value for name, value in record.items() if name != key})
-        for message in (example.messages or [])[: _last_user(example.messages or [])]:
+        messages = example.messages or []
+        for message in messages[: max(0, last_of("user", messages))]:
             if message["role"] == "assistant":
                 message["weight"] = 0  # the label is that of the last answer
         return example._replace(label=label)
@@ -389,7 +391,7 @@ def _read_prompt_completion(record: dict[str, Any]) -> Example:
             raise BadRecord("wrong type", f"{key} must be a text or a list of messages, is {kind_of(record[key])}")
     prompt, completion = record["prompt"], record["completion"]
     # Only the completion is learned, so assistant messages of the prompt get weight 0 (context=True).
-    read = functools.partial(_sharegpt_message, context=True)
+    read = partial(_sharegpt_message, context=True)
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else message_list(prompt, "prompt", read)
     if isinstance(completion, str):
         answer = [{"role": "assistant", "content": _answer(record, "completion")}]
@@ -445,10 +447,11 @@ def _integers(record: dict[str, Any], name: str) -> list[int]:
     return numbers
 
 
+_read_sharegpt = partial(_read_list, "conversations", _sharegpt_message)
 _FIXED = {  # in the order in which `auto` tries them; messages first, because some of those rows also have a prompt
     name: Format(name, description, read, frozenset(keys.split()), frozenset(optional.split()))
     for name, description, read, keys, optional in (
-        ("messages", "OpenAI", _read_messages, "messages", "system tools"),
+        ("messages", "OpenAI", partial(_read_list, "messages", read_message), "messages", "system tools functions"),
         ("sharegpt", "conversations", _read_sharegpt, "conversations", "system tools"),
         ("tokens", "input_ids", _read_tokens, "input_ids", "attention_mask labels"),
         ("alpaca", "instruction and output", _read_alpaca, "instruction output", "input history system"),
@@ -460,9 +463,9 @@ FORMATS = (*_FIXED, "columns", "text")
 
 def _columns_format(prompt: str, response: str, system: str) -> Format:
     description = f"{prompt} and {response}" + (f", system message from {system}" if system else "")
-    read = functools.partial(_read_columns, prompt, response, system)
+    read = partial(_read_columns, prompt, response, system)
     return Format("columns", description, read, frozenset({prompt, response}), frozenset({system}))
 
 
 def _text_format(column: str) -> Format:
-    return Format("text", f"column {column}", functools.partial(_read_text, column), frozenset({column}))
+    return Format("text", f"column {column}", partial(_read_text, column), frozenset({column}))

@@ -100,24 +100,16 @@ def open_sources(config: DataConfig, files: Prepared | None, tokenizer: str, seq
     assert facts is not None
     fingerprints = [source.fingerprint for source in train]
     weights = {f"weight of {s.name}": s.weight for s in train} if config.is_mixture else {}
-    cached = files.cached if files else True
-    return Prepared(
-        files.folder if files else Path(),
-        train,
-        validation,
-        replace(facts, fingerprints=fingerprints, made_of={**facts.made_of, **weights}),
-        cached,
-    )
+    facts = replace(facts, fingerprints=fingerprints, made_of={**facts.made_of, **weights})
+    folder, cached = (files.folder, files.cached) if files else (Path(), True)
+    return Prepared(folder, train, validation, facts, cached)
 
 
 def _merged_facts(facts: DataFacts, more: DataFacts) -> DataFacts:
     """Merge the facts of two sources. tokenizer, seq_len and pad_id are the same in both."""
-    return replace(
-        facts,
-        plan=hashlib.sha256(f"{facts.plan} {more.plan}".encode()).hexdigest(),
-        made_of={**facts.made_of, **more.made_of},
-        summary=[*facts.summary, *more.summary],
-    )
+    plan = hashlib.sha256(f"{facts.plan} {more.plan}".encode()).hexdigest()
+    made_of, summary = {**facts.made_of, **more.made_of}, [*facts.summary, *more.summary]
+    return replace(facts, plan=plan, made_of=made_of, summary=summary)
 
 
 def _check_own_tokenizer(model: ModelConfig, load: str) -> None:

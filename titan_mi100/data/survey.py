@@ -31,9 +31,8 @@ def survey(config: Config, seconds: float) -> Survey:
     """
     files = expand_patterns([pattern.path for pattern in patterns(config.data)])
     tokenizer, template, answers = config.tokenizer_path(), config.model.chat_template, config.objective.answers
-    sources, encoder = open_files(
-        DataRequest(config.data, files, tokenizer, template, config.training.seq_len, answers)
-    )
+    request = DataRequest(config.data, files, tokenizer, template, config.training.seq_len, answers)
+    sources, encoder = open_files(request)
     chunks, sizes, until, share = [], list[int](), time.monotonic() + seconds, 1.0
     with closing(tokenise(sources, encoder, config.data.workers, sizes.append)) as reading:
         for chunk in reading:

@@ -12,7 +12,7 @@ import numpy as np
 
 from titan_mi100.config.settings import Config
 from titan_mi100.data.columns import Findings
-from titan_mi100.data.conversation import with_system_prompt
+from titan_mi100.data.conversation import last_of, with_system_prompt
 from titan_mi100.data.encode import Encoder, Span, byte_offsets
 from titan_mi100.data.files import Record, RecordReader, expand_patterns
 from titan_mi100.data.formats import BadRecord, Format, choose_format, parse_record
@@ -118,14 +118,15 @@ class _NotingEncoder(Encoder):
     def _kinds(self, turn: Turn) -> Iterator[tuple[int, int, Kind]]:
         """Spans of a turn; later ones replace those they overlap. The rules are those of `supervised_spans`."""
         config, weight, is_answer = self._config, self._messages[turn.message].get("weight"), turn.role == "assistant"
-        last = max(i for i, message in enumerate(self._messages) if message["role"] == "assistant")
         why = ""
         if weight == 0 and (is_answer or config.loss in ("all", "weight")):
             why = "it belongs to the prompt" if self._is_prompt else "weight 0"
         elif config.loss == "weight" and weight != 1:
             why = "no weight 1"
-        elif is_answer and config.loss == "last" and turn.message != last:
+        elif is_answer and config.loss == "last" and turn.message != last_of("assistant", self._messages):
             why = "not the last answer: data.loss = last"
+        elif is_answer and config.loss == "last_round" and turn.message < last_of("user", self._messages):
+            why = "before the last user message: data.loss = last_round"
         elif turn.lost_reasoning and config.earlier_thinking != "template":
             why = "the template leaves out its reasoning"
         elif is_answer and config.earlier_thinking == "unroll":
