@@ -318,8 +318,7 @@ def as_rank(
         mesh = build_mesh(layout, CPU)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             computation = Computation(backend or FusedKernel(), head, choose(config.objective))
-            placement = _FakePlacement(mesh, CPU, device_memory)
-            model = build_model(workload.changed(change), computation, placement, layers)
+            model = build_model(workload.changed(change), computation, _FakePlacement(mesh, CPU, device_memory), layers)
             if isinstance(model, ReplicatedModel):
                 no_others.patch_ddp(model.ddp)
             where = HOST if config.memory.offload == "weights" else PARAMETERS
