@@ -78,12 +78,14 @@ def test_the_two_nodes_that_the_page_shows_train_as_two_processes_of_one(tmp_pat
     assert losses(run) == losses(one) and len(losses(run)) == 10
 
 
+@pytest.mark.full
 def test_a_mistake_is_named_by_one_process_and_torchruns_code_is_1(tmp_path: Path) -> None:
     codes, printed = end(start(tmp_path, "--data.overlong", "error"))
     assert codes == [1, 1] and state_of(tmp_path / "run") == ("bad_input", 2, None)
     assert sum("data.overlong" in text for text in printed) == 1, printed
 
 
+@pytest.mark.full
 def test_a_stop_signal_to_one_agent_saves_and_ends_all(tmp_path: Path) -> None:
     agents = start(tmp_path, "--training.steps", "5000")
     wait_for_steps(tmp_path / "run")
