@@ -115,6 +115,19 @@ def _same(ids: Tensor, distance: int, like: Tensor) -> Tensor:
     return (ids[:, distance:] == ids[:, :-distance]).to(like.dtype)[..., None]
 
 
+def gates(a: Tensor, b: Tensor, rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The logarithms of each head's decay, -exp(rate) softplus(a + bias), and the strength, sigmoid(b).
+
+    Args: a, b: (batch, seq, heads). The first is in at least fp32: it adds up over a document.
+    """
+    if runs_unwatched("delta", a):
+        from titan_mi100.model.fused.delta_launch import Gates
+
+        return Gates.apply(a, b, rate, bias)  # type: ignore[no-any-return]
+    wide = at_least_fp32(a)
+    return -rate.to(wide.dtype).exp() * F.softplus(wide + bias.to(wide.dtype)), b.sigmoid()
+
+
 def recurrence(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ids: Tensor | None = None, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -472,13 +485,13 @@ def trial(device: torch.device, dtype: torch.dtype) -> str:
     def drawn(*shape: int) -> Tensor:
         return torch.randn(1, 300, *shape, generator=draw).to(device)
 
-    q, k, v, g, beta = drawn(2, 128), drawn(2, 128), drawn(4, 128), -drawn(4).exp(), drawn(4).sigmoid()
+    q, k, v, *of_gates = drawn(2, 128), drawn(2, 128), drawn(4, 128), drawn(4), drawn(4), drawn(4)[0, 0], drawn(4)[0, 1]
     for name, keys in {"random": k, "similar": k + 2 * k[:, :1], "equal": k[:, :1].expand_as(k)}.items():
         computed = []
         for kinds, wide in ((), torch.float64), (("delta",), torch.float32), (("delta",), torch.float32):
-            leaves = [x.to(wide).requires_grad_() for x in (q, keys, v, g, beta)]
+            leaves = [x.to(wide).requires_grad_() for x in (q, keys, v, *of_gates)]
             with only(kinds), torch.enable_grad():
-                output = delta_rule(*leaves, ids)[0]  # type: ignore[arg-type, call-arg, misc]
+                output = delta_rule(*leaves[:3], *gates(*leaves[3:]), ids)[0]  # type: ignore[arg-type, call-arg, misc]
                 computed.append([output.detach(), *torch.autograd.grad(output, leaves, output.detach().cos())])
         exact, ours, again = computed
         if not all(torch.equal(*pair) for pair in zip(ours, again, strict=True)):

@@ -27,29 +27,32 @@ def _dot(a, b, sum, PRECISION: tl.constexpr):
 @triton.jit
 def _tile(x, number, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, rows, columns):
     """The elements of these rows and columns of matrix `number`, (HEIGHT, WIDTH)."""
-    return x + number.to(tl.int64) * (HEIGHT * WIDTH) + rows[:, None] * WIDTH + columns[None, :]
+    return x + number.to(tl.int64) * (HEIGHT * WIDTH) + (rows[:, None] * WIDTH + columns[None, :])
 
 
 @triton.jit
-def _tokens(number, heads, seq, batch, tokens, TOKENS: tl.constexpr):
-    """Which of (batch, seq, heads) these tokens of a chunk and head are, and whether the row has them."""
+def _gate(x, number, heads, seq, batch, tokens, TOKENS: tl.constexpr):
+    """Where these tokens of a chunk and head are in (batch, seq, heads), and whether the row has them."""
     chunk = number // heads
-    token = chunk // batch * TOKENS + tokens
-    return (chunk % batch * seq + token).to(tl.int64) * heads + number % heads, token < seq
+    start = chunk // batch * TOKENS
+    x += (chunk % batch * seq + start).to(tl.int64) * heads + number % heads
+    return x + tokens * heads, start + tokens < seq
 
 
 @triton.jit
-def _places(number, heads, seq, batch, tokens, columns, TOKENS: tl.constexpr, SIZE: tl.constexpr):
-    """Where these tokens and columns of a chunk and head are in (batch, seq, heads, SIZE), and whether they are."""
-    at, inside = _tokens(number, heads, seq, batch, tokens, TOKENS)
-    return at[:, None] * SIZE + columns[None, :], inside[:, None]
+def _row(x, number, heads, seq, batch, tokens, columns, TOKENS: tl.constexpr, SIZE: tl.constexpr):
+    """The same of (batch, seq, heads, SIZE) and these columns."""
+    chunk = number // heads
+    start = chunk // batch * TOKENS
+    x += ((chunk % batch * seq + start).to(tl.int64) * heads + number % heads) * SIZE
+    return x + (tokens[:, None] * (heads * SIZE) + columns[None, :]), (start + tokens < seq)[:, None]
 
 
 @triton.jit
 def _load(x, number, heads, seq, batch, tokens, columns, TOKENS: tl.constexpr, SIZE: tl.constexpr):
     """These elements, (tokens, columns); zeros behind the row."""
-    at, inside = _places(number, heads, seq, batch, tokens, columns, TOKENS, SIZE)
-    return tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    x, inside = _row(x, number, heads, seq, batch, tokens, columns, TOKENS, SIZE)
+    return tl.load(x, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -73,12 +76,11 @@ def _decays(high, low, ids, number, heads, seq, batch, rows, columns, TOKENS: tl
     high, low = high + number * TOKENS, low + number * TOKENS
     logs = tl.load(high + rows)[:, None] - tl.load(high + columns)[None, :]
     logs += tl.load(low + rows)[:, None] - tl.load(low + columns)[None, :]
-    return _decay(logs, first[:, None] == second[None, :], rows, columns)
+    return _exp(logs, (first[:, None] == second[None, :]) & (rows[:, None] >= columns[None, :]))
 
 
 @triton.jit
-def _decay(logs, is_same, rows, columns):
-    is_same = is_same & (rows[:, None] >= columns[None, :])
+def _exp(logs, is_same):
     return tl.where(is_same, tl.exp(tl.where(is_same, logs, 0.0)), 0.0)
 
 
@@ -128,30 +130,33 @@ def chunks_kernel(
         tl.store(_tile(kk, key, TOKENS, TOKENS, first, second), nothing)
     chunk = key // heads
     before = tl.load(ids + chunk % batch * seq + tl.maximum(chunk // batch * TOKENS - 1, 0))  # the state's document
-    document = _documents(ids, chunk, seq, batch, TOKENS - 1, TOKENS)
-    d0, d1 = _documents(ids, chunk, seq, batch, first, TOKENS), _documents(ids, chunk, seq, batch, second, TOKENS)
+    document = _documents(ids, chunk, seq, batch, tokens, TOKENS)
+    last_document = _documents(ids, chunk, seq, batch, TOKENS - 1, TOKENS)
     for group in range(GROUP):
         number = key * GROUP + group
-        sum0 = _sums(g, ids, number, heads * GROUP, seq, batch, first, TOKENS)
-        sum1 = _sums(g, ids, number, heads * GROUP, seq, batch, second, TOKENS)
-        at = number * TOKENS
-        _store_gates(entry + at, high + at, low + at, sum0, d0 == before, first)
-        _store_gates(entry + at, high + at, low + at, sum1, d1 == before, second)
-        total = tl.sum(tl.where(second == TOKENS - 1, sum1, 0.0), 0)
-        tl.store(last + at + first, _exp(total - sum0, d0 == document))
-        tl.store(last + at + second, _exp(total - sum1, d1 == document))
-        b0 = _gate(strength, number, heads * GROUP, seq, batch, first, TOKENS)
-        b1 = _gate(strength, number, heads * GROUP, seq, batch, second, TOKENS)
-        tl.store(beta + at + first, b0)
-        tl.store(beta + at + second, b1)
-        above = _inverted(_overlap(kk00, b0, sum0, sum0, d0, d0, first, first), first, PRECISION, HALF)
-        below = _inverted(_overlap(kk11, b1, sum1, sum1, d1, d1, second, second), first, PRECISION, HALF)
-        tl.store(_tile(inverse, number, TOKENS, TOKENS, first, first), above)
-        tl.store(_tile(inverse, number, TOKENS, TOKENS, second, second), below)
-        tl.store(_tile(inverse, number, TOKENS, TOKENS, first, second), nothing)
-        between = _dot(_overlap(kk10, b1, sum1, sum0, d1, d0, second, first), above, nothing, PRECISION)
-        between = _dot(below, between, nothing, PRECISION)
-        tl.store(_tile(inverse, number, TOKENS, TOKENS, second, first), -between)
+        at, above, sums_above = number * TOKENS, nothing, tl.zeros((HALF,), tl.float64)
+        logs = _load_gate(g, number, heads * GROUP, seq, batch, tokens, TOKENS)
+        total = tl.sum(tl.where(document == last_document, logs, 0.0).to(tl.float64), 0)
+        for part in range(2):  # of the rows, as each is inverted alone
+            rows = part * HALF + first
+            of_rows = _documents(ids, chunk, seq, batch, rows, TOKENS)
+            is_same = (of_rows[:, None] == document[None, :]) & (rows[:, None] >= tokens[None, :])
+            sums = tl.sum(tl.where(is_same, logs[None, :], 0.0).to(tl.float64), 1)  # they are subtracted: in fp64
+            rounded, strengths = sums.to(tl.float32), _load_gate(strength, number, heads * GROUP, seq, batch, rows, TOKENS)
+            tl.store(high + at + rows, rounded)
+            tl.store(low + at + rows, (sums - rounded).to(tl.float32))
+            tl.store(entry + at + rows, _exp(rounded, of_rows == before))
+            tl.store(last + at + rows, _exp((total - sums).to(tl.float32), of_rows == last_document))
+            tl.store(beta + at + rows, strengths)
+            own = _overlap(sums, sums, of_rows, of_rows, rows, rows) * strengths[:, None]
+            own = _inverted(own * tl.where(part == 0, kk00, kk11), first, PRECISION, HALF)
+            tl.store(_tile(inverse, number, TOKENS, TOKENS, rows, rows), own)
+            of_first = _documents(ids, chunk, seq, batch, first, TOKENS)
+            between = _overlap(sums, sums_above, of_rows, of_first, rows, first) * kk10 * strengths[:, None]
+            between = _dot(own, _dot(between, above, nothing, PRECISION), nothing, PRECISION)
+            others = (1 - part) * HALF + first
+            tl.store(_tile(inverse, number, TOKENS, TOKENS, rows, others), tl.where(part == 0, 0.0, -between))
+            above, sums_above = own, sums
 
 
 @triton.jit
@@ -160,42 +165,17 @@ def _factor(square):
 
 
 @triton.jit
-def _gate(x, number, heads, seq, batch, tokens, TOKENS: tl.constexpr):
+def _load_gate(x, number, heads, seq, batch, tokens, TOKENS: tl.constexpr):
     """What a value head's gate has for tokens; 0 behind the row, so that the state does not change."""
-    at, inside = _tokens(number, heads, seq, batch, tokens, TOKENS)
-    return tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    x, inside = _gate(x, number, heads, seq, batch, tokens, TOKENS)
+    return tl.load(x, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _sums(g, ids, number, heads, seq, batch, rows, TOKENS: tl.constexpr):
-    """The sums of g up to these tokens, of their own documents, in fp64: they are subtracted from each other."""
-    tokens = tl.arange(0, TOKENS)
-    first = _documents(ids, number // heads, seq, batch, rows, TOKENS)
-    second = _documents(ids, number // heads, seq, batch, tokens, TOKENS)
-    is_same = (first[:, None] == second[None, :]) & (rows[:, None] >= tokens[None, :])
-    logs = _gate(g, number, heads, seq, batch, tokens, TOKENS)[None, :]
-    return tl.sum(tl.where(is_same, logs, 0.0).to(tl.float64), 1)
-
-
-@triton.jit
-def _exp(logs, is_same):
-    return tl.where(is_same, tl.exp(tl.where(is_same, logs, 0.0).to(tl.float32)), 0.0)
-
-
-@triton.jit
-def _store_gates(entry, high, low, sums, is_same, tokens):
-    rounded = sums.to(tl.float32)
-    tl.store(entry + tokens, _exp(sums, is_same))
-    tl.store(high + tokens, rounded)
-    tl.store(low + tokens, (sums - rounded).to(tl.float32))
-
-
-@triton.jit
-def _overlap(kk, beta, first, second, row_documents, documents, rows, columns):
-    """A block of A, the strictly lower part of beta L (k.k). Args: first, second: sums of g of rows and columns."""
-    logs = (first[:, None] - second[None, :]).to(tl.float32)
-    kept = _decay(logs, row_documents[:, None] == documents[None, :], rows, columns)
-    return tl.where(rows[:, None] > columns[None, :], kept * kk * beta[:, None], 0.0)
+def _overlap(first, second, of_rows, of_columns, rows, columns):
+    """A block of L below the diagonal. Args: first, second: sums of g, of rows and columns; and their documents."""
+    is_same = (of_rows[:, None] == of_columns[None, :]) & (rows[:, None] > columns[None, :])
+    return _exp((first[:, None] - second[None, :]).to(tl.float32), is_same)
 
 
 @triton.jit
@@ -205,7 +185,7 @@ def _inverted(a, rows, PRECISION: tl.constexpr, SIZE: tl.constexpr):
     half = 2
     while half < SIZE:
         merged = _dot(a * _sibling(rows, half), inverse, tl.zeros((SIZE, SIZE), tl.float32), PRECISION)
-        inverse -= _dot(inverse, merged, tl.zeros((SIZE, SIZE), tl.float32), PRECISION)
+        inverse = _dot(-inverse, merged, inverse, PRECISION)
         half *= 2
     return inverse
 
@@ -272,8 +252,8 @@ def outputs_kernel(
     pairs *= tl.load(_tile(qk, key, TOKENS, TOKENS, tokens, tokens))
     change = tl.load(_tile(changes, number, VALUE, TOKENS, rows, tokens))
     total = _dot(change, tl.trans(pairs), total, PRECISION)
-    at, inside = _places(number, heads * GROUP, seq, batch, tokens, rows, TOKENS, VALUE)
-    tl.store(out + at, tl.trans(total).to(out.dtype.element_ty), mask=inside)
+    out, inside = _row(out, number, heads * GROUP, seq, batch, tokens, rows, TOKENS, VALUE)
+    tl.store(out, tl.trans(total).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -336,28 +316,30 @@ def states_gradient_kernel(
         key = number // GROUP
         tl.store(_tile(states, number, VALUE, KEY, rows, left), s0)
         tl.store(_tile(states, number, VALUE, KEY, rows, right), s1)
-        k0 = _unit(k, k_factor, key, heads, seq, batch, tokens, left, TOKENS, KEY)
-        k1 = _unit(k, k_factor, key, heads, seq, batch, tokens, right, TOKENS, KEY)
+        k0 = _load(k, key, heads, seq, batch, tokens, left, TOKENS, KEY)
         behind = _dot(s0, tl.trans(k0), tl.zeros((ROWS, TOKENS), tl.float32), PRECISION)
-        behind = _dot(s1, tl.trans(k1), behind, PRECISION)
+        k1 = _load(k, key, heads, seq, batch, tokens, right, TOKENS, KEY)
+        behind = _dot(s1, tl.trans(k1), behind, PRECISION) * tl.load(k_factor + key * TOKENS + tokens)[None, :]
         change = tl.load(_tile(changes, number, VALUE, TOKENS, rows, tokens))
         tl.store(lasts + number * TOKENS + tokens, tl.sum(change * behind, 0))
         slope = tl.load(_tile(inside, number, VALUE, TOKENS, rows, tokens))
         slope += tl.load(last + number * TOKENS + tokens)[None, :] * behind
-        inverted = tl.load(_tile(inverse, number, TOKENS, TOKENS, tokens, tokens))
-        slope = _dot(slope, inverted, tl.zeros((ROWS, TOKENS), tl.float32), PRECISION)
-        tl.store(_tile(scaled, number, VALUE, TOKENS, rows, tokens), slope)
-        enters = tl.load(entry + number * TOKENS + tokens)
-        slope *= (enters * tl.load(beta + number * TOKENS + tokens))[None, :]
         kept = tl.load(entry + number * TOKENS + TOKENS - 1)
-        s0 = _dot(-slope, k0, kept * s0, PRECISION)
-        s1 = _dot(-slope, k1, kept * s1, PRECISION)
-        slope = tl.trans(_load(grad, number, heads * GROUP, seq, batch, tokens, rows, TOKENS, VALUE))
-        slope *= tl.load(asks + number * TOKENS + tokens)[None, :]
-        queries = _unit(q, q_factor, key, heads, seq, batch, tokens, left, TOKENS, KEY)
-        s0 = _dot(slope, queries, s0, PRECISION)
-        queries = _unit(q, q_factor, key, heads, seq, batch, tokens, right, TOKENS, KEY)
-        s1 = _dot(slope, queries, s1, PRECISION)
+        s0 *= kept
+        s1 *= kept
+        for start in range(0, TOKENS, WIDTH):
+            some = start + tl.arange(0, WIDTH)
+            at, factors = number * TOKENS + some, key * TOKENS + some
+            inverted = tl.load(_tile(inverse, number, TOKENS, TOKENS, tokens, some))
+            inner = _dot(slope, inverted, tl.zeros((ROWS, WIDTH), tl.float32), PRECISION)
+            tl.store(_tile(scaled, number, VALUE, TOKENS, rows, some), inner)
+            inner *= (tl.load(entry + at) * tl.load(beta + at) * -tl.load(k_factor + factors))[None, :]
+            asking = tl.trans(_load(grad, number, heads * GROUP, seq, batch, some, rows, TOKENS, VALUE))
+            asking *= (tl.load(asks + at) * tl.load(q_factor + factors))[None, :]
+            s0 = _dot(inner, _load(k, key, heads, seq, batch, some, left, TOKENS, KEY), s0, PRECISION)
+            s0 = _dot(asking, _load(q, key, heads, seq, batch, some, left, TOKENS, KEY), s0, PRECISION)
+            s1 = _dot(inner, _load(k, key, heads, seq, batch, some, right, TOKENS, KEY), s1, PRECISION)
+            s1 = _dot(asking, _load(q, key, heads, seq, batch, some, right, TOKENS, KEY), s1, PRECISION)
     tl.store(_tile(first, tl.program_id(0), VALUE, KEY, rows, left), s0)
     tl.store(_tile(first, tl.program_id(0), VALUE, KEY, rows, right), s1)
 
@@ -390,8 +372,8 @@ def pairs_gradient_kernel(
         values = _load(v, number, heads * GROUP, seq, batch, tokens, rows, TOKENS, VALUE)
         of_beta += tl.sum(inner * (tl.trans(values) - enters[None, :] * was_read), 0)
         inner *= strength[None, :]
-        places, inside = _places(number, heads * GROUP, seq, batch, tokens, rows, TOKENS, VALUE)
-        tl.store(grad_v + places, tl.trans(inner).to(grad_v.dtype.element_ty), mask=inside)
+        target, inside = _row(grad_v, number, heads * GROUP, seq, batch, tokens, rows, TOKENS, VALUE)
+        tl.store(target, tl.trans(inner).to(grad_v.dtype.element_ty), mask=inside)
         of_read += tl.sum(inner * was_read, 0)
     of_queries *= enters
     of_keys = -enters * of_read
@@ -429,8 +411,8 @@ def pairs_gradient_kernel(
 
 @triton.jit
 def _store_gate(x, gradients, number, heads, seq, batch, tokens, TOKENS: tl.constexpr):
-    at, inside = _tokens(number, heads, seq, batch, tokens, TOKENS)
-    tl.store(x + at, gradients.to(x.dtype.element_ty), mask=inside)
+    x, inside = _gate(x, number, heads, seq, batch, tokens, TOKENS)
+    tl.store(x, gradients.to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -485,9 +467,10 @@ def keys_gradient_kernel(
     of_k -= _unit(k, k_factor, key, heads, seq, batch, tokens, columns, TOKENS, KEY) * along_k[:, None]
     of_q *= tl.load(q_factor + key * TOKENS + tokens)[:, None]
     of_k *= tl.load(k_factor + key * TOKENS + tokens)[:, None]
-    at, inside = _places(key, heads, seq, batch, tokens, columns, TOKENS, KEY)
-    tl.store(grad_q + at, of_q.to(grad_q.dtype.element_ty), mask=inside)
-    tl.store(grad_k + at, of_k.to(grad_k.dtype.element_ty), mask=inside)
+    grad_q, inside = _row(grad_q, key, heads, seq, batch, tokens, columns, TOKENS, KEY)
+    tl.store(grad_q, of_q.to(grad_q.dtype.element_ty), mask=inside)
+    grad_k, inside = _row(grad_k, key, heads, seq, batch, tokens, columns, TOKENS, KEY)
+    tl.store(grad_k, of_k.to(grad_k.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -65,11 +65,13 @@ class _Sizes(NamedTuple):
         return like.new_empty(self.chunks, self.rows, self.heads, *sizes, dtype=torch.float32)
 
     def _launch(self, kernel: Any, programs: tuple[int, ...], tensors: Sequence[Tensor], *numbers: int, **constants: Any) -> None:
-        rows, options = tile_of(tensors[0])
+        (rows, options), width = tile_of(tensors[0]), WIDTH
         if numbers and rows == 8:  # RDNA multiplies fp32 without matrix instructions: more threads, fewer registers each
             options = {**options, "num_warps": 16}
+        elif numbers:
+            width = self.tokens // 2
         launch(kernel, programs, *tensors, *numbers, self.seq, self.rows, self.heads, GROUP=self.group,
-               TOKENS=self.tokens, KEY=self.key, VALUE=self.value, ROWS=rows, WIDTH=WIDTH, **constants, **options)  # fmt: skip
+               TOKENS=self.tokens, KEY=self.key, VALUE=self.value, ROWS=rows, WIDTH=width, **constants, **options)  # fmt: skip
 
     def by_key(self, kernel: Any, *tensors: Tensor, parts: int = 1, **constants: Any) -> None:
         """Launch on each chunk of a key head, and each part."""
