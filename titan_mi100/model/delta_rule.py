@@ -478,20 +478,20 @@ def trial(device: torch.device, dtype: torch.dtype) -> str:
     """What is wrong with the kernels on this device: against fp64, also where keys resemble each other, as in a text
     that repeats, so that errors add up. See running.Trial.
     """
-    if problem := trial_of_convolution(device, dtype):
+    if problem := trial_of_inputs(device, dtype):
         return problem
     draw, ids = torch.Generator().manual_seed(1), document_ids(Documents(1, 300, (120, 3, 177)), device)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(1, 300, *shape, generator=draw).to(device)
 
-    q, k, v, *of_gates = drawn(2, 128), drawn(2, 128), drawn(4, 128), drawn(4), drawn(4), drawn(4)[0, 0], drawn(4)[0, 1]
+    q, k, v, g, beta = drawn(2, 128), drawn(2, 128), drawn(4, 128), -drawn(4).exp(), drawn(4).sigmoid()
     for name, keys in {"random": k, "similar": k + 2 * k[:, :1], "equal": k[:, :1].expand_as(k)}.items():
         computed = []
         for kinds, wide in ((), torch.float64), (("delta",), torch.float32), (("delta",), torch.float32):
-            leaves = [x.to(wide).requires_grad_() for x in (q, keys, v, *of_gates)]
+            leaves = [x.to(wide).requires_grad_() for x in (q, keys, v, g, beta)]
             with only(kinds), torch.enable_grad():
-                output = delta_rule(*leaves[:3], *gates(*leaves[3:]), ids)[0]  # type: ignore[arg-type, call-arg, misc]
+                output = delta_rule(*leaves, ids)[0]  # type: ignore[arg-type, call-arg, misc]
                 computed.append([output.detach(), *torch.autograd.grad(output, leaves, output.detach().cos())])
         exact, ours, again = computed
         if not all(torch.equal(*pair) for pair in zip(ours, again, strict=True)):
@@ -503,19 +503,26 @@ def trial(device: torch.device, dtype: torch.dtype) -> str:
     return ""
 
 
-def trial_of_convolution(device: torch.device, dtype: torch.dtype) -> str:
+def trial_of_inputs(device: torch.device, dtype: torch.dtype) -> str:
+    """The same of the convolution and the gates."""
     draw, ids = torch.Generator().manual_seed(1), document_ids(Documents(1, 70, (33, 3, 34)), device)
     sizes = [(1, 70, 64), (1, 70, 64), (1, 70, 96), (64, 4), (64, 4), (96, 4)]
-    inputs, computed = [torch.randn(size, generator=draw).to(device, dtype) for size in sizes], []
-    for kinds, wide in ((), torch.float64), (("delta",), dtype), (("delta",), dtype):
-        leaves = [x.to(wide).requires_grad_() for x in inputs]
-        with only(kinds), torch.enable_grad():
-            outputs = convolved(leaves[:3], leaves[3:], ids)
-            computed.append([*outputs, *torch.autograd.grad(outputs, leaves, [x.detach() for x in leaves[:3]])])
-    exact, ours, again = computed
-    if not all(torch.equal(*pair) for pair in zip(ours, again, strict=True)):
-        return "the convolution gives other bits the second time"
-    bar = 8 * torch.finfo(dtype).eps
-    if not all((a - b).abs().max() <= bar * a.abs().max() for a, b in zip(exact, ours, strict=True)):
-        return "the convolution differs from fp64"
+    cases: dict[str, tuple[Any, Any]] = {
+        "the convolution": (lambda q, k, v, *weights: convolved((q, k, v), weights, ids), sizes),
+        "the gates": (gates, [(1, 70, 6), (1, 70, 6), (6,), (6,)]),
+    }
+    for name, (function, sizes) in cases.items():
+        inputs, computed = [torch.randn(size, generator=draw).to(device, dtype) for size in sizes], []
+        for kinds, wide in ((), torch.float64), (("delta",), dtype), (("delta",), dtype):
+            leaves = [x.to(wide).requires_grad_() for x in inputs]
+            with only(kinds), torch.enable_grad():
+                outputs = function(*leaves)
+                weights = [x.detach().to(y.dtype) for x, y in zip(leaves, outputs, strict=False)]
+                computed.append([*outputs, *torch.autograd.grad(outputs, leaves, weights)])
+        exact, ours, again = computed
+        if not all(torch.equal(*pair) for pair in zip(ours, again, strict=True)):
+            return f"{name} gives other bits the second time"
+        bar = 8 * torch.finfo(dtype).eps
+        if not all((a - b).abs().max() <= bar * a.abs().max() for a, b in zip(exact, ours, strict=True)):
+            return f"{name} differs from fp64"
     return ""

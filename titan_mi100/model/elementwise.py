@@ -132,11 +132,11 @@ def trial(device: torch.device, dtype: torch.dtype) -> str:
     cos, sin = rotary_tables(torch.arange(70, device=device)[None], 64, 1e4)
     cases: dict[str, Callable[..., Any]] = {
         "SwiGLU": swiglu,
-        "the gate": gated,
         "the norm": lambda x, y: norm(x),
         "the norm of a sum": norm,
         "the gated norm": lambda x, y: gated_norm(x, y, norm.weight, norm.eps),
         "the rotation": lambda x, y: norm_and_rotate(x, y, (norm, norm), cos, sin),
+        "the gate": gated,
     }
     for name, function in cases.items():
         computed = []

@@ -7,6 +7,7 @@ legend. Numbers of value heads count (N, B, Hk, G), those of key heads (N, B, Hk
 
     q, k, v, grad (of the outputs), out and their gradients: (batch, seq, heads, size), contiguous, in any dtype.
     q_factor, k_factor: (N, B, Hk, C), what norms and the scale multiply queries and keys by.
+    products: (N, B, Hk, C, C), on and below the diagonal Q K^T, above it K K^T; their gradients: the same of a value head.
     beta, entry, last: beta, a and r, (N, B, Hk, G, C). high, low: sums of g, which add up to twice fp32's precision.
     ids: (batch, seq), see delta_rule.document_ids. Padding behind a row is of the document of its last token.
 
@@ -86,48 +87,52 @@ def _exp(logs, is_same):
 
 @triton.jit
 def chunks_kernel(
-    q, k, g, strength, ids, q_factor, k_factor, beta, entry, last, high, low, qk, kk, inverse, seq, batch, heads,
+    q, k, g, strength, ids, q_factor, k_factor, beta, entry, last, high, low, products, inverse, seq, batch, heads,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, PRECISION: tl.constexpr, NEEDS_KK: tl.constexpr,
+    WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Prepares a chunk of a key head: factors, Q K^T and K K^T, and of its value heads gates and inverses of I + A.
+    """Prepares a chunk of a key head: factors and products, and of its value heads the gates and inverses of I + A.
 
-    Args:
-        g, strength: the gates, (batch, seq, Hv). kk: written if NEEDS_KK.
+    Args: g, strength: the gates, (batch, seq, Hv).
     """
     HALF: tl.constexpr = TOKENS // 2
     key, tokens, some = tl.program_id(0), tl.arange(0, TOKENS), tl.arange(0, WIDTH)
     first = tl.arange(0, HALF)
     second, nothing = HALF + first, tl.zeros((HALF, HALF), tl.float32)
-    kk00, kk10, kk11 = nothing, nothing, nothing
-    qk0, qk1 = tl.zeros((TOKENS, HALF), tl.float32), tl.zeros((TOKENS, HALF), tl.float32)
-    q_square, k_square0, k_square1 = tl.zeros((TOKENS,), tl.float32), tl.sum(nothing, 1), tl.sum(nothing, 1)
+    qk00, qk10, qk11, kk00, kk10, kk11 = nothing, nothing, nothing, nothing, nothing, nothing
+    q_square0, q_square1 = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
+    k_square0, k_square1 = q_square0, q_square1
     for start in range(0, KEY, WIDTH):
-        queries = _load(q, key, heads, seq, batch, tokens, start + some, TOKENS, KEY)
+        q0 = _load(q, key, heads, seq, batch, first, start + some, TOKENS, KEY)
+        q1 = _load(q, key, heads, seq, batch, second, start + some, TOKENS, KEY)
         k0 = _load(k, key, heads, seq, batch, first, start + some, TOKENS, KEY)
         k1 = _load(k, key, heads, seq, batch, second, start + some, TOKENS, KEY)
-        q_square += tl.sum(queries * queries, 1)
+        q_square0 += tl.sum(q0 * q0, 1)
+        q_square1 += tl.sum(q1 * q1, 1)
         k_square0 += tl.sum(k0 * k0, 1)
         k_square1 += tl.sum(k1 * k1, 1)
-        qk0 = _dot(queries, tl.trans(k0), qk0, PRECISION)
-        qk1 = _dot(queries, tl.trans(k1), qk1, PRECISION)
+        qk00 = _dot(q0, tl.trans(k0), qk00, PRECISION)
+        qk10 = _dot(q1, tl.trans(k0), qk10, PRECISION)
+        qk11 = _dot(q1, tl.trans(k1), qk11, PRECISION)
         kk00 = _dot(k0, tl.trans(k0), kk00, PRECISION)
         kk10 = _dot(k1, tl.trans(k0), kk10, PRECISION)
         kk11 = _dot(k1, tl.trans(k1), kk11, PRECISION)
-    of_q, of_k0, of_k1 = _factor(q_square) * KEY**-0.5, _factor(k_square0), _factor(k_square1)
-    tl.store(q_factor + key * TOKENS + tokens, of_q)
+    of_q0, of_q1 = _factor(q_square0) * KEY**-0.5, _factor(q_square1) * KEY**-0.5
+    of_k0, of_k1 = _factor(k_square0), _factor(k_square1)
+    tl.store(q_factor + key * TOKENS + first, of_q0)
+    tl.store(q_factor + key * TOKENS + second, of_q1)
     tl.store(k_factor + key * TOKENS + first, of_k0)
     tl.store(k_factor + key * TOKENS + second, of_k1)
-    tl.store(_tile(qk, key, TOKENS, TOKENS, tokens, first), qk0 * of_q[:, None] * of_k0[None, :])
-    tl.store(_tile(qk, key, TOKENS, TOKENS, tokens, second), qk1 * of_q[:, None] * of_k1[None, :])
     kk00 *= of_k0[:, None] * of_k0[None, :]
     kk10 *= of_k1[:, None] * of_k0[None, :]
     kk11 *= of_k1[:, None] * of_k1[None, :]
-    if NEEDS_KK:
-        tl.store(_tile(kk, key, TOKENS, TOKENS, first, first), kk00)
-        tl.store(_tile(kk, key, TOKENS, TOKENS, second, first), kk10)
-        tl.store(_tile(kk, key, TOKENS, TOKENS, second, second), kk11)
-        tl.store(_tile(kk, key, TOKENS, TOKENS, first, second), nothing)
+    is_lower = first[:, None] >= first[None, :]
+    block = tl.where(is_lower, qk00 * of_q0[:, None] * of_k0[None, :], kk00)  # K K^T is symmetric
+    tl.store(_tile(products, key, TOKENS, TOKENS, first, first), block)
+    tl.store(_tile(products, key, TOKENS, TOKENS, first, second), tl.trans(kk10))
+    tl.store(_tile(products, key, TOKENS, TOKENS, second, first), qk10 * of_q1[:, None] * of_k0[None, :])
+    block = tl.where(is_lower, qk11 * of_q1[:, None] * of_k1[None, :], kk11)
+    tl.store(_tile(products, key, TOKENS, TOKENS, second, second), block)
     chunk = key // heads
     before = tl.load(ids + chunk % batch * seq + tl.maximum(chunk // batch * TOKENS - 1, 0))  # the state's document
     document = _documents(ids, chunk, seq, batch, tokens, TOKENS)
@@ -235,7 +240,7 @@ def states_kernel(
 
 @triton.jit
 def outputs_kernel(
-    states, q, q_factor, entry, high, low, ids, qk, changes, out, seq, batch, heads,
+    states, q, q_factor, entry, high, low, ids, products, changes, out, seq, batch, heads,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -249,7 +254,7 @@ def outputs_kernel(
         total = _dot(state, tl.trans(queries), total, PRECISION)
     total *= tl.load(entry + number * TOKENS + tokens)[None, :]
     pairs = _decays(high, low, ids, number, heads * GROUP, seq, batch, tokens, tokens, TOKENS)
-    pairs *= tl.load(_tile(qk, key, TOKENS, TOKENS, tokens, tokens))
+    pairs *= tl.load(_tile(products, key, TOKENS, TOKENS, tokens, tokens))
     change = tl.load(_tile(changes, number, VALUE, TOKENS, rows, tokens))
     total = _dot(change, tl.trans(pairs), total, PRECISION)
     out, inside = _row(out, number, heads * GROUP, seq, batch, tokens, rows, TOKENS, VALUE)
@@ -258,7 +263,7 @@ def outputs_kernel(
 
 @triton.jit
 def read_kernel(
-    states, q, k, v, q_factor, k_factor, beta, entry, high, low, ids, inverse, qk, grad, read, changes, inside,
+    states, q, k, v, q_factor, k_factor, beta, entry, high, low, ids, inverse, products, grad, read, changes, inside,
     asked, seq, batch, heads,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, PRECISION: tl.constexpr,
@@ -288,7 +293,7 @@ def read_kernel(
     asked += tl.program_id(1) * tl.num_programs(0) * TOKENS + number * TOKENS
     tl.store(asked + tokens, tl.sum(slope * of_queries, 0))
     pairs = _decays(high, low, ids, number, heads * GROUP, seq, batch, tokens, tokens, TOKENS)
-    pairs *= tl.load(_tile(qk, key, TOKENS, TOKENS, tokens, tokens))
+    pairs *= tl.load(_tile(products, key, TOKENS, TOKENS, tokens, tokens))
     tl.store(_tile(inside, number, VALUE, TOKENS, rows, tokens), _dot(slope, pairs, nothing, PRECISION))
 
 
@@ -346,19 +351,19 @@ def states_gradient_kernel(
 
 @triton.jit
 def pairs_gradient_kernel(
-    v, beta, entry, last, high, low, ids, qk, kk, grad, read, changes, scaled, asked, lasts, grad_v, grad_beta, sums,
-    grad_qk, grad_kk, seq, batch, heads,
+    v, beta, entry, last, high, low, ids, products, grad, read, changes, scaled, asked, lasts, grad_v, grad_beta, sums,
+    grad_products, seq, batch, heads,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of v, beta, and of Q K^T and K K^T by one value head, and sums of products with gradients.
+    """The gradients of v, beta, and of the products by one value head, and sums of factors times gradients.
 
     Args:
         asked, lasts: parts of sums, see read_kernel and states_gradient_kernel.
         sums: (4, N, B, Hk, G, C): of the normalised queries times their gradients; of the keys', but for what is also
             in the next; of the gradients of the logarithms of L by columns; and by columns those of the last row.
     """
-    HALF: tl.constexpr = TOKENS // 2
+    PART: tl.constexpr = TOKENS // 2 if ROWS == 16 else WIDTH  # of the columns at once: RDNA has few registers
     number, tokens, total = tl.program_id(0), tl.arange(0, TOKENS), tl.num_programs(0) * TOKENS
     at, key = number * TOKENS, number // GROUP
     strength, enters = tl.load(beta + at + tokens), tl.load(entry + at + tokens)
@@ -377,9 +382,9 @@ def pairs_gradient_kernel(
         of_read += tl.sum(inner * was_read, 0)
     of_queries *= enters
     of_keys = -enters * of_read
-    for part in range(0, TOKENS, HALF):
-        some = part + tl.arange(0, HALF)
-        attention, overlap = tl.zeros((TOKENS, HALF), tl.float32), tl.zeros((TOKENS, HALF), tl.float32)
+    for part in range(0, TOKENS, PART):
+        some = part + tl.arange(0, PART)
+        attention, overlap = tl.zeros((TOKENS, PART), tl.float32), tl.zeros((TOKENS, PART), tl.float32)
         for start in range(0, VALUE, WIDTH):
             rows = start + tl.arange(0, WIDTH)
             slope = _load(grad, number, heads * GROUP, seq, batch, tokens, rows, TOKENS, VALUE)
@@ -390,15 +395,17 @@ def pairs_gradient_kernel(
         kept = _decays(high, low, ids, number, heads * GROUP, seq, batch, tokens, some, TOKENS)
         attention *= kept
         overlap = tl.where(tokens[:, None] > some[None, :], -overlap * kept, 0.0)
-        tl.store(_tile(grad_qk, number, TOKENS, TOKENS, tokens, some), attention)
-        tl.store(_tile(grad_kk, number, TOKENS, TOKENS, tokens, some), overlap * strength[:, None])
-        overlap *= tl.load(_tile(kk, key, TOKENS, TOKENS, tokens, some))
+        target = _tile(grad_products, number, TOKENS, TOKENS, tokens, some)
+        tl.store(target, attention, mask=tokens[:, None] >= some[None, :])
+        target = _tile(grad_products, number, TOKENS, TOKENS, some, tokens)
+        tl.store(target, tl.trans(overlap * strength[:, None]), mask=some[:, None] < tokens[None, :])
+        overlap *= tl.trans(tl.load(_tile(products, key, TOKENS, TOKENS, some, tokens)))
         of_beta += tl.sum(overlap, 1)
         overlap *= strength[:, None]
-        attention *= tl.load(_tile(qk, key, TOKENS, TOKENS, tokens, some))
+        attention *= tl.load(_tile(products, key, TOKENS, TOKENS, tokens, some))
         of_queries += tl.sum(attention, 1)
         of_keys += tl.sum(overlap, 1)
-        of_last = tl.zeros((HALF,), tl.float32)
+        of_last = tl.zeros((PART,), tl.float32)
         for behind in range(VALUE // ROWS):
             of_last += tl.load(lasts + behind * total + at + some)
         of_last *= tl.load(last + at + some)
@@ -417,7 +424,7 @@ def _store_gate(x, gradients, number, heads, seq, batch, tokens, TOKENS: tl.cons
 
 @triton.jit
 def keys_gradient_kernel(
-    states, grad_states, q, k, q_factor, k_factor, beta, entry, last, grad, changes, scaled, sums, grad_qk, grad_kk,
+    states, grad_states, q, k, q_factor, k_factor, beta, entry, last, grad, changes, scaled, sums, grad_products,
     grad_q, grad_k, kept, seq, batch, heads,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, PRECISION: tl.constexpr,
@@ -456,11 +463,12 @@ def keys_gradient_kernel(
             others = start + tl.arange(0, WIDTH)
             queries = _unit(q, q_factor, key, heads, seq, batch, others, columns, TOKENS, KEY)
             keys = _unit(k, k_factor, key, heads, seq, batch, others, columns, TOKENS, KEY)
-            of_q = _dot(tl.load(_tile(grad_qk, number, TOKENS, TOKENS, tokens, others)), keys, of_q, PRECISION)
-            pairs = tl.trans(tl.load(_tile(grad_qk, number, TOKENS, TOKENS, others, tokens)))
-            of_k = _dot(pairs, queries, of_k, PRECISION)
-            pairs = tl.trans(tl.load(_tile(grad_kk, number, TOKENS, TOKENS, others, tokens)))
-            pairs += tl.load(_tile(grad_kk, number, TOKENS, TOKENS, tokens, others))
+            pairs = tl.load(_tile(grad_products, number, TOKENS, TOKENS, tokens, others))
+            other = tl.trans(tl.load(_tile(grad_products, number, TOKENS, TOKENS, others, tokens)))
+            order = tokens[:, None] - others[None, :]
+            of_q = _dot(tl.where(order >= 0, pairs, 0.0), keys, of_q, PRECISION)
+            of_k = _dot(tl.where(order <= 0, other, 0.0), queries, of_k, PRECISION)
+            pairs = tl.where(order > 0, other, tl.where(order < 0, pairs, 0.0))
             of_k = _dot(pairs, keys, of_k, PRECISION)
     # Now through the norms: a unit vector's gradient has no part along it. Queries have the length 1 / sqrt(KEY).
     of_q -= _unit(q, q_factor, key, heads, seq, batch, tokens, columns, TOKENS, KEY) * (along_q * KEY)[:, None]

@@ -64,18 +64,18 @@ class _Sizes(NamedTuple):
         """A tensor (N, B, Hk, ...) in fp32."""
         return like.new_empty(self.chunks, self.rows, self.heads, *sizes, dtype=torch.float32)
 
-    def _launch(self, kernel: Any, programs: tuple[int, ...], tensors: Sequence[Tensor], *numbers: int, **constants: Any) -> None:
+    def _launch(self, kernel: Any, programs: tuple[int, ...], tensors: Sequence[Tensor], *numbers: int) -> None:
         (rows, options), width = tile_of(tensors[0]), WIDTH
         if numbers and rows == 8:  # RDNA multiplies fp32 without matrix instructions: more threads, fewer registers each
             options = {**options, "num_warps": 16}
         elif numbers:
             width = self.tokens // 2
         launch(kernel, programs, *tensors, *numbers, self.seq, self.rows, self.heads, GROUP=self.group,
-               TOKENS=self.tokens, KEY=self.key, VALUE=self.value, ROWS=rows, WIDTH=width, **constants, **options)  # fmt: skip
+               TOKENS=self.tokens, KEY=self.key, VALUE=self.value, ROWS=rows, WIDTH=width, **options)  # fmt: skip
 
-    def by_key(self, kernel: Any, *tensors: Tensor, parts: int = 1, **constants: Any) -> None:
+    def by_key(self, kernel: Any, *tensors: Tensor, parts: int = 1) -> None:
         """Launch on each chunk of a key head, and each part."""
-        self._launch(kernel, (self.chunks * self.rows * self.heads, parts), tensors, **constants)
+        self._launch(kernel, (self.chunks * self.rows * self.heads, parts), tensors)
 
     def by_value(self, kernel: Any, *tensors: Tensor, parts: int = 1) -> None:
         """The same of value heads."""
@@ -97,18 +97,16 @@ class _Chunks(NamedTuple):
     last: Tensor
     high: Tensor
     low: Tensor
-    qk: Tensor
-    kk: Tensor
+    products: Tensor
     inverse: Tensor
 
     @classmethod
-    def of(cls, sizes: _Sizes, ids: Tensor, inputs: Sequence[Tensor], needs_kk: bool) -> "_Chunks":
+    def of(cls, sizes: _Sizes, ids: Tensor, inputs: Sequence[Tensor]) -> "_Chunks":
         q, k, _, g, beta = inputs
         tokens, empty = sizes.tokens, sizes.empty
         factors, gates = ([empty(k, n, tokens) for _ in range(count)] for n, count in ((1, 2), (sizes.group, 5)))
-        qk = empty(k, tokens, tokens)
-        x = cls(*factors, *gates, qk, empty(k, tokens, tokens) if needs_kk else qk, empty(k, sizes.group, tokens, tokens))
-        sizes.by_key(kernels.chunks_kernel, q, k, g, beta, ids, *x, NEEDS_KK=needs_kk)
+        x = cls(*factors, *gates, empty(k, tokens, tokens), empty(k, sizes.group, tokens, tokens))
+        sizes.by_key(kernels.chunks_kernel, q, k, g, beta, ids, *x)
         return x
 
 
@@ -122,12 +120,12 @@ class DeltaRule(torch.autograd.Function):
     def forward(ctx: Any, tokens: int, *inputs: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         ids, state, q, k, v, g, beta = inputs = tuple(x.contiguous() for x in inputs)
         sizes = ctx.sizes = _Sizes.of(k, v, tokens)
-        x = _Chunks.of(sizes, ids, inputs[2:], needs_kk=False)
+        x = _Chunks.of(sizes, ids, inputs[2:])
         states, changes = (sizes.empty(v, sizes.group, sizes.value, n) for n in (sizes.key, tokens))
         behind, out = state.new_empty(state.shape), v.new_empty(v.shape)
         sizes.through(kernels.states_kernel, state, k, x.k_factor, x.beta, x.entry, x.last, x.inverse, v,
                       states, behind, changes)  # fmt: skip
-        sizes.by_value(kernels.outputs_kernel, states, q, x.q_factor, x.entry, x.high, x.low, ids, x.qk, changes, out,
+        sizes.by_value(kernels.outputs_kernel, states, q, x.q_factor, x.entry, x.high, x.low, ids, x.products, changes, out,
                        parts=sizes.value // WIDTH)  # fmt: skip
         ctx.save_for_backward(ids, q, k, v, g, beta, states)
         return out, behind
@@ -137,23 +135,23 @@ class DeltaRule(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         ids, q, k, v, g, beta, states = ctx.saved_tensors
         sizes, grad, grad_state = ctx.sizes, grad.contiguous(), grad_state.contiguous()
-        x = _Chunks.of(sizes, ids, (q, k, v, g, beta), needs_kk=True)
+        x = _Chunks.of(sizes, ids, (q, k, v, g, beta))
         group, tokens, empty, parts = sizes.group, sizes.tokens, sizes.empty, sizes.value // WIDTH
         read, changes, inside, scaled = (empty(v, group, sizes.value, tokens) for _ in range(4))
         asked = v.new_empty(parts, *x.beta.shape, dtype=torch.float32)
         sizes.by_value(kernels.read_kernel, states, q, k, v, x.q_factor, x.k_factor, x.beta, x.entry, x.high, x.low,
-                       ids, x.inverse, x.qk, grad, read, changes, inside, asked, parts=parts)  # fmt: skip
+                       ids, x.inverse, x.products, grad, read, changes, inside, asked, parts=parts)  # fmt: skip
         behind, first = v.new_empty(states.shape, dtype=torch.float32), grad_state.new_empty(grad_state.shape)
         lasts = v.new_empty(sizes.value // tile_of(v)[0], *x.beta.shape, dtype=torch.float32)
         sizes.through(kernels.states_gradient_kernel, grad_state, k, q, x.k_factor, x.q_factor, x.beta, x.entry,
                       x.entry, x.last, x.inverse, grad, inside, changes, behind, first, scaled, lasts)  # fmt: skip
         grads = [part.new_empty(part.shape) for part in (q, k, v, g, beta)]
-        sums, (grad_qk, grad_kk) = lasts.new_empty(4, *x.beta.shape), (empty(v, group, tokens, tokens) for _ in "qk")
-        sizes.by_value(kernels.pairs_gradient_kernel, v, x.beta, x.entry, x.last, x.high, x.low, ids, x.qk, x.kk, grad,
-                       read, changes, scaled, asked, lasts, grads[2], grads[4], sums, grad_qk, grad_kk)  # fmt: skip
+        sums, grad_products = lasts.new_empty(4, *x.beta.shape), empty(v, group, tokens, tokens)
+        sizes.by_value(kernels.pairs_gradient_kernel, v, x.beta, x.entry, x.last, x.high, x.low, ids, x.products, grad,
+                       read, changes, scaled, asked, lasts, grads[2], grads[4], sums, grad_products)  # fmt: skip
         kept = lasts.new_empty(sizes.key // WIDTH, *x.beta.shape[:-1])
         sizes.by_key(kernels.keys_gradient_kernel, states, behind, q, k, x.q_factor, x.k_factor, x.beta, x.entry,
-                     x.last, grad, changes, scaled, sums, grad_qk, grad_kk, *grads[:2], kept,
+                     x.last, grad, changes, scaled, sums, grad_products, *grads[:2], kept,
                      parts=len(kept))  # fmt: skip
         sizes.by_value(kernels.decays_gradient_kernel, sums, kept, x.entry, ids, grads[3])
         return None, None, first, *grads
