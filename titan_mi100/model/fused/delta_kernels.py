@@ -100,17 +100,17 @@ def chunks_kernel(
     first = tl.arange(0, HALF)
     second, nothing = HALF + first, tl.zeros((HALF, HALF), tl.float32)
     qk00, qk10, qk11, kk00, kk10, kk11 = nothing, nothing, nothing, nothing, nothing, nothing
-    q_square0, q_square1 = tl.zeros((HALF,), tl.float32), tl.zeros((HALF,), tl.float32)
-    k_square0, k_square1 = q_square0, q_square1
+    q_square0 = tl.zeros((HALF, WIDTH), tl.float32)  # a sum over lanes of squares could be fused with the squaring, and
+    q_square1, k_square0, k_square1 = q_square0, q_square0, q_square0  # lanes would differ in their last bits
     for start in range(0, KEY, WIDTH):
         q0 = _load(q, key, heads, seq, batch, first, start + some, TOKENS, KEY)
         q1 = _load(q, key, heads, seq, batch, second, start + some, TOKENS, KEY)
         k0 = _load(k, key, heads, seq, batch, first, start + some, TOKENS, KEY)
         k1 = _load(k, key, heads, seq, batch, second, start + some, TOKENS, KEY)
-        q_square0 += tl.sum(q0 * q0, 1)
-        q_square1 += tl.sum(q1 * q1, 1)
-        k_square0 += tl.sum(k0 * k0, 1)
-        k_square1 += tl.sum(k1 * k1, 1)
+        q_square0 += q0 * q0
+        q_square1 += q1 * q1
+        k_square0 += k0 * k0
+        k_square1 += k1 * k1
         qk00 = _dot(q0, tl.trans(k0), qk00, PRECISION)
         qk10 = _dot(q1, tl.trans(k0), qk10, PRECISION)
         qk11 = _dot(q1, tl.trans(k1), qk11, PRECISION)
@@ -147,7 +147,10 @@ def chunks_kernel(
             of_rows = _documents(ids, chunk, seq, batch, rows, TOKENS)
             is_same = (of_rows[:, None] == document[None, :]) & (rows[:, None] >= tokens[None, :])
             sums = tl.sum(tl.where(is_same, logs[None, :], 0.0).to(tl.float64), 1)  # they are subtracted: in fp64
-            rounded, strengths = sums.to(tl.float32), _load_gate(strength, number, heads * GROUP, seq, batch, rows, TOKENS)
+            rounded, strengths = (
+                sums.to(tl.float32),
+                _load_gate(strength, number, heads * GROUP, seq, batch, rows, TOKENS),
+            )
             tl.store(high + at + rows, rounded)
             tl.store(low + at + rows, (sums - rounded).to(tl.float32))
             tl.store(entry + at + rows, _exp(rounded, of_rows == before))
@@ -165,8 +168,8 @@ def chunks_kernel(
 
 
 @triton.jit
-def _factor(square):
-    return 1.0 / tl.sqrt(square + 1e-6)
+def _factor(squares):
+    return 1.0 / tl.sqrt(tl.sum(squares, 1) + 1e-6)
 
 
 @triton.jit
