@@ -135,11 +135,12 @@ def test_a_model_gives_the_gradients_of_plain_operations(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_machine_code_for_an_mi100_is_right(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("arch", ["gfx908", "gfx90a"])
+def test_the_machine_code_is_right(arch: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = list[str]()
 
     def execute(kernel: Any, programs: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        (compiled,) = compile_all([Fused("gfx908", Launched.of(kernel, arguments, constants))])
+        (compiled,) = compile_all([Fused(arch, Launched.of(kernel, arguments, constants))])
         Emulated(compiled, "reversed").run(Call(programs, arguments))
         ran.append(kernel.__name__)
 

@@ -56,7 +56,7 @@ def test_lengths(seq: int) -> None:
     """One document, and two, of which the second starts at each third; with all keys, from no decay to none left."""
     for keys in KEYS:
         for lengths in ([seq], [seq // 3, seq - seq // 3]) if seq > 2 else ([seq],):
-            some = case(lengths, keys, heads=1, group=1, sizes=(32, 16))
+            some = case(lengths, keys, heads=2, group=1, sizes=(32, 16))
             assert max(errors(run(some), some.run(recurrence))) <= 2e-6, (keys, lengths)
 
 

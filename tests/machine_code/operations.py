@@ -1,8 +1,8 @@
 """What the ALUs compute: name -> (kinds of the sources > kinds of the results, function).
 
 Kinds of vector operands: u, i, f are 32 bits of each lane as unsigned, signed, float; U, I are pairs of registers;
-d a pair as fp64; h is fp16 in the low half; B is a flag for each lane, in a pair of SGPRs (with 32 lanes b, in one); D is the old value
-of the target as float.
+d is a pair as fp64; h is fp16 in the low half; B is a flag for each lane, in a pair of SGPRs (with 32 lanes b, in one);
+D is the old value of the target as float.
 Kinds of scalar operands: u, i are 32 bits, U, I 64; s is scc, which no operand names; D is the old value of the target.
 
 Written after AMD's "Instinct MI100 Instruction Set Architecture" (CDNA1), chapters 5, 6 and 12, and the same of MI200

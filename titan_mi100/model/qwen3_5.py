@@ -207,7 +207,8 @@ class DeltaBlock(GatedBlock):
         q, k, v = net.convolved(parts, prepared)
         # On a CPU memory is no shortage, and launches cost nothing. Tensors without values are counted for a GPU.
         on_cpu = q.device.type == "cpu" and not isinstance(q, FakeTensor)
-        return delta_rule(q, k, v, *net.decay(a, b), prepared, chunk=self.chunk, keeps=on_cpu, divides=on_cpu)[0], z
+        decay, strength = net.decay(a, b)
+        return delta_rule(q, k, v, decay, strength, prepared, chunk=self.chunk, keeps=on_cpu, divides=on_cpu)[0], z
 
     def new_decode_state(self, spec: ModelSpec, batch: int, seq: int, dtype: torch.dtype, device: torch.device) -> Any:
         """The convolutions' last inputs, and the rule's state; empty before the first token."""
@@ -217,7 +218,8 @@ class DeltaBlock(GatedBlock):
         net, (z, b, a), ids = self.linear_attn, parts[3:], None if used else prepared
         (q, k, v), last = net.next_convolved(parts, ids, state.get("inputs"))
         rule = recurrence if q.shape[1] == 1 else delta_rule
-        mixed, after = rule(q, k, v, *net.decay(a, b), ids, state.get("rule"))
+        decay, strength = net.decay(a, b)
+        mixed, after = rule(q, k, v, decay, strength, ids, state.get("rule"))
         state |= {"inputs": last, "rule": after}
         return mixed, z
 

@@ -7,7 +7,7 @@ legend. Numbers of value heads count (N, B, Hk, G), those of key heads (N, B, Hk
 
     q, k, v, grad (of the outputs), out and their gradients: (batch, seq, heads, size), contiguous, in any dtype.
     q_factor, k_factor: (N, B, Hk, C), what norms and the scale multiply queries and keys by.
-    products: (N, B, Hk, C, C), on and below the diagonal Q K^T, above it K K^T; their gradients: the same of a value head.
+    products: (N, B, Hk, C, C), on and below the diagonal Q K^T, above it K K^T. Their gradients: of each value head.
     beta, entry, last: beta, a and r, (N, B, Hk, G, C). high, low: sums of g, which add up to twice fp32's precision.
     ids: (batch, seq), see delta_rule.document_ids. Padding behind a row is of the document of its last token.
 

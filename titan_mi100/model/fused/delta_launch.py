@@ -107,7 +107,7 @@ class _Chunks(NamedTuple):
         q, k, _, g, beta = inputs
         tokens, empty = sizes.tokens, sizes.empty
         factors, gates = ([empty(k, n, tokens) for _ in range(count)] for n, count in ((1, 2), (sizes.group, 5)))
-        x = cls(*factors, *gates, empty(k, tokens, tokens), empty(k, sizes.group, tokens, tokens))
+        x = cls._make((*factors, *gates, empty(k, tokens, tokens), empty(k, sizes.group, tokens, tokens)))
         sizes.by_key(kernels.chunks_kernel, q, k, g, beta, ids, *x)
         return x
 
@@ -127,8 +127,8 @@ class DeltaRule(torch.autograd.Function):
         behind, out = state.new_empty(state.shape), v.new_empty(v.shape)
         sizes.through(kernels.states_kernel, state, k, x.k_factor, x.beta, x.entry, x.last, x.inverse, v,
                       states, behind, changes)  # fmt: skip
-        sizes.by_value(kernels.outputs_kernel, states, q, x.q_factor, x.entry, x.high, x.low, ids, x.products, changes, out,
-                       parts=sizes.value // WIDTH)  # fmt: skip
+        sizes.by_value(kernels.outputs_kernel, states, q, x.q_factor, x.entry, x.high, x.low, ids, x.products,
+                       changes, out, parts=sizes.value // WIDTH)  # fmt: skip
         ctx.save_for_backward(ids, q, k, v, g, beta, states)
         return out, behind
 
