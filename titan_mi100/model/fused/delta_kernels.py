@@ -228,8 +228,8 @@ def states_kernel(
         read = _dot(s0, tl.trans(k0), tl.zeros((ROWS, TOKENS), tl.float32), PRECISION)
         read = _dot(s1, tl.trans(k1), read, PRECISION)
         enters = tl.load(entry + number * TOKENS + tokens)
-        values = tl.trans(_load(v, number, heads * GROUP, seq, batch, tokens, rows, TOKENS, VALUE))
-        rest = (values - enters[None, :] * read) * tl.load(beta + number * TOKENS + tokens)[None, :]
+        rest = tl.trans(_load(v, number, heads * GROUP, seq, batch, tokens, rows, TOKENS, VALUE))
+        rest = (rest - enters[None, :] * read) * tl.load(beta + number * TOKENS + tokens)[None, :]
         inverted = tl.load(_tile(inverse, number, TOKENS, TOKENS, tokens, tokens))
         change = _dot(rest, tl.trans(inverted), tl.zeros((ROWS, TOKENS), tl.float32), PRECISION)
         tl.store(_tile(changes, number, VALUE, TOKENS, rows, tokens), change)
@@ -260,8 +260,8 @@ def outputs_kernel(
     pairs *= tl.load(_tile(products, key, TOKENS, TOKENS, tokens, tokens))
     change = tl.load(_tile(changes, number, VALUE, TOKENS, rows, tokens))
     total = _dot(change, tl.trans(pairs), total, PRECISION)
-    out, inside = _row(out, number, heads * GROUP, seq, batch, tokens, rows, TOKENS, VALUE)
-    tl.store(out, tl.trans(total).to(out.dtype.element_ty), mask=inside)
+    target, inside = _row(out, number, heads * GROUP, seq, batch, tokens, rows, TOKENS, VALUE)
+    tl.store(target, tl.trans(total).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -377,8 +377,8 @@ def pairs_gradient_kernel(
         of_queries += tl.load(asked + start // WIDTH * total + at + tokens)
         inner = tl.load(_tile(scaled, number, VALUE, TOKENS, rows, tokens))
         was_read = tl.load(_tile(read, number, VALUE, TOKENS, rows, tokens))
-        values = _load(v, number, heads * GROUP, seq, batch, tokens, rows, TOKENS, VALUE)
-        of_beta += tl.sum(inner * (tl.trans(values) - enters[None, :] * was_read), 0)
+        rest = _load(v, number, heads * GROUP, seq, batch, tokens, rows, TOKENS, VALUE)
+        of_beta += tl.sum(inner * (tl.trans(rest) - enters[None, :] * was_read), 0)
         inner *= strength[None, :]
         target, inside = _row(grad_v, number, heads * GROUP, seq, batch, tokens, rows, TOKENS, VALUE)
         tl.store(target, tl.trans(inner).to(grad_v.dtype.element_ty), mask=inside)

@@ -1,5 +1,6 @@
 """Launches the kernels of the delta rule and of its gates, from autograd functions and from its two operators."""
 
+from collections import namedtuple
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -57,8 +58,8 @@ class _Sizes(NamedTuple):
     @classmethod
     def of(cls, k: Tensor, v: Tensor, tokens: int) -> "_Sizes":
         """Args: k, v: (batch, seq, heads, size)."""
-        (rows, seq, heads, key), (of_values, value) = k.shape, v.shape[2:]
-        return cls(triton.cdiv(seq, tokens), rows, seq, heads, of_values // heads, tokens, key, value)
+        rows, seq, heads, key = k.shape
+        return cls(triton.cdiv(seq, tokens), rows, seq, heads, v.shape[2] // heads, tokens, key, v.shape[3])
 
     def empty(self, like: Tensor, *sizes: int) -> Tensor:
         """A tensor (N, B, Hk, ...) in fp32."""
@@ -89,27 +90,15 @@ class _Sizes(NamedTuple):
         self._launch(kernel, programs, tensors, self.chunks)
 
 
-class _Chunks(NamedTuple):
-    """What the chunks need, see kernels.chunks_kernel."""
+_Chunks = namedtuple("_Chunks", "q_factor k_factor beta entry last high low products inverse")  # of chunks_kernel
 
-    q_factor: Tensor
-    k_factor: Tensor
-    beta: Tensor
-    entry: Tensor
-    last: Tensor
-    high: Tensor
-    low: Tensor
-    products: Tensor
-    inverse: Tensor
 
-    @classmethod
-    def of(cls, sizes: _Sizes, ids: Tensor, inputs: Sequence[Tensor]) -> "_Chunks":
-        q, k, _, g, beta = inputs
-        tokens, empty = sizes.tokens, sizes.empty
-        factors, gates = ([empty(k, n, tokens) for _ in range(count)] for n, count in ((1, 2), (sizes.group, 5)))
-        x = cls._make((*factors, *gates, empty(k, tokens, tokens), empty(k, sizes.group, tokens, tokens)))
-        sizes.by_key(kernels.chunks_kernel, q, k, g, beta, ids, *x)
-        return x
+def _chunks(sizes: _Sizes, ids: Tensor, inputs: Sequence[Tensor]) -> _Chunks:
+    (q, k, _, g, beta), (tokens, empty) = inputs, (sizes.tokens, sizes.empty)
+    factors, gates = ([empty(k, n, tokens) for _ in range(count)] for n, count in ((1, 2), (sizes.group, 5)))
+    x = _Chunks._make((*factors, *gates, empty(k, tokens, tokens), empty(k, sizes.group, tokens, tokens)))
+    sizes.by_key(kernels.chunks_kernel, q, k, g, beta, ids, *x)
+    return x
 
 
 class DeltaRule(torch.autograd.Function):
@@ -122,22 +111,22 @@ class DeltaRule(torch.autograd.Function):
     def forward(ctx: Any, tokens: int, *inputs: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         ids, state, q, k, v, g, beta = inputs = tuple(x.contiguous() for x in inputs)
         sizes = ctx.sizes = _Sizes.of(k, v, tokens)
-        x = _Chunks.of(sizes, ids, inputs[2:])
+        x = _chunks(sizes, ids, inputs[2:])
         states, changes = (sizes.empty(v, sizes.group, sizes.value, n) for n in (sizes.key, tokens))
-        behind, out = state.new_empty(state.shape), v.new_empty(v.shape)
+        behind, outputs = state.new_empty(state.shape), v.new_empty(v.shape)
         sizes.through(kernels.states_kernel, state, k, x.k_factor, x.beta, x.entry, x.last, x.inverse, v,
                       states, behind, changes)  # fmt: skip
         sizes.by_value(kernels.outputs_kernel, states, q, x.q_factor, x.entry, x.high, x.low, ids, x.products,
-                       changes, out, parts=sizes.value // WIDTH)  # fmt: skip
+                       changes, outputs, parts=sizes.value // WIDTH)  # fmt: skip
         ctx.save_for_backward(ids, q, k, v, g, beta, states)
-        return out, behind
+        return outputs, behind
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         ids, q, k, v, g, beta, states = ctx.saved_tensors
         sizes, grad, grad_state = ctx.sizes, grad.contiguous(), grad_state.contiguous()
-        x = _Chunks.of(sizes, ids, (q, k, v, g, beta))
+        x = _chunks(sizes, ids, (q, k, v, g, beta))
         group, tokens, empty, parts = sizes.group, sizes.tokens, sizes.empty, sizes.value // WIDTH
         read, changes, inside, scaled = (empty(v, group, sizes.value, tokens) for _ in range(4))
         asked = v.new_empty(parts, *x.beta.shape, dtype=torch.float32)
