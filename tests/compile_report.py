@@ -340,7 +340,7 @@ def delta_launches(arch: str, head: int = 128, tokens: int = 64) -> list[Launche
     """The launches of delta_launch.py on this architecture, of a head's size and a chunk."""
     import torch
 
-    from titan_mi100.model.fused import delta_launch
+    from titan_mi100.model.fused import delta_launch, elementwise_launch
 
     launched = list[Launched]()
 
@@ -352,6 +352,7 @@ def delta_launches(arch: str, head: int = 128, tokens: int = 64) -> list[Launche
     gates = [torch.zeros(1, 150, 4, requires_grad=True) for _ in range(2)]
     with (
         patch.object(delta_launch, "launch", note),
+        patch.object(elementwise_launch, "launch", note),
         patch.object(delta_launch, "tile_of", lambda _: delta_launch.tile(arch)),
     ):
         outputs = delta_launch.DeltaRule.apply(tokens, ids, state, q, k, v, *gates)
