@@ -340,33 +340,26 @@ def delta_launches(arch: str, head: int = 128, tokens: int = 64) -> list[Launche
     """The launches of delta_launch.py on this architecture, of a head's size and a chunk."""
     import torch
 
-    from titan_mi100.model.fused import delta_launch
+    from titan_mi100.model.fused import delta_launch, elementwise_launch
 
     launched = list[Launched]()
 
     def note(kernel: Any, programs: Any, *arguments: Any, **constants: Any) -> None:
         launched.append(Launched.of(kernel, arguments, constants))
 
-    state, k, row = (
-        torch.zeros(1, 2, 2, head, head),
-        torch.zeros(3, 1, 2, tokens, head),
-        torch.zeros(3, 1, 2, 2, 1, tokens),
-    )
-    inverse, v = torch.zeros(3, 1, 2, 2, tokens, tokens), torch.zeros(3, 1, 2, 2, head, tokens)
+    ids, state = torch.zeros(1, 150, dtype=torch.int32), torch.zeros(1, 4, head, head)
+    q, k, v = (torch.zeros(1, 150, n, head, dtype=torch.bfloat16, requires_grad=True) for n in (2, 2, 4))
+    gates = [torch.zeros(1, 150, 4, requires_grad=True) for _ in range(2)]
     with (
         patch.object(delta_launch, "launch", note),
+        patch.object(elementwise_launch, "launch", note),
         patch.object(delta_launch, "tile_of", lambda _: delta_launch.tile(arch)),
     ):
-        q, number = torch.zeros(1, 150, 2, head, dtype=torch.bfloat16), torch.zeros(3, 1, tokens, dtype=torch.int32)
-        delta_launch.prepare(q, q, torch.zeros(1, 150, 4, head, dtype=torch.bfloat16), tokens)
-        delta_launch.invert(
-            inverse[:, :, :, :1], number, row[..., 0, :].flatten(2, 3), row[..., 0, :].flatten(2, 3), row
+        outputs = delta_launch.DeltaRule.apply(tokens, ids, state, q, k, v, *gates)
+        outputs += delta_launch.Gates.apply(
+            *(torch.zeros(*sizes, 32, requires_grad=True) for sizes in ((1, 9), (1, 9), (), ()))
         )
-        x = SimpleNamespace(
-            k=k, beta=row, entry=row, inverse=inverse, q=k, v=v, decay=inverse, qk=inverse[:, :, :, :1], kk=inverse
-        )
-        delta_launch.gradients(x, v.new_zeros(3, 1, 2, 2, head, head), torch.zeros(1, 150, 4, head), state)
-        delta_launch.forward_states(state, [k, row, row, row, inverse, v])
+        torch.autograd.backward(outputs, outputs)
     return launched
 
 

@@ -102,14 +102,14 @@ def test_where_the_kernels_do_not_run_the_bits_are_the_plain_forms(monkeypatch: 
 def test_the_trial_finds_nothing_wrong_here_and_other_weights(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert delta_rule.trial_of_convolution(DEVICE, dtype) == ""
+    assert delta_rule.trial_of_inputs(DEVICE, dtype) == ""
 
     def wrong(kernel: Any, programs: Any, *arguments: Any, **constants: Any) -> None:
         q, k, v, _, *others = arguments
         running.launch(kernel, programs, q, k, v, *others[:1], *others, **constants)
 
     monkeypatch.setattr(convolution_launch, "launch", wrong)
-    assert delta_rule.trial_of_convolution(DEVICE, dtype) == "the convolution differs from fp64"
+    assert delta_rule.trial_of_inputs(DEVICE, dtype) == "the convolution differs from fp64"
 
 
 @pytest.mark.parametrize("layout", ["alone", "recomputed", "sharded"])
@@ -135,11 +135,12 @@ def test_a_model_gives_the_gradients_of_plain_operations(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_machine_code_for_an_mi100_is_right(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("arch", ["gfx908", "gfx90a"])
+def test_the_machine_code_is_right(arch: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = list[str]()
 
     def execute(kernel: Any, programs: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        (compiled,) = compile_all([Fused("gfx908", Launched.of(kernel, arguments, constants))])
+        (compiled,) = compile_all([Fused(arch, Launched.of(kernel, arguments, constants))])
         Emulated(compiled, "reversed").run(Call(programs, arguments))
         ran.append(kernel.__name__)
 

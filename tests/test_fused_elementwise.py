@@ -79,6 +79,12 @@ def test_swiglu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     agrees(elementwise.swiglu, (gate, up))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gate(dtype: torch.dtype) -> None:
+    gate = 3 * drawn(2, 3, 4, 80, dtype=dtype)
+    agrees(elementwise.gated, (drawn(2, 3, 4, 40, dtype=dtype, seed=2), gate[..., 40:]))
+
+
 def test_swiglu_of_parts_of_a_merged_product_of_no_rows_and_of_large_gates() -> None:
     merged = drawn(2, 3, 128)
     with only(KINDS):

@@ -54,6 +54,8 @@ def _constant(text: str, kind: str) -> Any:
         value = int(text, 0)
         if kind in "UI":
             return u64(value & LOW64).view(i64 if kind == "I" else u64)
+        if kind == "d" and value == 0:
+            return f64(0)
         bits = u32(value & LOW32)
     return _as(bits, kind)
 
@@ -77,8 +79,8 @@ def vector_source(instruction: Instruction, operand: Operand, kind: str, part: s
     register = operand.register
     instruction.reads.update(operand.registers)
     signed = operand.negative or operand.absolute
-    fits = operand.count == (2 if kind in "UIB" else 1) or (register is None and kind not in "Bb")
-    if not fits or (signed and kind not in "fh"):
+    fits = operand.count == (2 if kind in "UIBd" else 1) or (register is None and kind not in "Bb")
+    if not fits or (signed and kind not in "fhd"):
         raise Unknown(f"{operand.text} as {kind}")
     if register is None:
         value = _constant(operand.text, kind)
@@ -89,13 +91,21 @@ def vector_source(instruction: Instruction, operand: Operand, kind: str, part: s
         low, high = _bits_of(register), _bits_of(register + 1)
         both = lambda wave: operations.wide(low(wave)) | operations.wide(high(wave)) << u64(32)  # noqa: E731
         return both if kind == "U" else lambda wave: both(wave).view(i64)
+    if kind == "d":
+        low, high = _bits_of(register), _bits_of(register + 1)
+        fetch = lambda wave: (operations.wide(low(wave)) | operations.wide(high(wave)) << u64(32)).view(f64)  # noqa: E731
+        return _signed(operand, fetch)
     part = part if operand.half is None else f"WORD_{operand.half}"
     if part == "DWORD" and kind != "h":
         fetch = _bits_of(register, kind)
     else:
         whole, (shift, mask) = _bits_of(register), _place(part)
         fetch = lambda wave: _as((whole(wave) >> shift) & mask, kind)  # noqa: E731
-    if not signed:
+    return _signed(operand, fetch)
+
+
+def _signed(operand: Operand, fetch: Fetch) -> Fetch:
+    if not (operand.negative or operand.absolute):
         return fetch
     size = np.abs if operand.absolute else np.positive
     sign = np.negative if operand.negative else np.positive
@@ -182,6 +192,7 @@ _PUT: dict[str, Callable[[Wave, int, Any], None]] = {
     "i": lambda wave, register, value: wave.put(register, value.view(u32)),
     "f": Wave.put_floats,
     "U": _put_pair,
+    "d": lambda wave, register, value: _put_pair(wave, register, value.view(u64)),
 }
 
 
@@ -360,8 +371,9 @@ def scalar_source(instruction: Instruction, operand: Operand, kind: str) -> Fetc
         return lambda wave: value
     if operand.count != (2 if kind in "UI" else 1) or operand.negative or operand.absolute or register >= V:
         raise Unknown(f"{operand.text} as {kind}")
-    if kind == "U":
-        return lambda wave: wave.pair(register)
+    if kind in "UI":
+        sign = 1 << 63 if kind == "I" else 0
+        return lambda wave: (wave.pair(register) ^ sign) - sign
     if kind == "u":
         return lambda wave: int(wave.s[register])
     return lambda wave: int(wave.s[register].view(i32))

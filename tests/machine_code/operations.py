@@ -1,8 +1,8 @@
 """What the ALUs compute: name -> (kinds of the sources > kinds of the results, function).
 
 Kinds of vector operands: u, i, f are 32 bits of each lane as unsigned, signed, float; U, I are pairs of registers;
-h is fp16 in the low half; B is a flag for each lane, in a pair of SGPRs (with 32 lanes b, in one); D is the old value
-of the target as float.
+d is a pair as fp64; h is fp16 in the low half; B is a flag for each lane, in a pair of SGPRs (with 32 lanes b, in one);
+D is the old value of the target as float.
 Kinds of scalar operands: u, i are 32 bits, U, I 64; s is scc, which no operand names; D is the old value of the target.
 
 Written after AMD's "Instinct MI100 Instruction Set Architecture" (CDNA1), chapters 5, 6 and 12, and the same of MI200
@@ -162,7 +162,8 @@ def _s24(x: Any) -> Any:
 
 _LOW24 = u32(0xFFFFFF)
 VECTOR: dict[str, tuple[str, Callable]] = {
-    **dict.fromkeys(("v_mov_b32", "v_accvgpr_read_b32", "v_accvgpr_write_b32"), ("u>u", lambda a: a)),
+    "v_mov_b32": ("u>u", lambda a: a),
+    **{f"v_accvgpr_{name}_b32": ("u>u", lambda a: a) for name in ("read", "write", "mov")},
     "v_mov_b64": ("U>U", lambda a: a),
     "v_cndmask_b32": ("uuB>u", lambda a, b, flag: np.where(flag, b, a)),
     # integers
@@ -218,6 +219,7 @@ VECTOR: dict[str, tuple[str, Callable]] = {
     "v_subrev_f32": ("ff>f", lambda a, b: b - a),
     "v_mul_f32": ("ff>f", lambda a, b: a * b),
     "v_max_f32": ("ff>f", np.fmax),
+    "v_min_f32": ("ff>f", np.fmin),
     "v_max3_f32": ("fff>f", lambda a, b, c: np.fmax(np.fmax(a, b), c)),
     "v_fma_f32": ("fff>f", fma),
     "v_fmac_f32": ("ffD>f", fma),
@@ -235,6 +237,10 @@ VECTOR: dict[str, tuple[str, Callable]] = {
     "v_div_fmas_f32": ("fffB>f", _div_fmas),  # the flag is vcc, which no operand names
     "v_div_fixup_f32": ("fff>f", _div_fixup),
     "v_cmp_class_f32": ("fu>B", _is_of_class),
+    # fp64
+    "v_add_f64": ("dd>d", lambda a, b: a + b),
+    "v_cvt_f64_f32": ("f>d", lambda a: np.asarray(a).astype(f64)),
+    "v_cvt_f32_f64": ("d>f", lambda a: np.asarray(a).astype(f32)),
     # conversions
     "v_cvt_f32_u32": ("u>f", lambda a: np.asarray(a).astype(f32)),
     "v_cvt_u32_f32": ("f>u", _to_unsigned),
@@ -299,6 +305,9 @@ SCALAR: dict[str, tuple[str, Callable]] = {
     "s_mulk_i32": ("Du>u", lambda a, k: a * _signed16(k)),
     "s_abs_i32": ("i>us", lambda a: (abs(a), a != 0)),
     "s_min_i32": ("ii>us", lambda a, b: (min(a, b), a <= b)),
+    "s_max_i32": ("ii>us", lambda a, b: (max(a, b), a >= b)),
+    "s_ff1_i32_b32": ("u>u", lambda a: (a & -a).bit_length() - 1),
+    "s_ashr_i64": ("Iu>Us", lambda a, b: (a >> (b & 63) & LOW64, a >> (b & 63) != 0)),
     "s_ashr_i32": ("iu>us", lambda a, b: (a >> (b & 31), a >> (b & 31) != 0)),
     "s_lshr_b32": ("uu>us", lambda a, b: (a >> (b & 31), a >> (b & 31) != 0)),
     "s_lshl_b32": ("uu>us", lambda a, b: (a << (b & 31), (a << (b & 31)) & LOW32 != 0)),
@@ -324,6 +333,7 @@ for _name, _function in LOGIC.items():
 for _test, _function in _COMPARISONS.items():
     for _type, _kind in _TYPES.items():
         SCALAR[f"s_cmp_{_test}_{_type}"] = (f"{_kind}{_kind}>s", _function)
+    SCALAR[f"s_cmpk_{_test}_u32"] = ("uu>s", _function)
 for _shift in range(1, 5):
     SCALAR[f"s_lshl{_shift}_add_u32"] = (
         "uu>us",

@@ -115,6 +115,19 @@ def _same(ids: Tensor, distance: int, like: Tensor) -> Tensor:
     return (ids[:, distance:] == ids[:, :-distance]).to(like.dtype)[..., None]
 
 
+def gates(a: Tensor, b: Tensor, rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The logarithms of each head's decay, -exp(rate) softplus(a + bias), and the strength, sigmoid(b).
+
+    Args: a, b: (batch, seq, heads). The first is in at least fp32: it adds up over a document.
+    """
+    if runs_unwatched("delta", a):
+        from titan_mi100.model.fused.delta_launch import Gates
+
+        return Gates.apply(a, b, rate, bias)  # type: ignore[no-any-return]
+    wide = at_least_fp32(a)
+    return -rate.to(wide.dtype).exp() * F.softplus(wide + bias.to(wide.dtype)), b.sigmoid()
+
+
 def recurrence(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ids: Tensor | None = None, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -168,6 +181,8 @@ def delta_rule(
     assert chunk & (chunk - 1) == 0, "the inverse halves its blocks"
     state = _zeros(v, k) if state is None else state
     ids = ids if ids is not None else torch.zeros(v.shape[:2], dtype=torch.int32, device=v.device)
+    if runs_unwatched("delta", v) and (kernels := _kernels(v, v.shape[-1], k.shape[-1], chunk)):
+        return kernels.DeltaRule.apply(chunk, ids, state, q, k, v, g, beta)  # type: ignore[no-any-return]
     tokens = tokens_at_once(len(v), v.shape[2], chunk) if divides else v.shape[1]
     outs, before = [], ids[:, :1]
     for own, *inputs in zip(*(x.split(tokens, 1) for x in (ids, q, k, v, g, beta)), strict=True):
@@ -180,7 +195,8 @@ def delta_rule(
 def _zeros(v: Tensor, k: Tensor) -> Tensor:
     """The state before the first token."""
     batch, _, heads, size = v.shape
-    return v.new_zeros((batch, heads, size, k.shape[-1]), dtype=torch.promote_types(v.dtype, torch.float32))
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    return torch.zeros(batch, heads, size, k.shape[-1], dtype=dtype, device=v.device)
 
 
 class _DeltaRule(torch.autograd.Function):
@@ -208,21 +224,16 @@ class _DeltaRule(torch.autograd.Function):
         before, ids, q, k, v, g, beta, states, *kept = ctx.saved_tensors
         x = _Chunks(*kept) if kept else _Chunks.of(ctx.chunk, before, ids, q, k, v, g, beta)
         grad_state = grad_state.unflatten(1, x.v.shape[2:4])
-        if kernels := _chunk_kernels(v, k, ctx.chunk):
-            grad_state, grad_q, grad_k, grad_v, sums, grad_beta = kernels.gradients(x, states, grad, grad_state)
-        else:
-            grad_out = _values(grad, ctx.chunk, k.shape[2])
-            grad_state, grad_q, grad_k, grad_v, sums, grad_beta = _gradients(x, states, grad_out, grad_state)
-            del grad_out
-        grad_g = (sums.flatten(2, 4) @ x.same.to(sums.dtype)).unflatten(2, x.v.shape[2:4])[..., None, :]
-        del x
+        grad_out = _values(grad, ctx.chunk, k.shape[2])
+        grad_state, grad_q, grad_k, grad_v, grad_g, grad_beta = _gradients(x, states, grad_out, grad_state)
+        del x, grad_out
         gates = (_tokens(x, y[..., None]).squeeze(-1) for x, y in ((grad_g, g), (grad_beta, beta)))
         grad_q, grad_k = _normalised_backward(q, grad_q, q.shape[-1] ** -0.5), _normalised_backward(k, grad_k)
         return None, None, None, None, grad_state.flatten(1, 2), grad_q, grad_k, _tokens(grad_v, v), *gates
 
 
 def _gradients(x: "_Chunks", states: Tensor, grad_out: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of the first state and of q, k and v, sums of those of logarithms, and of beta, as in _Chunks."""
+    """The gradients of the first state and of q, k, v, g and beta, as they are in _Chunks."""
     read = _queries_times_states(states, x.k)
     rest = torch.addcmul(x.v, x.entry, read, value=-1)
     changes = (rest * x.beta) @ x.inverse.mT
@@ -254,7 +265,8 @@ def _gradients(x: "_Chunks", states: Tensor, grad_out: Tensor, grad_state: Tenso
     logs = grad_overlap.mul_(x.beta.mT).addcmul_(grad_attention, x.qk)
     logs[..., -1:, :] += x.last * grad_last
     sums = logs.sum(-1) - logs.sum(-2) + x.entry.squeeze(-2) * grad_entry
-    return grad_states[0].clone(), grad_q, grad_k, grad_v, sums[..., None, :], grad_beta
+    grad_g = (sums.flatten(2, 3) @ x.same.to(sums.dtype)).unflatten(2, sums.shape[2:4])[..., None, :]
+    return grad_states[0].clone(), grad_q, grad_k, grad_v, grad_g, grad_beta
 
 
 class _Chunks(NamedTuple):
@@ -286,14 +298,11 @@ class _Chunks(NamedTuple):
     def of(
         cls, chunk: int, before: Tensor, ids: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
     ) -> "_Chunks":
-        heads, kernels = k.shape[2], _chunk_kernels(v, k, chunk)
-        if kernels:
-            q, k, v, qk, kk = kernels.prepare(q, k, v, chunk)
-        else:
-            q = _split(_normalised(q, q.shape[-1] ** -0.5), chunk).transpose(2, 3).contiguous()
-            k = _split(_normalised(k), chunk).transpose(2, 3).contiguous()
-            qk, kk = ((x @ k.mT)[:, :, :, None] for x in (q, k))
-            v = _values(v, chunk, heads)
+        heads = k.shape[2]
+        q = _split(_normalised(q, q.shape[-1] ** -0.5), chunk).transpose(2, 3).contiguous()
+        k = _split(_normalised(k), chunk).transpose(2, 3).contiguous()
+        qk, kk = ((x @ k.mT)[:, :, :, None] for x in (q, k))
+        v = _values(v, chunk, heads)
         strength, logs = (_values(x[..., None], chunk, heads) for x in (beta, g))  # (N, B, Hk, G, 1, C)
         # Padding behind the row belongs to the row's last document. Its beta and g are 0: the state does not change.
         tail = ids[:, -1:].expand(-1, -ids.shape[1] % chunk)
@@ -305,12 +314,9 @@ class _Chunks(NamedTuple):
         sums = logs.flatten(2, 4).double() @ same.double().mT  # (N, B, Hv, C)
         high = sums.to(k.dtype)
         low = (sums - high).to(k.dtype)
-        if kernels:
-            decay, inverse = kernels.invert(kk, number, high, low, strength)
-        else:
-            decay = (high[..., None] - high[..., None, :]) + (low[..., None] - low[..., None, :])
-            decay = _exp(decay.masked_fill_(~same[:, :, None], -torch.inf)).unflatten(2, (heads, -1))
-            inverse = _inverse(_without_tiny((decay * kk * strength.mT).tril_(-1)))
+        decay = (high[..., None] - high[..., None, :]) + (low[..., None] - low[..., None, :])
+        decay = _exp(decay.masked_fill_(~same[:, :, None], -torch.inf)).unflatten(2, (heads, -1))
+        inverse = _inverse(_without_tiny((decay * kk * strength.mT).tril_(-1)))
         entry = _exp(high.masked_fill_(~enters[:, :, None], -torch.inf)).unflatten(2, (heads, -1))[..., None, :]
         return cls(k, strength, entry, decay[..., -1:, :], inverse, q, v, decay, qk, kk, same)
 
@@ -322,11 +328,6 @@ def _kernels(x: Tensor, value: int, key: int, tokens: int) -> Any:
     from titan_mi100.model.fused import delta_launch
 
     return delta_launch if delta_launch.takes(value, key, tokens) else None
-
-
-def _chunk_kernels(v: Tensor, k: Tensor, tokens: int) -> Any:
-    """Those that are no operators: where operators are traced or counted, the plain form is."""
-    return _kernels(v, v.shape[-1], k.shape[-1], tokens) if runs_unwatched("delta", v) else None
 
 
 # The two loops over chunks. They are operators: torch.compile would unroll them, which takes minutes for a long row.
@@ -477,7 +478,7 @@ def trial(device: torch.device, dtype: torch.dtype) -> str:
     """What is wrong with the kernels on this device: against fp64, also where keys resemble each other, as in a text
     that repeats, so that errors add up. See running.Trial.
     """
-    if problem := trial_of_convolution(device, dtype):
+    if problem := trial_of_inputs(device, dtype):
         return problem
     draw, ids = torch.Generator().manual_seed(1), document_ids(Documents(1, 300, (120, 3, 177)), device)
 
@@ -502,19 +503,26 @@ def trial(device: torch.device, dtype: torch.dtype) -> str:
     return ""
 
 
-def trial_of_convolution(device: torch.device, dtype: torch.dtype) -> str:
+def trial_of_inputs(device: torch.device, dtype: torch.dtype) -> str:
+    """The same of the convolution and the gates."""
     draw, ids = torch.Generator().manual_seed(1), document_ids(Documents(1, 70, (33, 3, 34)), device)
     sizes = [(1, 70, 64), (1, 70, 64), (1, 70, 96), (64, 4), (64, 4), (96, 4)]
-    inputs, computed = [torch.randn(size, generator=draw).to(device, dtype) for size in sizes], []
-    for kinds, wide in ((), torch.float64), (("delta",), dtype), (("delta",), dtype):
-        leaves = [x.to(wide).requires_grad_() for x in inputs]
-        with only(kinds), torch.enable_grad():
-            outputs = convolved(leaves[:3], leaves[3:], ids)
-            computed.append([*outputs, *torch.autograd.grad(outputs, leaves, [x.detach() for x in leaves[:3]])])
-    exact, ours, again = computed
-    if not all(torch.equal(*pair) for pair in zip(ours, again, strict=True)):
-        return "the convolution gives other bits the second time"
-    bar = 8 * torch.finfo(dtype).eps
-    if not all((a - b).abs().max() <= bar * a.abs().max() for a, b in zip(exact, ours, strict=True)):
-        return "the convolution differs from fp64"
+    cases: dict[str, tuple[Any, Any]] = {
+        "the convolution": (lambda q, k, v, *weights: convolved((q, k, v), weights, ids), sizes),
+        "the gates": (gates, [(1, 70, 6), (1, 70, 6), (6,), (6,)]),
+    }
+    for name, (function, sizes) in cases.items():
+        inputs, computed = [torch.randn(size, generator=draw).to(device, dtype) for size in sizes], []
+        for kinds, wide in ((), torch.float64), (("delta",), dtype), (("delta",), dtype):
+            leaves = [x.to(wide).requires_grad_() for x in inputs]
+            with only(kinds), torch.enable_grad():
+                outputs = function(*leaves)
+                weights = [x.detach().to(y.dtype) for x, y in zip(leaves, outputs, strict=False)]
+                computed.append([*outputs, *torch.autograd.grad(outputs, leaves, weights)])
+        exact, ours, again = computed
+        if not all(torch.equal(*pair) for pair in zip(ours, again, strict=True)):
+            return f"{name} gives other bits the second time"
+        bar = 8 * torch.finfo(dtype).eps
+        if not all((a - b).abs().max() <= bar * a.abs().max() for a, b in zip(exact, ours, strict=True)):
+            return f"{name} differs from fp64"
     return ""

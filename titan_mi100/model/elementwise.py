@@ -117,6 +117,15 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def gated(x: Tensor, gate: Tensor) -> Tensor:
+    """Computes x * sigmoid(gate)."""
+    if runs_unwatched("elementwise", gate):
+        from titan_mi100.model.fused.elementwise_launch import SwiGLU
+
+        return SwiGLU.apply(gate, x, False)
+    return x * gate.sigmoid()
+
+
 def trial(device: torch.device, dtype: torch.dtype) -> str:
     """What is wrong with the kernels on this device: they must compute what plain operations do. See running.Trial."""
     draw, norm, eps = torch.Generator().manual_seed(1), RMSNorm(128, 1e-6).to(device), torch.finfo(dtype).eps
@@ -127,6 +136,7 @@ def trial(device: torch.device, dtype: torch.dtype) -> str:
         "the norm of a sum": norm,
         "the gated norm": lambda x, y: gated_norm(x, y, norm.weight, norm.eps),
         "the rotation": lambda x, y: norm_and_rotate(x, y, (norm, norm), cos, sin),
+        "the gate": gated,
     }
     for name, function in cases.items():
         computed = []

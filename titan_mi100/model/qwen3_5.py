@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from titan_mi100.attention.base import Backend, Documents
 from titan_mi100.model.decoder import AttentionLayer, CausalLM, Layer
-from titan_mi100.model.delta_rule import causal_convolution, convolved, delta_rule, document_ids, recurrence
-from titan_mi100.model.elementwise import at_least_fp32, gated_norm, norm_and_rotate, rms_norm, rotary_tables
+from titan_mi100.model.delta_rule import causal_convolution, convolved, delta_rule, document_ids, gates, recurrence
+from titan_mi100.model.elementwise import at_least_fp32, gated, gated_norm, norm_and_rotate, rms_norm, rotary_tables
 from titan_mi100.model.layers import Linear, RMSNorm, local_weight, merge_weights, multiply, outputs_of
 from titan_mi100.model.qwen3 import MLP
 from titan_mi100.shapes.base import LayerShape, ModelSpec
@@ -55,16 +55,15 @@ class Weight(nn.Module):
 
 
 class Decay(nn.Module):
-    """The logarithm of each head's decay: -exp(A_log) softplus(a + dt_bias). fp32: it adds up over a document."""
+    """The gates of the delta rule, see delta_rule.gates. fp32: the decay adds up over a document."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
         self.A_log, self.dt_bias = nn.Parameter(torch.zeros(heads)), nn.Parameter(torch.ones(heads))
 
-    def forward(self, a: Tensor) -> Tensor:
-        wide = at_least_fp32(a)
-        rate, bias = (local_weight(weight, wide.dtype) for weight in (self.A_log, self.dt_bias))
-        return -rate.exp() * F.softplus(wide + bias)
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        rate, bias = (local_weight(weight, weight.dtype) for weight in (self.A_log, self.dt_bias))
+        return gates(a, b, rate, bias)
 
 
 class GatedAttention(nn.Module):
@@ -172,7 +171,7 @@ class AttentionBlock(GatedBlock, AttentionLayer):
 
     def output(self, x: Tensor, mixed: Any) -> Tensor:
         outputs, gate = mixed
-        return self.add(x, self.self_attn.o_proj((outputs * gate.sigmoid()).flatten(2)))
+        return self.add(x, self.self_attn.o_proj(gated(outputs, gate).flatten(2)))
 
     def merge(self) -> None:
         attention = self.self_attn
@@ -208,7 +207,7 @@ class DeltaBlock(GatedBlock):
         q, k, v = net.convolved(parts, prepared)
         # On a CPU memory is no shortage, and launches cost nothing. Tensors without values are counted for a GPU.
         on_cpu = q.device.type == "cpu" and not isinstance(q, FakeTensor)
-        decay, strength = net.decay(a), b.sigmoid()
+        decay, strength = net.decay(a, b)
         return delta_rule(q, k, v, decay, strength, prepared, chunk=self.chunk, keeps=on_cpu, divides=on_cpu)[0], z
 
     def new_decode_state(self, spec: ModelSpec, batch: int, seq: int, dtype: torch.dtype, device: torch.device) -> Any:
@@ -219,7 +218,8 @@ class DeltaBlock(GatedBlock):
         net, (z, b, a), ids = self.linear_attn, parts[3:], None if used else prepared
         (q, k, v), last = net.next_convolved(parts, ids, state.get("inputs"))
         rule = recurrence if q.shape[1] == 1 else delta_rule
-        mixed, after = rule(q, k, v, net.decay(a), b.sigmoid(), ids, state.get("rule"))
+        decay, strength = net.decay(a, b)
+        mixed, after = rule(q, k, v, decay, strength, ids, state.get("rule"))
         state |= {"inputs": last, "rule": after}
         return mixed, z
 

@@ -1,18 +1,22 @@
-"""Launches the kernels of the delta rule. The two loops: see delta_rule.forward_states and backward_states."""
+"""Launches the kernels of the delta rule and of its gates, from autograd functions and from its two operators."""
 
+from collections import namedtuple
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from titan_mi100.device import accelerator
 from titan_mi100.device.compiler import architecture
 from titan_mi100.model.fused import delta_kernels as kernels
+from titan_mi100.model.fused.elementwise_launch import sum_of_parts
 from titan_mi100.model.fused.running import launch
 
-WIDTH = 16  # columns that prepare_kernel reads at once
+WIDTH = 16  # rows or columns that programs without a loop over chunks have at once
+PROGRAMS = 64  # that sum parts of the gradients of gates. Never by the card: it decides bits
 
 
 def takes(value: int, key: int, tokens: int) -> bool:
@@ -41,88 +45,168 @@ def tile_of(x: Tensor) -> tuple[int, dict[str, Any]]:
     return tile(architecture(x.device) if accelerator.is_cuda(x.device) else "")
 
 
-def _launch(kernel: Any, state: Tensor, k: Tensor, *tensors: Tensor) -> None:
-    """Launch on all value heads and all parts of ROWS rows of their states."""
-    rows, options = tile_of(state)
-    sizes = {"GROUP": state.shape[-3], "TOKENS": k.shape[-2], "KEY": k.shape[-1], "VALUE": state.shape[-2]}
-    programs = (state.shape[0] * state.shape[1] * state.shape[2], state.shape[-2] // rows)
-    if rows == 8:  # RDNA multiplies fp32 without matrix instructions: more threads, each with fewer registers
-        options = {**options, "num_warps": 16}
-    launch(kernel, programs, state, k, *tensors, len(k), **sizes, ROWS=rows, **options)
+class _Sizes(NamedTuple):
+    chunks: int  # N
+    rows: int  # B
+    seq: int
+    heads: int  # Hk
+    group: int  # G
+    tokens: int  # C
+    key: int  # dk
+    value: int  # dv
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, tokens: int) -> "_Sizes":
+        """Args: k, v: (batch, seq, heads, size)."""
+        rows, seq, heads, key = k.shape
+        return cls(triton.cdiv(seq, tokens), rows, seq, heads, v.shape[2] // heads, tokens, key, v.shape[3])
+
+    def empty(self, like: Tensor, *sizes: int) -> Tensor:
+        """A tensor (N, B, Hk, ...) in fp32."""
+        return like.new_empty(self.chunks, self.rows, self.heads, *sizes, dtype=torch.float32)
+
+    def _launch(self, kernel: Any, programs: tuple[int, ...], tensors: Sequence[Tensor], *numbers: int) -> None:
+        (rows, options), width = tile_of(tensors[0]), WIDTH
+        if (
+            numbers and rows == 8
+        ):  # RDNA multiplies fp32 without matrix instructions: more threads, fewer registers each
+            options = {**options, "num_warps": 16}
+        elif numbers:
+            width = self.tokens // 2
+        launch(kernel, programs, *tensors, *numbers, self.seq, self.rows, self.heads, GROUP=self.group,
+               TOKENS=self.tokens, KEY=self.key, VALUE=self.value, ROWS=rows, WIDTH=width, **options)  # fmt: skip
+
+    def by_key(self, kernel: Any, *tensors: Tensor, parts: int = 1) -> None:
+        """Launch on each chunk of a key head, and each part."""
+        self._launch(kernel, (self.chunks * self.rows * self.heads, parts), tensors)
+
+    def by_value(self, kernel: Any, *tensors: Tensor, parts: int = 1) -> None:
+        """The same of value heads."""
+        self._launch(kernel, (self.chunks * self.rows * self.heads * self.group, parts), tensors)
+
+    def through(self, kernel: Any, *tensors: Tensor) -> None:
+        """Launch on value heads and parts of their states' rows, which go through all chunks."""
+        programs = self.rows * self.heads * self.group, self.value // tile_of(tensors[0])[0]
+        self._launch(kernel, programs, tensors, self.chunks)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """(batch, seq, heads, size) whose tokens are contiguous."""
-    return x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous()
+_Chunks = namedtuple("_Chunks", "q_factor k_factor beta entry last high low products inverse")  # of chunks_kernel
 
 
-def prepare(q: Tensor, k: Tensor, v: Tensor, tokens: int) -> tuple[Tensor, ...]:
-    """q, k, v, qk and kk of delta_rule._Chunks. Args: of `delta_rule`; tokens: C."""
-    q, k, v = map(_rows, (q, k, v))
-    (batch, seq, heads, key), (of_values, size) = k.shape, v.shape[2:]
-    chunks, group = triton.cdiv(seq, tokens), of_values // heads
-
-    def empty(*sizes: int) -> Tensor:
-        return torch.empty(chunks, batch, heads, *sizes, dtype=torch.float32, device=k.device)
-
-    q_out, k_out, v_out = empty(tokens, key), empty(tokens, key), empty(group, size, tokens)
-    qk, kk = empty(1, tokens, tokens), empty(1, tokens, tokens)
-    launch(kernels.prepare_kernel, (chunks * batch, heads), q, k, v, q_out, k_out, v_out, qk, kk, seq, batch,
-           *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], key**-0.5, GROUP=group, TOKENS=tokens, KEY=key,
-           VALUE=size, WIDTH=WIDTH, **tile_of(k)[1])  # fmt: skip
-    return q_out, k_out, v_out, qk, kk
+def _chunks(sizes: _Sizes, ids: Tensor, inputs: Sequence[Tensor]) -> _Chunks:
+    (q, k, _, g, beta), (tokens, empty) = inputs, (sizes.tokens, sizes.empty)
+    factors, gates = ([empty(k, n, tokens) for _ in range(count)] for n, count in ((1, 2), (sizes.group, 5)))
+    x = _Chunks._make((*factors, *gates, empty(k, tokens, tokens), empty(k, sizes.group, tokens, tokens)))
+    sizes.by_key(kernels.chunks_kernel, q, k, g, beta, ids, *x)
+    return x
 
 
-def invert(kk: Tensor, number: Tensor, high: Tensor, low: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """The decays L and the inverses of delta_rule._Chunks. Args: number, high, low: see kernels.inverse_kernel."""
-    tokens, heads = kk.shape[-1], high.shape[2]
-    decay = kk.new_empty(*beta.shape[:-2], tokens, tokens)
-    inverse = kk.new_empty(decay.shape)
-    launch(kernels.inverse_kernel, (high.numel() // tokens,), kk, number.contiguous(), high, low, beta, decay, inverse,
-           heads, GROUP=heads // kk.shape[2], HALF=tokens // 2, **tile_of(kk)[1])  # fmt: skip
-    return decay, inverse
+class DeltaRule(torch.autograd.Function):
+    """The delta rule of whole rows: C, ids, state, q, k, v, g and beta, see delta_rule.delta_rule.
+
+    Saves its arguments and the state at each chunk, (N, B, Hk, G, dv, dk).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: int, *inputs: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        ids, state, q, k, v, g, beta = inputs = tuple(x.contiguous() for x in inputs)
+        sizes = ctx.sizes = _Sizes.of(k, v, tokens)
+        x = _chunks(sizes, ids, inputs[2:])
+        states, changes = (sizes.empty(v, sizes.group, sizes.value, n) for n in (sizes.key, tokens))
+        behind, outputs = state.new_empty(state.shape), v.new_empty(v.shape)
+        sizes.through(kernels.states_kernel, state, k, x.k_factor, x.beta, x.entry, x.last, x.inverse, v,
+                      states, behind, changes)  # fmt: skip
+        sizes.by_value(kernels.outputs_kernel, states, q, x.q_factor, x.entry, x.high, x.low, ids, x.products,
+                       changes, outputs, parts=sizes.value // WIDTH)  # fmt: skip
+        ctx.save_for_backward(ids, q, k, v, g, beta, states)
+        return outputs, behind
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        ids, q, k, v, g, beta, states = ctx.saved_tensors
+        sizes, grad, grad_state = ctx.sizes, grad.contiguous(), grad_state.contiguous()
+        x = _chunks(sizes, ids, (q, k, v, g, beta))
+        group, tokens, empty, parts = sizes.group, sizes.tokens, sizes.empty, sizes.value // WIDTH
+        read, changes, inside, scaled = (empty(v, group, sizes.value, tokens) for _ in range(4))
+        asked = v.new_empty(parts, *x.beta.shape, dtype=torch.float32)
+        sizes.by_value(kernels.read_kernel, states, q, k, v, x.q_factor, x.k_factor, x.beta, x.entry, x.high, x.low,
+                       ids, x.inverse, x.products, grad, read, changes, inside, asked, parts=parts)  # fmt: skip
+        behind, first = v.new_empty(states.shape, dtype=torch.float32), grad_state.new_empty(grad_state.shape)
+        lasts = v.new_empty(sizes.value // tile_of(v)[0], *x.beta.shape, dtype=torch.float32)
+        sizes.through(kernels.states_gradient_kernel, grad_state, k, q, x.k_factor, x.q_factor, x.beta, x.entry,
+                      x.entry, x.last, x.inverse, grad, inside, changes, behind, first, scaled, lasts)  # fmt: skip
+        grads = [part.new_empty(part.shape) for part in (q, k, v, g, beta)]
+        sums, grad_products = lasts.new_empty(4, *x.beta.shape), empty(v, group, tokens, tokens)
+        sizes.by_value(kernels.pairs_gradient_kernel, v, x.beta, x.entry, x.last, x.high, x.low, ids, x.products, grad,
+                       read, changes, scaled, asked, lasts, grads[2], grads[4], sums, grad_products)  # fmt: skip
+        kept = lasts.new_empty(sizes.key // WIDTH, *x.beta.shape[:-1])
+        sizes.by_key(kernels.keys_gradient_kernel, states, behind, q, k, x.q_factor, x.k_factor, x.beta, x.entry,
+                     x.last, grad, changes, scaled, sums, grad_products, *grads[:2], kept,
+                     parts=len(kept))  # fmt: skip
+        sizes.by_value(kernels.decays_gradient_kernel, sums, kept, x.entry, ids, grads[3])
+        return None, None, first, *grads
+
+
+# The two loops as operators have keys that are normalised and values, of chunks: see delta_rule.forward_states.
 
 
 def forward_states(state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     k, beta, enters, last, inverse, v = (part.contiguous() for part in parts)
     states, changes = state.new_empty(len(v) + 1, *state.shape), v.new_empty(v.shape)
-    _launch(kernels.states_kernel, state.contiguous(), k, beta, enters, last, inverse, v, states, changes)
+    keys, rows = _rows(k), _rows(v.mT.flatten(2, 3))
+    sizes = _Sizes.of(keys, rows, k.shape[-2])
+    sizes.through(kernels.states_kernel, state.contiguous(), keys, k.new_ones(k.shape[:-1]), beta, enters, last,
+                  inverse, rows, states, states[-1], changes)  # fmt: skip
     return states, changes
 
 
 def backward_states(grad_state: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    parts = [part.contiguous() for part in parts]
-    k, last, inside = parts[0], parts[3], parts[7]
+    k, beta, enters, last, inverse, q, entering, inside, changes = (part.contiguous() for part in parts)
     states, scaled = grad_state.new_empty(len(k) + 1, *grad_state.shape), inside.new_empty(inside.shape)
-    lasts = last.new_empty(grad_state.shape[-2] // tile_of(k)[0], *last.shape)
-    _launch(kernels.states_gradient_kernel, grad_state.contiguous(), *parts, states, scaled, lasts)
+    keys, grad, ones = _rows(k), _rows(entering.mT.flatten(2, 3)), torch.ones_like(enters)
+    lasts, factor = last.new_empty(grad_state.shape[-2] // tile_of(k)[0], *last.shape), k.new_ones(k.shape[:-1])
+    _Sizes.of(keys, grad, k.shape[-2]).through(
+        kernels.states_gradient_kernel, grad_state.contiguous(), keys, _rows(q), factor, factor, beta, enters, ones,
+        last, inverse, grad, inside, changes, states[1:], states, scaled, lasts)  # fmt: skip
     return states, scaled, lasts.sum(0)
 
 
-def gradients(x: Any, states: Tensor, grad: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
-    """Of the first state and of q, k and v, sums of the logarithms' gradients, that of beta; see delta_rule._gradients.
+def _rows(x: Tensor) -> Tensor:
+    """(N, B, heads, C, size) -> (B, N x C, heads, size)."""
+    return x.permute(1, 0, 3, 2, 4).flatten(1, 2).contiguous()
 
-    Args:
-        x: delta_rule._Chunks. states: before each chunk. grad: of the outputs, (batch, seq, Hv, dv).
-    """
-    grad, last = _rows(grad), x.decay[..., -1:, :].contiguous()
-    read, changes, entering, inside, grad_v = (x.v.new_empty(x.v.shape) for _ in range(5))
-    grad_qk, grad_kk = (x.decay.new_empty(x.decay.shape) for _ in range(2))
-    grad_q, grad_k = (x.k.new_empty(x.k.shape) for _ in range(2))
-    grad_beta, asked = x.beta.new_empty(x.beta.shape), x.beta.new_empty(x.v.shape[-2] // WIDTH, *x.beta.shape)
-    sums = x.beta.new_empty(2, *x.beta.shape)
-    group, size, tokens = x.v.shape[3:]
-    sizes = {"GROUP": group, "TOKENS": tokens, "KEY": x.k.shape[-1], "VALUE": size, "ROWS": WIDTH, **tile_of(grad)[1]}
-    of_grad = [grad.shape[1], len(grad), x.k.shape[2], grad.stride(0), grad.stride(1)]
-    of_values, of_keys = x.v.numel() // (size * tokens), x.k.numel() // (x.k.shape[-1] * tokens)
-    launch(kernels.read_kernel, (of_values, size // WIDTH), states, x.k, x.q, x.v, x.beta, x.entry, x.inverse,
-           x.decay, x.qk, grad, read, changes, entering, inside, asked, *of_grad, WIDTH=WIDTH, **sizes)  # fmt: skip
-    parts = [x.k, x.beta, x.entry, last, x.inverse, x.q, entering, inside, changes]
-    grad_states, scaled, grad_last = backward_states(grad_state, parts)
-    behind = grad_states[1:]
-    launch(kernels.pairs_gradient_kernel, (of_values,), states, behind, x.v, x.beta, x.entry, x.decay, x.qk, x.kk,
-           grad, read, changes, scaled, asked.sum(0), grad_last, grad_v, grad_beta, sums, grad_qk, grad_kk,
-           *of_grad, **sizes)  # fmt: skip
-    launch(kernels.keys_gradient_kernel, (of_keys, x.k.shape[-1] // WIDTH), states, behind, x.k, x.q, x.entry,
-           x.decay, entering, changes, grad_v, grad_qk, grad_kk, grad_q, grad_k, WIDTH=WIDTH, **sizes)  # fmt: skip
-    return grad_states[0].clone(), grad_q, grad_k, grad_v, sums[0] - sums[1], grad_beta
+
+class Gates(torch.autograd.Function):
+    """The gates g and beta in fp32: a, b, and the decays' rate and bias, see delta_rule.gates."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        a, b, rate, bias = inputs = tuple(x.contiguous() for x in inputs)
+        g, beta = (x.new_empty(x.shape, dtype=torch.float32) for x in (a, b))
+        ctx.save_for_backward(*inputs, g)
+        blocks, tokens, constants = _gates(a)
+        if tokens:
+            launch(kernels.gates_kernel, (blocks,), a, b, rate, bias, g, beta, tokens, **constants)
+        return g, beta
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_g: Tensor, grad_beta: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        a, b, rate, bias, g = ctx.saved_tensors
+        grad_a, grad_b = a.new_empty(a.shape), b.new_empty(b.shape)
+        blocks, tokens, constants = _gates(a)
+        steps = triton.cdiv(blocks, PROGRAMS)
+        programs = triton.cdiv(blocks, steps)
+        sums = g.new_empty(2 * programs, g.shape[-1])
+        launch(kernels.gates_gradient_kernel, (programs,), grad_g.contiguous(), grad_beta.contiguous(), a, b, rate,
+               bias, g, grad_a, grad_b, sums, tokens, steps, **constants)  # fmt: skip
+        return grad_a, grad_b, *sum_of_parts(sums, (programs, programs), (rate, bias))
+
+
+def _gates(a: Tensor) -> tuple[int, int, dict[str, int]]:
+    """Blocks of tokens, tokens, and constants of both kernels."""
+    heads = a.shape[-1]
+    tokens, block = a.numel() // heads, triton.next_power_of_2(heads)
+    rows = max(1, 1024 // block)
+    return triton.cdiv(tokens, rows), tokens, {"HEADS": heads, "BLOCK": block, "ROWS": rows, "num_warps": 4}

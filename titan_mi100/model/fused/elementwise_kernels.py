@@ -13,18 +13,21 @@ import triton.language as tl
 
 
 @triton.jit
-def swiglu_kernel(gate, up, out, columns, gate_stride, up_stride, BLOCK: tl.constexpr):
-    """Computes silu(gate) * up. Args: gate, up: rows of `columns`, with a stride each. out: contiguous."""
+def swiglu_kernel(gate, up, out, columns, gate_stride, up_stride, BLOCK: tl.constexpr, SILU: tl.constexpr):
+    """Computes silu(gate) * up, or without SILU sigmoid(gate) * up.
+
+    Args: gate, up: rows of `columns`, with a stride each. out: contiguous.
+    """
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * columns + column, (g * sigmoid(g) * u).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * columns + column, (_gate(g, sigmoid(g), SILU) * u).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def swiglu_backward_kernel(
-    grad, gate, up, grad_gate, grad_up, columns, gate_stride, up_stride, BLOCK: tl.constexpr
+    grad, gate, up, grad_gate, grad_up, columns, gate_stride, up_stride, BLOCK: tl.constexpr, SILU: tl.constexpr
 ):  # fmt: skip
     """The gradients of gate and up, contiguous."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -33,8 +36,14 @@ def swiglu_backward_kernel(
     g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
     s = sigmoid(g)
-    tl.store(grad_gate + at, (d * u * silu_slope(g, s)).to(grad_gate.dtype.element_ty), mask=inside)
-    tl.store(grad_up + at, (d * g * s).to(grad_up.dtype.element_ty), mask=inside)
+    slope = silu_slope(g, s) if SILU else s * (1.0 - s)
+    tl.store(grad_gate + at, (d * u * slope).to(grad_gate.dtype.element_ty), mask=inside)
+    tl.store(grad_up + at, (d * _gate(g, s, SILU)).to(grad_up.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gate(x, sigmoid, SILU: tl.constexpr):
+    return x * sigmoid if SILU else sigmoid
 
 
 @triton.jit

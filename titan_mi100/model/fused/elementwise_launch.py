@@ -16,30 +16,31 @@ PROGRAMS = 512  # that sum parts of a gain's gradient. Never by the card: it dec
 
 
 class SwiGLU(torch.autograd.Function):
-    """Computes silu(gate) * up of two tensors of one shape and dtype."""
+    """Computes silu(gate) * up, or sigmoid(gate) * up, of two tensors of one shape and dtype."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        product = gate.new_empty(gate.shape)
+    def forward(ctx: Any, gate: Tensor, up: Tensor, is_silu: bool = True) -> Tensor:
+        product, ctx.is_silu = gate.new_empty(gate.shape), is_silu
         gate, up = flat(gate, -2), flat(up, -2)
         ctx.save_for_backward(gate, up)
-        _swiglu(kernels.swiglu_kernel, gate, up, gate, up, product)
+        _swiglu(kernels.swiglu_kernel, gate, up, is_silu, gate, up, product)
         return product
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         gate, up = ctx.saved_tensors
         of_gate, of_up = gate.new_empty(grad.shape), up.new_empty(grad.shape)
-        _swiglu(kernels.swiglu_backward_kernel, gate, up, grad.contiguous(), gate, up, of_gate, of_up)
-        return of_gate, of_up
+        _swiglu(kernels.swiglu_backward_kernel, gate, up, ctx.is_silu, grad.contiguous(), gate, up, of_gate, of_up)
+        return of_gate, of_up, None
 
 
-def _swiglu(kernel: Any, gate: Tensor, up: Tensor, *tensors: Tensor) -> None:
+def _swiglu(kernel: Any, gate: Tensor, up: Tensor, is_silu: bool, *tensors: Tensor) -> None:
     rows, columns = gate.shape
     if rows:  # an expert of a batch may have none
         programs, strides = (rows, triton.cdiv(columns, _COLUMNS)), (gate.stride(0), up.stride(0))
-        launch(kernel, programs, *tensors, columns, *strides, BLOCK=_COLUMNS, num_warps=_WARPS)
+        block = min(_COLUMNS, max(64, triton.next_power_of_2(columns)))
+        launch(kernel, programs, *tensors, columns, *strides, BLOCK=block, SILU=is_silu, num_warps=_WARPS)
 
 
 def flat(x: Tensor, last: int) -> Tensor:
