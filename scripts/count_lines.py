@@ -37,11 +37,11 @@ CORE = (
     ),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )
-BUDGETS = {"core": 11605, "titan_mi100": 28580, "scripts": 1920}  # lines of code
+BUDGETS = {"core": 11975, "titan_mi100": 29480, "scripts": 1920}  # lines of code
 FOLDERS = {  # the same, of folders in titan_mi100/ with all below them
-    "attention": 930, "checkpoint": 725, "config": 1970, "data": 4240, "device": 135, "files": 1160,
-    "generation": 275, "launch": 815, "model": 2990, "objectives": 190, "open_run": 1150, "optim": 615,
-    "parallel": 1185, "planning": 810, "run": 1400, "shapes": 960, "text": 1440, "tools": 1250, "watch": 545,
+    "attention": 930, "checkpoint": 725, "config": 2105, "data": 4280, "device": 135, "files": 1515,
+    "generation": 280, "launch": 815, "model": 3215, "objectives": 190, "open_run": 1160, "optim": 615,
+    "parallel": 1185, "planning": 810, "run": 1515, "shapes": 960, "text": 1465, "tools": 1245, "watch": 545,
     "weights": 1255, "workshop": 3700,
 }  # fmt: skip
 BUDGETS |= {f"titan_mi100/{folder}": budget for folder, budget in FOLDERS.items()}
