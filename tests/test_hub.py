@@ -20,7 +20,7 @@ from titan_mi100.config.hub import COMMITS, COMMITS_FILE, local_path, one_at_a_n
 from titan_mi100.config.load import load_config
 from titan_mi100.errors import UserError
 from titan_mi100.files.hub import fetch
-from titan_mi100.files.hub_files import MODEL, TRAIN, VALIDATION, parse_name
+from titan_mi100.files.hub_files import MODEL, TOKENIZER, TRAIN, VALIDATION, parse_name
 from titan_mi100.shapes.families import PRESETS, to_hf_config
 
 MODEL_NAME, ROWS_NAME = "me/tiny", "me/sums"
@@ -192,6 +192,22 @@ def test_offline_a_complete_cache_is_enough(hub: Hub, monkeypatch: pytest.Monkey
     for _ in range(2):  # the damaged file is deleted, and then missing
         assert refusal(MODEL_NAME).endswith(f"HF_HUB_OFFLINE is set; unset it, or fetch it: {command}")
     assert refusal("me/other").endswith("unset it, or fetch it: hf download me/other --revision main")
+
+
+def test_what_the_cache_has_offline_is_not_taken_for_the_commit_later(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub import constants, snapshot_download
+
+    some = {"endpoint": hub.endpoint, "allow_patterns": ["README.md", "main/a.jsonl", "*.json"]}
+    snapshot_download(ROWS_NAME, repo_type="dataset", **some)
+    snapshot_download(MODEL_NAME, **some)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert fetched(ROWS_NAME, TRAIN)[0].endswith("/main/a.jsonl") and fetched(MODEL_NAME, TOKENIZER)
+    assert "me/sums: WARNING HF_HUB_OFFLINE is set, and its files are taken to be those that" in capsys.readouterr().err
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert fetched(ROWS_NAME, TRAIN)[0].endswith("/main/*.jsonl")
+    assert "model.safetensors" in content(fetched(MODEL_NAME)[0])
 
 
 def test_strays_of_killed_downloads_are_removed_and_those_of_running_ones_stay(hub: Hub, tmp_path: Path) -> None:

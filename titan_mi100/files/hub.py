@@ -81,6 +81,7 @@ class _Repository:
         cache, folder = Path(constants.HF_HUB_CACHE).expanduser(), f"{self._type}s--{'--'.join(name[0].split('/'))}"
         self._folder, self._locks = cache / folder, cache / ".locks" / folder
         self._commit, self._files, self._hashed = "", dict[str, list[Any]](), dict[str, list[int] | None]()
+        self._is_listed = True  # false: the files are those that the cache happens to have
 
     @property
     def _snapshot(self) -> Path:
@@ -98,7 +99,12 @@ class _Repository:
         if self._is_data:
             files = split_files(name, self._configs(), self._files, kind)
         else:
-            files = model_files(self._files, kind, self._index)
+            try:
+                files = model_files(self._files, kind, self._index)
+            except UserError:
+                if self._is_listed:
+                    raise
+                raise UserError(self._not_in_cache(["the weights"])) from None
         self._ensure(files)
         with suppress(OSError):  # a cache that may not be written; without the network the branch is found by it
             if key not in self._commits and self._commit != self._revision and not self._is_offline:
@@ -131,6 +137,9 @@ class _Repository:
         if self._is_offline:  # in the cache a file is a link to its hash
             links = [link for link in self._snapshot.rglob("*") if link.is_symlink() and link.exists()]
             self._files = {str(f.relative_to(self._snapshot)): [os.readlink(f).rpartition("/")[2], 0] for f in links}
+            self._is_listed = False
+            if self._is_data:
+                self._say("WARNING HF_HUB_OFFLINE is set, and its files are taken to be those that the cache has")
             return
         from huggingface_hub import HfApi
         from huggingface_hub.hf_api import RepoFile
@@ -186,8 +195,9 @@ class _Repository:
             if not stale:
                 break
         with suppress(OSError):  # without a record it is hashed again the next time
-            self._record.parent.mkdir(parents=True, exist_ok=True)
-            durable.replace(self._record, json.dumps({"files": self._files, "hashed": self._hashed}))
+            if self._is_listed:
+                self._record.parent.mkdir(parents=True, exist_ok=True)
+                durable.replace(self._record, json.dumps({"files": self._files, "hashed": self._hashed}))
         if stale:
             problem = f"was sent with other bytes than its commit {self._commit[:12]} has, twice: {some(stale)}"
             raise UserError(f"{problem}; they were deleted; try again later, or another network")
