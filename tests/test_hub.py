@@ -79,6 +79,14 @@ def test_a_model_is_fetched_once_and_then_found_without_a_request(hub: Hub) -> N
     assert fetched(MODEL_NAME) != [folder]
 
 
+def test_the_path_of_a_relative_cache_is_absolute(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", "cache")
+    assert fetched(MODEL_NAME)[0].startswith(f"{tmp_path}/cache/")
+
+
 def test_a_split_is_a_pattern_of_its_files(hub: Hub) -> None:
     [pattern] = fetched(ROWS_NAME, TRAIN)
     assert pattern.endswith("/main/*.jsonl")

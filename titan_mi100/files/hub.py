@@ -78,7 +78,8 @@ class _Repository:
         self._name, self._is_data, self._commits = name, is_data, commits
         self._type, self._revision = "dataset" if is_data else "model", name.revision or "main"
         self._is_offline, self._endpoint = constants.HF_HUB_OFFLINE, constants.ENDPOINT
-        cache, folder = Path(constants.HF_HUB_CACHE).expanduser(), f"{self._type}s--{'--'.join(name[0].split('/'))}"
+        cache = Path(os.path.abspath(os.path.expanduser(constants.HF_HUB_CACHE)))  # HF_HOME may be relative
+        folder = f"{self._type}s--{'--'.join(name[0].split('/'))}"
         self._folder, self._locks = cache / folder, cache / ".locks" / folder
         self._commit, self._files, self._hashed = "", dict[str, list[Any]](), dict[str, list[int] | None]()
         self._is_listed = True  # false: the files are those that the cache happens to have
