@@ -95,6 +95,23 @@ def test_a_split_is_a_pattern_of_its_files(hub: Hub) -> None:
     assert "names a model; :CONFIG and [SPLIT]" in refusal(f"{MODEL_NAME}:main")
 
 
+@pytest.mark.parametrize(
+    ("card", "said"),
+    [
+        ("configs: [a: b: c", "has a card whose metadata cannot be read: while parsing a flow sequence"),
+        (
+            "configs: !!python/object/apply:os.getcwd []",
+            "has a card whose metadata cannot be read: could not determine",
+        ),
+        (CARD.decode().replace("main/*", "main/[z-a]*")[4:-5], "names 'main/[z-a]*.jsonl', which is no pattern"),
+        (CARD.decode().replace("main/*.jsonl", "[]")[4:-5], "has a card whose data_files are not understood"),
+    ],
+)
+def test_a_card_without_sense_is_refused(hub: Hub, card: str, said: str) -> None:
+    hub.repositories[f"datasets/{ROWS_NAME}"]["README.md"] = f"---\n{card}\n---\n".encode()
+    assert said in refusal(ROWS_NAME, TRAIN)
+
+
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
 def test_wrong_bytes_of_the_right_size_are_fetched_again_once(hub: Hub, file: str, capsys) -> None:
     hub.broken[file] = 1

@@ -20,7 +20,7 @@ from typing import Any
 
 from titan_mi100.errors import UserError
 from titan_mi100.files import durable
-from titan_mi100.files.hub_files import CARD, TRAIN, VALIDATION, HubName, model_files, one_pattern, split_files
+from titan_mi100.files.hub_files import CARD, TRAIN, VALIDATION, HubName, by_hand, model_files, one_pattern, split_files
 from titan_mi100.files.plain import LARGEST_TABLE, read_object
 from titan_mi100.files.tables import INDEX
 from titan_mi100.wording import bytes_in_words, plural, shown, some
@@ -158,14 +158,16 @@ class _Repository:
         """What the card has as `configs`; None: there is none."""
         if CARD not in self._files:
             return None
+        import yaml  # the hub's library has it
         from huggingface_hub import RepoCard
 
         self._ensure([CARD])
         try:
             text = (self._snapshot / CARD).read_text(encoding="utf-8")
             return RepoCard(text, ignore_metadata_errors=True).data.get("configs")
-        except ValueError as error:
-            raise UserError(f"has a card whose metadata cannot be read: {error}") from None
+        except (ValueError, yaml.YAMLError) as error:
+            text = " ".join(str(error).split())
+            raise UserError(f"has a card whose metadata cannot be read: {text}; {by_hand(self._name)}") from None
 
     def _index(self) -> dict[str, Any]:
         self._ensure([INDEX])
