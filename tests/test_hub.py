@@ -194,6 +194,12 @@ def test_no_such_repository_revision_or_server(hub: Hub, monkeypatch: pytest.Mon
     assert refusal("me/nothing", TRAIN).startswith("is no dataset, or a private one; check the name")
     assert refusal(f"{MODEL_NAME}@gone") == f"has no revision 'gone'; {hub.endpoint}/{MODEL_NAME} lists them"
     assert fetched(f"{MODEL_NAME}@v1") == fetched(MODEL_NAME)
+    gone = "0" * 40  # the repository's history was rewritten
+    assert f"has no revision '{gone}'" in refusal(MODEL_NAME, commits={f"models/{MODEL_NAME}@main": gone})
+    [record] = Path(fetched(MODEL_NAME)[0]).parents[1].glob("titan_mi100/*.json")
+    for damaged in ("[]", '{"files": null, "hashed": null}', "{"):
+        record.write_text(damaged)
+        assert fetched(MODEL_NAME) and json.loads(record.read_text())["hashed"]
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")

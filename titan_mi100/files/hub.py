@@ -131,9 +131,9 @@ class _Repository:
 
     def _read_record(self) -> None:
         """The commit's files, by the record, the hub, or without the network the files of the snapshot."""
-        with suppress(OSError, ValueError, KeyError):
+        with suppress(OSError, ValueError, KeyError, TypeError):
             record = json.loads(self._record.read_bytes())
-            self._files, self._hashed = record["files"], record["hashed"]
+            self._files, self._hashed = dict(record["files"]), dict(record["hashed"])
             return
         if self._is_offline:  # in the cache a file is a link to its hash
             links = [link for link in self._snapshot.rglob("*") if link.is_symlink() and link.exists()]
@@ -263,7 +263,13 @@ class _Repository:
             code = _BAD_TOKEN if _BAD_TOKEN in response.headers.get("X-Error-Message", "") else code
             wait, login = f"{response.headers.get('Retry-After', 'a few hundred')} s", _LOGIN
             page = f"{self._endpoint}/{'datasets/' * self._is_data}{self._name.repository}"
-            facts = {"type": self._type, "revision": self._revision, "status": status, "wait": wait, "page": page}
+            facts = {
+                "type": self._type,
+                "revision": self._commit or self._revision,
+                "status": status,
+                "wait": wait,
+                "page": page,
+            }
             return (_REASONS.get(code) or _REASONS.get(status) or _REASONS[0]).format(login=login, **facts)
         if disk := next(
             (e for e in chain if isinstance(e, OSError) and (e.filename or e.errno in _DISK_IS_FULL)), None
