@@ -20,7 +20,7 @@ from titan_mi100.config.hub import COMMITS, COMMITS_FILE, local_path, one_at_a_n
 from titan_mi100.config.load import load_config
 from titan_mi100.errors import UserError
 from titan_mi100.files.hub import fetch
-from titan_mi100.files.hub_files import MODEL, TRAIN, VALIDATION, parse_name
+from titan_mi100.files.hub_files import MODEL, TOKENIZER, TRAIN, VALIDATION, parse_name
 from titan_mi100.shapes.families import PRESETS, to_hf_config
 
 MODEL_NAME, ROWS_NAME = "me/tiny", "me/sums"
@@ -79,12 +79,37 @@ def test_a_model_is_fetched_once_and_then_found_without_a_request(hub: Hub) -> N
     assert fetched(MODEL_NAME) != [folder]
 
 
+def test_the_path_of_a_relative_cache_is_absolute(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", "cache")
+    assert fetched(MODEL_NAME)[0].startswith(f"{tmp_path}/cache/")
+
+
 def test_a_split_is_a_pattern_of_its_files(hub: Hub) -> None:
     [pattern] = fetched(ROWS_NAME, TRAIN)
     assert pattern.endswith("/main/*.jsonl")
     assert {*content(pattern.removesuffix("main/*.jsonl"))} == {"README.md", "main/a.jsonl", "main/b.jsonl"}
     assert "has no split 'validation', but train" in refusal(ROWS_NAME, VALIDATION)
     assert "names a model; :CONFIG and [SPLIT]" in refusal(f"{MODEL_NAME}:main")
+
+
+@pytest.mark.parametrize(
+    ("card", "said"),
+    [
+        ("configs: [a: b: c", "has a card whose metadata cannot be read: while parsing a flow sequence"),
+        (
+            "configs: !!python/object/apply:os.getcwd []",
+            "has a card whose metadata cannot be read: could not determine",
+        ),
+        (CARD.decode().replace("main/*", "main/[z-a]*")[4:-5], "names 'main/[z-a]*.jsonl', which is no pattern"),
+        (CARD.decode().replace("main/*.jsonl", "[]")[4:-5], "has a card whose data_files are not understood"),
+    ],
+)
+def test_a_card_without_sense_is_refused(hub: Hub, card: str, said: str) -> None:
+    hub.repositories[f"datasets/{ROWS_NAME}"]["README.md"] = f"---\n{card}\n---\n".encode()
+    assert said in refusal(ROWS_NAME, TRAIN)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
@@ -169,6 +194,12 @@ def test_no_such_repository_revision_or_server(hub: Hub, monkeypatch: pytest.Mon
     assert refusal("me/nothing", TRAIN).startswith("is no dataset, or a private one; check the name")
     assert refusal(f"{MODEL_NAME}@gone") == f"has no revision 'gone'; {hub.endpoint}/{MODEL_NAME} lists them"
     assert fetched(f"{MODEL_NAME}@v1") == fetched(MODEL_NAME)
+    gone = "0" * 40  # the repository's history was rewritten
+    assert f"has no revision '{gone}'" in refusal(MODEL_NAME, commits={f"models/{MODEL_NAME}@main": gone})
+    [record] = Path(fetched(MODEL_NAME)[0]).parents[1].glob("titan_mi100/*.json")
+    for damaged in ("[]", '{"files": null, "hashed": null}', "{"):
+        record.write_text(damaged)
+        assert fetched(MODEL_NAME) and json.loads(record.read_text())["hashed"]
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -192,6 +223,22 @@ def test_offline_a_complete_cache_is_enough(hub: Hub, monkeypatch: pytest.Monkey
     for _ in range(2):  # the damaged file is deleted, and then missing
         assert refusal(MODEL_NAME).endswith(f"HF_HUB_OFFLINE is set; unset it, or fetch it: {command}")
     assert refusal("me/other").endswith("unset it, or fetch it: hf download me/other --revision main")
+
+
+def test_what_the_cache_has_offline_is_not_taken_for_the_commit_later(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub import constants, snapshot_download
+
+    some = {"endpoint": hub.endpoint, "allow_patterns": ["README.md", "main/a.jsonl", "*.json"]}
+    snapshot_download(ROWS_NAME, repo_type="dataset", **some)
+    snapshot_download(MODEL_NAME, **some)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert fetched(ROWS_NAME, TRAIN)[0].endswith("/main/a.jsonl") and fetched(MODEL_NAME, TOKENIZER)
+    assert "me/sums: WARNING HF_HUB_OFFLINE is set, and its files are taken to be those that" in capsys.readouterr().err
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert fetched(ROWS_NAME, TRAIN)[0].endswith("/main/*.jsonl")
+    assert "model.safetensors" in content(fetched(MODEL_NAME)[0])
 
 
 def test_strays_of_killed_downloads_are_removed_and_those_of_running_ones_stay(hub: Hub, tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ def test_many_shards_are_one_pattern_if_it_matches_no_other_file() -> None:
     assert one_pattern(shards[1:], shards) == shards[1:]
     assert one_pattern(["a/1.json", "b/1.json"], ["a/1.json", "b/1.json"]) == ["a/1.json", "b/1.json"]
     assert one_pattern(["a.json"], ["a.json", "b.json"]) == ["a.json"]
+    assert one_pattern(["d/.a.json", "d/b.json"], ["d/.a.json", "d/b.json"]) == ["d/.a.json", "d/b.json"]
 
 
 def test_what_exists_or_nearly_is_a_path(tmp_path) -> None:

@@ -228,6 +228,10 @@ def test_what_the_judge_does_not_find_is_left_out_and_said_and_the_cost_is_said_
         f"{key}: 5 of 8 prompts are left out: the judge finds nothing in the answer",
         f"{key}: each validation generates up to 3 prompts x 12 = 36 tokens",
     ]
+    said.clear()
+    open_run(load_config(settings(folder, **JUDGED | {"validation.prompt_tokens": 2}), 1), world)
+    text = "8 of 8 right answers are longer than prompt_tokens = 2, so answers like them count as wrong; the longest"
+    assert any(line.startswith(f"{key}: {text} has ") for line in said)
     with pytest.raises(UserError, match='no held-out answer has what judge = "regex:#### 9" compares; set another'):
         open_run(load_config(settings(folder, **JUDGED, **{"validation.judge": "regex:#### 9"}), 1), world)
     (tmp_path / "texts.jsonl").write_text('{"text": "one two three"}\n' * 20)

@@ -487,6 +487,8 @@ def test_an_adapter_that_does_not_fit_the_run_is_refused(adapter: Path) -> None:
         ({"rank": 8}, r"initial_load_path = .* has rank = 4, not 8; set \[lora\]"),
         ({"alpha": 7.0}, "alpha = 6.0, not 7.0"),
         ({"target_modules": ("q_proj",)}, "target_modules = "),
+        ({"scaling": "sqrt_rank"}, "has scaling = rank, not sqrt_rank"),
+        ({"token_ids": (7,)}, r"has trainable_tokens with the ids \[\], not \[7\]; set \[lora\]"),
     ):
         with pytest.raises(UserError, match=message):
             open_adapter(dataclasses.replace(start, **change), shapes)
@@ -589,6 +591,9 @@ def test_another_adapter_or_none_is_refused_by_name_unless_allowed() -> None:
         with pytest.raises(UserError, match=message):
             check_same_run(with_lora, about(now), ("base",))
         check_same_run(with_lora, about(now), ("lora", "base"))
+    rows = [dataclasses.replace(LORA, token_ids=(token,)) for token in (7, 8)]
+    with pytest.raises(UserError, match=r"trained the rows of the tokens \[7\], now \[8\]; keep lora.trainable_tokens"):
+        check_same_run(FoundCheckpoint(Path("step-1"), about(rows[0]), {}), about(rows[1]), ("lora",))
     with pytest.raises(UserError, match=r"lora.rank \(None, now 4\)"):
         check_same_run(FoundCheckpoint(Path("step-1"), about(None), {}), about(LORA), ())
 

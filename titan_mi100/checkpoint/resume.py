@@ -168,6 +168,11 @@ def check_same_run(found: FoundCheckpoint, about: dict[str, Any], allowed: Colle
         is_allowed = bool({name, name.split(".")[0]} & set(allowed))
         (permitted if is_allowed else refused).extend(details or [words])
         changed += [] if is_allowed else [name]
+    # Nor can the tokens whose rows are trained: a row would become another token's.
+    before, now = (of["fingerprints"].get("lora", {}).get("token_ids", []) for of in (found.manifest, about))
+    if before != now and "lora" in about["fingerprints"]:
+        problem = f"has trained the rows of the tokens {before}, now {now}; keep lora.trainable_tokens"
+        raise UserError(f"{found.path}: {problem}; or start over beside it: --checkpoint.fresh")
     if permitted:
         log.warning(f"checkpoint.allow_changed: the run resumes with changes: {some(permitted, 30)}")
     # The optimizer's number format cannot be allowed to change: its state has other dtypes.

@@ -20,7 +20,7 @@ from typing import Any
 
 from titan_mi100.errors import UserError
 from titan_mi100.files import durable
-from titan_mi100.files.hub_files import CARD, TRAIN, VALIDATION, HubName, model_files, one_pattern, split_files
+from titan_mi100.files.hub_files import CARD, TRAIN, VALIDATION, HubName, by_hand, model_files, one_pattern, split_files
 from titan_mi100.files.plain import LARGEST_TABLE, read_object
 from titan_mi100.files.tables import INDEX
 from titan_mi100.wording import bytes_in_words, plural, shown, some
@@ -78,9 +78,11 @@ class _Repository:
         self._name, self._is_data, self._commits = name, is_data, commits
         self._type, self._revision = "dataset" if is_data else "model", name.revision or "main"
         self._is_offline, self._endpoint = constants.HF_HUB_OFFLINE, constants.ENDPOINT
-        cache, folder = Path(constants.HF_HUB_CACHE).expanduser(), f"{self._type}s--{'--'.join(name[0].split('/'))}"
+        cache = Path(os.path.abspath(os.path.expanduser(constants.HF_HUB_CACHE)))  # HF_HOME may be relative
+        folder = f"{self._type}s--{'--'.join(name[0].split('/'))}"
         self._folder, self._locks = cache / folder, cache / ".locks" / folder
         self._commit, self._files, self._hashed = "", dict[str, list[Any]](), dict[str, list[int] | None]()
+        self._is_listed = True  # false: the files are those that the cache happens to have
 
     @property
     def _snapshot(self) -> Path:
@@ -98,7 +100,12 @@ class _Repository:
         if self._is_data:
             files = split_files(name, self._configs(), self._files, kind)
         else:
-            files = model_files(self._files, kind, self._index)
+            try:
+                files = model_files(self._files, kind, self._index)
+            except UserError:
+                if self._is_listed:
+                    raise
+                raise UserError(self._not_in_cache(["the weights"])) from None
         self._ensure(files)
         with suppress(OSError):  # a cache that may not be written; without the network the branch is found by it
             if key not in self._commits and self._commit != self._revision and not self._is_offline:
@@ -124,13 +131,16 @@ class _Repository:
 
     def _read_record(self) -> None:
         """The commit's files, by the record, the hub, or without the network the files of the snapshot."""
-        with suppress(OSError, ValueError, KeyError):
+        with suppress(OSError, ValueError, KeyError, TypeError):
             record = json.loads(self._record.read_bytes())
-            self._files, self._hashed = record["files"], record["hashed"]
+            self._files, self._hashed = dict(record["files"]), dict(record["hashed"])
             return
         if self._is_offline:  # in the cache a file is a link to its hash
             links = [link for link in self._snapshot.rglob("*") if link.is_symlink() and link.exists()]
             self._files = {str(f.relative_to(self._snapshot)): [os.readlink(f).rpartition("/")[2], 0] for f in links}
+            self._is_listed = False
+            if self._is_data:
+                self._say("WARNING HF_HUB_OFFLINE is set, and its files are taken to be those that the cache has")
             return
         from huggingface_hub import HfApi
         from huggingface_hub.hf_api import RepoFile
@@ -148,14 +158,16 @@ class _Repository:
         """What the card has as `configs`; None: there is none."""
         if CARD not in self._files:
             return None
+        import yaml  # the hub's library has it
         from huggingface_hub import RepoCard
 
         self._ensure([CARD])
         try:
             text = (self._snapshot / CARD).read_text(encoding="utf-8")
             return RepoCard(text, ignore_metadata_errors=True).data.get("configs")
-        except ValueError as error:
-            raise UserError(f"has a card whose metadata cannot be read: {error}") from None
+        except (ValueError, yaml.YAMLError) as error:
+            text = " ".join(str(error).split())
+            raise UserError(f"has a card whose metadata cannot be read: {text}; {by_hand(self._name)}") from None
 
     def _index(self) -> dict[str, Any]:
         self._ensure([INDEX])
@@ -186,8 +198,9 @@ class _Repository:
             if not stale:
                 break
         with suppress(OSError):  # without a record it is hashed again the next time
-            self._record.parent.mkdir(parents=True, exist_ok=True)
-            durable.replace(self._record, json.dumps({"files": self._files, "hashed": self._hashed}))
+            if self._is_listed:
+                self._record.parent.mkdir(parents=True, exist_ok=True)
+                durable.replace(self._record, json.dumps({"files": self._files, "hashed": self._hashed}))
         if stale:
             problem = f"was sent with other bytes than its commit {self._commit[:12]} has, twice: {some(stale)}"
             raise UserError(f"{problem}; they were deleted; try again later, or another network")
@@ -250,7 +263,13 @@ class _Repository:
             code = _BAD_TOKEN if _BAD_TOKEN in response.headers.get("X-Error-Message", "") else code
             wait, login = f"{response.headers.get('Retry-After', 'a few hundred')} s", _LOGIN
             page = f"{self._endpoint}/{'datasets/' * self._is_data}{self._name.repository}"
-            facts = {"type": self._type, "revision": self._revision, "status": status, "wait": wait, "page": page}
+            facts = {
+                "type": self._type,
+                "revision": self._commit or self._revision,
+                "status": status,
+                "wait": wait,
+                "page": page,
+            }
             return (_REASONS.get(code) or _REASONS.get(status) or _REASONS[0]).format(login=login, **facts)
         if disk := next(
             (e for e in chain if isinstance(e, OSError) and (e.filename or e.errno in _DISK_IS_FULL)), None

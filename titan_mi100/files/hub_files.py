@@ -100,7 +100,7 @@ def split_files(name: HubName, card: Any, paths: Collection[str], purpose: str) 
         example = f"{name.repository}[{next(iter(splits))}]"
         raise UserError(f"has no split {split!r}, but {', '.join(splits)}; write {example}")
     if unread := [path for path in splits[split] if not _READ.search(path)]:
-        raise UserError(f"[{split}] is {some(unread, 4)}, which is neither JSON nor parquet; {_by_hand(name)}")
+        raise UserError(f"[{split}] is {some(unread, 4)}, which is neither JSON nor parquet; {by_hand(name)}")
     return splits[split]
 
 
@@ -110,10 +110,12 @@ def one_pattern(files: Sequence[str], paths: Collection[str]) -> list[str]:
     end = _common([file[len(start) :][::-1] for file in files])[::-1]
     matched = [p for p in paths if p.startswith(start) and p.endswith(end) and "/" not in p[len(start) :]]
     is_exact = len(files) > 1 and sorted(files) == sorted(matched) and not glob.has_magic(start + end)
+    is_exact &= not any(file[len(start) :].startswith(".") for file in files)  # the star matches no hidden file
     return [f"{start}*{end}"] if is_exact else [*files]
 
 
-def _by_hand(name: HubName) -> str:
+def by_hand(name: HubName) -> str:
+    """The remedy where the card does not say which files to read."""
     return f"fetch it, hf download {name.repository} --repo-type dataset --local-dir FOLDER, and name files or globs"
 
 
@@ -123,7 +125,7 @@ def _config(name: HubName, card: Any) -> dict[str, Any]:
         return {}
     entries = [part for part in card if isinstance(part, dict)] if isinstance(card, list) else []
     if len(entries) != len(card) or not all(isinstance(part.get("config_name"), str) for part in entries):
-        raise UserError(f"has a card whose configs are no list of entries with a config_name; {_by_hand(name)}")
+        raise UserError(f"has a card whose configs are no list of entries with a config_name; {by_hand(name)}")
     named = {config["config_name"]: config for config in entries}
     if name.config:
         chosen = [name.config] if name.config in named else []
@@ -144,7 +146,8 @@ def _patterns(data_files: Any) -> dict[str, list[str]]:
     for part in entries:
         split, path = (part.get("split"), part.get("path")) if isinstance(part, dict) else (None, None)
         own = path if isinstance(path, list) else [path]
-        if not isinstance(split, str) or split in splits or not all(isinstance(pattern, str) for pattern in own):
+        is_sound = bool(own) and all(isinstance(pattern, str) for pattern in own)
+        if not isinstance(split, str) or split in splits or not is_sound:
             raise UserError(f"has a card whose data_files are not understood: {shown(part)}")
         splits[split] = own
     return splits
@@ -163,7 +166,10 @@ def _matching(patterns: Sequence[str], folder: str, paths: Collection[str]) -> l
     for pattern in (posixpath.join(folder, _inside(pattern)) for pattern in patterns):
         parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^]/]+\])", pattern)
         regex = "".join(_GLOB.get(p) or (p.replace("[!", "[^") if p[:1] == "[" else re.escape(p)) for p in parts)
-        matched = [path for path in sorted(paths) if re.fullmatch(regex, path) and not _is_aside(path, pattern)]
+        try:
+            matched = [path for path in sorted(paths) if re.fullmatch(regex, path) and not _is_aside(path, pattern)]
+        except re.error:
+            raise UserError(f"has a card that names {pattern!r}, which is no pattern") from None
         if not matched or re.search(r"[^/]\*\*|\*\*[^/]", pattern):
             there = some((path for path in sorted(paths) if not _is_aside(path, "")), 12)
             raise UserError(f"has a card that names {pattern!r}, which matches no file; it has {there}")
@@ -207,5 +213,5 @@ def _splits_by_name(name: HubName, folder: str, paths: Sequence[str], has_config
         form = "with -NNNNN-of-NNNNN or in a folder, each complete"
         problem = f"has files that are not called {', '.join(_SPLITS)}, {form}"
         problem = f"has no config or folder {name.config!r}" if name.config and not own else problem
-        raise UserError(f"{problem}: {some(others or sorted(paths), 12)}; {_by_hand(name)}")
+        raise UserError(f"{problem}: {some(others or sorted(paths), 12)}; {by_hand(name)}")
     return splits

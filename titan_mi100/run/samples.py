@@ -129,6 +129,10 @@ def open_sampler(
             log.warning(
                 f"{key}: {without} of {len(prompts)} prompts are left out: the judge finds nothing in the answer"
             )
+        lengths = [len(until_stop(prompt.reference, stops)) for prompt in kept]
+        if too_long := sum(length > config.prompt_tokens for length in lengths):
+            text = f"{too_long} of {len(kept)} right answers are longer than prompt_tokens = {config.prompt_tokens}"
+            log.warning(f"{key}: {text}, so answers like them count as wrong; the longest has {max(lengths)} tokens")
         cost = f"{plural(len(kept), 'prompt')} x {config.prompt_tokens} = {len(kept) * config.prompt_tokens:,} tokens"
         log.info(f"{key}: each validation generates up to {cost}")
     return Sampler(kept, tokenizer, stops, vocabulary, config.prompt_tokens, seq_len, judge)

@@ -160,10 +160,14 @@ def open_adapter(lora: LoRAConfig, shapes: Mapping[str, tuple[int, ...]]) -> Wei
     stored, weights = read_adapter(folder)
     modules = modules_of(shapes)
     ours, theirs = lora_identity(lora, modules), lora_identity(stored, {*ADAPTED})
-    for one, other in ((ours, theirs), (theirs, ours)):  # ranks of experts are there if they differ
-        one |= {key: one[key.removeprefix("expert_")] for key in other if key not in one}
+    for one, other in ((ours, theirs), (theirs, ours)):  # what is usual is left out, as are ranks of experts
+        usual = {"scaling": "rank", "token_ids": [], **{f"expert_{key}": one[key] for key in ("rank", "alpha")}}
+        one |= {key: usual[key] for key in other if key not in one}
+    words = {"token_ids": "trainable_tokens with the ids"}
     if differing := [
-        f"{key} = {theirs[key]}, not {ours[key]}" for key in ours if key != "dropout" and ours[key] != theirs[key]
+        f"{words.get(key, f'{key} =')} {theirs[key]}, not {ours[key]}"
+        for key in ours
+        if key != "dropout" and ours[key] != theirs[key]
     ]:
         raise UserError(f"[lora] initial_load_path = {folder!r} has {'; '.join(differing)}; set [lora] to its values")
     weights.check(shapes)
