@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItemType
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 from titan_mi100.checkpoint.checkpointer import Checkpointer, SaveOptions
 from titan_mi100.config.settings import CheckpointConfig, Config, ModelConfig, OptimizerConfig
@@ -492,6 +492,25 @@ def test_an_export_says_what_it_is_whatever_the_base_said(tmp_path: Path) -> Non
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
     convert.to_hf(open_source(folder), tmp_path / "back")
     assert json.loads((tmp_path / "back" / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+
+
+def test_logits_that_rounding_makes_differ_are_computed_once_more_in_fp64(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of(tmp_path / "hf", dtype=torch.float32)
+    weights, spec = open_weights(folder), SPECS["tied"]
+    dtypes, in_fp32 = list[torch.dtype](), compare(folder, weights, spec)[1]
+    load = Qwen3ForCausalLM.from_pretrained
+
+    def loaded(*arguments: Any, **options: Any) -> Any:
+        dtypes.append(options.get("dtype") or options["torch_dtype"])
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "from_pretrained", loaded)
+    monkeypatch.setattr(type(spec), "logits_error", in_fp32 / 1000)
+    problems = compare(folder, weights, spec)[0]
+    assert dtypes == [torch.float32, torch.float64]
+    assert not problems or "logits differ from ours" in problems[0]  # transformers' norms are in fp32 all the same
 
 
 def test_a_converted_folder_may_be_called_like_a_step(tmp_path: Path) -> None:

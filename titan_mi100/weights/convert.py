@@ -378,7 +378,7 @@ def _compare_logits(
         return
     if problems:
         raise SaveError("\n".join(f"transformers, reading {folder.name}: {problem}" for problem in problems))
-    log.info(f"logits of transformers and ours, in fp32: largest difference {difference:.1e}")
+    log.info(f"logits of transformers and ours: largest difference {difference:.1e}")
 
 
 def _write_assets(folder: Path, assets: Assets) -> None:

@@ -39,9 +39,12 @@ _MESSAGES = (
 
 @torch.no_grad()
 def compare(
-    folder: Path, weights: Weights, spec: ModelSpec, texts: bool = False, adapter: Path | None = None
-) -> tuple[list[str], float]:
-    """Load a folder with transformers on the CPU in fp32, and compare its logits with those of `weights` in our model.
+    folder: Path, weights: Weights, spec: ModelSpec, texts: bool = False, adapter: Path | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[list[str], float]:  # fmt: skip
+    """Load a folder with transformers on the CPU, and compare its logits with those of `weights` in our model.
+
+    In fp32; logits that differ there by more than usual are computed once more in fp64: it may have been rounding.
 
     The folder's own Python code is never run. transformers raises all kinds of exceptions for a folder that it cannot
     read, or a model that it cannot compute.
@@ -62,7 +65,7 @@ def compare(
         trust_remote_code=False,
         attn_implementation="eager",
         output_loading_info=True,
-        **{_DTYPE: torch.float32},  # overrides the dtype of config.json
+        **{_DTYPE: dtype},  # overrides the dtype of config.json
     )
     problems = []
     if lacking := sorted(name for name in loading["missing_keys"] if not spec.passes_through(name)):
@@ -71,7 +74,7 @@ def compare(
     if adapter is not None:
         import peft  # imported here, because only this needs it
 
-        theirs = peft.PeftModel.from_pretrained(theirs, adapter).eval()
+        theirs = peft.PeftModel.from_pretrained(theirs, adapter).eval().to(dtype)
     else:
         for name, parameter in theirs.named_parameters():
             same = spec.own_name(name).replace("experts.gate_up_proj", "experts.gate_proj")  # ours hold experts apart
@@ -84,7 +87,7 @@ def compare(
     difference, largest = 0.0, 1.0
     with torch.device("meta"):  # no time spent on initial values
         ours = MODELS[spec.model_type](spec)
-    ours.to_empty(device="cpu")
+    ours.to(dtype).to_empty(device="cpu")
     fill_parameters(ours.named_parameters(), read_pieces(spec, weights.read))
     for ids, logits in zip(prompts, expected, strict=True):
         our_logits, finite = ours(ids), logits.isfinite()
@@ -94,6 +97,8 @@ def compare(
             difference = max(difference, (our_logits - logits)[finite].abs().max().item())
             largest = max(largest, logits[finite].abs().max().item())
     del ours
+    if difference > spec.logits_error * largest and dtype == torch.float32 and not problems:
+        return compare(folder, weights, spec, texts, adapter, torch.float64)
     if difference > spec.logits_error * largest:
         problems.append(f"logits differ from ours by {difference:.1e} (they are up to {largest:.1f})")
     return problems + (_compare_texts(folder) if texts else []), difference
