@@ -80,7 +80,22 @@ def test_pickles_are_not_fetched() -> None:
 def test_a_name_has_a_config_a_revision_and_a_split() -> None:
     assert parse_name("openai/gsm8k:main@v1.0[test]") == ("openai/gsm8k", "main", "v1.0", "test")
     assert parse_name("a/b@refs/convert/parquet") == ("a/b", "", "refs/convert/parquet", "")
-    for text in ("a", "a/b/c", "/a/b", "./a/b", "../a/b", "a/b[", "a/b:", "a/b@", "a b/c", "https://h/b", "a/*.jsonl"):
+    for text in (
+        "a",
+        "a/b/c",
+        "/a/b",
+        "./a/b",
+        "../a/b",
+        "a/b[",
+        "a/b:",
+        "a/b@",
+        "a/b@..",
+        "a/b@/x",
+        "a/b@x/../y",
+        "a b/c",
+        "https://h/b",
+        "a/*.jsonl",
+    ):
         assert parse_name(text) is None, text
 
 

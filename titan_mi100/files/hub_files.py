@@ -49,7 +49,9 @@ class HubName(NamedTuple):
 def parse_name(text: str) -> HubName | None:
     """The parts of a name on the hub; None: it is none."""
     part = r"[A-Za-z0-9][\w.-]*"
-    match = re.fullmatch(rf"({part}/{part})(?::([\w.+-]+))?(?:@([\w./-]+))?(?:\[([\w.]+)\])?", text, re.ASCII)
+    match = re.fullmatch(
+        rf"({part}/{part})(?::([\w.+-]+))?(?:@(\w[\w.-]*(?:/\w[\w.-]*)*))?(?:\[([\w.]+)\])?", text, re.ASCII
+    )
     return HubName(*(group or "" for group in match.groups())) if match else None
 
 

@@ -10,14 +10,19 @@ from titan_mi100.weights import convert
 from titan_mi100.weights.adapter import merged_source
 from titan_mi100.weights.source import open_source
 
-_HF, _DCP = "HF folder with config.json and safetensors", "DCP folder, such as RUN/checkpoint/step-500"
+_HF, _DCP = (
+    "HF folder with config.json and safetensors, or a name on the hub",
+    "DCP folder, such as RUN/checkpoint/step-500",
+)
 _TORCH = "file of torch.save with a dict of tensors, or a folder with one such file; its pickle is never executed"
 _NEW_HF, _NEW_DCP = (f"{kind} folder to create; must not exist yet" for kind in ("HF", "DCP"))
 
 
 def hf_to_dcp() -> None:
     """Converts an HF folder to a DCP folder, which the trainer can start from and torch's own tools read."""
-    convert.command(str(hf_to_dcp.__doc__), _HF, _NEW_DCP, convert.to_dcp)
+    convert.command(
+        str(hf_to_dcp.__doc__), _HF, _NEW_DCP, convert.to_dcp, find=lambda path: Path(local_path(str(path)))
+    )
 
 
 def dcp_to_hf() -> None:
