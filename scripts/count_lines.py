@@ -37,12 +37,12 @@ CORE = (
     ),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )
-BUDGETS = {"core": 11975, "titan_mi100": 29480, "scripts": 1920}  # lines of code
+BUDGETS = {"core": 11980, "titan_mi100": 29525, "scripts": 1920}  # lines of code
 FOLDERS = {  # the same, of folders in titan_mi100/ with all below them
-    "attention": 930, "checkpoint": 725, "config": 2105, "data": 4280, "device": 135, "files": 1515,
+    "attention": 930, "checkpoint": 730, "config": 2105, "data": 4280, "device": 135, "files": 1540,
     "generation": 280, "launch": 815, "model": 3215, "objectives": 190, "open_run": 1160, "optim": 615,
-    "parallel": 1185, "planning": 810, "run": 1515, "shapes": 960, "text": 1465, "tools": 1245, "watch": 545,
-    "weights": 1255, "workshop": 3700,
+    "parallel": 1185, "planning": 810, "run": 1520, "shapes": 960, "text": 1465, "tools": 1250, "watch": 545,
+    "weights": 1260, "workshop": 3700,
 }  # fmt: skip
 BUDGETS |= {f"titan_mi100/{folder}": budget for folder, budget in FOLDERS.items()}
 LONG_FUNCTION, LONG_FILE = 80, 450  # lines above which a function or a file is named, as a reason to look at it
