@@ -245,12 +245,16 @@ def test_what_the_judge_does_not_find_is_left_out_and_said_and_the_cost_is_said_
     "layout", [{}, {"parallelism.pipeline_parallel_degree": 2}, {"parallelism.tensor_parallel_degree": 2}]
 )
 def test_two_processes_measure_the_same(layout: dict[str, object], world: World, tmp_path: Path) -> None:
-    alone, both = tmp_path / "alone", tmp_path / "both"
-    trained(world, alone, **JUDGED)
+    """Of the same weights, which are not trained further: rounding grows in training."""
+    before, alone, both = tmp_path / "before", tmp_path / "alone", tmp_path / "both"
+    trained(world, before, **EXPORTED)
+    start = {"model.flavor": "", "checkpoint.initial_load_path": before / f"hf-step-{STEPS}", "optimizer.lr": "0"}
+    trained(world, alone, **{**JUDGED, **start})
     accumulation = {"training.gradient_accumulation_steps": 2 if layout else 1}
-    words = settings(both, **JUDGED, **layout, **accumulation)
+    words = settings(both, **{**JUDGED, **start, **layout, **accumulation})
     command = [sys.executable, "-m", "titan_mi100", "train", "--nproc_per_node", "2", *words]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert measured(both, "validation_exact_match") == measured(alone, "validation_exact_match")
+    assert 0 < measured(alone, "validation_exact_match")[STEPS] < 1
     assert measured(both, "loss") == pytest.approx(measured(alone, "loss"), rel=1e-4)
