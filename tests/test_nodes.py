@@ -57,6 +57,7 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
+@pytest.mark.full
 def test_the_two_nodes_that_the_page_shows_train_as_two_processes_of_one(tmp_path: Path) -> None:
     page = (REPO / "docs" / "CLUSTER.md").read_text(encoding="utf-8")
     block = page.split("## Try it on one machine")[1].split("```sh\n")[1].split("```")[0]
