@@ -29,7 +29,6 @@ _LONGEST = 6000  # characters of a parameter that MLflow takes
 _WAITING = 10_000  # calls that a slow tracker may be behind; each holds a step's values
 _STEP = "step"  # W&B's x axis: its own counter only rises, ours falls back to the checkpoint after a restart
 
-
 Settings = Mapping[str, bool | int | float | str]
 
 
@@ -224,9 +223,8 @@ class MLflow(Tracker):
 
     def _send(self, values: dict[str, float], step: int) -> None:
         now, metric = int(1000 * time()), self._entities.Metric
-        shown = {
-            re.sub(r"[^\w./: -]", "_", tag): scalar for tag, scalar in values.items()
-        }  # it refuses other characters
+        # it refuses other characters
+        shown = {re.sub(r"[^\w./: -]", "_", tag): scalar for tag, scalar in values.items()}
         self._client.log_batch(self._id, [metric(tag, scalar, now, step) for tag, scalar in shown.items()])
 
     def _finish(self, is_done: bool) -> None:

@@ -67,9 +67,8 @@ class _Sizes(NamedTuple):
 
     def _launch(self, kernel: Any, programs: tuple[int, ...], tensors: Sequence[Tensor], *numbers: int) -> None:
         (rows, options), width = tile_of(tensors[0]), WIDTH
-        if (
-            numbers and rows == 8
-        ):  # RDNA multiplies fp32 without matrix instructions: more threads, fewer registers each
+        # RDNA multiplies fp32 without matrix instructions: more threads, fewer registers each
+        if numbers and rows == 8:
             options = {**options, "num_warps": 16}
         elif numbers:
             width = self.tokens // 2
