@@ -123,7 +123,8 @@ def one_step(case: Case, scale: float, norm: float, count: int, device: torch.de
     gradients = SimpleNamespace(squares=torch.tensor((norm * scale) ** 2), finite=torch.tensor(case.are_finite))
     model: Any = SimpleNamespace(
         device=device, counts_rows=True, counts_loss=True, gradient_bytes=7, forward_backward=backward,
-        objective=SimpleNamespace(count=lambda _: count, measures=()), measure_gradients=lambda: gradients,
+        objective=SimpleNamespace(count=lambda _: count, measures=(), means=lambda *_: {}),
+        measure_gradients=lambda: gradients,
         clear_gradients=lambda: done.append("cleared"),
     )  # fmt: skip
     optimizer: Any = SimpleNamespace(param_groups=[{"lr": 0.1}], update=lambda factor: done.append(("update", factor)))

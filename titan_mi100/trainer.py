@@ -184,7 +184,7 @@ class Trainer:
             next_row=self._row,
             lr=self._optimizer.param_groups[0]["lr"],
             loss=loss,
-            measures={name: total * weight for name, total in measures.items()},
+            measures=model.objective.means(measures, weight),
             grad_norm=grad_norm,
             tokens=tokens,
             supervised=supervised,

@@ -35,7 +35,7 @@ def recorded(world: World, case: dict, split: dict) -> Arrays:
     run = open_split(world, case, {**split, "objective": {}}, data=data)
     inputs = RunInputs(Workload(run.config, world.size, case["spec"]), world, None, data, {}, None, run.progress)
     reading = LogprobPass(inputs, run.stream.dp_rank)
-    return reading.read(run.model, range(2 * len(data.train)), split["k"], lambda: None)
+    return reading.read(run.model, range(2 * len(data.train)), reading.about(split["k"], ""), lambda: None)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from titan_mi100.config.layout import AXES, PIPELINE
 from titan_mi100.config.problem import ConfigError, Problem
 from titan_mi100.config.settings import (
     FINGERPRINTS,
+    KL_FORMS,
+    OF_POLICY,
     Config,
     DataConfig,
     LoRAConfig,
@@ -383,6 +385,20 @@ def _idle_of_objective(o: ObjectiveConfig) -> Iterator[tuple[str, str, tuple[str
         yield why, "objective.name", of_preferences
     if o.name != "distill":
         yield why, "objective.name", of_teacher
+    if o.name != "policy":
+        yield why, "objective.name", OF_POLICY
+    else:
+        of_texts = ("format", "prompt_column", "response_column", "system_column", "text_column", "loss")
+        of_templates = ("system_prompt", "special_in_content", *assets.VARIABLES)
+        yield "sampled answers, which are token ids", "data.path", (*of_texts, *of_templates)
+        if o.cut_off != "shape":
+            yield f'cut_off = "{o.cut_off}"', "objective.cut_off", ("cut_off_tokens",)
+        if o.cut_off != "shape" and o.divisor != "length":
+            yield f'divisor = "{o.divisor}"', "objective.divisor", ("longest_answer",)
+        if not o.kl_weight:
+            yield "kl_weight = 0", "objective.kl_weight", ("kl",)
+        if o.ratio == "cispo":
+            yield 'ratio = "cispo"', "objective.ratio", ("clip_low",)
     if o.name == "preference":
         unused = [("label_smoothing", o.preference.defaults.e), ("gamma", o.preference.defaults.gamma)]
         yield f'loss = "{o.loss}"', "objective.loss", tuple(key for key, usual in unused if not usual)
@@ -405,17 +421,42 @@ def _check_objective(o: ObjectiveConfig, data: DataConfig, dropout: float) -> It
     if o.name != "sft" and any(assets.is_corpus(path) for source in data.sources for path in source.path):
         text = f'= "{o.name}" learns from rows, and a source is a corpus of titan-mi100 prepare; name its files instead'
         yield Problem("objective.name", text, ("data.path", "data.source"))
+    if o.name == "policy":
+        yield from _check_policy(o, data)
     if o.answers == "pairs" and any(source.format != "auto" for source in data.source):
         yield Problem("data.source", ": format has no effect: pairs of answers are read by their keys; delete it")
     if o.answers and dropout:
-        text = "disturbs the sums that preferences compare; set it to 0"
+        text = "disturbs the log p that are compared; set it to 0"
         yield Problem("lora.dropout", f"= {dropout} {text}", ("objective.name",))
     if o.answers and data.overlong in ("truncate", "split"):
-        text = f'= "{data.overlong}" would cut answers, which preferences compare as wholes; use drop or error'
+        text = f'= "{data.overlong}" would cut answers, which are compared as wholes; use drop or error'
         yield Problem("data.overlong", text, ("objective.name",))
     if o.answers and data.earlier_thinking == "unroll":
         text = '= "unroll" makes several documents of an answer; use template, mask or context'
         yield Problem("data.earlier_thinking", text, ("objective.name",))
+
+
+def _check_policy(o: ObjectiveConfig, data: DataConfig) -> Iterator[Problem]:
+    for key, needed in (("longest_answer", o.divisor == "length" or o.cut_off == "shape"),
+                        ("cut_off_tokens", o.cut_off == "shape")):  # fmt: skip
+        if needed and not getattr(o, key):
+            text = 'is not set; divisor = "length" and cut_off = "shape" need it'
+            yield Problem(f"objective.{key}", text, ("objective.divisor", "objective.cut_off"))
+    if o.cut_off == "shape" and o.cut_off_tokens > o.longest_answer:
+        text = f"= {o.cut_off_tokens} must be at most longest_answer = {o.longest_answer}"
+        yield Problem("objective.cut_off_tokens", text, ("objective.longest_answer",))
+    if o.clip[0] > 1:
+        yield Problem("objective.clip_low", f"= {o.clip_low:g} must be at most 1")
+    if o.kl not in KL_FORMS:
+        wrong = {
+            "k1": "k1 in the loss has no gradient on average",
+            "k3": "the gradient of k3 in the loss is that of the KL the other way round",
+        }
+        reason = f"; {wrong[o.kl]}" if o.kl in wrong else ""
+        yield Problem("objective.kl", f"= {toml_value(o.kl)} must be one of {', '.join(KL_FORMS)}{reason}")
+    if data.duplicates == "drop":
+        text = '= "drop" has no meaning for sampled answers: equal ones are samples too; use keep'
+        yield Problem("data.duplicates", text, ("objective.name",))
 
 
 def _check_profiling(profiling: ProfilingConfig, world_size: int | None) -> Iterator[Problem]:

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -375,8 +375,8 @@ class LoRAConfig:
 class ObjectiveConfig:
     name: str = _key(
         "sft",
-        "what is learned (docs/PREFERENCES.md)",
-        choices=("sft", "preference", "distill"),
+        "what is learned (docs/PREFERENCES.md, docs/POLICY.md)",
+        choices=("sft", "preference", "distill", "policy"),
     )
     loss: str = _key("dpo", "of preferences", choices=tuple(LOSSES))
     beta: float = _key(0.0, "strength of the preference loss; 0: that of its paper, for dpo 0.1")
@@ -392,9 +392,44 @@ class ObjectiveConfig:
         choices=("bucket", "renormalise"),
     )
 
+    advantage: str = _key(
+        "mean",
+        "policy: an answer's score minus its group's mean; std: over the group's deviation too; leave_one_out: minus "
+        "the mean of the others; whitened: as mean, then over the whole store",
+        choices=("mean", "std", "leave_one_out", "whitened"),
+    )
+    ratio: str = _key(
+        "token",
+        "policy: what is clipped: the ratio of each token or of the sequence (GSPO); cispo: only its weight",
+        choices=("token", "sequence", "cispo"),
+    )
+    clip_low: float = _key(0.0, "policy: the ratio is clipped below 1 minus this; 0: 0.2, of a sequence 0.0003")
+    clip_high: float = _key(0.0, "policy: and above 1 plus this; 0: 0.28, of a sequence 0.0004, of cispo 4")
+    divisor: str = _key(
+        "tokens",
+        "policy: the loss is a mean over learned tokens, or over answers, or over answers x longest_answer",
+        choices=("tokens", "sequences", "length"),
+    )
+    longest_answer: int = _key(0, "policy: --max_new_tokens of titan-mi100 sample", high=1 << 24)
+    kl_weight: float = _key(0.0, "policy: of the KL to the weights that training starts from; 0: none")
+    kl: str = _key("k2", "policy: form of the KL; ratio_k3: k3 times the ratio (docs/POLICY.md)")
+    cut_off: str = _key(
+        "mask",
+        "policy: answers that were cut off are not learned; or score less in their last cut_off_tokens (DAPO)",
+        choices=("mask", "shape", "keep"),
+    )
+    cut_off_tokens: int = _key(0, "policy: with cut_off = shape: over how many tokens", high=1 << 24)
+    most_apart: float = _key(0.1, "policy: mean difference of the sampler's log p and the trainer's that stops the run")
+
     @property
     def preference(self) -> Loss:
         return LOSSES[self.loss]
+
+    @property
+    def clip(self) -> tuple[float, float]:
+        """By how much the ratio may be below and above 1."""
+        low, high = {"token": (0.2, 0.28), "sequence": (3e-4, 4e-4), "cispo": (1.0, 4.0)}[self.ratio]
+        return self.clip_low or low, self.clip_high or high
 
     @property
     def factors(self) -> LossSettings:
@@ -404,7 +439,12 @@ class ObjectiveConfig:
 
     @property
     def answers(self) -> str:
-        """The kind of rows that it needs: "" conversations or texts, "pairs" of answers, "labels": answers with one."""
+        """The kind of rows that it needs: "" conversations or texts, "pairs" of answers, "labels": answers with one,
+        "samples", then what of them is learned, see data.samples.Kept.
+        """
+        if self.name == "policy":
+            longest = self.longest_answer if self.cut_off == "shape" else 0
+            return f"samples {self.cut_off} {longest} {self.cut_off_tokens} {int(self.kl_weight > 0)}"
         return "" if self.name != "preference" else "pairs" if self.preference.is_paired else "labels"
 
     @property
@@ -412,6 +452,9 @@ class ObjectiveConfig:
         """What must not change on resume, as JSON values; empty for sft."""
         if self.name == "preference":
             return {"name": self.name, "loss": self.loss, **self.factors._asdict(), "sft_weight": self.sft_weight}
+        if self.name == "policy":
+            kept = {key: getattr(self, key) for key in (*OF_POLICY, "clip") if key not in ("most_apart", *_OF_CLIP)}
+            return {"name": self.name, **kept, "clip": [*self.clip]}
         kept = {"teacher": self._stored("weights", ""), "k": self.ids_per_token, "rest": self.rest}
         kept |= {"teacher_weight": self.teacher_weight}
         return {"name": self.name, **kept} if self.name == "distill" else {}
@@ -434,7 +477,13 @@ class ObjectiveConfig:
 
     @property
     def has_reference(self) -> bool:
-        return self.name == "preference" and self.preference.has_reference
+        """Whether a pass before training reads what the model thinks of the answers."""
+        return self.name == "policy" or (self.name == "preference" and self.preference.has_reference)
+
+
+_OF_CLIP = ("clip_low", "clip_high")
+KL_FORMS = ("k2", "ratio_k3")  # whose gradient in the loss is that of the KL
+OF_POLICY = tuple(key.name for key in fields(ObjectiveConfig) if key.metadata["doc"].startswith("policy"))
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
 | file | content |
 |---|---|
 | store.json | what it was made of; `Identity` |
-| part-00012-HASH.safetensors | a part; HASH begins its SHA-256. Metadata: its number, `Identity.digest`. Arrays: |
+| part-00012-HASH.safetensors | a part, see files/parts.py. Metadata: its number, `Identity.digest`. Arrays: |
 | documents, tokens | (d,) int64: numbers of documents of the prepared data, and the learned tokens of each |
 | sums | (d,) float64: of a reference: sum of log p over the document's learned tokens |
 | ids, log_p | (t, k) int32, float32: of a teacher: the k likeliest ids for each learned token, and their log p, at |
-| | temperature 1, the likeliest first; t is the sum of `tokens` |
+| | temperature 1, the likeliest first; t is the sum of `tokens`. Of sampled answers: k = 1, the learned tokens |
 
 Writer and reader check every array against the documents (`Wanted.judge`). Imports no torch.
 """
@@ -15,8 +15,6 @@ Writer and reader check every array against the documents (`Wanted.judge`). Impo
 import hashlib
 import itertools
 import json
-import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -31,15 +29,15 @@ from titan_mi100.data.cache import cached_text, content_hash
 from titan_mi100.data.prepared import PackedDataset
 from titan_mi100.data.rows import Row
 from titan_mi100.errors import UserError
-from titan_mi100.files.durable import replace, sha256_of
+from titan_mi100.files.durable import sha256_of
+from titan_mi100.files.parts import STORE, SealedParts, sealed_hash
 from titan_mi100.files.plain import plain_path, read_checked, read_object
 from titan_mi100.log import log
 
-STORE = "store.json"
+REFERENCE_SUMS, TEACHER, SAMPLED = "reference", "teacher", "sampled"  # kinds of stores
 IMPORT = "import vLLM's answers into a new folder: titan-mi100 teach --from_vllm"
 VLLM = "vllm"  # Identity.dtype of an import, whose parts have the documents in their order
 FORMAT = 2  # of the folder; 1 had parts without metadata
-_PART = re.compile(r"part-(\d{5,10})-([0-9a-f]{16})\.safetensors")
 _OF = "of"  # key of a part's metadata
 _ROWS_OF_A_PART = 512  # in every layout alike
 _DOCUMENTS_OF_A_PART = 4096  # of an import
@@ -56,7 +54,7 @@ Arrays = Mapping[str, np.ndarray]
 class Identity:
     """What a store was made of. The layout and the kernel change values by rounding only."""
 
-    kind: str  # "reference" or "teacher"
+    kind: str
     weights: str  # of the model
     tokens: str  # hash of the documents' tokens, and of which are learned
     tokenizer: str
@@ -106,6 +104,7 @@ class Wanted:
             bits[starts[:-1]] = 0  # nothing predicts the first token
             learned.append(np.add.reduceat(bits, starts[:-1]))
         self.learned = np.concatenate(learned)
+        self.starts = np.cumsum(np.append(0, self.learned))  # of the values of learned tokens
         lengths = np.concatenate([np.diff(rows.packing.starts) for rows in sets])
         self._starts = np.cumsum(np.append(0, lengths))
         self._documents = np.concatenate([rows.packing.documents for rows in sets]).astype(np.int64)
@@ -117,7 +116,7 @@ class Wanted:
         """Identify a store of these rows: with k ids per token a teacher's, with 0 a reference's sums."""
         rows, packing = (self.count, VLLM) if dtype == VLLM else (len(self._starts) - 1, self.packing)
         return Identity(
-            "teacher" if k else "reference", weights, tokens_hash(self.sets), tokenizer, self.count, rows=rows,
+            TEACHER if k else REFERENCE_SUMS, weights, tokens_hash(self.sets), tokenizer, self.count, rows=rows,
             seq_len=self.sets[0].seq_len, k=k, dtype=dtype, attention=attention, layout=layout, packing=packing,
         )  # fmt: skip
 
@@ -173,8 +172,8 @@ def _mass(log_p: np.ndarray) -> np.ndarray:
     return np.exp(log_p.astype(np.float64)).sum(1)  # type: ignore[no-any-return]
 
 
-class LogprobStore:
-    """Opens a store, or begins it. `parts` are the paths of those that are there, by number."""
+class LogprobStore(SealedParts[Identity]):
+    """Opens a store, or begins it."""
 
     def __init__(self, folder: Path, about: Identity, remedy: str, only: Sequence[str] = tuple(_WORDS)) -> None:
         """Args: about: what is wanted. remedy: if it differs. only: the fields of `Identity` that must not.
@@ -182,60 +181,25 @@ class LogprobStore:
         Raises:
             UserError: the folder is a store of something else, holds parts that are none of it, or cannot be read.
         """
-        self.folder, self.remedy, self.about = folder, remedy, about
-        self.parts, strays = dict[int, Path](), list[str]()
-        try:
-            names = sorted(os.listdir(folder)) if os.path.lexists(folder) else []
-        except OSError as error:
-            raise UserError(f"{folder}: cannot be read ({error.strerror}); name another folder") from None
-        self.is_begun = STORE in names
-        if self.is_begun:
-            self.about = self._read_about()
-            if wrong := [name for name in _WORDS if name in only and getattr(self.about, name) != getattr(about, name)]:
-                raise UserError(f"{folder}: was made of {_WORDS[wrong[0]]}; {remedy}")
-        for path in (folder / name for name in names if name.endswith(".safetensors")):
-            match = _PART.fullmatch(path.name)
-            number, problem = int(match[1]) if match else -1, ""
-            if not self.is_begun:
-                problem = f"is without its {STORE}, which says what it was made of"
-            elif not 0 <= number < self.about.parts:
-                problem = f"is no part of the {self.about.kind} in this folder"
-            elif number in self.parts:
-                problem = f"has the number of {self.parts[number].name}"
-            if problem:
-                strays.append(f"{path}: {problem}; move it out of the folder, and start again")
-            self.parts.setdefault(number, path)
-        if strays:
-            raise UserError("\n".join(strays))
+        self.remedy, self._only = remedy, only
+        super().__init__(folder, about, about.parts, "safetensors", about.kind)
 
-    def _read_about(self) -> Identity:
-        path = self.folder / STORE
+    def read_about(self) -> Identity:
+        path, expected = self.folder / STORE, self.about
         version = read_object(path, self.remedy).get("format", 1)
         if version != FORMAT:
             age = "a newer" if isinstance(version, int) and version > FORMAT else "an older"
             raise UserError(f"{path}: has {age} format than this version's, {FORMAT}; {self.remedy}")
         about: Identity = read_checked(path, Identity, self.remedy)
-        if about.k > 1 << 20 or about.kind != ("teacher" if about.k else "reference"):
+        kinds = (TEACHER, *[SAMPLED] * (about.k == 1)) if about.k else (REFERENCE_SUMS,)
+        if about.k > 1 << 20 or about.kind not in kinds:
             raise UserError(f"{path}: kind = {about.kind!r} and k = {about.k} do not fit each other; {self.remedy}")
+        if wrong := [name for name in _WORDS if name in self._only and getattr(about, name) != getattr(expected, name)]:
+            raise UserError(f"{self.folder}: was made of {_WORDS[wrong[0]]}; {self.remedy}")
         return about
 
-    def begin(self) -> None:
-        """Write what it is made of, and remove what a killed writer left. Raises UserError."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for left in (*self.folder.glob(".part-*"), *self.folder.glob(f".{STORE}.*")):
-                left.unlink()
-            if not self.is_begun:
-                replace(self.folder / STORE, json.dumps(asdict(self.about), indent=1), is_synced=True)
-        except OSError as error:
-            raise self._cannot(error) from None
-
-    def _cannot(self, error: OSError) -> UserError:
-        return UserError(f"{self.folder}: cannot be written ({error.strerror}); free some space, or correct the path")
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self.parts) == self.about.parts
+    def count_of(self, about: Identity, count: int) -> int:
+        return about.parts
 
     def write(self, number: int, arrays: Arrays, wanted: Wanted) -> None:
         """Seal a part: its name, with its hash, appears when all of it is on the disk.
@@ -250,12 +214,7 @@ class LogprobStore:
             raise UserError(f"{self.folder}: part {number} is not written, as it {problem}; {remedy}")
         metadata = {_OF: self._mark(number)}  # a single one: safetensors writes several in any order
         content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, metadata)
-        path = self.folder / f"part-{number:05}-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
-        try:
-            replace(path, content, is_synced=True)
-        except OSError as error:
-            raise self._cannot(error) from None
-        self.parts[number] = path
+        self.seal(number, content)
 
     def _mark(self, number: int) -> str:
         """What a part's metadata say."""
@@ -270,7 +229,7 @@ class LogprobStore:
         Raises:
             UserError: a part is damaged, of another store, or holds what cannot be.
         """
-        again = "start again: it is made anew" if self.about.kind == "reference" else "make it again: titan-mi100 teach"
+        again = "make it again: titan-mi100 teach" if self.about.kind == TEACHER else "start again: it is made anew"
         remedy = IMPORT if self.about.dtype == VLLM else f"delete it, and {again}"
         for number, path in self.parts.items():
             try:
@@ -278,7 +237,7 @@ class LogprobStore:
             except OSError as error:
                 raise UserError(f"{path}: cannot be read ({error.strerror}); correct that, or {remedy}") from None
             problem = "is damaged"
-            if digest[:16] == _PART.fullmatch(path.name)[2]:  # type: ignore[index]
+            if digest[:16] == sealed_hash(path.name):
                 depends = [FORMAT, digest, number, self.about.digest, wanted.packing, wanted.vocabulary]
                 judged = partial(self._judged, number, wanted)
                 problem = cached_text(cache / "answers", depends, judged) if cache else judged()
@@ -317,12 +276,19 @@ class LogprobStore:
             problem = f"the {self.about.k} ids kept per token have {mass:.4f} of the teacher's probability"
             log.warning(f"teacher: {problem}: is it a model for these texts and ids? else raise --top_k")
 
-    def sums(self) -> np.ndarray:
-        """(documents,) fp64; NaN of a document that is in no row."""
-        by_document = np.full(self.about.documents, np.nan)
-        for arrays in map(self.load, self.parts):
-            by_document[arrays["documents"]] = arrays["sums"]
-        return by_document
+
+def placed(parts: Iterable[Arrays], starts: np.ndarray) -> np.ndarray:
+    """The sums of documents, or log p of their sampled tokens, as one fp64 array; NaN of a document that is in no row.
+
+    Args:
+        starts: (documents + 1,): where each document's values begin.
+    """
+    flat = np.full(starts[-1], np.nan)
+    for arrays in parts:
+        first, counts = starts[arrays["documents"]], np.diff(starts)[arrays["documents"]]
+        index = np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+        flat[index] = arrays["sums"] if "sums" in arrays else arrays["log_p"][:, 0]
+    return flat
 
 
 class Teacher:
@@ -371,6 +337,24 @@ def by_document(values: np.ndarray) -> Column:
         return padded
 
     return column
+
+
+class ByLearnedToken:
+    """Values of the learned tokens, at the tokens that predict them, (seq_len,): the `Column` of a flat array.
+
+    Attributes:
+        values: of all documents, one after the other, each with those of its learned tokens.
+        starts: (documents + 1,): where each document's begin.
+    """
+
+    def __init__(self, values: np.ndarray, starts: np.ndarray) -> None:
+        self.values, self.starts = values, starts
+
+    def __call__(self, documents: np.ndarray, row: Row) -> np.ndarray:
+        padded: np.ndarray = np.zeros(len(row.labels), dtype=self.values.dtype)
+        own = [self.values[self.starts[number] : self.starts[number + 1]] for number in documents.tolist()]
+        padded[row.labels != IGNORE] = np.concatenate([self.values[:0], *own])
+        return padded
 
 
 def by_token(teacher: Teacher, name: str, k: int, dtype: str) -> Column:

@@ -15,7 +15,7 @@ import numpy as np
 
 from titan_mi100.cli import version_of
 from titan_mi100.config.settings import DataConfig
-from titan_mi100.data.answers import PAIRS
+from titan_mi100.data.answers import LABELS, PAIRS
 from titan_mi100.data.cache import Stamp, content_hash
 from titan_mi100.data.encode import Chunk, Encoder, Source
 from titan_mi100.data.formats import choose_format
@@ -137,7 +137,10 @@ def make_folder(folder: Path, request: DataRequest, inputs: Inputs) -> None:
             made_of=inputs.made_of,
             sets=counts,
             summary=[*_format_lines(sources, config), *ledger.summary(), *in_sets, *thinking_lines],
-            warnings=[*filter(None, [tokenizer.warning, _one_sided(tokens.labels)]), *ledger.warnings(config)],
+            warnings=[
+                *filter(None, [tokenizer.warning, _one_sided(tokens.labels) if request.answers == LABELS else ""]),
+                *ledger.warnings(config),
+            ],
             enable_thinking=enable_thinking,
             variables={name: value for name, value in config.variables.items() if name != "enable_thinking"},
             system_prompt=config.system_prompt if encoder.end_of_turn else None,
@@ -193,7 +196,7 @@ def _pack_sets(
 
 def _load_template(request: DataRequest, sources: Sequence[Source], tokenizer: Tokenizer) -> ChatTemplate | None:
     """The chat template; None if no file holds conversations."""
-    if all(source.format.name in ("text", "tokens") for source in sources):
+    if all(source.format.name in ("text", "tokens", "samples") for source in sources):
         if idle := [name for name in ("system_prompt", *VARIABLES) if getattr(request.config, name)]:
             raise UserError(f"[data] {idle[0]} is for conversations, and no data file holds any; leave it out")
         return None

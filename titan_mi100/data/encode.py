@@ -153,6 +153,8 @@ class Encoder:
         """
         if example.rejected or example.label:
             return self._answers(example)
+        if example.samples or example.idle:
+            return self._samples(example)
         made, why_nothing = Encoded(KEPT, [], 0), "a row needs at least one supervised token after its first"
         if example.messages is not None:
             made = self._conversation(example.messages, example.tools)
@@ -197,6 +199,22 @@ class Encoder:
             kind = PROMPT_AGAIN if repeats_prompt(*pair) else EARLIER if differs_early(*pair) else kind
         labels = (1, -1) if example.rejected else (example.label,)
         return made._replace(status=KEPT, documents=documents, kind=kind, labels=labels)
+
+    def _samples(self, example: Example) -> Encoded:
+        """A group of sampled answers: a document for each that is learned, never cut; its label is its number + 1."""
+        prompt, documents = example.input_ids or [], list[np.ndarray]()
+        for _, ids in example.samples:
+            learned = np.arange(len(prompt) + len(ids)) >= len(prompt)
+            documents.append(self._pretokenised(np.array(prompt + ids), learned))
+        tokens = sum(map(len, documents))
+        if example.idle:
+            return Encoded(DROPPED, [], len(prompt), example.idle)
+        if (longest := max(map(len, documents))) > self._seq_len:
+            detail = f"{longest:,} tokens, seq_len is {self._seq_len:,}"
+            if self._config.overlong == "error":
+                raise BadRecord(OVERLONG, f"{detail}; raise it, or set data.overlong to drop")
+            return Encoded(DROPPED, [], tokens, OVERLONG, detail, tokens)
+        return Encoded(KEPT, documents, tokens, labels=tuple(number + 1 for number, _ in example.samples))
 
     def _conversation(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, empty_think: bool = False

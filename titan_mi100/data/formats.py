@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.config.settings import DataConfig
+from titan_mi100.data import samples
 from titan_mi100.data.answers import LABEL_KEYS, LABELS, OPTIONAL, PAIR_KEYS, PAIRS, PROMPTS, label_of, read_pair
 from titan_mi100.data.blocks import joined_text
 from titan_mi100.data.columns import (
@@ -40,6 +41,7 @@ from titan_mi100.data.conversation import (
     tool_list,
 )
 from titan_mi100.data.files import Record, read_records
+from titan_mi100.data.samples import SAMPLES, Kept
 from titan_mi100.data.strict_json import BadRecord, expect, kind_of, listed, parse, parse_text, shown
 from titan_mi100.errors import UserError
 
@@ -69,8 +71,9 @@ class Example(NamedTuple):
     labels: list[int] | None = None  # per id: IGNORE, or the id itself (not shifted); None: all ids are learned
     rejected: list[Message] | None = None  # of a pair; `messages` has the chosen answer
     label: int = 0  # of a single answer: 1 wanted, -1 not
-    idle: str = ""  # why a pair teaches nothing
+    idle: str = ""  # why a pair, or a group of samples, teaches nothing
     notes: tuple[str, ...] = ()  # what was found in it, see Findings.notes
+    samples: tuple[tuple[int, list[int]], ...] = ()  # of a group: number and ids of each answer that is learned
 
     def tokens(self) -> tuple[list[int], list[bool]]:
         """Of a record that is tokenised already: its ids, and which of them are learned."""
@@ -149,6 +152,9 @@ def choose_format(path: str, config: DataConfig, answers: str = "") -> Format:
     """
     if answers == PAIRS:
         return _pairs(config)
+    if answers.startswith(SAMPLES):
+        read = partial(_read_samples, Kept.of(answers))
+        return Format("samples", "sampled answers with scores", read, samples.KEYS, samples.OPTIONAL)
     if answers == LABELS:
         return _labelled(choose_format(path, config), config.label_column)
     name, prompt_column, text_column = config.format, config.prompt_column, config.text_column
@@ -436,6 +442,13 @@ def _read_tokens(record: dict[str, Any]) -> Example:
     if all(label == IGNORE for label in labels[1:]):
         raise BadRecord("nothing to learn", f"all labels after the first are {IGNORE}")
     return Example(input_ids=ids, labels=None if labels == ids else labels)
+
+
+def _read_samples(kept: Kept, record: dict[str, Any]) -> Example:
+    group = samples.read_group(record)
+    learned, why = kept.learned(group)
+    told = tuple((number, group.answers[number].ids) for number in learned)
+    return Example(input_ids=group.prompt_ids, samples=told, idle="" if told else why)
 
 
 def _integers(record: dict[str, Any], name: str) -> list[int]:

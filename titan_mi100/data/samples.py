@@ -17,6 +17,7 @@ from titan_mi100.files.parts import STORE, SealedParts
 from titan_mi100.files.plain import read_checked, read_plain
 
 FORMAT = 1  # of both stores
+SAMPLES = "samples"  # begins the kind of rows, see ObjectiveConfig.answers
 STOP, LENGTH = "stop", "length"  # how an answer ended: with a stop token, which is its last id, or cut off
 MOST = 100  # answers to a prompt
 PART_PROMPTS = 32  # prompts of a part
@@ -95,6 +96,66 @@ class Group(NamedTuple):
         return json.dumps({**self._asdict(), "answers": answers}, ensure_ascii=False, allow_nan=False) + "\n"
 
 
+class Kept(NamedTuple):
+    """Which answers of a group are learned, as ObjectiveConfig.answers says it."""
+
+    cut_off: str  # of answers that were cut off: mask, shape or keep
+    longest: int  # with shape: the longest allowed answer, and its last tokens in which the score falls by up to 1
+    last: int
+    with_dead: bool  # groups whose scores are all equal stay, for the KL
+
+    @classmethod
+    def of(cls, words: str) -> "Kept":
+        _, cut_off, longest, last, with_dead = words.split()
+        return cls(cut_off, int(longest), int(last), with_dead == "1")
+
+    def scores(self, group: Group) -> list[float | None]:
+        """The answers' scores; shaped as DAPO does (2503.14476, equation 13)."""
+        if self.cut_off != "shape":
+            return [answer.score for answer in group.answers]
+        over = (max(0, len(answer.ids) - (self.longest - self.last)) for answer in group.answers)
+        each = zip(group.answers, over, strict=True)
+        return [None if answer.score is None else answer.score - by / self.last for answer, by in each]
+
+    def learned(self, group: Group) -> tuple[list[int], str]:
+        """The indices of the answers that are learned, and why there is none.
+
+        Raises:
+            BadRecord: no answer has a score at all.
+        """
+        scores = self.scores(group)
+        known = [score for score in scores if score is not None]
+        if not known and not any("score" in answer.scores or answer.scores for answer in group.answers):
+            raise BadRecord("no score", "no answer has a score; run titan-mi100 score first, and name its folder")
+        if not known:
+            return [], "no answer could be scored"
+        if max(known) == min(known) and not self.with_dead:
+            return [], "all answers have the same score"
+        is_learned = [score is not None and not (self.cut_off == "mask" and answer.is_cut)
+                      for score, answer in zip(scores, group.answers, strict=True)]  # fmt: skip
+        return [i for i, learned in enumerate(is_learned) if learned], "all answers with a score were cut off"
+
+
+def advantages(scores: Sequence[float | None], how: str) -> list[float]:
+    """The advantage of each answer of a group over the others; of an answer without a score 0, and it is left out of
+    the means.
+
+    Args:
+        how: mean: score - mean; std: that / (sample standard deviation + 1e-4), as GRPO (2402.03300); leave_one_out:
+            score - mean of the others (RLOO, 2402.14740); whitened: as mean, the caller whitens.
+    """
+    known = [score for score in scores if score is not None]
+    if len(known) < 2 or max(known) == min(known):
+        return [0.0] * len(scores)
+    mean, scale = math.fsum(known) / len(known), 1.0
+    if how == "std":
+        variance = math.fsum((score - mean) ** 2 for score in known) / (len(known) - 1)
+        scale = 1 / (math.sqrt(variance) + 1e-4)
+    elif how == "leave_one_out":
+        scale = len(known) / (len(known) - 1)
+    return [0.0 if score is None else (score - mean) * scale for score in scores]
+
+
 KEYS = frozenset({"prompt_ids", "answers"})  # of a row that must be there
 OPTIONAL = frozenset({"prompt", "where", "row"})
 
@@ -123,9 +184,9 @@ def _answer(given: Any, number: int) -> Answer:
     ids, log_p = _ids(given["ids"], f"{name}, ids"), expect(given["log_p"], list, f"{name}: log_p must be a list")
     if len(log_p) != len(ids):
         raise BadRecord("bad log p", f"{name}: {len(log_p)} log p for {len(ids)} ids; expected one for each")
-    for place, value in enumerate(log_p):
-        if type(value) not in (int, float) or not math.isfinite(value) or value > _ROUNDING:
-            raise BadRecord("bad log p", f"{name}: log_p[{place}] is {shown(value)}; expected a finite number up to 0")
+    for index, each in enumerate(log_p):
+        if type(each) not in (int, float) or not math.isfinite(each) or each > _ROUNDING:
+            raise BadRecord("bad log p", f"{name}: log_p[{index}] is {shown(each)}; expected a finite number up to 0")
     if given["finish"] not in (STOP, LENGTH):
         raise BadRecord("bad answer", f'{name}: finish is {shown(given["finish"])}; expected "{STOP}" or "{LENGTH}"')
     scores = expect(given.get("scores", {}), dict, f"{name}: scores must be an object")

@@ -19,7 +19,7 @@ class Objective(ABC):
 
     Attributes:
         columns: arrays of a row that it reads on the device, besides the labels; see data.rows.
-        measures: names of what is reported beside the loss, each a mean over the same count.
+        measures: names of what is summed beside the loss; see `means`.
         printed: those that each step's line shows.
     """
 
@@ -30,6 +30,10 @@ class Objective(ABC):
     @abstractmethod
     def count(self, microbatch: Microbatch) -> int:
         """The number that the loss is divided by, summed over the step and all ranks; read on the host."""
+
+    def means(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
+        """What is reported of the measures' sums over step and ranks. Args: weight: 1 / the count."""
+        return {name: total * weight for name, total in sums.items()}
 
     def targets(self, labels: Tensor, tokens: Tensor, columns: Mapping[str, Tensor]) -> Targets:
         """Ids that the supervised tokens should predict; default: their labels.

@@ -1,4 +1,4 @@
-"""Records log probabilities of supervised tokens, without gradients: of a reference, and of a teacher."""
+"""Records log probabilities of supervised tokens, without gradients: of a reference, a teacher, sampled answers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -41,8 +41,25 @@ class Record(Objective):
         predicted = token_losses(hidden, weight, of_labels(labels, tokens), **options)
         if not self._k:
             return sums_of_documents(-predicted.losses[:, 0], tokens, columns[DOCUMENT]).double().flatten()
-        chosen = hidden.flatten(0, 1)[tokens]
-        ids, log_p = likeliest(chosen, weight, predicted, self._k, self._vocabulary, **options)
+        ids, log_p = self.chosen(hidden, weight, labels, tokens, predicted, **options)
         recorded = torch.cat((ids.double(), log_p.double()), 1)
         dense = recorded.new_zeros(labels.numel(), recorded.shape[1])
         return dense.index_put((tokens,), recorded).flatten()
+
+    def chosen(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, tokens: Tensor, predicted: Predicted, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The ids of each token and their log p, (n, k) each."""
+        return likeliest(hidden.flatten(0, 1)[tokens], weight, predicted, self._k, self._vocabulary, **options)
+
+
+class SampledLogp(Record):
+    """Recorder of the learned tokens themselves, as a teacher with k = 1."""
+
+    def __init__(self) -> None:
+        super().__init__(k=1)
+
+    def chosen(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, tokens: Tensor, predicted: Predicted, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        return labels.flatten()[tokens][:, None], -predicted.losses

@@ -20,6 +20,8 @@ from titan_mi100.data.answer_store import (
 from titan_mi100.data.answers import LABEL, LABELS
 from titan_mi100.data.prepare import cache_folder
 from titan_mi100.data.prepared import PackedDataset, Prepared, SourceRows
+from titan_mi100.data.sample_columns import sample_columns
+from titan_mi100.data.samples import Kept
 from titan_mi100.errors import UserError
 from titan_mi100.log import log
 from titan_mi100.parallel.distributed import World, from_rank_zero, raise_together
@@ -65,6 +67,11 @@ def columns_of(
                 store.warn_of_mass()
             columns |= teacher_columns(store, sets)
         log.info(f"teacher: {store.about.k} ids per token, in {store.folder}, of {store.about.weights}")
+    if objective.name == "policy":
+        with raise_together():
+            columns |= sample_columns(
+                packed(data.sources[0]).documents, Kept.of(objective.answers), objective.advantage
+            )
     return columns
 
 

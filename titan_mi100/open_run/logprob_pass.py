@@ -6,6 +6,7 @@ It runs in the run's layout, part by part. Every rank makes the same calls.
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
@@ -14,14 +15,14 @@ import numpy as np
 import torch
 
 from titan_mi100.config.settings import LoRAConfig
-from titan_mi100.data.answer_store import Arrays, Identity, LogprobStore, Wanted
+from titan_mi100.data.answer_store import SAMPLED, Arrays, Identity, LogprobStore, Wanted
 from titan_mi100.data.loader import validation_batches
 from titan_mi100.data.prepared import PADDING_ROW, PackedDataset
 from titan_mi100.data.rows import Row
 from titan_mi100.errors import Preempted, UserError
 from titan_mi100.files.durable import sha256_of
 from titan_mi100.log import ByteProgress, log
-from titan_mi100.objectives.record import Record
+from titan_mi100.objectives.record import Record, SampledLogp
 from titan_mi100.open_run.columns import packed
 from titan_mi100.open_run.inputs import RunInputs
 from titan_mi100.parallel.base import ParallelModel
@@ -73,15 +74,21 @@ class LogprobPass:
         self._vocabulary = inputs.data.facts.n_vocab or inputs.spec.vocab_size  # without the model's padding
         self.wanted = Wanted(self._rows.sets, self._vocabulary)
 
-    def about(self, k: int, attention: str) -> Identity:
-        """Identify a store of this pass. A collective. Args: k: ids per token; 0: sums. attention: backend."""
+    def about(self, k: int, attention: str, kind: str = "") -> Identity:
+        """Identify a store of this pass. A collective.
+
+        Args:
+            k: see Wanted.about.
+            attention: backend.
+            kind: SAMPLED: k = 1, the learned ids.
+        """
         config, layout, make = self._inputs.config, self._inputs.layout.describe(), self.wanted.about
         adapters = from_rank_zero(partial(_adapters_of, config.lora))
         base = base_identity(config.checkpoint.initial_load_path, config.training.seed, self._inputs.spec)
         weights, dtype = base + adapters, config.training.mixed_precision_param
         tokenizer = self._inputs.data.facts.tokenizer
         about: Identity = from_rank_zero(lambda: make(weights, tokenizer, k, dtype, attention, layout))
-        return about
+        return replace(about, kind=kind or about.kind)
 
     def fill(
         self, model: ParallelModel, store: LogprobStore, stop: Callable[[], bool], beat: Callable[[], None], cache: Path
@@ -109,7 +116,7 @@ class LogprobPass:
                 first = number * about.part_rows
                 part = range(first, min(first + about.part_rows, len(self._rows)))
                 try:
-                    arrays = self.read(model, part, about.k, beat, stop)
+                    arrays = self.read(model, part, about, beat, stop)
                 except Preempted:
                     amount = f"{len(store.parts)} of {about.parts} parts, which are kept"
                     raise Preempted(f"stopped: the {about.kind} is complete in {amount}") from None
@@ -127,7 +134,7 @@ class LogprobPass:
         self,
         model: ParallelModel,
         part: range,
-        k: int,
+        about: Identity,
         beat: Callable[[], None],
         stop: Callable[[], bool] = lambda: False,
     ) -> Arrays:
@@ -136,11 +143,13 @@ class LogprobPass:
         Raises:
             Preempted: a process was told to stop.
         """
-        rows, width, arrays, done = _ConcatenatedRows(self._rows.sets, part), max(1, 2 * k), list[Arrays](), 0
+        k, arrays, done = about.k, list[Arrays](), 0
+        rows, width, record = _ConcatenatedRows(self._rows.sets, part), max(1, 2 * k), Record(k, self._vocabulary)
+        record = SampledLogp() if about.kind == SAMPLED else record
         local, ranks = self._inputs.batch.local_batch_size, self._inputs.batch.dp_degree
         batches = validation_batches(rows, self._inputs.batch, self._dp_rank)  # type: ignore[arg-type]
         own = self._dp_rank if model.counts_loss else -1  # of each data-parallel rank one rank's values count
-        with model.with_objective(Record(k, self._vocabulary)), model.evaluating():
+        with model.with_objective(record), model.evaluating():
             at_once = 2 * self._inputs.layout.pipeline_ranks  # as many as keep a pipeline busy
             while some := list(islice(batches, at_once)):
                 tensors = [torch.tensor([own, stop()], dtype=torch.float64)]

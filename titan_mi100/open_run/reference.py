@@ -1,36 +1,44 @@
-"""The reference of preferences: sums of log p of each answer under the weights that training starts from."""
+"""What a model thinks of the answers before training: the reference of preferences, the log p of sampled answers."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from titan_mi100.data.answer_store import Column, Identity, LogprobStore, by_document
-from titan_mi100.data.answers import REFERENCE
+from titan_mi100.data.answer_store import SAMPLED, ByLearnedToken, Column, Identity, LogprobStore, by_document, placed
+from titan_mi100.data.answers import OLD, REFERENCE, SAMPLER
+from titan_mi100.errors import UserError
 from titan_mi100.log import log
 from titan_mi100.open_run.logprob_pass import LogprobPass
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import from_rank_zero, raise_together
 
-FOLDER = "reference"  # in a run folder
 _COMPARED = 64  # rows that another layout's reference is compared in
-_APART = 1e-3  # difference of a sum of log p above which another layout's reference is warned of
+_APART = 1e-3  # difference of a log p above which another layout's reference is warned of
 
 
 class Reference:
-    """The reference of a run: opens its store, decides whether a pass is needed, and gives the rows its sums."""
+    """The reference of a run: opens its store, decides whether a pass is needed, and gives the rows its values.
 
-    def __init__(self, reading: LogprobPass, folder: Path | None, about: Identity, columns: dict[str, Column]) -> None:
-        """A collective."""
-        self._pass, self._columns, self._about = reading, columns, about
+    The store's folder in the run folder has the name of its kind.
+    """
+
+    def __init__(
+        self, reading: LogprobPass, folder: Path | None, about: Identity, columns: dict[str, Column], most_apart: float
+    ) -> None:
+        """A collective. Args: most_apart: see check_sampler."""
+        self._pass, self._columns, self._about, self._most_apart = reading, columns, about, most_apart
         self._store: LogprobStore | None = None
         with raise_together():
             if folder is not None:
-                remedy = f"delete {folder / FOLDER}: it is made again from the weights that training starts from"
-                self._store = LogprobStore(folder / FOLDER, about, remedy)
+                own = folder / about.kind
+                remedy = f"delete {own}: it is made again from the weights that training starts from"
+                self._store = LogprobStore(own, about, remedy)
         before = self._store.about if self._store else about
         self._is_elsewhere = (before.layout, before.attention) != (about.layout, about.attention)
         self._is_complete = from_rank_zero(lambda: self._store is not None and self._store.is_complete)
+        documents = np.arange(reading.wanted.count + 1)
+        self._starts = reading.wanted.starts if about.kind == SAMPLED else documents
 
     @property
     def needs_base(self) -> bool:
@@ -38,17 +46,17 @@ class Reference:
         return not self._is_complete or self._is_elsewhere
 
     def read(self, model: ParallelModel, stop: Callable[[], bool], beat: Callable[[], None], cache: Path) -> None:
-        """Make what the store lacks, and give the rows their sums. A collective.
+        """Make what the store lacks, and give the rows its values. A collective.
 
         If `needs_base`, the model must hold the weights that training starts from.
+
+        Raises:
+            UserError: on all ranks; from check_sampler, or the store cannot be read or written.
         """
         store, reading = self._store, self._pass
         if store is None:  # nothing is recorded: kept in memory
-            arrays = reading.read(model, range(self._about.rows), 0, beat)
-            sums = np.full(self._about.documents, np.nan)
-            if arrays:
-                sums[arrays["documents"]] = arrays["sums"]
-            sums = from_rank_zero(lambda: sums)
+            arrays = reading.read(model, range(self._about.rows), self._about, beat)
+            log_p = from_rank_zero(lambda: placed([arrays] if arrays else (), self._starts))
         else:
             if not self._is_complete:
                 reading.fill(model, store, stop, beat, cache)
@@ -56,21 +64,51 @@ class Reference:
             def read() -> np.ndarray:
                 again = LogprobStore(store.folder, store.about, "start again")
                 again.verify(reading.wanted, cache)
-                return again.sums()
+                return placed(map(again.load, again.parts), self._starts)
 
-            sums = from_rank_zero(read)
+            log_p = from_rank_zero(read)
             if self._is_elsewhere:
-                self._compare(model, store.about, sums, beat)
-        self._columns[REFERENCE] = by_document(sums)
+                self._compare(model, store.about, log_p, beat)
+        if self._about.kind != SAMPLED:
+            self._columns[REFERENCE] = by_document(log_p)
+            return
+        self._columns[OLD] = ByLearnedToken(log_p, self._starts)
+        sampler = self._columns[SAMPLER]
+        assert isinstance(sampler, ByLearnedToken)
+        with raise_together():
+            check_sampler(log_p, sampler.values, self._most_apart)
 
-    def _compare(self, model: ParallelModel, before: Identity, sums: np.ndarray, beat: Callable[[], None]) -> None:
+    def _compare(self, model: ParallelModel, before: Identity, log_p: np.ndarray, beat: Callable[[], None]) -> None:
         first = range(min(before.rows, _COMPARED))
-        arrays = self._pass.read(model, first, 0, beat)
+        arrays = self._pass.read(model, first, self._about, beat)
         if arrays:
-            apart = float(np.abs(arrays["sums"] - sums[arrays["documents"]]).max(initial=0.0))
-            message = f"the reference was made in another layout ({before.layout}, {before.attention}): "
+            apart = float(np.nanmax(np.abs(placed([arrays], self._starts) - log_p), initial=0.0))
+            name = "log p of the samples" if before.kind == SAMPLED else "reference"
+            message = f"the {name} was made in another layout ({before.layout}, {before.attention}): "
             message += f"log p of the first answers differs by at most {apart:.2g} there"
             if apart > _APART:
-                log.warning(f"{message}; delete {FOLDER}/ in the run folder to make it again here")
+                log.warning(f"{message}; delete {before.kind}/ in the run folder to make it again here")
             else:
                 log.info(message)
+
+
+def check_sampler(own: np.ndarray, sampler: np.ndarray, most: float) -> None:
+    """Compare the log p that the trainer computes for sampled tokens with those that the sampler has said.
+
+    Args:
+        own, sampler: (learned tokens,); NaN in `own`: of no row.
+        most: mean difference above which the sampler was another model.
+
+    Raises:
+        UserError: they are further apart.
+    """
+    apart = np.abs(own - sampler)[np.isfinite(own)]
+    mean, largest = (float(apart.mean()), float(apart.max())) if len(apart) else (0.0, 0.0)
+    message = f"log p of {len(apart):,} sampled tokens, the sampler's against the trainer's: "
+    message += f"{mean:.2g} apart on average, {largest:.2g} at most"
+    if mean > most:
+        remedy = (
+            "train the weights that have sampled (checkpoint.initial_load_path, lora.initial_load_path), sample again"
+        )
+        raise UserError(f"{message}; the mean is above objective.most_apart = {most:g}; {remedy}, or raise it")
+    log.info(message)

@@ -17,6 +17,7 @@ from titan_mi100.checkpoint.resume import (
 )
 from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.settings import Config, LoRAConfig
+from titan_mi100.data.answer_store import SAMPLED
 from titan_mi100.data.loader import RowSource, RowStream
 from titan_mi100.data.prepare import cache_folder
 from titan_mi100.data.prepared import Prepared
@@ -238,7 +239,9 @@ def choose_stages(inputs: RunInputs, card: int) -> dict[str, Any]:
 def open_reference(inputs: RunInputs, dp_rank: int, attention: str) -> Reference:
     """The run's reference. A collective. Args: attention: name of the backend."""
     reading = LogprobPass(inputs, dp_rank)
-    return Reference(reading, inputs.folder, reading.about(0, attention), inputs.columns)
+    objective = inputs.config.objective
+    about = reading.about(1, attention, SAMPLED) if objective.name == "policy" else reading.about(0, attention)
+    return Reference(reading, inputs.folder, about, inputs.columns, objective.most_apart)
 
 
 def load_model(

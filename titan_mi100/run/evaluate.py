@@ -7,6 +7,7 @@ from titan_mi100.config.layout import Batch
 from titan_mi100.data.loader import validation_batches
 from titan_mi100.data.microbatch import Microbatch
 from titan_mi100.data.prepared import RowSet, SetFacts
+from titan_mi100.objectives.base import Objective
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import sum_over_ranks
 
@@ -32,7 +33,7 @@ def validation_losses(
         None: interrupted. NaN for a set without supervised tokens.
     """
     sums, stopped, seen, count = list[float](), False, 0, 0
-    names = ("loss", *model.objective.measures)
+    width = 2 + len(model.objective.measures)  # with the loss and the count
 
     def counted(rows: RowSet) -> Iterator[Microbatch]:
         nonlocal count, stopped, seen
@@ -52,9 +53,14 @@ def validation_losses(
             return None
         sums += [*measured, count if model.counts_rows else 0]
     totals = sum_over_ranks(sums, model.device)
-    each = [totals[i : i + len(names) + 1] for i in range(0, len(totals), len(names) + 1)]
+    each = [totals[i : i + width] for i in range(0, len(totals), width)]
     every = [[sum(measured) for measured in zip(*each, strict=True)], *each]
-    return [{name: v / own[-1] if own[-1] else math.nan for name, v in zip(names, own, strict=False)} for own in every]
+    return [_means(model.objective, own[0], own[1:-1], own[-1]) for own in every]
+
+
+def _means(objective: Objective, loss: float, measures: Sequence[float], count: float) -> dict[str, float]:
+    weight = 1 / count if count else math.nan
+    return {"loss": loss * weight, **objective.means(dict(zip(objective.measures, measures, strict=True)), weight)}
 
 
 def bits_per_byte(loss: float, counted: SetFacts) -> float | None:
