@@ -24,7 +24,7 @@ from titan_mi100.workshop.made_up import made_up
 def data_of(case: dict) -> Prepared:
     """Train and validation rows of the case's documents, which share a table as in a prepared folder."""
     rows = packed(case["documents"], case["seq_len"], together=case["together"])
-    table = replace(rows.documents, labels=case["labels"])
+    table = replace(rows.documents, labels=case["labels"], origins=case.get("origins"))
     rows = PackedDataset(table, rows.packing, rows.seq_len, rows.pad_id)
     return made_up(rows, rows)
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from titan_mi100.data.answers import ADVANTAGE, OLD, SCORE, SHARE
+from titan_mi100.data.answers import ADVANTAGE, BASE, OLD, SCORE, SHARE
 from titan_mi100.data.microbatch import Microbatch, supervised
 from titan_mi100.model.loss import Predicted
 from titan_mi100.objectives.base import Objective
@@ -30,7 +30,7 @@ _MOST = 20.0  # log of a ratio, as in verl: beyond it exp() would overflow, and 
 
 class Policy(Objective):
     """Measures, of a token: log_ratio: l - o; clipped: whether the ratio is clipped and the token has no gradient (of
-    cispo: its weight is); kl: k3; entropy: -l, which is that of samples of the model. Of an answer: score, length.
+    cispo: its weight is); kl: to the reference, else to the weights before training (k3); entropy: -l, which is that of samples of the model. Of an answer: score, length.
     """
 
     _OF_TOKENS = ("log_ratio", "clipped", "kl", "entropy")
@@ -43,7 +43,7 @@ class Policy(Objective):
         """Args: longest: tokens of the longest allowed answer, for the divisor length. weight: of the KL."""
         self._ratio, (self._low, self._high), self._divisor, self._longest = ratio, clip, divisor, longest
         self._kl, self._kl_weight = kl, weight
-        self.columns = (DOCUMENT, ADVANTAGE, SHARE, SCORE, OLD)
+        self.columns = (DOCUMENT, ADVANTAGE, SHARE, SCORE, OLD, *[BASE] * bool(weight))
 
     def count(self, microbatch: Microbatch) -> int:
         if self._divisor == "tokens":
@@ -65,13 +65,16 @@ class Policy(Objective):
         else:
             each = -torch.minimum(ratio * advantage, bounded * advantage)
             clipped = bounded * advantage < ratio * advantage
-        k3 = torch.expm1(-change) + change
+        kl = torch.expm1(-change) + change
         if self._kl_weight:
-            each = each + self._kl_weight * (change.square() / 2 if self._kl == "k2" else change.exp() * k3)
+            base = columns[BASE].flatten()[tokens].to(log_p.dtype)
+            apart = torch.where(known, log_p - base, 0.0).clamp(-_MOST, _MOST)
+            kl = torch.expm1(-apart) + apart
+            each = each + self._kl_weight * (apart.square() / 2 if self._kl == "k2" else change.exp() * kl)
         if self._divisor == "sequences":
             each = each * share
         one = torch.ones_like(log_p)
-        parts = [share, one, score * share, change, clipped.to(log_p.dtype), k3, -log_p]
+        parts = [share, one, score * share, change, clipped.to(log_p.dtype), kl, -log_p]
         return torch.stack([torch.where(known, part, 0.0).sum() for part in (each, *(part.detach() for part in parts))])
 
     def _of_sequence(self, values: Tensor, tokens: Tensor, documents: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from titan_mi100.data.answer_store import SAMPLED, ByLearnedToken, Column, Identity, LogprobStore, by_document, placed
-from titan_mi100.data.answers import OLD, REFERENCE, SAMPLER
+from titan_mi100.data.answers import BASE, OLD, REFERENCE, SAMPLER
 from titan_mi100.errors import UserError
 from titan_mi100.log import log
 from titan_mi100.open_run.logprob_pass import LogprobPass
@@ -72,7 +72,7 @@ class Reference:
         if self._about.kind != SAMPLED:
             self._columns[REFERENCE] = by_document(log_p)
             return
-        self._columns[OLD] = ByLearnedToken(log_p, self._starts)
+        self._columns[OLD] = self._columns[BASE] = ByLearnedToken(log_p, self._starts)
         sampler = self._columns[SAMPLER]
         assert isinstance(sampler, ByLearnedToken)
         with raise_together():
