@@ -174,7 +174,9 @@ def test_a_ratio_of_one_is_reinforce(tmp_path: Path, world: World) -> None:
     gradients = []
     for form in ("dapo", "cispo"):
         run = open_split(world, case, split("dapo", 16, 1), data=data_of(case))
-        start = {n: initial_values(SPEC, 0, n, p.shape, (0,) * p.ndim, p.shape) for n, p in run.model.named_parameters()}
+        start = {
+            n: initial_values(SPEC, 0, n, p.shape, (0,) * p.ndim, p.shape) for n, p in run.model.named_parameters()
+        }
         result = run_split(world, {**case, "weights": start}, split(form, 16, 1) if form == "dapo" else
                            {**split("dapo", 16, 1), "objective": {"name": "policy", "most_apart": 100.0,
                                                                  "advantage": "std", "ratio": "cispo"}},

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -164,10 +165,11 @@ def test_a_run_of_suspect_checkpoints_alone_does_not_start_over(world: World, tm
 
 def test_suspicion_is_three_times_the_median_of_up_to_128_steps_that_were_not_skipped() -> None:
     progress = Progress()
-    assert not progress.suspect(1e9)  # nothing to compare with
+    of_step: Any = partial(SimpleNamespace, next_row=0, overflowed=False, spike_above=None, has_level=True)
+    assert not progress.suspect(of_step(loss=1e9))  # nothing to compare with
 
     def after(loss: float, skipped: bool = False) -> str:
-        progress.after_step(SimpleNamespace(next_row=0, loss=loss, skipped=skipped, overflowed=False, spike_above=None))  # type: ignore[arg-type]
+        progress.after_step(of_step(loss=loss, skipped=skipped))
         return progress.suspicion
 
     for loss in (5.0, 1.0, 2.0):

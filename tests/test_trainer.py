@@ -123,7 +123,7 @@ def one_step(case: Case, scale: float, norm: float, count: int, device: torch.de
     gradients = SimpleNamespace(squares=torch.tensor((norm * scale) ** 2), finite=torch.tensor(case.are_finite))
     model: Any = SimpleNamespace(
         device=device, counts_rows=True, counts_loss=True, gradient_bytes=7, forward_backward=backward,
-        objective=SimpleNamespace(count=lambda _: count, measures=(), means=lambda *_: {}),
+        objective=SimpleNamespace(count=lambda _: count, measures=(), means=lambda *_: {}, has_level=True),
         measure_gradients=lambda: gradients,
         clear_gradients=lambda: done.append("cleared"),
     )  # fmt: skip
@@ -366,7 +366,9 @@ def test_ddp_keeps_fp32_weights_and_computes_in_bf16(world: World) -> None:
 def test_progress_counts_skipped_steps_and_those_in_a_row() -> None:
     progress = Progress()
     for skipped in (True, False, True, True):
-        progress.after_step(SimpleNamespace(next_row=5, loss=1.0, skipped=skipped, overflowed=False, spike_above=None))  # type: ignore[arg-type]
+        progress.after_step(
+            SimpleNamespace(next_row=5, loss=1.0, skipped=skipped, overflowed=False, spike_above=None, has_level=True)
+        )  # type: ignore[arg-type]
     assert (progress.step, progress.skipped_steps, progress.skipped_in_a_row, progress.rows_consumed) == (4, 3, 2, 5)
 
 

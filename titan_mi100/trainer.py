@@ -44,7 +44,8 @@ class StepResult:
     flags: frozenset[str] = frozenset()  # the hooks' flags that are set on any rank
     spike_above: float | None = None  # the step is a spike: its loss is finite but above this; None: no spike
     worst_microbatches: Sequence[int] = ()  # in a spike: this rank's microbatch with the highest loss
-    measures: Mapping[str, float] = field(default_factory=dict)  # the objective's, means like the loss
+    measures: Mapping[str, float] = field(default_factory=dict)  # what the objective makes of its sums
+    has_level: bool = True  # of the loss, see Objective
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -185,6 +186,7 @@ class Trainer:
             lr=self._optimizer.param_groups[0]["lr"],
             loss=loss,
             measures=model.objective.means(measures, weight),
+            has_level=model.objective.has_level,
             grad_norm=grad_norm,
             tokens=tokens,
             supervised=supervised,

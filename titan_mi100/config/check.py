@@ -134,6 +134,10 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
     for key, value in needing.items():
         if value and not (data.validation_path or data.validation_fraction):
             yield Problem(key, f"= {value!r} needs [data] validation_path or validation_fraction", held_out)
+    by_best = {"checkpoint.keep_best": best, "validation.patience": validation.patience}
+    for key in (key for key, asked in by_best.items() if asked and config.objective.name == "policy"):
+        text = "has no meaning: the loss of a policy has no level; judge exports, with titan-mi100 evaluate exact-match"
+        yield Problem(key, text, ("objective.name",))
     for key, asked in (("patience", validation.patience), ("metric", metric)):
         if asked and not validation.freq:
             text = f"= {asked!r} needs freq, the steps between validations"

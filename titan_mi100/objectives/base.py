@@ -21,11 +21,13 @@ class Objective(ABC):
         columns: arrays of a row that it reads on the device, besides the labels; see data.rows.
         measures: names of what is summed beside the loss; see `means`.
         printed: those that each step's line shows.
+        has_level: whether a loss far above the usual one says that the weights are ruined.
     """
 
     columns: tuple[str, ...] = ()
     measures: tuple[str, ...] = ()
     printed: tuple[str, ...] = ()
+    has_level = True
 
     @abstractmethod
     def count(self, microbatch: Microbatch) -> int:

@@ -29,13 +29,15 @@ _MOST = 20.0  # log of a ratio, as in verl: beyond it exp() would overflow, and 
 
 
 class Policy(Objective):
-    """Measures, of a token: log_ratio: l - o; clipped: whether the ratio is clipped and the token has no gradient (of
-    cispo: its weight is); kl: to the reference, else to the weights before training (k3); entropy: -l, which is that of samples of the model. Of an answer: score, length.
+    """Measures, of a token: log_ratio: l - o; clipped: whether it is clipped, so that it has no gradient (of cispo: its
+    weight is); kl: to the reference, else to the weights before training (k3); entropy: -l, which is that of the
+    model's own samples. Of an answer: score, answer_length.
     """
 
     _OF_TOKENS = ("log_ratio", "clipped", "kl", "entropy")
     measures = ("answers", "tokens", "score", *_OF_TOKENS)
     printed = ("score", "log_ratio", "clipped")
+    has_level = False
 
     def __init__(
         self, ratio: str, clip: tuple[float, float], divisor: str, longest: int, kl: str, weight: float

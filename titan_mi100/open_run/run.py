@@ -201,7 +201,7 @@ class Run:
         self.supervision.heartbeat.begin_step(self.progress.step + 1)
         result = self.trainer.step(update=False)
         is_broken = result.skipped and not result.overflowed and result.spike_above is None  # a spike is finite
-        self.checkpointer.judge(NO_FINITE_STEP if is_broken else self.progress.suspect(result.loss))
+        self.checkpointer.judge(NO_FINITE_STEP if is_broken else self.progress.suspect(result))
 
     def close(self) -> None:
         """Wait for a save in the background, then close the metrics. A collective: not after a crash."""

@@ -43,7 +43,7 @@ from titan_mi100.parallel.build import Computation, Placement, build_model
 from titan_mi100.parallel.distributed import World, from_rank_zero, raise_together, same_on_all_ranks
 from titan_mi100.planning.memory import layers_per_stage
 from titan_mi100.planning.workload import Workload
-from titan_mi100.run.answers import PreferenceWatch
+from titan_mi100.run.answers import PolicyWatch, PreferenceWatch
 from titan_mi100.run.expert_load import ExpertLoad
 from titan_mi100.run.faults import FaultWatch
 from titan_mi100.run.forecast import Forecast
@@ -274,5 +274,5 @@ def open_observers(
     with raise_together():
         accept_ledger(inputs.data, folder, inputs.world)
         most = config.training.max_nonfinite_steps
-        observers += [PreferenceWatch(), FaultWatch(stream, folder, inputs.world, progress, most, model)]
+        observers += [PreferenceWatch(), PolicyWatch(), FaultWatch(stream, folder, inputs.world, progress, most, model)]
     return observers

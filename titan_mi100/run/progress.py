@@ -49,14 +49,15 @@ class Progress:
         if not result.overflowed:  # an fp16 overflow is normal: the next step has a smaller loss scale
             self.skipped_in_a_row = 0 if is_finite else self.skipped_in_a_row + 1
         if not result.skipped:
-            self.suspicion = self.suspect(result.loss)
+            self.suspicion = self.suspect(result)
         if is_finite:  # spikes count too: if the loss stays high, the limit rises and they stop being spikes
             self.recent_losses = [*self.recent_losses, result.loss][-_REMEMBERED:]
 
-    def suspect(self, loss: float) -> str:
+    def suspect(self, result: StepResult) -> str:
         """Why weights with this loss may be ruined (it is far above the recent median); empty: it is not."""
+        loss = result.loss
         usual = statistics.median(self.recent_losses or [loss])
-        if loss <= _SUSPECT * usual:
+        if loss <= _SUSPECT * usual or not result.has_level:
             return ""
         return f"their loss is {loss:.4g}, the median of the {len(self.recent_losses)} steps before is {usual:.4g}"
 
