@@ -122,8 +122,8 @@ def theirs(form: str, folder: Path, made: list[Group]) -> list[tuple[float, dict
         output_dir=tempfile.mkdtemp(), per_device_train_batch_size=GROUP, gradient_accumulation_steps=count // GROUP,
         steps_per_generation=count // GROUP, num_iterations=STEPS, num_generations=GROUP, beta=0.0, max_steps=STEPS,
         max_completion_length=LONGEST, learning_rate=LR.get(form, 0.5), lr_scheduler_type="constant",
-        optim="sgd", max_grad_norm=1e9, weight_decay=0.0, report_to="none", save_strategy="no", use_cpu=True, bf16=False,
-        disable_tqdm=True, gradient_checkpointing=False, shuffle_dataset=False, **options,
+        optim="sgd", max_grad_norm=1e9, weight_decay=0.0, report_to="none", save_strategy="no", use_cpu=True,
+        bf16=False, disable_tqdm=True, gradient_checkpointing=False, shuffle_dataset=False, **options,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     trainer = Trainer(
