@@ -34,7 +34,7 @@ from titan_mi100.files.parts import STORE, SealedParts, sealed_hash
 from titan_mi100.files.plain import plain_path, read_checked, read_object
 from titan_mi100.log import log
 
-REFERENCE_SUMS, TEACHER, SAMPLED = "reference", "teacher", "sampled"  # kinds of stores
+REFERENCE_SUMS, TEACHER, SAMPLED = "reference", "teacher", "sampler"  # kinds of stores
 IMPORT = "import vLLM's answers into a new folder: titan-mi100 teach --from_vllm"
 VLLM = "vllm"  # Identity.dtype of an import, whose parts have the documents in their order
 FORMAT = 2  # of the folder; 1 had parts without metadata

@@ -83,8 +83,7 @@ class Reference:
         arrays = self._pass.read(model, first, self._about, beat)
         if arrays:
             apart = float(np.nanmax(np.abs(placed([arrays], self._starts) - log_p), initial=0.0))
-            name = "log p of the samples" if before.kind == SAMPLED else "reference"
-            message = f"the {name} was made in another layout ({before.layout}, {before.attention}): "
+            message = f"the {before.kind} was made in another layout ({before.layout}, {before.attention}): "
             message += f"log p of the first answers differs by at most {apart:.2g} there"
             if apart > _APART:
                 log.warning(f"{message}; delete {before.kind}/ in the run folder to make it again here")
