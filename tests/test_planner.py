@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import REPO, ending_of
-from test_certify import TWO, passed, step
+from test_measure import TWO, passed, step
 
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import (
@@ -267,7 +267,7 @@ def test_a_certificate_of_a_time_that_cannot_be_is_not_believed(
     parts[0]["found"]["seconds"] = seconds
     path.write_text("".join(json.dumps(line) + "\n" for line in (header, *parts)))
     assert planner.main([*PIPELINE, "--measured", str(path)]) == 2
-    assert "a step has a time that cannot be; measure again: titan-mi100 certify" in capsys.readouterr().err
+    assert "a step has a time that cannot be; measure again: bash scripts/gpu_check/first.sh" in capsys.readouterr().err
 
 
 def test_a_search_starts_from_the_rows_of_the_config_on_all_cards(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,6 @@ COMMANDS = {  # word or words: module, or module:function where it is not `main`
     "train": ("launch.launcher", "check the config, prepare the data, start the processes and supervise them"),
     "teach": ("tools.teach", "write what a teacher thinks of a run's rows, to distill it"),
     "doctor": ("tools.doctor", "check this machine: what is wrong with it, and what to do about it"),
-    "certify": ("workshop.certify", "measure this machine's GPUs: kernels, precision, bandwidth"),
     "coming-from": ("workshop.coming_from", "say what an option of another trainer is here"),
     "configs": ("config.bundled", "list the bundled configs, or print one"),
     "config new": ("tools.new_config", "write a config that fits the cards: five questions, or a YAML of others"),
