@@ -213,7 +213,7 @@ _PORTS = ExitStack()
 
 def free_port() -> int:
     """Nobody else gets it until this process ends."""
-    from titan_mi100.config.srun import reserved_port
+    from titan_mi100.workshop.measure.children import reserved_port
 
     return _PORTS.enter_context(reserved_port())
 

@@ -13,12 +13,11 @@ import torch
 from conftest import REPO
 from torch.distributed import TCPStore
 
-from titan_mi100.config.srun import reserved_port
 from titan_mi100.parallel import distributed
 from titan_mi100.run import machine
 from titan_mi100.run.machine import Machine, describe
 from titan_mi100.workshop.measure import children, products, training
-from titan_mi100.workshop.measure.children import Task
+from titan_mi100.workshop.measure.children import Task, reserved_port
 from titan_mi100.workshop.measure.page import page
 from titan_mi100.workshop.measure.parts import Header, Part, best_dtype, conclusions, parity, rankings, read, summary
 

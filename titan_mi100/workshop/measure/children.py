@@ -4,18 +4,18 @@ import importlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titan_mi100.config.srun import reserved_port
 from titan_mi100.errors import UserError, is_out_of_memory
 from titan_mi100.files import durable, isolated
 from titan_mi100.files.pool import end_with_parent
@@ -73,6 +73,19 @@ def run(task: Task) -> Part:
                 rank.kill()
     outcome = _worst(outcomes) if has_ended else ("hung", f"did not end within {task.seconds:g} s", None)
     return part_of(task, outcome, time.monotonic() - started)
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A free port of this host that the kernel gives to nobody else meanwhile; a server that names it can listen on it.
+
+    A socket that is bound and does not listen keeps it: the kernel then chooses it for no other program's socket or
+    connection. SO_REUSEADDR, which servers (those of torch, too) set, lets a second socket be bound beside it.
+    """
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("", 0))
+        yield kept.getsockname()[1]
 
 
 def part_of(task: Task, outcome: Outcome, took: float) -> Part:
