@@ -33,10 +33,11 @@ from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.families import to_hf_config
 from titan_mi100.shapes.qwen3 import Qwen3Spec
 from titan_mi100.text.load import load_tokenizer
-from titan_mi100.tools import exact_match, generate
+from titan_mi100.tools import generate
 from titan_mi100.weights import convert
 from titan_mi100.weights.source import open_source
 from titan_mi100.wording import printable
+from titan_mi100.workshop import exact_match
 
 SPECS = {
     "tied": Qwen3Spec(720, 64, 96, 3, 4, 2, 16, True, rope_theta=1e4, max_position_embeddings=512),

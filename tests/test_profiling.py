@@ -20,6 +20,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.open_run import start as open_run
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run import profiling
+from titan_mi100.run.next_commands import command, shown_path
 from titan_mi100.workshop.measure.communication import communication
 from titan_mi100.workshop.summarise_trace import Summary, main, read_any_trace, summarise
 
@@ -211,8 +212,8 @@ def test_chosen_steps_of_chosen_ranks_are_traced_and_training_does_not_notice(co
         parts = summary.compute, summary.exposed, summary.idle
         assert not summary.on_gpu and min(parts) > 0 and sum(parts) == pytest.approx(summary.seconds)
         assert summary.exposed * 0.999 <= summary.communication <= summary.seconds
-    path = folder / "step-3" / "rank-1.json.gz"
-    assert f"step 3: traces of rank 1, 0; titan-mi100 profile {path} says where its time went" in job.stdout
+    summary = command("profile", shown_path(folder / "step-3" / "rank-1.json.gz"))
+    assert f"step 3: traces of rank 1, 0; where its time went: {summary}" in job.stdout
 
 
 def open_profiled(world: World, folder: Path, **more: str) -> open_run.Run:

@@ -12,6 +12,7 @@ from titan_mi100.device import accelerator
 from titan_mi100.errors import UserError
 from titan_mi100.log import log
 from titan_mi100.parallel.distributed import World, any_rank
+from titan_mi100.run.next_commands import command, shown_path
 
 _MOST_ENTRIES = 100_000  # allocations and frees that are remembered
 
@@ -53,8 +54,8 @@ class Profiler:
             # wait_for_all is not used, as its ranks sleep for up to two seconds. The default group has a long time-out.
             any_rank(False, self._world.device)
             ranks = self._config.profile_ranks
-            command = f"titan-mi100 profile {self._trace(step, ranks[0])}"
-            log.info(f"step {step}: traces of rank {', '.join(map(str, ranks))}; {command} says where its time went")
+            summary = command("profile", shown_path(self._trace(step, ranks[0])))
+            log.info(f"step {step}: traces of rank {', '.join(map(str, ranks))}; where its time went: {summary}")
             return
         if self._is_chosen_rank and self.traces(step + 1) and step < self._last:
             self._warm = self._profile(schedule=schedule(wait=0, warmup=1, active=1, repeat=1))
