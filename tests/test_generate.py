@@ -505,13 +505,12 @@ def test_bad_input_is_refused_before_the_weights_are_read(
     assert expected in err and not out
 
 
-@pytest.mark.parametrize("name", ["generate", "exact_match"])
-def test_a_mistake_ends_the_process_with_code_2(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = {"generate": "--prompt", "exact_match": "--data"}[name]
+@pytest.mark.parametrize(("name", "data"), [("tools.generate", "--prompt"), ("workshop.exact_match", "--data")])
+def test_a_mistake_ends_the_process_with_code_2(name: str, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [name, "--model", "/nowhere", data, "/nowhere"])
-    monkeypatch.delitem(sys.modules, f"titan_mi100.tools.{name}", raising=False)
+    monkeypatch.delitem(sys.modules, f"titan_mi100.{name}", raising=False)
     with pytest.raises(SystemExit) as ended:
-        runpy.run_module(f"titan_mi100.tools.{name}", run_name="__main__")
+        runpy.run_module(f"titan_mi100.{name}", run_name="__main__")
     assert ended.value.code == 2
 
 
