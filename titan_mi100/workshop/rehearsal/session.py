@@ -30,7 +30,7 @@ from titan_mi100.workshop.rehearsal.counter import (
 from titan_mi100.workshop.rehearsal.tally import Tally
 from titan_mi100.workshop.rehearsal.traffic import Work, extrapolated
 
-_FLAGS = ("stop", "save failed")  # the flags that a real run gathers in each step
+_FLAGS = ("stop", "save failed", "moved")  # the flags that a real run gathers in each step
 
 
 @dataclass(frozen=True)
