@@ -48,7 +48,7 @@ ORDER = (
     "layouts", "docs", "simgpu", "compile_report", "machine_code", "machine_code_others", "generate", "prepare",
     "train", "scripts", "corpus", "watchdog", "run_folder", "new_config", "tokenizer", "convert", "adapter",
     "safe_read", "rehearsal", "prompts_as_trained", "lean_optimizer", "parity", "offload", "lora", "ruined_weights",
-    "convert_refusals", "inspect_data", "attention_choice", "certify", "samples", "trainer", "conformance", "child",
+    "convert_refusals", "inspect_data", "attention_choice", "measure", "samples", "trainer", "conformance", "child",
     "preemption", "made_up_family", "end_of_turn", "ddp", "mixed_run", "chaos", "start", "config_inputs",
     "distributed", "memory", "reference_run", "objectives", "checkpoint", "machine", "report", "files",
     "evaluate_script", "nf4", "profiling",
@@ -213,7 +213,7 @@ _PORTS = ExitStack()
 
 def free_port() -> int:
     """Nobody else gets it until this process ends."""
-    from titan_mi100.config.srun import reserved_port
+    from titan_mi100.workshop.measure.children import reserved_port
 
     return _PORTS.enter_context(reserved_port())
 

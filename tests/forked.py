@@ -103,7 +103,7 @@ def serve() -> None:
     import torch.utils.tensorboard  # noqa: F401
 
     import titan_mi100.train  # noqa: F401
-    from titan_mi100.config.srun import reserved_port
+    from titan_mi100.workshop.measure.children import reserved_port
 
     for module in sys.argv[1:]:
         with suppress(ImportError):

@@ -32,7 +32,7 @@ from torch.utils.flop_counter import flop_registry
 
 from titan_mi100.config.settings import Config
 from titan_mi100.data.answers import REFERENCE
-from titan_mi100.data.microbatch import Microbatch, one_document_per_row
+from titan_mi100.data.microbatch import Microbatch
 from titan_mi100.device import operators
 from titan_mi100.model import experts, fused
 from titan_mi100.model.fused import running
@@ -47,7 +47,7 @@ from titan_mi100.planning.workload import Workload, with_settings
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.families import PRESETS
 from titan_mi100.workshop.rehearsal import lone_group
-from titan_mi100.workshop.rehearsal.counter import FusedKernel
+from titan_mi100.workshop.rehearsal.counter import FusedKernel, one_document_per_row
 
 LEARNED = 0.65  # of the tokens: assumed
 CARD = 80 << 30  # bytes of its memory, by which the head keeps logits

@@ -20,6 +20,7 @@ from conftest import REPO
 from gpu_check import run
 from gpu_check.sections import CALLS, Section, sections_of
 
+from titan_mi100.attention import choice
 from titan_mi100.errors import UserError
 from titan_mi100.run.machine import Machine
 from titan_mi100.workshop.measure import children
@@ -141,6 +142,13 @@ def test_the_second_call_continues_the_certificate(
     assert "| 0.6B | full | 1 |" not in printed and "## steps" in (folder / "certificate.md").read_text()
     with pytest.raises(UserError, match=r"certificate.jsonl exists, .*: OUT=FOLDER"):
         run.Report(folder, "first", 9.5)
+
+
+def test_the_choice_of_attention_takes_what_a_run_passes() -> None:
+    from gpu_check import steps
+
+    own, theirs = (inspect.signature(function) for function in (steps.choose, choice.choose))
+    assert [*own.parameters][:-1] == [*theirs.parameters][: len(own.parameters) - 1]
 
 
 def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

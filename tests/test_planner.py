@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import REPO, ending_of
-from test_certify import TWO, passed, step
+from test_measure import TWO, passed, step
 
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import (
@@ -30,13 +30,13 @@ from titan_mi100.errors import is_out_of_memory
 from titan_mi100.parallel.distributed import World
 from titan_mi100.planning.cards import DEVICES
 from titan_mi100.planning.plan import GIB, make_plan, search
-from titan_mi100.planning.published import PUBLISHED
 from titan_mi100.planning.workload import Workload, with_settings
 from titan_mi100.run import forecast
 from titan_mi100.run.machine import Machine
 from titan_mi100.tools import plan as planner
 from titan_mi100.workshop.measure import training
 from titan_mi100.workshop.measure.parts import Header
+from titan_mi100.workshop.sweep.published import PUBLISHED
 
 SFT = ["--job.config_file", str(REPO / "train_configs" / "qwen3_0.6b_sft.toml")]
 LEAN = ["--optimizer.state", "8bit", "--optimizer.master", "bf16_sr", "--training.mixed_precision_reduce", "bfloat16"]
@@ -267,7 +267,7 @@ def test_a_certificate_of_a_time_that_cannot_be_is_not_believed(
     parts[0]["found"]["seconds"] = seconds
     path.write_text("".join(json.dumps(line) + "\n" for line in (header, *parts)))
     assert planner.main([*PIPELINE, "--measured", str(path)]) == 2
-    assert "a step has a time that cannot be; measure again: titan-mi100 certify" in capsys.readouterr().err
+    assert "a step has a time that cannot be; measure again: bash scripts/gpu_check/first.sh" in capsys.readouterr().err
 
 
 def test_a_search_starts_from_the_rows_of_the_config_on_all_cards(capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,23 +303,6 @@ def test_a_measurement_of_something_else_is_refused(
 ) -> None:
     assert planner.main([*PIPELINE, *options]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_published_steps_of_the_same_card_are_scaled_by_flops(capsys: pytest.CaptureFixture[str]) -> None:
-    def published(*options: str) -> str:
-        planner.main(list(options))
-        return "".join(line for line in capsys.readouterr().out.splitlines() if line.startswith("published"))
-
-    small = ["--job.config_file", str(REPO / "train_configs" / "qwen3_0.6b_pp2.toml")]
-    line = published(*small, "--training.seq_len", "1024")
-    # forward and backward of 440 million weights in layers and 156 million of the head, and of attention
-    flops = 6 * (440e6 + 151_936 * 1024) + 3 * 28 * 2 * 2 * 2048 * 1025 / 2
-    share = 6303 * flops / (2 * 92.3e12)
-    assert f"6,303 tokens/s, {share:.0%} of the data sheet's rate; at that share here 6,303 tokens/s" in line
-    assert "6,085 tokens/s, 26%" in published(*small, "--training.mixed_precision_param", "float32")
-    assert published(*small, "--training.mixed_precision_param", "float16") == ""
-    assert published(*small, "--device", "mi250x") == ""
-    assert re.search(r"at that share here 5\d\d tokens/s", published(*PIPELINE))
 
 
 def test_the_page_has_the_plans_of_the_published_rows() -> None:

@@ -12,30 +12,31 @@ import torch
 from conftest import REPO, torchrun
 from test_metrics import RESULT
 from test_samples import settings
-from test_train import CONFIG, checkpoint_tensors, losses, metrics, train
+from test_train import CONFIG, checkpoint_tensors, losses, train
 
 from titan_mi100.config.load import load_config
+from titan_mi100.config.settings import TRACED_STEP
 from titan_mi100.errors import UserError
 from titan_mi100.open_run import start as open_run
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run import profiling
-from titan_mi100.run.trace_summary import STEP, Summary, read_trace, summarise
+from titan_mi100.run.next_commands import command, shown_path
 from titan_mi100.workshop.measure.communication import communication
-from titan_mi100.workshop.summarise_trace import main
+from titan_mi100.workshop.summarise_trace import Summary, main, read_any_trace, summarise
 
 
 def event(category: str, name: str, start: float, stop: float, thread: object = 1) -> dict[str, Any]:
     return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": stop - start, "pid": 7, "tid": thread}
 
 
-STEP_3 = event("user_annotation", f"{STEP}3", 100, 1100)
+STEP_3 = event("user_annotation", f"{TRACED_STEP}3", 100, 1100)
 
 
 def of_gpu(prefix: str, collective: str) -> list[dict[str, Any]]:
     """Two streams, 7 and 20; the step lasts from 100 to 1100, its last kernel until 1200."""
     return [
         STEP_3,
-        event("gpu_user_annotation", f"{STEP}3", 100, 1200, "stream 7"),  # no work
+        event("gpu_user_annotation", f"{TRACED_STEP}3", 100, 1200, "stream 7"),  # no work
         event("kernel", "of_the_step_before", 10, 90, "stream 7"),
         event("kernel", "gemm", 150, 350, "stream 7"),
         event("kernel", collective, 300, 500, "stream 20"),  # 150 exposed
@@ -107,7 +108,7 @@ def test_a_cpu_trace_is_summed_up() -> None:
 
 def test_a_pipeline_on_a_cpu_posts_from_the_computing_thread_and_waits_inside_of_operators() -> None:
     found = summarise([
-        event("user_annotation", f"{STEP}1", 0, 100),
+        event("user_annotation", f"{TRACED_STEP}1", 0, 100),
         event("user_annotation", "gloo:all_reduce", 10, 40, "gloo 1"),
         event("user_annotation", "gloo:recv", 50, 120),
         event("user_annotation", "gloo:send", 60, 110),  # in flight at once: counted once
@@ -126,7 +127,7 @@ def test_shares_are_those_of_a_count_of_every_microsecond() -> None:
     for seed in range(50):
         draw = random.Random(seed)
         lines = {kind: [False] * 300 for kind in ("gemm", "nccl", "copy")}
-        events = [event("user_annotation", f"{STEP}1", 50, 250)]
+        events = [event("user_annotation", f"{TRACED_STEP}1", 50, 250)]
         for _ in range(draw.randrange(1, 25)):
             kind, start = draw.choice(list(lines)), draw.randrange(290)
             stop = draw.randrange(start, 300)
@@ -202,23 +203,17 @@ def test_chosen_steps_of_chosen_ranks_are_traced_and_training_does_not_notice(co
 
     folder = tmp_path / "traced/profile_traces"
     found = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.*"))
-    assert found == [f"step-{n}/rank-{rank}.{end}" for n in (2, 3) for rank in (0, 1)
-                     for end in ("json.gz", "summary.txt")]  # fmt: skip
+    assert found == [f"step-{n}/rank-{rank}.json.gz" for n in (2, 3) for rank in (0, 1)]
     for path in folder.rglob("*.json.gz"):
-        events, step = read_trace(path), path.parent.name.removeprefix("step-")
-        named = [e["name"] for e in events if str(e.get("name")).startswith(STEP)]
-        assert named == [f"{STEP}{step}"], "the trace holds another step"
+        events, step = read_any_trace(path), path.parent.name.removeprefix("step-")
+        named = [e["name"] for e in events if str(e.get("name")).startswith(TRACED_STEP)]
+        assert named == [f"{TRACED_STEP}{step}"], "the trace holds another step"
         summary = summarise(events)
         parts = summary.compute, summary.exposed, summary.idle
         assert not summary.on_gpu and min(parts) > 0 and sum(parts) == pytest.approx(summary.seconds)
         assert summary.exposed * 0.999 <= summary.communication <= summary.seconds
-        text = path.with_name(path.name.replace("json.gz", "summary.txt")).read_text()
-        rank = path.name[len("rank-")]
-        assert text.startswith(f"step {step}, rank {rank}: ")
-    of_rank_0 = [entry for entry in metrics(tmp_path / "traced") if "comm_ms" in entry]
-    assert [entry["step"] for entry in of_rank_0] == [2, 3]
-    assert all(0 < entry["comm_exposed_ms"] <= entry["comm_ms"] for entry in of_rank_0)
-    assert "step 2, rank 0: " in job.stdout and f"step 3: traces of rank 1, 0 and summaries: {folder}" in job.stdout
+    summary = command("profile", shown_path(folder / "step-3" / "rank-1.json.gz"))
+    assert f"step 3: traces of rank 1, 0; where its time went: {summary}" in job.stdout
 
 
 def open_profiled(world: World, folder: Path, **more: str) -> open_run.Run:

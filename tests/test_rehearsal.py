@@ -25,14 +25,14 @@ from titan_mi100.planning.cards import DEVICES, Gpu
 from titan_mi100.planning.costs import recomputed_flops, train_flops
 from titan_mi100.planning.device import find_card
 from titan_mi100.planning.plan import make_plan
-from titan_mi100.planning.scaling import bubble_share
-from titan_mi100.planning.traffic import OPERATIONS, Transfer, Work, axis_of, by_axis, reached
+from titan_mi100.planning.scaling import bubble_share, reached
 from titan_mi100.planning.workload import Workload, with_settings
 from titan_mi100.shapes.families import PRESETS
 from titan_mi100.workshop import rehearse
 from titan_mi100.workshop.rehearsal import saved, session
 from titan_mi100.workshop.rehearsal.counter import as_rank, enough_microbatches
 from titan_mi100.workshop.rehearsal.tally import _as_range
+from titan_mi100.workshop.rehearsal.traffic import OPERATIONS, Transfer, Work, axis_of, by_axis
 
 pytestmark = pytest.mark.usefixtures("no_process_group")
 SEQ_LEN, RANKS = 32, 4

@@ -21,12 +21,12 @@ from titan_mi100.config.layout import AXES, DATA_PARALLEL, Batch, Layout
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config
 from titan_mi100.planning.cards import DEVICES, Gpu
-from titan_mi100.planning.scaling import bubble_share, exposed_seconds
-from titan_mi100.planning.traffic import WORLD, Traffic, Work, reached
+from titan_mi100.planning.scaling import bubble_share, exposed_seconds, reached
 from titan_mi100.planning.workload import Workload
 from titan_mi100.shapes.base import ModelSpec, parameter_shapes
 from titan_mi100.shapes.qwen3 import Qwen3Spec
 from titan_mi100.workshop.rehearsal.session import rehearse
+from titan_mi100.workshop.rehearsal.traffic import WORLD, Traffic, Work
 
 CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
 LLAMA_3_8B = Qwen3Spec(128_256, 4096, 14_336, 32, 32, 8, 128, False, rope_theta=500_000.0)

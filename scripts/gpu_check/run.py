@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from titan_mi100.workshop.measure.parts import NOT_RUN, PASS, UNAVAILABLE, Heade
 
 ROOT = Path(__file__).resolve().parents[2]
 PRINTED, LOG = "results.txt", "log.txt"
-_MACHINE = Task("machine", "titan_mi100.workshop.measure.device:machine", seconds=30)
 _LOOK, LEAST = 0.1, 3.0  # seconds: between two looks at a process; of time without which no task starts
 _BOARD = ("model", "method", "bf16", "N", "toks/s", "mfu")  # columns of certificates/README.md
 
@@ -134,7 +133,7 @@ class Report:
             self._header, before = parts.read(self._path)
             self.parts = [part for part in before if part.kind != "conclusion"]
             return
-        described = children.run(_MACHINE, lambda: _MACHINE.seconds)  # in a process, as a broken driver can hang
+        described = children.run(replace(children.MACHINE, seconds=30))  # in a process, as a broken driver can hang
         if not described.found:
             raise UserError(f"this machine's device cannot be described: {described.said}; run titan-mi100 doctor")
         now, machine = datetime.datetime.now(datetime.timezone.utc), Machine(**described.found)

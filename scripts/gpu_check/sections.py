@@ -11,7 +11,7 @@ from titan_mi100.workshop.measure.children import Task
 
 CALLS = "first", "second"
 WORK, RESULTS = "TITAN_GPU_CHECK_WORK", "TITAN_GPU_CHECK_RESULTS"  # name folders for the processes that measure
-_CERTIFY = "titan_mi100.workshop.measure"
+_WORKSHOP = "titan_mi100.workshop.measure"
 _TINY = {"0.6B": "debug", "1.7B": "debug", "8B": "debug", "qwen3.5-0.8B": "qwen3.5-debug", "30B-A3B": "moe-debug"}
 
 
@@ -71,9 +71,9 @@ def sections_of(call: str, tiny: bool, beginnings: tuple[str, ...] = ("",)) -> l
 
 
 def _task(name: str, target: str, /, **arguments: Any) -> Task:
-    """A task of this check, or of certify. An error in optional ones means that they are not available here."""
-    own = "" if target.startswith(_CERTIFY) else "gpu_check."
-    optional = target.split(":")[0] in (f"{_CERTIFY}.attention", "plain_loop")
+    """A task of this check, or of the workshop. An error in optional ones means that they are not available here."""
+    own = "" if target.startswith(_WORKSHOP) else "gpu_check."
+    optional = target.split(":")[0] in (f"{_WORKSHOP}.attention", "plain_loop")
     return Task(name, own + target, arguments, optional=optional)
 
 
@@ -101,8 +101,8 @@ def _first(tiny: bool) -> list[Section]:
     return [
         Section("environment", 35, [
             _task("environment/doctor", "commands:doctor"),
-            _task("bandwidth/device 0", f"{_CERTIFY}.products:bandwidth"),
-            *(_task(f"gemm/{model}/{dtype}", f"{_CERTIFY}.products:gemm", model=model, tokens=tokens, dtype=dtype)
+            _task("bandwidth/device 0", f"{_WORKSHOP}.products:bandwidth"),
+            *(_task(f"gemm/{model}/{dtype}", f"{_WORKSHOP}.products:gemm", model=model, tokens=tokens, dtype=dtype)
               for dtype in ("bfloat16", "float16", "float32")),
         ]),
         Section("warm-up", 60, [_task("warm-up/attention", "attention:warm_up", shapes=shapes)]),
@@ -110,7 +110,7 @@ def _first(tiny: bool) -> list[Section]:
         Section("kernels", 75, [
             _task("kernels", "kernels:tasks", tiny=tiny),
             _task("kernels/optimizer", "kernels:optimizer", rows=size, columns=size),
-            *(_task(f"attention/{name}/{model}/{shape['dtype']}/{timed}", f"{_CERTIFY}.attention:measure", name=name,
+            *(_task(f"attention/{name}/{model}/{shape['dtype']}/{timed}", f"{_WORKSHOP}.attention:measure", name=name,
                     shape=shape) for name in backends),
         ]),
         _steps("steps of 0.6B", 70, tiny),

@@ -84,14 +84,15 @@ def take_shortcuts() -> None:
         quantized[key] = quantized.get(key) or quantize(weight, dtype)
         return quantized[key]
 
-    def named(name: str, shape: Any, device: torch.device, arch: str, *_: Any) -> tuple[Choice, list[str]]:
-        # the newest in the certificate; "": it has none, and the first candidate is taken
-        known = parts.measured(parts.read(Path(os.environ[RESULTS]) / parts.CERTIFICATE)[1], "attention kernels")
-        launches = [part["launch"] for part in known if part["head_dim"] == shape.head_dim and name == OWN]
-        launch = next(filter(None, reversed(launches)), "")
-        return Choice(name, "the check names it", arch.split(":")[0], launch), []
+    load.initial_values, load.quantize, opening.choose = from_pool, once, choose  # type: ignore[assignment]
 
-    load.initial_values, load.quantize, opening.choose = from_pool, once, named  # type: ignore[assignment]
+
+def choose(wanted: str, shape: Any, lengths: Any, device: torch.device, arch: str, *_: Any) -> tuple[Choice, list[str]]:
+    """The backend that is wanted, with its newest launch in the certificate; without one, its first candidate."""
+    known = parts.measured(parts.read(Path(os.environ[RESULTS]) / parts.CERTIFICATE)[1], "attention kernels")
+    launches = [part["launch"] for part in known if part["head_dim"] == shape.head_dim and wanted == OWN]
+    launch = next(filter(None, reversed(launches)), "")
+    return Choice(wanted, "the check names it", arch.split(":")[0], launch), []
 
 
 def host_waits(run: Run) -> list[str]:

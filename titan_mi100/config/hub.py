@@ -139,15 +139,6 @@ def cached_model(folder: str | os.PathLike[str]) -> tuple[str, str]:
     return (f"{match[1]}/{match[2]}", match[3]) if match else ("", "")
 
 
-def download(name: str, is_data: bool = False) -> tuple[str, str]:
-    """The path to name after the download of OWNER/NAME, and the command that downloads it."""
-    folder = name.partition("/")[2]
-    if is_data:  # a data set may have several configurations, each in a folder, and files of several splits
-        config = "main" if folder == "gsm8k" else "data"
-        return f"{folder}/{config}/train-*.parquet", f"hf download {name} --repo-type dataset --local-dir {folder}"
-    return folder, f"hf download {name} --local-dir {folder}"
-
-
 def hub_hint(path: str) -> str:
     """The end of a message about a folder that is missing or has no model, if it is called like one of the hub's."""
     if not re.fullmatch(r"Qwen3(\.\d)?-[\d.]+B(-A\d+B)?(-Base)?", last := os.path.basename(path)):

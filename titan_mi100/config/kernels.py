@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 class Kernel(NamedTuple):
     source: str  # module in attention/ and class
-    is_plain: bool = False  # needs nothing but PyTorch
     packages: tuple[str, ...] = ()  # distributions whose version decides what it computes
 
 
@@ -17,9 +16,9 @@ KERNELS = {
     "varlen": Kernel("external_backends:TorchVarlen"),
     "flash_attn": Kernel("external_backends:FlashAttention", packages=("flash_attn",)),
     "flex": Kernel("external_backends:Flex"),
-    "sdpa": Kernel("torch_backends:Sdpa", is_plain=True),
-    "chunked": Kernel("torch_backends:Chunked", is_plain=True),
-    "eager": Kernel("torch_backends:Eager", is_plain=True),
+    "sdpa": Kernel("torch_backends:Sdpa"),
+    "chunked": Kernel("torch_backends:Chunked"),
+    "eager": Kernel("torch_backends:Eager"),
 }
 OWN, EXPLICIT, REFERENCE = "triton", "chunked", "eager"  # our kernels; needs no kernel; S x S scores in full
 AUTO = "auto"

@@ -542,9 +542,12 @@ class WatchdogConfig:
     validation_seconds: float = _key(600.0, "time limit of a microbatch of a validation", low=1)
 
 
+TRACED_STEP = "titan_mi100 step "  # begins the name of the section around a traced step
+
+
 @dataclass(frozen=True)
 class ProfilingConfig:
-    enable_profiling: bool = _key(False, "write Chrome traces of some steps, with a summary (docs/REPORT.md)")
+    enable_profiling: bool = _key(False, "write Chrome traces of some steps (docs/REPORT.md)")
     profile_freq: int = _key(10, "optimizer steps between traced ones", low=1)
     profile_steps: tuple[int, ...] = _key((), "the steps to trace, e.g. [20, 21]; empty: every profile_freq", low=1)
     profile_ranks: tuple[int, ...] = _key((0,), "ranks that write traces and memory snapshots")

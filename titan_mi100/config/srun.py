@@ -1,11 +1,7 @@
-"""Ranks of processes that were started without torchrun: read from srun's variables; mpirun's are refused. And a port
-where processes of one host meet.
-"""
+"""Ranks of processes that were started without torchrun: read from srun's variables; mpirun's are refused."""
 
 import re
-import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 from titan_mi100.errors import UserError
 
@@ -123,16 +119,3 @@ def _first_host(environ: Mapping[str, str]) -> str:
     if match is None:
         raise UserError(f"SLURM_STEP_NODELIST = {nodes!r} does not begin with the name of a host; {_REMEDY}")
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[1])
-
-
-@contextmanager
-def reserved_port() -> Iterator[int]:
-    """A free port of this host that the kernel gives to nobody else meanwhile; a server that names it can listen on it.
-
-    A socket that is bound and does not listen keeps it: the kernel then chooses it for no other program's socket or
-    connection. SO_REUSEADDR, which servers (those of torch, too) set, lets a second socket be bound beside it.
-    """
-    with socket.socket() as kept:
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        kept.bind(("", 0))
-        yield kept.getsockname()[1]

@@ -41,14 +41,6 @@ def sizes(microbatch: Microbatch) -> Tensor:
     return torch.stack([real.sum(), supervised(microbatch).sum(), pairs]).double()
 
 
-def one_document_per_row(batch: int, seq: int) -> Microbatch:
-    """Rows of one document of token 0, of which all tokens but the last are supervised: they need most memory."""
-    ids = torch.zeros(batch, seq, dtype=torch.long)
-    learned = torch.arange(ids.numel()).view(batch, seq)[:, :-1].flatten()
-    positions = torch.arange(seq).expand(batch, seq)
-    return {"input_ids": ids, "labels": ids, "positions": positions, "document_ids": ids, "supervised": learned}
-
-
 def of_prompts(rows: Sequence[Sequence[int]], multiple: int) -> Microbatch:
     """Rows of token ids for the logits of each one's last token: one document per row, padded behind that token, which
     attention, being causal, does not see. Args: multiple: to which the length of all rows is rounded up.

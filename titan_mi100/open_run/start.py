@@ -115,7 +115,7 @@ def open_run(
     log_if_done(progress, steps)
     reporter = open_record(inputs, model, rows, steps)
     observers = [forecast, *open_observers(inputs, model, stream, reporter, steps)]
-    profiler = open_profiler(folder, config.profiling, world, steps, reporter) if folder else None
+    profiler = open_profiler(folder, config.profiling, world, steps) if folder else None
     tokenizer, base = config.tokenizer_path(), config.checkpoint.initial_load_path
     sampler = open_sampler(config.validation, config.training.seq_len, inputs.data, tokenizer, base)
     child.end()  # no more files from elsewhere are read

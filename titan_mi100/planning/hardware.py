@@ -32,7 +32,7 @@ def dtype_advice(dtype: str, gpu: Gpu | None, is_cpu: bool, cpuinfo: Path = Path
     if gpu and dtype not in gpu.tflops:
         return f"{gpu.name} has no {dtype} instructions; take float16"
     if gpu and dtype == "bfloat16" and (ratio := gpu.tflops["float16"] / gpu.tflops[dtype]) > 1.5:
-        return f"float16's peak on {gpu.name} is {ratio:.1f} times {dtype}'s; titan-mi100 certify shows what is reached"
+        return f"float16's peak on {gpu.name} is {ratio:.1f} times {dtype}'s; scripts/gpu_check shows what is reached"
     if is_cpu and dtype in _INSTRUCTIONS:
         known = _cpu_flags(cpuinfo)
         if known and not known & _INSTRUCTIONS[dtype]:

@@ -13,8 +13,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.planning.cards import Gpu
 from titan_mi100.planning.costs import flops_of_steps, recomputed_flops
 from titan_mi100.planning.memory import ABOVE, BELOW, Memory, estimate, with_overhead
-from titan_mi100.planning.scaling import bubble_share, exposed_seconds
-from titan_mi100.planning.traffic import REACHED, reached
+from titan_mi100.planning.scaling import REACHED, bubble_share, exposed_seconds, reached
 from titan_mi100.planning.workload import Workload
 from titan_mi100.shapes.base import parameter_shapes
 

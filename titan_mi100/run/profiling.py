@@ -1,7 +1,5 @@
-"""Profiles of chosen steps: Chrome traces with a summary, and snapshots of a GPU's memory. See docs/REPORT.md."""
+"""Profiles of chosen steps: Chrome traces, and snapshots of a GPU's memory. See docs/REPORT.md."""
 
-import time
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -9,43 +7,31 @@ from typing import Any
 
 from torch.profiler import profile, record_function, schedule
 
-from titan_mi100.config.settings import ProfilingConfig
+from titan_mi100.config.settings import TRACED_STEP, ProfilingConfig
 from titan_mi100.device import accelerator
 from titan_mi100.errors import UserError
-from titan_mi100.files.durable import replace
 from titan_mi100.log import log
 from titan_mi100.parallel.distributed import World, any_rank
-from titan_mi100.run.metrics import Reporter
-from titan_mi100.run.trace_summary import STEP, read_trace, summarise
+from titan_mi100.run.next_commands import command, shown_path
 
 _MOST_ENTRIES = 100_000  # allocations and frees that are remembered
 
 
-def open_profiler(
-    folder: Path, config: ProfilingConfig, world: World, last: int, reporter: Reporter | None = None
-) -> "Profiler | None":
+def open_profiler(folder: Path, config: ProfilingConfig, world: World, last: int) -> "Profiler | None":
     """None: nothing is to be profiled. Args: as Profiler's. Raises UserError, on all ranks."""
     if not config.enable_profiling and not config.enable_memory_snapshot:
         return None
     if config.enable_memory_snapshot and not accelerator.is_cuda(world.device):
         reason = "needs a GPU: torch keeps no history of a CPU's memory; set it to false"
         raise UserError(f"[profiling] enable_memory_snapshot = true {reason}")
-    return Profiler(folder, config, world, last, reporter)
+    return Profiler(folder, config, world, last)
 
 
 class Profiler:
     """The profiler of one rank. Steps that are not to be traced run without it."""
 
-    def __init__(
-        self, folder: Path, config: ProfilingConfig, world: World, last: int, reporter: Reporter | None = None
-    ) -> None:
-        """Start recording allocations, if snapshots are enabled.
-
-        Args:
-            last: the run's last step.
-            reporter: gets the communication of traced steps.
-        """
-        self._reporter = reporter
+    def __init__(self, folder: Path, config: ProfilingConfig, world: World, last: int) -> None:
+        """Start recording allocations, if snapshots are enabled. Args: last: the run's last step."""
         self._folder, self._config, self._world, self._last = folder, config, world, last
         self._is_chosen_rank = world.rank in config.profile_ranks
         self._warm: profile | None = None
@@ -67,8 +53,9 @@ class Profiler:
             # Synchronise all ranks, or the time for writing the trace would be part of the other ranks' next step.
             # wait_for_all is not used, as its ranks sleep for up to two seconds. The default group has a long time-out.
             any_rank(False, self._world.device)
-            ranks = ", ".join(map(str, self._config.profile_ranks))
-            log.info(f"step {step}: traces of rank {ranks} and summaries: {self._trace_folder(step)}")
+            ranks = self._config.profile_ranks
+            summary = command("profile", shown_path(self._trace(step, ranks[0])))
+            log.info(f"step {step}: traces of rank {', '.join(map(str, ranks))}; where its time went: {summary}")
             return
         if self._is_chosen_rank and self.traces(step + 1) and step < self._last:
             self._warm = self._profile(schedule=schedule(wait=0, warmup=1, active=1, repeat=1))
@@ -98,8 +85,8 @@ class Profiler:
             return False
         return step in config.profile_steps if config.profile_steps else step % config.profile_freq == 0
 
-    def _trace_folder(self, step: int) -> Path:
-        return self._folder / self._config.save_traces_folder / f"step-{step}"
+    def _trace(self, step: int, rank: int) -> Path:
+        return self._folder / self._config.save_traces_folder / f"step-{step}" / f"rank-{rank}.json.gz"
 
     def _profile(self, **options: Any) -> profile:
         return profile(activities=accelerator.activities(self._world.device), acc_events=True, **options)
@@ -112,28 +99,13 @@ class Profiler:
         else:
             tracer = self._profile()
             tracer.start()
-        with record_function(f"{STEP}{step}"):
+        with record_function(f"{TRACED_STEP}{step}"):
             yield
         accelerator.synchronize(self._world.device)
         tracer.stop()
-        self._write(step, tracer)
-
-    def _write(self, step: int, tracer: profile) -> None:
-        """Write the trace and its summary. A full disk does not end the run."""
-        started, rank = time.perf_counter(), self._world.rank
-        path = self._trace_folder(step) / f"rank-{rank}.json.gz"
-        try:
+        path = self._trace(step, self._world.rank)
+        try:  # a full disk does not end the run
             path.parent.mkdir(parents=True, exist_ok=True)
             tracer.export_chrome_trace(str(path))
-            summary = summarise(read_trace(path))
-            text = f"step {step}, rank {rank}: " + "\n".join(summary.shares())
-            replace(path.with_name(f"rank-{rank}.summary.txt"), f"{text}\n")
-        except (OSError, ValueError, EOFError, KeyError, zlib.error) as error:  # all but OSError: it was cut off
-            log.error(f"{path}: cannot be written, or not be read again: {error}")
-            return
-        log.info(text)
-        if self._reporter is not None:
-            self._reporter.add(step, comm_ms=1000 * summary.communication, comm_exposed_ms=1000 * summary.exposed)
-        if accelerator.is_gpu(self._world.device) and not summary.on_gpu:
-            log.error(f"{path}: holds nothing of the GPU; what Kineto has printed says why")
-        log.info(f"step {step}: writing the trace took {time.perf_counter() - started:.1f} s")
+        except OSError as error:
+            log.error(f"{path}: cannot be written to: {error.strerror}")

@@ -23,7 +23,6 @@ from titan_mi100.planning.cards import Gpu
 from titan_mi100.planning.device import NAMES, find_card, positive, positive_float, size_gib
 from titan_mi100.planning.memory import ABOVE, BELOW, CATEGORIES
 from titan_mi100.planning.plan import EFFICIENCY, GIB, Plan, make_plan, measured_efficiency, remedy, search
-from titan_mi100.planning.published import beside
 from titan_mi100.planning.workload import Workload
 from titan_mi100.wording import bytes_in_words, duration_in_words, plural
 
@@ -128,8 +127,6 @@ def _lines(plan: Plan, gpu: Gpu, tokens: float, origin: str) -> list[str]:
             f"about {plan.step:.1f} s per step, {plan.tokens / plan.step:,.0f} tokens/s, if a card reaches "
             f"{plan.efficiency:.0%} of its data sheet's rate ({origin}) and half of its link's rate (assumed)"
         )
-        dtype = plan.config.training.mixed_precision_param
-        lines += filter(None, [beside(gpu, dtype, plan.ranks, plan.flops / plan.tokens)])
         if tokens:
             lines.append(f"{tokens:,.0f} tokens take {duration_in_words(tokens / plan.tokens * plan.step)}")
     elif not gpu.tflops:

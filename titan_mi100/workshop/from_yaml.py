@@ -16,7 +16,7 @@ from typing import Any
 
 from titan_mi100.config import bundled
 from titan_mi100.config.as_text import our_keys
-from titan_mi100.config.hub import download, hub_name
+from titan_mi100.config.hub import hub_name
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config
 from titan_mi100.config.toml_file import parse
@@ -29,7 +29,7 @@ from titan_mi100.files.plain import read_object
 from titan_mi100.shapes.base import ALL_LINEAR
 from titan_mi100.wording import as_key, plural, shown
 from titan_mi100.workshop import other_trainers
-from titan_mi100.workshop.other_trainers import Entry, advise, entries, setting_of
+from titan_mi100.workshop.other_trainers import Entry, advise, download, entries, setting_of
 from titan_mi100.workshop.yaml_file import YamlFile, read_yaml
 
 _MODEL, _WARMUP = "checkpoint.initial_load_path", "lr_scheduler.warmup_steps"

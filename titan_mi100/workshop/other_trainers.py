@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, get_args, get_origin
 
 from titan_mi100.config.as_text import keys_called, our_keys, toml_value
-from titan_mi100.config.hub import download, hub_name
+from titan_mi100.config.hub import hub_name
 from titan_mi100.config.toml_file import parse
 from titan_mi100.config.unknown import Document
 from titan_mi100.wording import as_key, has_control_characters, shown
@@ -263,3 +263,12 @@ def _converted(key: str, value: Any) -> tuple[str, str]:
             text = text.lower()
         texts.append(toml_value(text) if kind is str else text)
     return (f"[{', '.join(texts)}]" if is_list else texts[0]), fetch
+
+
+def download(name: str, is_data: bool) -> tuple[str, str]:
+    """The path to name after the download of OWNER/NAME, and the command that downloads it."""
+    folder = name.partition("/")[2]
+    if is_data:  # a data set may have several configurations, each in a folder, and files of several splits
+        config = "main" if folder == "gsm8k" else "data"
+        return f"{folder}/{config}/train-*.parquet", f"hf download {name} --repo-type dataset --local-dir {folder}"
+    return folder, f"hf download {name} --local-dir {folder}"

@@ -21,9 +21,9 @@ from titan_mi100.planning.cards import Gpu
 from titan_mi100.planning.device import NAMES, find_card, positive, size_gib
 from titan_mi100.planning.memory import CATEGORIES, with_overhead
 from titan_mi100.planning.plan import GIB, make_plan, remedy
-from titan_mi100.planning.traffic import by_axis
 from titan_mi100.planning.workload import Workload
 from titan_mi100.wording import bytes_in_words, plural
+from titan_mi100.workshop.rehearsal.traffic import by_axis
 
 if TYPE_CHECKING:
     from titan_mi100.workshop.rehearsal.session import Rehearsed

@@ -1,26 +1,26 @@
-"""Runs the parts of a certificate, each in its own processes, which may crash, hang or be killed. Imports no torch."""
+"""Runs measurements, each in its own processes, which may crash, hang or be killed. Imports no torch."""
 
 import importlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titan_mi100.config.srun import reserved_port
 from titan_mi100.errors import UserError, is_out_of_memory
 from titan_mi100.files import durable, isolated
 from titan_mi100.files.pool import end_with_parent
 from titan_mi100.wording import printable, shortened
-from titan_mi100.workshop.measure.parts import FAIL, NOT_RUN, PASS, UNAVAILABLE, Part
+from titan_mi100.workshop.measure.parts import FAIL, PASS, UNAVAILABLE, Part
 
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MEASURED = "measured"
@@ -41,9 +41,7 @@ class Task:
         target: "module:function", called with the arguments in every process; rank 0's result counts. It returns the
             numbers, with "problem" (what is wrong with them; "": nothing) and "said" (the numbers in words).
         processes: number of ranks of the job.
-        card: the device of a single process.
         seconds: time limit.
-        refused: why it is not run; "": it is run.
         optional: an error means "not available here", not "failed".
     """
 
@@ -51,9 +49,7 @@ class Task:
     target: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     processes: int = 1
-    card: int = 0
     seconds: float = 120
-    refused: str = ""
     optional: bool = False
 
 
@@ -61,34 +57,35 @@ class Task:
 MACHINE = Task("machine", "titan_mi100.workshop.measure.device:machine")
 
 
-def run(task: Task, time_left: Callable[[], float]) -> Part:
-    """Run a task until it ends or reaches its time limit, and kill all its processes.
-
-    Args:
-        time_left: seconds until the task must end even before its own limit.
-    """
+def run(task: Task) -> Part:
+    """Run a task until it ends or reaches its time limit, and kill all its processes."""
     started = time.monotonic()
-    if task.refused:
-        return Part(task.name, UNAVAILABLE, task.refused)
-    if time_left() <= 0:
-        return Part(task.name, NOT_RUN, "no time was left for this kind of part; give more --minutes")
-    with tempfile.TemporaryDirectory(prefix="titan_mi100-certify-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="titan_mi100-measure-", ignore_cleanup_errors=True) as folder:
         ranks: list[_Rank] = []
         try:
             with reserved_port() as port:
                 for number in range(task.processes):
                     ranks.append(_Rank(task, number, str(port), Path(folder)))
-                has_ended = _wait(ranks, started + task.seconds, time_left)
+                has_ended = _wait(ranks, started + task.seconds)
             outcomes = [rank.outcome() for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()
-    took = time.monotonic() - started
-    if not has_ended and time_left() <= 0:
-        words = f"stopped after {took:.0f} s, because the time for this kind of part ended; give more --minutes"
-        return Part(task.name, NOT_RUN, words, took)
     outcome = _worst(outcomes) if has_ended else ("hung", f"did not end within {task.seconds:g} s", None)
-    return part_of(task, outcome, took)
+    return part_of(task, outcome, time.monotonic() - started)
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A free port of this host that the kernel gives to nobody else meanwhile; a server that names it can listen on it.
+
+    A socket that is bound and does not listen keeps it: the kernel then chooses it for no other program's socket or
+    connection. SO_REUSEADDR, which servers (those of torch, too) set, lets a second socket be bound beside it.
+    """
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("", 0))
+        yield kept.getsockname()[1]
 
 
 def part_of(task: Task, outcome: Outcome, took: float) -> Part:
@@ -109,7 +106,7 @@ class _Rank:
         self._answer, self._errors = folder / f"answer-{rank}.json", folder / f"stderr-{rank}"
         outer = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
         environment = {name: value for name, value in outer.items() if name not in _PLACE}
-        environment["LOCAL_RANK"] = str(rank or task.card)
+        environment["LOCAL_RANK"] = str(rank)
         if (size := str(task.processes)) != "1":
             environment |= {"RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -145,13 +142,13 @@ class _Rank:
             self.process.wait(_GRACE)
 
 
-def _wait(ranks: Sequence[_Rank], until: float, time_left: Callable[[], float]) -> bool:
+def _wait(ranks: Sequence[_Rank], until: float) -> bool:
     """Wait for the processes; when one has failed, at most _GRACE seconds longer. False: a limit came first."""
     has_failed = False
     while running := [rank for rank in ranks if rank.process.poll() is None]:
         if not has_failed and any(rank not in running and rank.outcome()[0] != MEASURED for rank in ranks):
             has_failed, until = True, min(until, time.monotonic() + _GRACE)
-        if time.monotonic() > until or time_left() <= 0:
+        if time.monotonic() > until:
             return has_failed
         time.sleep(_LOOK)
     return True

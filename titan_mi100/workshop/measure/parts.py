@@ -1,4 +1,7 @@
-"""The content of a certificate: one part per measurement, each with its verdict and numbers. Imports no torch."""
+"""The content of a certificate, which scripts/gpu_check writes: a part per measurement, with its verdict and numbers.
+
+Imports no torch.
+"""
 
 import json
 import math
@@ -19,17 +22,16 @@ from titan_mi100.wording import some
 FORMAT = 4  # raised with every change of the form, of a limit or of a verdict's text
 CERTIFICATE, PAGE = "certificate.jsonl", "certificate.md"
 PASS, FAIL, UNAVAILABLE, NOT_RUN = "pass", "fail", "unavailable", "not run"
-DTYPES = ("bfloat16", "float16", "float32")
 # Order of preference: fp32 needs no master weights, bf16 no loss scale. The first that is slower than the fastest by at
 # most _WIDER is recommended.
 _IN_ORDER, _WIDER = ("float32", "bfloat16", "float16"), 1.1
-_PARITY = 1e-5  # relative difference of the losses of two layouts in fp32; ten times as much for gradient norms
+_PARITY = 1e-5  # relative difference of the losses of two runs in fp32; ten times as much for gradient norms
 _END = "conclusion/end"  # name of the last part
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the measurement, which ran in processes of its own, or a conclusion from several.
+    """One part of the measurement, or a conclusion from several.
 
     Attributes:
         name: for example "attention/sdpa/0.6B/bfloat16/1024"; the first word is its kind.
@@ -101,11 +103,12 @@ def efficiency(path: Path, gpu: Gpu) -> tuple[float, str]:
         shares = sorted(EFFICIENCY * plan / seconds for plan, seconds in planned)
     except (KeyError, TypeError, ValueError, ArithmeticError):
         shares = [math.inf]
+    again = "bash scripts/gpu_check/first.sh"
     if own != gpu or not shares:
         problem = f"is of {header.machine.device}, not of {gpu.name}" if own != gpu else "has no planned steps"
-        raise UserError(f"--measured {path}: {problem}; measure on that card: titan-mi100 certify")
+        raise UserError(f"--measured {path}: {problem}; measure on that card: {again}")
     if shares[0] <= 0 or shares[-1] > 1:
-        raise UserError(f"--measured {path}: a step has a time that cannot be; measure again: titan-mi100 certify")
+        raise UserError(f"--measured {path}: a step has a time that cannot be; measure again: {again}")
     return shares[len(shares) // 2], f"median of {len(shares)} steps of {path}"
 
 
@@ -124,9 +127,8 @@ def rankings(parts: Sequence[Part]) -> dict[str, list[Mapping[str, Any]]]:
 
 
 def best_dtype(parts: Sequence[Part]) -> tuple[str, dict[str, float]]:
-    """The recommended dtype, "": none was measured; and TFLOP/s by dtype, of the first model's products."""
-    gemms = [one for one in measured(parts, "gemm") if one["model"]]
-    rates = {one["dtype"]: one["tflops"] for one in gemms if one["model"] == gemms[0]["model"]}
+    """The recommended dtype, "": none was measured; and TFLOP/s by dtype."""
+    rates = {one["dtype"]: one["tflops"] for one in measured(parts, "gemm")}
     right = {dtype: rates[dtype] for dtype in _IN_ORDER if dtype in rates}
     return next((dtype for dtype, rate in right.items() if rate * _WIDER >= max(right.values())), ""), right
 
@@ -159,10 +161,6 @@ def conclusions(parts: Sequence[Part], interrupted: bool = False) -> list[Part]:
         told = ", ".join(f"{name} {rate:.3g} TFLOP/s" for name, rate in rates.items())
         message = f'training.mixed_precision_param = "{dtype}" is recommended; measured: {told}'
         concluded.append(Part("conclusion/dtype", PASS, message))
-    runs = [run for one in measured(parts, "parity") for run in one["runs"]]
-    if len({run["ranks"] for run in runs}) > 1:
-        problem, message = parity(runs)
-        concluded.append(Part("conclusion/parity", FAIL if problem else PASS, problem or message))
     problems = ["unfinished: it was interrupted"] * interrupted
     for verdict, words in ((FAIL, "failed"), (NOT_RUN, "not run")):
         if names := [part.name for part in (*parts, *concluded) if part.verdict == verdict]:

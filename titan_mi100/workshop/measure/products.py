@@ -21,16 +21,12 @@ _ABOVE_PEAK = 1.05  # a rate above the data sheet's by this factor means that th
 _ARRAY = {True: 1 << 29, False: 1 << 27}  # bytes: larger than the caches; five fit a card of 8 GiB
 
 
-def gemm(model: str, tokens: int, dtype: str, most_frequent: bool = False) -> dict[str, Any]:
-    """Measure the forward and both gradient products of a model's weights, of each shape once, on `tokens` tokens.
-
-    Args:
-        most_frequent: only those of the shape that most weights have.
-    """
+def gemm(model: str, tokens: int, dtype: str) -> dict[str, Any]:
+    """Measure the forward and both gradient products of a model's weights, of each shape once, on `tokens` tokens."""
     spec, device, products = PRESETS[model], init_distributed().device, []
     gpu = data_sheet(device)
     weights = [p.shape for layer in spec.layers for p in layer.parameters.values() if p.role == "matrix"]
-    shapes = Counter([*weights, (spec.vocab_size, spec.hidden_size)]).most_common(1 if most_frequent else None)
+    shapes = Counter([*weights, (spec.vocab_size, spec.hidden_size)]).most_common()
     generator = torch.Generator(device).manual_seed(0)
     for (outputs, inputs), count in shapes:
         x, w, grad = (
@@ -41,9 +37,7 @@ def gemm(model: str, tokens: int, dtype: str, most_frequent: bool = False) -> di
             sizes = {"m": a.shape[0], "k": a.shape[1], "n": b.shape[1], "count": count}
             times = samples(partial(torch.mm, a, b), device)
             products.append({"name": name, **sizes, "error": _error(a, b), "times": times})
-    # a part of the products does not count as the model's rate
-    names = {"model": "" if most_frequent else model, "dtype": dtype}
-    return names | judged(products, dtype, gpu.tflops.get(dtype) if gpu else None)
+    return {"model": model, "dtype": dtype, **judged(products, dtype, gpu.tflops.get(dtype) if gpu else None)}
 
 
 def judged(products: list[dict[str, Any]], dtype: str, peak: float | None) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from titan_mi100.attention.base import Backend, Documents
 from titan_mi100.config.layout import SCHEDULES, Batch, Layout
 from titan_mi100.config.settings import ObjectiveConfig, TrainingConfig
 from titan_mi100.data.answers import COLUMNS, PER_ID
-from titan_mi100.data.microbatch import Microbatch, one_document_per_row
+from titan_mi100.data.microbatch import Microbatch
 from titan_mi100.model import experts
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.model.loss import HeadMemory
@@ -399,3 +399,11 @@ def inputs(training: TrainingConfig, objective: ObjectiveConfig, microbatches: i
         if name in COLUMNS
     }
     return [{**one_document_per_row(*shape), **columns}] * microbatches
+
+
+def one_document_per_row(batch: int, seq: int) -> Microbatch:
+    """Rows of one document of token 0, of which all tokens but the last are supervised: they need most memory."""
+    ids = torch.zeros(batch, seq, dtype=torch.long)
+    learned = torch.arange(ids.numel()).view(batch, seq)[:, :-1].flatten()
+    positions = torch.arange(seq).expand(batch, seq)
+    return {"input_ids": ids, "labels": ids, "positions": positions, "document_ids": ids, "supervised": learned}

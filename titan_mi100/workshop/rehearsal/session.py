@@ -16,7 +16,6 @@ from titan_mi100.config.settings import Config
 from titan_mi100.data.microbatch import Microbatch
 from titan_mi100.optim.optimizer import build_optimizer
 from titan_mi100.parallel.distributed import Gradients, gather_values
-from titan_mi100.planning.traffic import Work, extrapolated
 from titan_mi100.planning.workload import Workload
 from titan_mi100.workshop.rehearsal.counter import (
     CPU,
@@ -29,8 +28,9 @@ from titan_mi100.workshop.rehearsal.counter import (
     inputs,
 )
 from titan_mi100.workshop.rehearsal.tally import Tally
+from titan_mi100.workshop.rehearsal.traffic import Work, extrapolated
 
-_FLAGS = ("stop", "save failed")  # the flags that a real run gathers in each step
+_FLAGS = ("stop", "save failed", "moved")  # the flags that a real run gathers in each step
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from titan_mi100.config.layout import Layout
-from titan_mi100.planning.traffic import WORLD, Transfer, axis_of
+from titan_mi100.workshop.rehearsal.traffic import WORLD, Transfer, axis_of
 
 # Name of an operator -> (the operation, the index of its argument that is the payload).
 _COLLECTIVES: dict[str, tuple[str, int]] = {

@@ -56,7 +56,7 @@ def launch(row: Row, config: Config, seconds: float) -> tuple[str, str, Record]:
         file = Path(folder) / "row.toml"
         file.write_text(to_toml(config), encoding="utf-8")
         asked = {"config_file": str(file), "steps": row.steps, "warmup": row.warmup}
-        part = children.run(children.Task(str(row), MEASURE, asked, row.processes, seconds=seconds), lambda: math.inf)
+        part = children.run(children.Task(str(row), MEASURE, asked, row.processes, seconds))
     if part.verdict == PASS and part.found:
         return "ok", "", part.found
     if part.verdict == UNAVAILABLE:
@@ -251,7 +251,7 @@ def _machine(options: argparse.Namespace) -> tuple[Record, Gpu | None, int]:
     if options.dry_run and (options.device or options.memory or not count_gpus()):
         gpu, card = find_card(options.device, options.memory, "mi100")
         return {}, gpu, card
-    described = children.run(children.MACHINE, lambda: math.inf)
+    described = children.run(children.MACHINE)
     if not described.found:
         raise UserError(f"this machine's device cannot be described: {described.said}; run titan-mi100 doctor")
     machine = described.found

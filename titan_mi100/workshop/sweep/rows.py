@@ -14,11 +14,11 @@ from titan_mi100.config.check import check
 from titan_mi100.config.problem import ConfigError
 from titan_mi100.config.settings import Config, ParallelismConfig
 from titan_mi100.planning.plan import GIB, Plan
-from titan_mi100.planning.published import PUBLISHED
 from titan_mi100.planning.workload import with_settings
 from titan_mi100.shapes.base import ModelSpec, parameter_count
 from titan_mi100.shapes.families import PRESETS as MODELS
 from titan_mi100.shapes.families import fingerprint
+from titan_mi100.workshop.sweep.published import PUBLISHED
 
 OWN_LAYOUT = "config"  # the layout of the config's own [parallelism]
 # axis -> the setting that it sets

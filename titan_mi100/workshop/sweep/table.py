@@ -5,8 +5,8 @@ import io
 from typing import Any
 
 from titan_mi100.planning.cards import DEVICES
-from titan_mi100.planning.published import CARD, FLAVOR, PUBLISHED, RANKS, SEQ_LEN
 from titan_mi100.workshop.columns import FIGURES, SETTINGS, figures, markdown_table
+from titan_mi100.workshop.sweep.published import CARD, FLAVOR, PUBLISHED, RANKS, SEQ_LEN
 
 SUPERVISED = 0.5  # share of the tokens
 Record = dict[str, Any]  # a row, what became of it, and what was measured

@@ -1,17 +1,14 @@
 """Communication of a step: which collective, over which mesh axis, over which link. Imports no torch."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import inf
 
 from titan_mi100.config.layout import AXES, Layout
-from titan_mi100.planning.cards import Gpu
+from titan_mi100.planning.scaling import is_inside
 
 WORLD = "world"
 _RING = {"all-gather": 1.0, "reduce-scatter": 1.0, "all-reduce": 2.0, "broadcast": 1.0}
 OPERATIONS = (*_RING, "send", "receive", "barrier")
-REACHED = 0.5  # share of a link's rate that collectives reach: assumed, not measured
 
 
 @dataclass(frozen=True)
@@ -40,23 +37,7 @@ class Transfer:
 
     def link(self, per_node: int) -> str:
         """Location of its bytes' path: the slowest link of the ring. Args: per_node: GPUs of a node."""
-        return "inside a node" if _is_inside(self.group, per_node) else "between nodes"
-
-
-def reached(group: range, gpu: Gpu) -> float:
-    """Bytes per second that a rank sends around the ring of a group.
-
-    Between nodes, a group gets only its ranks' share of the node's network: other groups use the rest at the same
-    time.
-    """
-    ranks = max(Counter(rank // gpu.per_node for rank in group).values())
-    inside = gpu.link_gbs if ranks > 1 or len(group) == 1 else inf
-    between = inf if _is_inside(group, gpu.per_node) else gpu.node_gbs * ranks
-    return min(inside, between) * 1e9 * REACHED
-
-
-def _is_inside(group: range, per_node: int) -> bool:
-    return group[0] // per_node == group[-1] // per_node
+        return "inside a node" if is_inside(self.group, per_node) else "between nodes"
 
 
 Traffic = Mapping[Transfer, int]  # transfer -> how often a rank does it in a step
