@@ -23,10 +23,9 @@ from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
 from titan_mi100.log import log, setup_logging
 from titan_mi100.text import load
-from titan_mi100.tools import generate, inspect_data
+from titan_mi100.tools import exact_match, generate, inspect_data
 from titan_mi100.watch.outcome import RunState, write_run_state
 from titan_mi100.wording import printable, shown
-from titan_mi100.workshop import exact_match
 
 
 def raises(error: BaseException) -> Callable[..., Any]:

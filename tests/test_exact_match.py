@@ -13,7 +13,7 @@ from titan_mi100.generation import engine as inference
 from titan_mi100.generation.engine import AnswerBatch
 from titan_mi100.model.decode import Generated
 from titan_mi100.text.judge import extract
-from titan_mi100.workshop import exact_match
+from titan_mi100.tools import exact_match
 
 
 @pytest.fixture(scope="module")

@@ -33,11 +33,10 @@ from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.families import to_hf_config
 from titan_mi100.shapes.qwen3 import Qwen3Spec
 from titan_mi100.text.load import load_tokenizer
-from titan_mi100.tools import generate
+from titan_mi100.tools import exact_match, generate
 from titan_mi100.weights import convert
 from titan_mi100.weights.source import open_source
 from titan_mi100.wording import printable
-from titan_mi100.workshop import exact_match
 
 SPECS = {
     "tied": Qwen3Spec(720, 64, 96, 3, 4, 2, 16, True, rope_theta=1e4, max_position_embeddings=512),
@@ -505,7 +504,7 @@ def test_bad_input_is_refused_before_the_weights_are_read(
     assert expected in err and not out
 
 
-@pytest.mark.parametrize(("name", "data"), [("tools.generate", "--prompt"), ("workshop.exact_match", "--data")])
+@pytest.mark.parametrize(("name", "data"), [("tools.generate", "--prompt"), ("tools.exact_match", "--data")])
 def test_a_mistake_ends_the_process_with_code_2(name: str, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [name, "--model", "/nowhere", data, "/nowhere"])
     monkeypatch.delitem(sys.modules, f"titan_mi100.{name}", raising=False)

@@ -19,8 +19,8 @@ from titan_mi100.parallel.distributed import World
 from titan_mi100.run import samples
 from titan_mi100.run.progress import Progress
 from titan_mi100.text.judge import judge_of
+from titan_mi100.tools import exact_match
 from titan_mi100.train import train
-from titan_mi100.workshop import exact_match
 
 STEPS, FREQ = 12, 4
 

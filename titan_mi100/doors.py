@@ -20,7 +20,7 @@ COMMANDS = {  # word or words: module, or module:function where it is not `main`
     "outcome": ("watch.outcome", "how a run stands or ended, and what follows, for batch scripts"),
     "report": ("workshop.report", "one page about a run"),
     "generate": ("tools.generate", "generate text with a model, or chat with it"),
-    "evaluate exact-match": ("workshop.exact_match", "exact match of generated answers, in GSM8K's format"),
+    "evaluate exact-match": ("tools.exact_match", "exact match of generated answers, in GSM8K's format"),
     "evaluate harness": ("workshop.harness", "any task of the lm-evaluation-harness (extra eval)"),
     "convert hf-to-dcp": ("tools.convert:hf_to_dcp", "Hugging Face folder to DCP folder"),
     "convert dcp-to-hf": ("tools.convert:dcp_to_hf", "DCP folder, such as a checkpoint, to Hugging Face folder"),
