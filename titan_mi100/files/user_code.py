@@ -7,33 +7,32 @@ processes of its own, whose end ends all in it, daemons too; elsewhere a daemon 
 
 import inspect
 import json
-import math
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import traceback
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.isolated import command, ended
 from titan_mi100.wording import shortened, shown, some
 
-_OWN, _VERL = {"prompt", "answer", "row"}, {"data_source", "solution_str", "ground_truth", "extra_info"}
 FORMS = (
     "score(prompt, answer, row), f(prompts, completions, **columns) as in TRL, or "
     "compute_score(data_source, solution_str, ground_truth, extra_info=None) as in verl"
 )
+HIGHEST = 1e9  # above any score
+_OWN, _VERL = {"prompt", "answer", "row"}, {"data_source", "solution_str", "ground_truth", "extra_info"}
 _LOADING = 60.0  # seconds to start, and to import the file
-_LONGEST = 1 << 20  # bytes of all scores of a part
-_SHOWN = 2000  # bytes of what it has printed, in a message
+_LONGEST, _SHOWN = 1 << 20, 2000  # bytes that are kept of all scores of a part, and of what the function has printed
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # each thread takes address space
 
 
@@ -53,7 +52,7 @@ class UserCode(NamedTuple):
     path: str
     name: str
     source: str
-    seconds: float  # for an answer; after those of all answers the process is killed
+    seconds: float  # for an answer; the answers to a prompt share them
     gib: float
     with_network: bool
 
@@ -65,30 +64,28 @@ class UserCode(NamedTuple):
         process: Any = subprocess.Popen(words, start_new_session=True, env={**os.environ, **_ONE_THREAD}, **streams)
         pipes = ((process.stdout, replied, _LONGEST), (process.stderr, printed, _SHOWN))
         readers = [threading.Thread(target=_keep_end, args=each, daemon=True) for each in pipes]
-        for reader in readers:
-            reader.start()
         try:
+            for reader in readers:
+                reader.start()
             with suppress(BrokenPipeError):
                 process.stdin.write(json.dumps([*self[:5], questions]).encode() + b"\n")
                 process.stdin.flush()  # left open: its end tells the process that this one was killed
             how = ended(process.wait(_LOADING + self.seconds * sum(counts)))
         except subprocess.TimeoutExpired:
-            how = f"killed, as it took longer than {self.seconds:g} s an answer (--timeout)"
+            how = f"took longer than {self.seconds:g} s an answer (--timeout)"
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            for reader in readers:
-                reader.join(2)  # not longer: a daemon may hold the other end
-        where = f"{self.path}:{self.name}"
-        problem, scores = f"{where}: its process ended without scores: {how}", list[Any]()
-        with suppress(ValueError, RecursionError, TypeError):  # what it replied can be anything
+        for reader in readers:
+            reader.join(2)  # not longer: a daemon may hold the other end
+        problem, scores = f"ended without scores: {how}", list[Any]()
+        with suppress(ValueError, RecursionError, TypeError):  # what it has replied can be anything
             problem, scores = json.loads(bytes(replied))
             if not problem and [*map(len, scores)] == counts:
-                return [[_number(score, where) for score in own] for own in scores]
-            problem = problem or f"{where}: wrote what are no scores"
+                return [[*map(_number, own)] for own in scores]
         said = printed.decode(errors="replace").strip()
-        text = f"{shortened(str(problem), 1000)}; correct it, and start again"
+        text = f"{self.path}:{self.name}: {shortened(str(problem), 1000)}; correct it, and start again"
         raise UserError(f"{text}; it has printed:\n{said}" if said else text)
 
 
@@ -103,9 +100,8 @@ def namespaces(with_network: bool) -> tuple[str, ...]:
     """The words before a command that give it a space of processes, and no network; (): the kernel allows none."""
     for flags in ("-p", "-rp") if with_network else ("-np", "-rnp"):  # -r: without the rights of root
         words = ("unshare", flags, "--fork", "--kill-child")
-        with suppress(OSError, subprocess.SubprocessError):
-            if subprocess.run([*words, "true"], capture_output=True, timeout=10).returncode == 0:
-                return words
+        if shutil.which("unshare") and not subprocess.run([*words, "true"], capture_output=True).returncode:
+            return words
     return ()
 
 
@@ -116,29 +112,25 @@ def serve() -> None:
     os.dup2(2, 1)  # what it prints is kept apart from the scores
     path, name, source, seconds, gib, questions = json.loads(asked.readline())
     threading.Thread(target=_end_with_parent, args=(asked,), daemon=True).start()
-    sys.argv, sys.path[:0] = [path], [str(Path(path).parent)]
-    where, problem, scores = f"{path}:{name}", "", list[list[float | None]]()
+    signal.signal(signal.SIGALRM, signal.default_int_handler)  # no Exception, which functions catch to return 0
+    sys.argv, sys.path[:0] = [path], [os.path.dirname(path)]
+    problem, scores = "", list[list[float | None]]()
     try:
         resource.setrlimit(resource.RLIMIT_AS, (int(gib * 2**30),) * 2)
-        function, names, takes_all = _loaded(path, name, source)
-        signal.signal(signal.SIGALRM, _too_late)
-        for question in (Question(*question) for question in questions):
-            asked_at_once = len(question.answers) if "completions" in names else 1
-            answers = _ask(function, names, takes_all, question)
+        ask = _loaded(path, name, source)
+        for question in map(Question._make, questions):
+            signal.setitimer(signal.ITIMER_REAL, seconds * len(question.answers))
             scores.append([])
-            for number in range(1, len(question.answers) + 1):
-                where = f"{question.where}, answer {number}: {path}:{name}"
-                signal.setitimer(signal.ITIMER_REAL, seconds * asked_at_once)
-                scores[-1].append(_number(next(answers), where))
+            for score in ask(question):
+                scores[-1].append(_number(score))
         signal.setitimer(signal.ITIMER_REAL, 0)
-    except MemoryError:
-        problem = f"{where} needs more than {gib:g} GiB of memory (--memory)"
-    except UserError as error:
-        problem = str(error)
     except BaseException as error:
-        with suppress(Exception):
-            traceback.print_exc()
-        problem = f"{where} raised {shown(error)}"
+        known: dict[type, str] = {MemoryError: f"needs more than {gib:g} GiB (--memory)", UserError: str(error)}
+        known[KeyboardInterrupt] = f"took longer than {seconds:g} s an answer (--timeout)"
+        where = f"{questions[len(scores) - 1][0]}, answer {len(scores[-1]) + 1}: " if scores else ""
+        problem = where + known.get(type(error), f"raised {shown(error)}")
+        if type(error) not in known:
+            traceback.print_exc(limit=-1)
     with replies:
         replies.write(json.dumps((problem, scores)).encode())
     os._exit(0)  # without waiting for threads that it has started
@@ -150,49 +142,45 @@ def _end_with_parent(asked: IO[bytes]) -> None:
     os._exit(1)
 
 
-def _too_late(*_: Any) -> None:
-    raise KeyboardInterrupt("too slow: see --timeout")  # no Exception, which functions catch to return 0
-
-
-def _loaded(path: str, name: str, source: str) -> tuple[Any, set[str], bool]:
-    """The function, the names that it can be given, and whether it takes others. Raises UserError: no known form."""
+def _loaded(path: str, name: str, source: str) -> Callable[[Question], Iterator[Any]]:
+    """What asks the function for scores. Raises UserError: it has none of the three forms."""
     module = sys.modules["user_function"] = types.ModuleType("user_function")  # where pickle looks for its classes
     module.__file__ = path
     exec(compile(source, path, "exec"), vars(module))
     if not callable(function := getattr(module, name, None)):
-        raise UserError(f"{path}: has no function {name}")
-    given = {key: each for key, each in inspect.signature(function).parameters.items() if each.kind not in (2, 4)}
-    needed = {key for key, each in given.items() if each.default is each.empty}
+        raise UserError("is no function of this file")
+    every = inspect.signature(function).parameters.values()
+    names = {each.name for each in every if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)}
+    needed = names - {each.name for each in every if each.default is not each.empty}
     if not ("completions" in needed or needed == _OWN or {"solution_str", "ground_truth"} <= needed <= _VERL):
-        raise UserError(f"{path}:{name} has the parameters {some(given) or 'none'}; expected {FORMS}")
-    return function, {*given}, len(given) < len(inspect.signature(function).parameters)
+        raise UserError(f"has the parameters {some(sorted(names)) or 'none'}; expected {FORMS}")
+    return partial(_ask, function, names, len(names) < len(every))
 
 
 def _ask(function: Any, names: set[str], takes_all: bool, asked: Question) -> Iterator[Any]:
     """The scores of the answers to a prompt, as the function returns them."""
     row, count = asked.row, len(asked.answers)
     if "completions" in names:
-        given: dict[str, Any] = {key: [value] * count for key, value in row.items()} | {
-            "prompts": [asked.prompt] * count
-        }
-        given = {key: each for key, each in given.items() if takes_all or key in names}
-        scores = function(**given | {"completions": asked.answers})
+        columns: dict[str, Any] = {key: [value] * count for key, value in row.items()}
+        columns |= {"prompts": [asked.prompt] * count, "completions": asked.answers}
+        scores = function(**{key: each for key, each in columns.items() if takes_all or key in names})
         if not isinstance(scores, list | tuple) or len(scores) != count:
-            raise ValueError(f"it must return a list of {count} scores")
+            raise UserError(f"returned {shown(scores)}; expected a list of {count} scores")
         yield from scores
         return
+    given = {"prompt": asked.prompt, "row": row, "ground_truth": asked.gold}
+    given |= {key: row.get(key) for key in ("data_source", "extra_info")}
     for answer in asked.answers:
-        given = {"data_source": row.get("data_source"), "extra_info": row.get("extra_info"), "ground_truth": asked.gold}
-        given |= {"solution_str": answer, "answer": answer, "prompt": asked.prompt, "row": row}
+        given |= {"answer": answer, "solution_str": answer}
         is_missing = "ground_truth" in names and asked.gold is None  # which never pays
         score = None if is_missing else function(**{key: given[key] for key in names & given.keys()})
         yield score["score"] if isinstance(score, dict) else score
 
 
-def _number(score: Any, where: str) -> float | None:
+def _number(score: Any) -> float | None:
     if score is None:
         return None
-    with suppress(TypeError, ValueError):
-        if not isinstance(score, str | bytes) and math.isfinite(number := float(score)):
+    with suppress(TypeError, ValueError, OverflowError):
+        if not isinstance(score, str | bytes) and abs(number := float(score)) < HIGHEST:
             return number
-    raise UserError(f"{where} returned {shown(score)}; expected a finite number or None")
+    raise UserError(f"returned {shown(score)}; expected None, or a finite number below {HIGHEST:g}")

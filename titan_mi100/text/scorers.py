@@ -27,19 +27,19 @@ _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTA
 
 
 class Judged(NamedTuple):
-    """What scorers see of an answer and of its row."""
+    """What scorers see."""
 
     text: str  # without thinking
     tokens: int
     gold: Any  # see gold_of
-    calls: Any  # the gold answer's tool calls
+    row: dict[str, Any]
 
 
 def scorer_of(name: str) -> Callable[[Judged], float | None]:
     """The scorer of a name in SCORERS. Raises ValueError: there is none; UserError: its file cannot be used."""
     kind, _, rest = name.partition(":")
     if name == "tool_calls":
-        return lambda judged: float(_same_calls(judged.text, judged.calls)) if judged.calls else None
+        return lambda judged: float(_same_calls(judged.text, calls)) if (calls := calls_of(judged.row)) else None
     if kind == "length" and re.fullmatch("[1-9][0-9]{0,8}", rest):
         return lambda judged: max(0.0, min(1.0, 2 - judged.tokens / int(rest)))
     if kind == "schema" and rest:

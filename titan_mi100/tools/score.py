@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple
@@ -26,13 +27,21 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.durable import check_output, sha256_of, write_output
 from titan_mi100.files.parts import STORE
 from titan_mi100.files.plain import read_plain
-from titan_mi100.files.user_code import FORMS, Question, UserCode, namespaces
-from titan_mi100.text.scorers import SCORERS, Judged, calls_of, gold_of, last_answer, scorer_of, without_thinking
+from titan_mi100.files.user_code import FORMS, HIGHEST, Question, UserCode, namespaces
+from titan_mi100.text.scorers import SCORERS, Judged, gold_of, last_answer, scorer_of, without_thinking
 from titan_mi100.wording import plural, printable, shown
 
 _ROW = "titan-mi100 score "  # how the ids of kept answers begin
-_HIGHEST = 1e9  # of scores, weights and limits
 _PROMPTS = ("prompt", "question", "instruction", "problem", "input")  # keys of a row
+
+
+class Scorer(NamedTuple):
+    """A scorer with its weight. One of judge and code is set."""
+
+    weight: float
+    digest: str = ""  # of its file
+    judge: Callable[[Judged], float | None] | None = None
+    code: UserCode | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,25 +55,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     epilog = f"Scorers: {SCORERS}. A function is {FORMS}. A score is the weighted sum."
     parser = tool.Parser(prog="titan-mi100 score", usage=usage, description=__doc__, epilog=epilog, example=example)
-    add = parser.add_argument
+    add, several = parser.add_argument, dict[str, Any](action="append", default=[], type=_weighted)
     add("samples", type=Path, metavar="SAMPLES", help="a folder that titan-mi100 sample has written")
     add("--out", type=Path, metavar="FOLDER", help="of the scores; default: SAMPLES/scored")
-    add(
-        "--by",
-        action="append",
-        default=[],
-        type=_weighted,
-        metavar="SCORER[=WEIGHT]",
-        help="may be given several times",
-    )
-    add(
-        "--function",
-        action="append",
-        default=[],
-        type=_weighted,
-        metavar="FILE.py:NAME[=WEIGHT]",
-        help="your own code; no sandbox",
-    )
+    add("--by", **several, metavar="SCORER[=WEIGHT]", help="may be given several times")
+    add("--function", **several, metavar="FILE.py:NAME[=WEIGHT]", help="your own code, which runs with your rights")
     add("--gold", default="", metavar="KEY", help="where a row has its gold answer, such as extra.answer")
     add("--network", action="store_true", help="let functions use the network")
     add("--timeout", type=float, default=10.0, metavar="SECONDS", help="of a scorer for an answer; default 10")
@@ -81,24 +76,27 @@ def _run(options: argparse.Namespace) -> None:
     samples, out = GroupStore.open(options.samples, Sampled), options.out or options.samples / "scored"
     if not samples.is_complete or not samples.parts:
         raise UserError(f"{options.samples}: some parts are missing; run titan-mi100 sample again: it goes on")
-    _check(options, [options.samples, out])
-    scorers, hashed = _scorers(options), sha256_of(options.samples / STORE)
-    store = GroupStore(out, Scored("scores", hashed, samples.about.count, scorers.about))
+    _check(options, out)
+    scorers = _scorers(options)
+    about = [f"{name}={scorer.weight!r} {scorer.digest}".rstrip() for name, scorer in scorers.items()]
+    about += [f"--gold {options.gold}"] if options.gold else []
+    store = GroupStore(out, Scored("scores", sha256_of(options.samples / STORE), samples.about.count, about))
+    if options.function and not options.network and not namespaces(False):
+        print("WARNING network not cut: no unshare, or the kernel does not allow it", file=sys.stderr)
     if store.is_complete:
         print(f"{out}: is complete; nothing is scored again", file=sys.stderr)
-    if scorers.functions and not options.network and not namespaces(False):
-        print("WARNING network not cut: no unshare, or the kernel does not allow it", file=sys.stderr)
     store.begin()
+    signal.signal(signal.SIGALRM, _too_late)
     for number in tqdm(store.missing, unit="part", delay=1):
         store.write(number, _scored(samples.read(number), scorers, options))
-    summary = {"scores": str(out), **_summary(store, scorers.weights, options.above)}
+    summary = {"scores": str(out), **_summary(store, scorers, options.above)}
     if options.to:
         if not (rows := [*_kept(store, options.above)]):
             raise UserError(f"--above {options.above:g}: no complete answer has a higher score; nothing to write")
         write_output(options.to, rows, "--to", _is_ours)
         summary["kept"] = len(rows)
     for name, choose in (("best", heapq.nlargest), ("worst", heapq.nsmallest)):
-        summary[name] = [text for _, text in choose(options.show, _examples(store))] if options.show else []
+        summary[name] = [text for _, text in choose(options.show, _examples(store))]
     print(json.dumps(summary) if options.json else _table(summary, options))
 
 
@@ -106,28 +104,29 @@ def _is_ours(start: bytes) -> bool:
     return start.startswith(f'{{"id": "{_ROW}'.encode())
 
 
-def _check(options: argparse.Namespace, stores: list[Path]) -> None:
+def _too_late(*_: Any) -> None:
+    raise TimeoutError("took longer than --timeout")
+
+
+def _check(options: argparse.Namespace, out: Path) -> None:
     """Refuse options before anything is scored. Raises UserError."""
-    folders = [Path(os.path.realpath(store)) for store in stores]
-    if folders[0] == folders[1]:
-        raise UserError(f"--out {stores[1]}: holds the samples; name another folder")
-    if not options.by + options.function:
-        raise UserError(f"--by or --function is missing; scorers are {SCORERS}")
-    if not (0 < options.timeout < _HIGHEST and 0 < options.memory < _HIGHEST and options.show >= 0):
-        raise UserError("--timeout and --memory must be above 0, --show 0 or more; correct them")
-    if bool(options.keep) != bool(options.to):
-        raise UserError("--keep right and --to FILE.jsonl need each other; give both")
-    if options.to and Path(os.path.realpath(options.to)).parent in folders:
-        raise UserError(f"--to {options.to}: is in a folder of samples or scores; name a file elsewhere")
+    folders = [Path(os.path.realpath(folder)) for folder in (options.samples, out)]
+    for is_wrong, problem in (
+        (folders[0] == folders[1], f"--out {out}: holds the samples; name another folder"),
+        (not options.by + options.function, f"--by or --function is missing; scorers are {SCORERS}"),
+        (not 0 < options.timeout < HIGHEST, f"--timeout {options.timeout}: must be above 0"),
+        (not 0 < options.memory < HIGHEST, f"--memory {options.memory}: must be above 0"),
+        (options.show < 0, f"--show {options.show}: must be 0 or more"),
+        (bool(options.keep) != bool(options.to), "--keep right and --to FILE.jsonl need each other; give both"),
+        (
+            options.to and Path(os.path.realpath(options.to)).parent in folders,
+            f"--to {options.to}: name another folder",
+        ),
+    ):
+        if is_wrong:
+            raise UserError(problem)
     if options.to:
         check_output(options.to, "--to", _is_ours)
-
-
-class _Scorers(NamedTuple):
-    judges: dict[str, Callable[[Judged], float | None]]
-    functions: dict[str, UserCode]
-    weights: dict[str, float]
-    about: list[str]  # what each is, with its weight and the hash of its file
 
 
 def _weighted(text: str) -> tuple[str, float]:
@@ -138,38 +137,37 @@ def _weighted(text: str) -> tuple[str, float]:
         return text, 1.0
 
 
-def _scorers(options: argparse.Namespace) -> _Scorers:
+def _scorers(options: argparse.Namespace) -> dict[str, Scorer]:
     """The scorers that the options name. Raises UserError."""
-    scorers = _Scorers({}, {}, {}, [f"--gold {options.gold}"] if options.gold else [])
-    for name, weight in options.by + options.function:
-        digest, is_function = "", len(scorers.weights) >= len(options.by)
+    scorers = dict[str, Scorer]()
+    for (name, weight), is_code in chain(
+        ((each, False) for each in options.by), ((each, True) for each in options.function)
+    ):
         try:
-            if is_function:
-                code = _function(name, options)
+            if is_code:
+                code = _code(name, options)
                 name, digest = f"{Path(code.path).name}:{code.name}", sha256(code.source.encode()).hexdigest()
-                scorers.functions[name] = code
+                scorer = Scorer(weight, digest, code=code)
             else:
-                scorers.judges[name] = scorer_of(name)
-                digest = sha256_of(Path(name[7:])) if name.startswith("schema:") else ""
-            if name in scorers.weights or not abs(weight) < _HIGHEST:
-                raise ValueError("is given twice, or has a weight that is no number")
+                judge, file = scorer_of(name), name.removeprefix("schema:")
+                scorer = Scorer(weight, "" if file == name else sha256_of(Path(file)), judge)
+            if name in scorers or not abs(weight) < HIGHEST:
+                raise ValueError("is given twice, or its weight is too large")
         except ValueError as error:
-            option = "--function" if is_function else "--by"
-            raise UserError(
-                error if isinstance(error, UserError) else f"{option} {name}: {error}; correct it"
-            ) from None
-        scorers.weights[name] = weight
-        scorers.about.append(f"{name}={weight!r} {digest}".strip())
+            option = "--function" if is_code else "--by"
+            raise UserError(error if isinstance(error, UserError) else f"{option} {name}: {error}") from None
+        scorers[name] = scorer
     return scorers
 
 
-def _function(text: str, options: argparse.Namespace) -> UserCode:
+def _code(text: str, options: argparse.Namespace) -> UserCode:
+    """The function that an option names. Raises ValueError."""
     path, _, name = text.rpartition(":")
     real = Path(os.path.realpath(path))
     if not path.endswith(".py") or not name.isidentifier():
         raise ValueError("must be FILE.py:NAME")
     if real.is_relative_to(os.path.realpath(options.samples)) or "snapshots" in real.parts:
-        raise ValueError("code beside data or from the hub is never run; copy the file elsewhere if you trust it")
+        raise ValueError("code beside data or from the hub is never run; if you trust it, copy the file elsewhere")
     try:
         source = read_plain(real).decode()
     except (OSError, UnicodeDecodeError):
@@ -183,70 +181,48 @@ def _prompt(row: dict[str, Any]) -> Any:
     return next((row[key] for key in _PROMPTS if row.get(key)), messages)
 
 
-def _question(group: Group, scorers: _Scorers, gold: str) -> tuple[Question, list[Any]]:
-    """What is judged of a group, and its gold tool calls. Raises UserError."""
-    where, texts, row = group.where or f"prompt {group.prompt}", [each.text for each in group.answers], group.row
+def _question(group: Group, gold: str) -> Question:
+    """What is judged of a group. Raises UserError."""
+    where, texts = group.where or f"prompt {group.prompt}", [answer.text for answer in group.answers]
     is_open = any("</think>" in text and "<think>" not in text.partition("</think>")[0] for text in texts)
+    answers = [without_thinking(text, is_open) for text in texts]
     try:
-        calls = calls_of(row) if "tool_calls" in scorers.judges else []
-        answers = [without_thinking(text, is_open) for text in texts]
-        return Question(where, _prompt(row), answers, gold_of(row, gold), row), calls
+        return Question(where, _prompt(group.row), answers, gold_of(group.row, gold), group.row)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
 
 
-def _scored(groups: list[Group], scorers: _Scorers, options: argparse.Namespace) -> list[Group]:
+def _scored(groups: list[Group], scorers: dict[str, Scorer], options: argparse.Namespace) -> list[Group]:
     """The groups with scores. Raises UserError: a scorer fails."""
-    asked = [_question(group, scorers, options.gold) for group in groups]
-    given = {name: code.scores([question for question, _ in asked]) for name, code in scorers.functions.items()}
+    questions = [_question(group, options.gold) for group in groups]
+    given = {name: each.code.scores(questions) for name, each in scorers.items() if each.code}
     scored = list[Group]()
-    for place, (group, (question, calls)) in enumerate(zip(groups, asked, strict=True)):
+    for place, (group, question) in enumerate(zip(groups, questions, strict=True)):
         answers = []
-        for number, answer in enumerate(group.answers):
-            where, scores = f"{question.where}, answer {number + 1}", dict[str, float | None]()
-            judged = Judged(question.answers[number], len(answer.ids), question.gold, calls)
-            for name in scorers.weights:
-                judge = scorers.judges.get(name)
-                value = (
-                    _limited(judge, judged, f"{where}: {name}", options.timeout)
-                    if judge
-                    else given[name][place][number]
-                )
-                scores[name] = value
-            known = [scorers.weights[name] * value for name, value in scores.items() if value is not None]
+        for number, (answer, text) in enumerate(zip(group.answers, question.answers, strict=True)):
+            scores, judged = dict[str, float | None](), Judged(text, len(answer.ids), question.gold, group.row)
+            for name, scorer in scorers.items():
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, options.timeout)
+                    scores[name] = scorer.judge(judged) if scorer.judge else given[name][place][number]
+                except Exception as error:  # a slow pattern; a schema whose $ref leads nowhere
+                    problem = f"{question.where}, answer {number + 1}: {name} fails ({shown(error)}); correct it"
+                    raise UserError(problem) from None
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            known = [scorers[name].weight * value for name, value in scores.items() if value is not None]
             score = sum(known) if len(known) == len(scores) else None
-            if any(value is not None and abs(value) >= _HIGHEST for value in (score, *scores.values())):
-                raise UserError(f"{where}: a score of {_HIGHEST:g} or more; correct the function or the weights")
             answers.append(replace(answer, score=score, scores=scores))
         scored.append(group._replace(answers=answers))
     return scored
-
-
-def _limited(judge: Callable[[Judged], float | None], judged: Judged, where: str, seconds: float) -> float | None:
-    """A scorer's value. Raises UserError: it fails, or takes long, as patterns can."""
-
-    def stop(*_: Any) -> None:
-        raise UserError(f"{where} takes longer than {seconds:g} s; simplify it, or raise --timeout")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        return judge(judged)
-    except UserError:
-        raise
-    except Exception as error:  # of a schema whose $ref leads nowhere
-        raise UserError(f"{where} fails: {shown(error)}; correct it") from None
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def _groups(store: GroupStore) -> Iterator[Group]:
     return (group for number in range(store.count) for group in store.read(number))
 
 
-def _summary(store: GroupStore, weights: dict[str, float], above: float) -> dict[str, Any]:
-    columns: dict[str, list[float | None]] = {name: [] for name in [*weights, "score"]}
+def _summary(store: GroupStore, scorers: dict[str, Scorer], above: float) -> dict[str, Any]:
+    columns: dict[str, list[float | None]] = {name: [] for name in [*scorers, "score"]}
     lengths, cut, spreads, dead = list[int](), 0, list[float](), 0
     for group in _groups(store):
         own = [answer.score for answer in group.answers if answer.score is not None]
@@ -260,10 +236,11 @@ def _summary(store: GroupStore, weights: dict[str, float], above: float) -> dict
     table, count = dict[str, Any](), len(lengths)
     for name, column in columns.items():
         known = [value for value in column if value is not None]
-        shares = {"right": sum(value > above for value in known) / count, "not_scored": 1 - len(known) / count}
-        table[name] = {"weight": weights.get(name, 1.0), "mean": fmean(known) if known else None, **shares}
+        weight, right = scorers[name].weight if name in scorers else 1.0, sum(value > above for value in known)
+        shares = {"right": right / count, "not_scored": 1 - len(known) / count}
+        table[name] = {"weight": weight, "mean": fmean(known) if known else None, **shares}
     counts = {"prompts": store.about.count, "answers": count, "mean_length": fmean(lengths), "cut_off": cut / count}
-    return {**counts, "spread": fmean(spreads or [0.0]), "dead prompts": dead, "scorers": table}
+    return {**counts, "spread": fmean(spreads or [0.0]), "dead_prompts": dead, "scorers": table}
 
 
 def _examples(store: GroupStore) -> Iterator[tuple[float, str]]:
@@ -288,15 +265,15 @@ def _table(summary: dict[str, Any], options: argparse.Namespace) -> str:
     for name, own in summary["scorers"].items():
         mean = "-" if own["mean"] is None else f"{own['mean']:.3f}"
         lines.append(f"{name:<32}{own['weight']:>8g}{mean:>9}{own['right']:>9.1%}{own['not_scored']:>12.1%}")
-    answers, prompts, dead = (plural(summary[name], name[:-1]) for name in ("answers", "prompts", "dead prompts"))
     lines.append(
-        f"{answers} to {prompts}: {summary['mean_length']:.1f} tokens on average, {summary['cut_off']:.1%} cut off; "
-        f"{dead}: equal scores teach nothing; standard deviation within a prompt {summary['spread']:.3f}"
+        "{answers:,} answers to {prompts:,} prompts: {mean_length:.1f} tokens on average, {cut_off:.1%} cut off; "
+        "{dead_prompts:,} prompts have equal scores, which teach nothing; standard deviation in a prompt {spread:.3f}"
+        "".format_map(summary)
     )
     if summary["scorers"]["score"]["mean"] is None:
         lines.append("WARNING no answer has a score: is the gold answer under another key? name it with --gold")
     lines += [f"{name}: {text}" for name in ("best", "worst") for text in summary[name]]
-    path = json.dumps(f"{options.to or summary['scores'] + '/part-*.jsonl'}", ensure_ascii=False)
+    path = json.dumps(str(options.to or f"{summary['scores']}/part-*.jsonl"), ensure_ascii=False)
     objective = f"# {plural(summary['kept'], 'row')}" if options.to else '[objective]\nname = "policy"'
     return "\n".join([*lines, f"train on it:\n[data]\npath = {path}\n{objective}"])
 
