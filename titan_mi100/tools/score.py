@@ -87,7 +87,7 @@ def _run(options: argparse.Namespace) -> None:
         print(f"{out}: is complete; nothing is scored again", file=sys.stderr)
     store.begin()
     signal.signal(signal.SIGALRM, _too_late)
-    for number in tqdm(store.missing, unit="part", delay=1):
+    for number in tqdm(store.missing, unit="part", delay=1, mininterval=0.1 if sys.stderr.isatty() else 10):
         store.write(number, _scored(samples.read(number), scorers, options))
     summary = {"scores": str(out), **_summary(store, scorers, options.above)}
     if options.to:
@@ -229,8 +229,8 @@ def _summary(store: GroupStore, scorers: dict[str, Scorer], above: float) -> dic
         spreads += [pstdev(own)] if own else []
         dead += not own or max(own) == min(own)
         for answer in group.answers:
-            for name, value in {**answer.scores, "score": answer.score}.items():
-                columns[name].append(value)
+            for name, column in columns.items():
+                column.append(answer.score if name == "score" else answer.scores.get(name))
             lengths.append(len(answer.ids))
             cut += answer.is_cut
     table, count = dict[str, Any](), len(lengths)
@@ -267,7 +267,7 @@ def _table(summary: dict[str, Any], options: argparse.Namespace) -> str:
         lines.append(f"{name:<32}{own['weight']:>8g}{mean:>9}{own['right']:>9.1%}{own['not_scored']:>12.1%}")
     lines.append(
         "{answers:,} answers to {prompts:,} prompts: {mean_length:.1f} tokens on average, {cut_off:.1%} cut off; "
-        "{dead_prompts:,} prompts have equal scores, which teach nothing; standard deviation in a prompt {spread:.3f}"
+        "prompts whose scores are equal teach nothing: {dead_prompts:,}; standard deviation in a prompt {spread:.3f}"
         "".format_map(summary)
     )
     if summary["scorers"]["score"]["mean"] is None:
