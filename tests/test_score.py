@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -22,8 +21,8 @@ from titan_mi100.data.formats import choose_format
 from titan_mi100.data.samples import LENGTH, PART_PROMPTS, STOP, Answer, Group, GroupStore, Sampled, Scored
 from titan_mi100.errors import UserError
 from titan_mi100.files import user_code
-from titan_mi100.text.scorers import Judged, calls_of, gold_of, scorer_of, without_thinking
 from titan_mi100.text.load import load_tokenizer
+from titan_mi100.text.scorers import Judged, calls_of, gold_of, scorer_of, without_thinking
 from titan_mi100.tools import score
 
 ROW = {"question": "1 + 1?", "answer": "so\n#### 2"}
@@ -36,7 +35,7 @@ def samples(folder: Path, texts: list[list[str]], rows: list[dict[str, Any]] | N
     store.begin()
     groups = [
         Group(number, f"data.jsonl:{number + 1}", rows[number] if rows else ROW, [5, 6], [
-            Answer([*(3 + ord(c) % 90 for c in text), 2], [-0.5] * (len(text) + 1), LENGTH if text[-1:] == "~" else STOP, text)
+            Answer(ids := [*(3 + ord(c) % 90 for c in text), 2], [-0.5] * len(ids), (STOP, LENGTH)["~" in text], text)
             for text in own
         ])
         for number, own in enumerate(texts)
@@ -58,7 +57,7 @@ def scores(folder: Path) -> list[list[float | None]]:
 @pytest.mark.parametrize(
     ("scorer", "gold", "right", "wrong"),
     [
-        ("number", "1234", ["$1,234.00", "it is 1234.", "1.234e3", "2468/2"], ["12345", "1234 or 5", "-1234", "−$1,234", ""]),
+        ("number", "1234", ["$1,234.00", "it is 1234.", "1.234e3", "2468/2"], ["12345", "1234, 5", "−$1,234", ""]),
         ("number", "-5", ["−5", "-$5", "-€5", "#### -5 and 6"], ["5", "10 - 5"]),
         ("number", "3/4", ["0.75", "6/8", r"so \dfrac{3}{4}", ".75"], ["3", "4", "3/0", "75%", "3/4/2026"]),
         ("number", 5, ["5.0", "<think>6</think>5"], ["5 1/2", "<think>5", "x"]),
@@ -94,15 +93,15 @@ LAST = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
 
 
 def test_tool_calls_are_compared_by_name_and_arguments_in_their_order() -> None:
-    judge, row = scorer_of("tool_calls"), {"messages": [{"role": "user"}, {"role": "assistant", "tool_calls": CALLS}]}
-    for row in (row, {"tool_calls": CALLS}, {"tool_calls": json.dumps(CALLS)}):
+    judge, answered = scorer_of("tool_calls"), [{"role": "user"}, {"role": "assistant", "tool_calls": CALLS}]
+    for row in ({"messages": answered}, {"tool_calls": CALLS}, {"tool_calls": json.dumps(CALLS)}):
         for call in (QWEN3, QWEN3_5):
             assert judge(Judged(f"I look.{call}\n{LAST}", 1, None, row)) == 1
             wrong = [LAST + call, call, call + LAST + LAST, call.replace("1", "2") + LAST, f"{call}{LAST}<tool_call>"]
             wrong += [call.replace("1", "true") + LAST, call.replace('"b": t', '"b": f').replace("True", "x") + LAST]
             for text in [*wrong, "", "<tool_call>[</tool_call>" * 2, LAST.replace("}", ', "x": 1}', 1) * 2]:
                 assert judge(Judged(text, 1, None, row)) == 0, text
-    for row in ({}, {"tool_calls": []}, {"messages": [{"role": "assistant", "tool_calls": CALLS}, {"role": "tool"}]}):
+    for row in ({}, {"tool_calls": []}, {"messages": [*answered, {"role": "tool"}]}):
         assert judge(Judged(LAST, 1, None, row)) is None
     for calls in ([{"name": "f"}], ["f"], {"name": "f"}, "[", [{"name": "f", "arguments": "1"}]):
         with pytest.raises(ValueError, match="must be a list of calls"):
@@ -135,19 +134,14 @@ def test_the_gold_answer_is_found_or_refused() -> None:
     assert gold_of({"messages": [*answered, answered[0]]}) is None  # then the last answer is a part of the prompt
     assert gold_of({"answer": "", "solution": None, "ground_truth": []}) is None
     assert gold_of({"a": {"b": "5"}, "answer": "6"}, "a.b") == "5" and gold_of(ROW, "a.b") is None
-    with pytest.raises(ValueError, match="answer = '5', solution = '6': these differ; name .* such as --gold answer"):
+    with pytest.raises(ValueError, match=r"answer = '5', solution = '6': these differ; name .* such as --gold answer"):
         gold_of({"answer": "5", "solution": "6"})
 
 
 def test_what_is_judged_is_behind_the_thinking() -> None:
-    for text, expected in (
-        ("<think>2</think> 3", " 3"),
-        ("2</think>3", "3"),
-        ("3<think>2", "3"),
-        ("a</think>b</think>c", "c"),
-    ):
-        assert without_thinking(text) == expected
-    assert without_thinking("2", is_open=True) == ""
+    for text in ("<think>2</think>3", "2</think>3", "3<think>2", "1</think>2</think>3"):
+        assert without_thinking(text) == "3"
+    assert without_thinking("3", is_open=True) == ""
 
 
 def test_scores_are_a_store_that_a_second_start_leaves_alone(
@@ -174,9 +168,9 @@ def test_scores_are_a_store_that_a_second_start_leaves_alone(
 
 FUNCTIONS = """
 import ctypes, os, sys, threading, time
-def own(prompt, answer, row): print("noise"); return None if not answer else answer == "2" and prompt == "1 + 1?" == row["question"]
+def own(prompt, answer, row): print("noise"); return prompt == row["question"] and answer == "2" if answer else None
 def trl(prompts, completions, answer, **others): return [float(c == a[-1]) for c, a in zip(completions, answer)]
-def compute_score(data_source, solution_str, ground_truth, extra_info=None): return {"score": solution_str == ground_truth}
+def compute_score(data_source, solution_str, ground_truth, extra_info=1): return {"score": solution_str == ground_truth}
 def reads(prompt, answer, row): return len(sys.stdin.read())
 def sleeps(prompt, answer, row): threading.Thread(target=time.sleep, args=(999,)).start(); return 1
 def nan(prompt, answer, row): return float("nan") if answer else 1
@@ -190,23 +184,15 @@ def crashes(prompt, answer, row): ctypes.string_at(0)
 def closes(prompt, answer, row): os.closerange(0, 99); return 1
 def replies(prompt, answer, row): [os.write(fd, b'["", [[9, 9, 9]]]') for fd in range(1, 9) if fd != 3]; return 1
 def large(prompt, answer, row): return len(bytearray(10 << 30))
-def loops(prompt, answer, row):
-    while True: print("spam")
+def loops(prompt, answer, row): [print("spam") for _ in iter(int, 1)]
 def swallows(prompt, answer, row):
     while True:
         try: time.sleep(9)
         except BaseException: pass
-def forks(prompt, answer, row):
-    for n in range(6): os.fork()
-    open(__file__ + ".pids", "a").write(f"{os.readlink('/proc/self')} ")
-    time.sleep(999)
-def daemon(prompt, answer, row):
-    if not os.fork():
-        os.setsid()
-        open(__file__ + ".pids", "a").write(f"{os.readlink('/proc/self')} ")
-        time.sleep(999)
-    while not os.path.exists(__file__ + ".pids"): pass
-    return 1
+def note(): open(__file__ + ".pids", "a").write(os.readlink("/proc/self") + " "); time.sleep(999)
+def forks(prompt, answer, row): [os.fork() for _ in range(6)]; note()
+def noted(): return os.path.exists(__file__ + ".pids")
+def daemon(prompt, answer, row): os.fork() or (os.setsid(), note()); return len([*iter(noted, True)]) * 0 + 1
 """
 
 
@@ -248,19 +234,23 @@ def test_a_function_scores_or_is_refused_and_nothing_of_it_survives(
     assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == [] and bool(pids) == (name in ("forks", "daemon"))
 
 
+KILLED = """
+import os, time
+def f(prompt, answer, row):
+    if answer == "40" and not os.path.lexists("PID"): os.symlink(os.readlink("/proc/self"), "PID"), time.sleep(99)
+    return len(answer)
+"""
+
+
 def test_a_killed_start_goes_on_with_the_same_bytes_and_leaves_no_process(tmp_path: Path) -> None:
-    folder, texts = samples(tmp_path / "s", [["2", str(n)] for n in range(2 * PART_PROMPTS + 1)]), "import os, time\n"
-    (path := tmp_path / "f.py").write_text(
-        f"{texts}def f(prompt, answer, row):\n    if answer == '40' and not os.path.lexists({str(tmp_path / 'pid')!r}):\n"
-        f"        os.symlink(os.readlink('/proc/self'), {str(tmp_path / 'pid')!r})\n        time.sleep(99)\n"
-        "    return len(answer)\n"
-    )
+    folder = samples(tmp_path / "s", [["2", str(n)] for n in range(2 * PART_PROMPTS + 1)])
+    (path := tmp_path / "f.py").write_text(KILLED.replace("PID", str(tmp_path / "pid")))
     words = [folder, "--by", "number", "--function", f"{path}:f=-0.1"]
     command = [sys.executable, "-m", "titan_mi100", "score", *map(str, words)]
     process = subprocess.Popen(command, cwd=REPO)
     while not os.path.lexists(tmp_path / "pid"):
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
+    process.kill()
     process.wait()
     store = GroupStore.open(folder / "scored", Scored)
     assert len(store.parts) == 1 and not store.is_complete
@@ -296,26 +286,23 @@ def test_right_answers_become_rows_that_are_trained_on_with_their_ids(
     assert run(*words, folder / "k.jsonl") == 2 and len(other.read_text()) < 40 and len(os.listdir(folder)) == 3
 
 
+NEVER, OTHER = "code beside data or from the hub is never run", "was made with another scorers; start with the same opt"
 REFUSED = [
     ("s", "--by or --function is missing"), ("s --by numbers", "--by numbers: is no scorer; there are number, text"),
-    ("s --by regex:(", "is no pattern of Python's re"), ("s --by length:0", "is no scorer"), ("s --by =1", "is no scorer"),
+    ("s --by regex:(", "is no pattern of Python's re"), ("s --by length:0", "is no scorer"), ("s --by =1", "no scorer"),
     ("s --by number=nan", "its weight is too large"), ("s --by number --by number", "is given twice"),
-    ("s --by schema:none.json", "none.json: no such file; name a JSON schema"),
+    ("s --by schema:none.json", "none.json: no such file; name a JSON schema"), ("s --function s/f.py:f", NEVER),
     ("s --function f.py", "must be FILE.py:NAME"), ("s --function f.txt:f", "must be FILE.py:NAME"),
-    ("s --function s/f.py:f", "code beside data or from the hub is never run"),
-    ("s --function link.py:f", "code beside data or from the hub is never run"),
-    ("s --function hub/snapshots/1/f.py:f", "code beside data or from the hub is never run"),
+    ("s --function link.py:f", NEVER), ("s --function hub/snapshots/1/f.py:f", NEVER),
     ("s --function owner/f.py:f", "is no file here that can be read; a function never comes from the hub"),
-    ("s --by text --timeout 0", "--timeout 0.0: must be above 0"), ("s --by text --memory nan", "--memory nan: must"),
+    ("s --by text --timeout 0", "must be above 0"), ("s --by text --memory nan", "must be above 0"),
     ("s --by text --show -1", "--show -1: must be"), ("s --by text --keep right", "need each other"),
-    ("s --by text --out s", "holds the samples"), ("part --by text", "some parts are missing; run titan-mi100 sample again"),
-    ("none --by text", "holds no store.json"), ("done --by text", 'kind = .scores.*name a folder with samples|unknown'),
-    ("s --by text --out done", "was made with another scorers; start with the same options, or name another folder"),
-    ("s --by number --gold a --out done", "was made with another scorers"),
-    ("s --function f.py:f --out coded", "was made with another scorers"),
+    ("s --by text --out s", "holds the samples"), ("part --by text", "are missing; run titan-mi100 sample again"),
+    ("none --by text", "holds no store.json"), ("done --by text", "; name a folder with samples"),
+    ("s --by text --out done", OTHER), ("s --by number --gold a --out done", OTHER),
+    ("s --function f.py:f --out coded", OTHER), ("damaged --by text", "is damaged; delete it, and run titan-mi100 sam"),
     ("differ --by text", r"data.jsonl:1: answer = '2', solution = '3': these differ; .* --gold answer"),
-    ("s --by regex:(a+)+$ --timeout 0.1", r"data.jsonl:2, answer 1: regex:.* fails \(TimeoutError\('took longer than --tim"),
-    ("damaged --by text", "is damaged; delete it, and run titan-mi100 sample again"),
+    ("s --by regex:(a+)+$ --timeout 0.1", r"jsonl:2, answer 1: regex:.* fails \(TimeoutError\('took longer than --tim"),
 ]  # fmt: skip
 
 

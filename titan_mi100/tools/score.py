@@ -114,8 +114,7 @@ def _check(options: argparse.Namespace, out: Path) -> None:
     for is_wrong, problem in (
         (folders[0] == folders[1], f"--out {out}: holds the samples; name another folder"),
         (not options.by + options.function, f"--by or --function is missing; scorers are {SCORERS}"),
-        (not 0 < options.timeout < HIGHEST, f"--timeout {options.timeout}: must be above 0"),
-        (not 0 < options.memory < HIGHEST, f"--memory {options.memory}: must be above 0"),
+        (not (0 < options.timeout < HIGHEST > options.memory > 0), "--timeout and --memory must be above 0"),
         (options.show < 0, f"--show {options.show}: must be 0 or more"),
         (bool(options.keep) != bool(options.to), "--keep right and --to FILE.jsonl need each other; give both"),
         (
