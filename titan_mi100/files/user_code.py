@@ -84,9 +84,9 @@ class UserCode(NamedTuple):
             problem, scores = json.loads(bytes(replied))
             if not problem and [*map(len, scores)] == counts:
                 return [[*map(_number, own)] for own in scores]
-        said = printed.decode(errors="replace").strip()
+        output = printed.decode(errors="replace").strip()
         text = f"{self.path}:{self.name}: {shortened(str(problem), 1000)}; correct it, and start again"
-        raise UserError(f"{text}; it has printed:\n{said}" if said else text)
+        raise UserError(f"{text}; it has printed:\n{output}" if output else text)
 
 
 def _keep_end(pipe: IO[bytes], kept: bytearray, most: int) -> None:
@@ -161,19 +161,19 @@ def _ask(function: Any, names: set[str], takes_all: bool, asked: Question) -> It
     """The scores of the answers to a prompt, as the function returns them."""
     row, count = asked.row, len(asked.answers)
     if "completions" in names:
-        columns: dict[str, Any] = {key: [value] * count for key, value in row.items()}
+        columns: dict[str, Any] = {key: [cell] * count for key, cell in row.items()}
         columns |= {"prompts": [asked.prompt] * count, "completions": asked.answers}
         scores = function(**{key: each for key, each in columns.items() if takes_all or key in names})
         if not isinstance(scores, list | tuple) or len(scores) != count:
             raise UserError(f"returned {shown(scores)}; expected a list of {count} scores")
         yield from scores
         return
-    given = {"prompt": asked.prompt, "row": row, "ground_truth": asked.gold}
-    given |= {key: row.get(key) for key in ("data_source", "extra_info")}
+    arguments = {"prompt": asked.prompt, "row": row, "ground_truth": asked.gold}
+    arguments |= {key: row.get(key) for key in ("data_source", "extra_info")}
     for answer in asked.answers:
-        given |= {"answer": answer, "solution_str": answer}
+        arguments |= {"answer": answer, "solution_str": answer}
         is_missing = "ground_truth" in names and asked.gold is None  # which never pays
-        score = None if is_missing else function(**{key: given[key] for key in names & given.keys()})
+        score = None if is_missing else function(**{key: arguments[key] for key in names & arguments.keys()})
         yield score["score"] if isinstance(score, dict) else score
 
 

@@ -73,15 +73,16 @@ def gold_of(row: dict[str, Any], key: str = "") -> Any:
     """
     golds = dict[str, Any]()
     for name in (key,) if key else (*_GOLD_KEYS, "messages"):
-        value: Any = row if key or name != "messages" else {name: last_answer(row).get("content")}
+        text = last_answer(row).get("content")
+        gold: Any = row if key or name != "messages" else {name: text if isinstance(text, str) else None}
         for part in name.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        if isinstance(value, str):
-            value = (without_thinking(value) if name == "messages" else value).rpartition("####")[2].strip()
-        if value not in (None, "", [], {}):
-            golds[name] = value
-    if len({str(value) for value in golds.values()}) > 1:
-        differing = ", ".join(f"{name} = {shown(value)}" for name, value in golds.items())
+            gold = gold.get(part) if isinstance(gold, dict) else None
+        if isinstance(gold, str):
+            gold = (without_thinking(gold) if name == "messages" else gold).rpartition("####")[2].strip()
+        if gold not in (None, "", [], {}):
+            golds[name] = gold
+    if len({str(gold) for gold in golds.values()}) > 1:
+        differing = ", ".join(f"{name} = {shown(gold)}" for name, gold in golds.items())
         raise ValueError(f"{differing}: these differ; name the gold answer's key, such as --gold {next(iter(golds))}")
     return next(iter(golds.values()), None)
 
@@ -99,9 +100,9 @@ def _json(text: str) -> Any:
 
 
 def _finite(word: str) -> float:
-    if not math.isfinite(value := float(word)):
+    if not math.isfinite(number := float(word)):
         raise ValueError(word)
-    return int(value) if value.is_integer() else value
+    return int(number) if number.is_integer() else number
 
 
 def calls_of(row: dict[str, Any]) -> list[Any]:
@@ -156,7 +157,7 @@ def _validator(path: Path) -> Any:
 
 def _is_valid(validator: Any, judged: Judged) -> float:
     try:
-        value = _json((_FENCED.findall(judged.text) or [judged.text])[-1])
+        parsed = _json((_FENCED.findall(judged.text) or [judged.text])[-1])
     except (ValueError, RecursionError):
         return 0.0
-    return float(validator.is_valid(value))
+    return float(validator.is_valid(parsed))

@@ -73,23 +73,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> None:
-    samples, out = GroupStore.open(options.samples, Sampled), options.out or options.samples / "scored"
+    samples, target = GroupStore.open(options.samples, Sampled), options.out or options.samples / "scored"
     if not samples.is_complete or not samples.parts:
         raise UserError(f"{options.samples}: some parts are missing; run titan-mi100 sample again: it goes on")
-    _check(options, out)
+    _check(options, target)
     scorers = _scorers(options)
     about = [f"{name}={scorer.weight!r} {scorer.digest}".rstrip() for name, scorer in scorers.items()]
     about += [f"--gold {options.gold}"] if options.gold else []
-    store = GroupStore(out, Scored("scores", sha256_of(options.samples / STORE), samples.about.count, about))
+    store = GroupStore(target, Scored("scores", sha256_of(options.samples / STORE), samples.about.count, about))
     if options.function and not options.network and not namespaces(False):
         print("WARNING network not cut: no unshare, or the kernel does not allow it", file=sys.stderr)
     if store.is_complete:
-        print(f"{out}: is complete; nothing is scored again", file=sys.stderr)
+        print(f"{target}: is complete; nothing is scored again", file=sys.stderr)
     store.begin()
     signal.signal(signal.SIGALRM, _too_late)
     for number in tqdm(store.missing, unit="part", delay=1, mininterval=0.1 if sys.stderr.isatty() else 10):
         store.write(number, _scored(samples.read(number), scorers, options))
-    summary = {"scores": str(out), **_summary(store, scorers, options.above)}
+    summary = {"scores": str(target), **_summary(store, scorers, options.above)}
     if options.to:
         if not (rows := [*_kept(store, options.above)]):
             raise UserError(f"--above {options.above:g}: no complete answer has a higher score; nothing to write")
@@ -108,11 +108,11 @@ def _too_late(*_: Any) -> None:
     raise TimeoutError("took longer than --timeout")
 
 
-def _check(options: argparse.Namespace, out: Path) -> None:
+def _check(options: argparse.Namespace, target: Path) -> None:
     """Refuse options before anything is scored. Raises UserError."""
-    folders = [Path(os.path.realpath(folder)) for folder in (options.samples, out)]
+    folders = [Path(os.path.realpath(folder)) for folder in (options.samples, target)]
     for is_wrong, problem in (
-        (folders[0] == folders[1], f"--out {out}: holds the samples; name another folder"),
+        (folders[0] == folders[1], f"--out {target}: holds the samples; name another folder"),
         (not options.by + options.function, f"--by or --function is missing; scorers are {SCORERS}"),
         (not (0 < options.timeout < HIGHEST > options.memory > 0), "--timeout and --memory must be above 0"),
         (options.show < 0, f"--show {options.show}: must be 0 or more"),
@@ -194,22 +194,22 @@ def _question(group: Group, gold: str) -> Question:
 def _scored(groups: list[Group], scorers: dict[str, Scorer], options: argparse.Namespace) -> list[Group]:
     """The groups with scores. Raises UserError: a scorer fails."""
     questions = [_question(group, options.gold) for group in groups]
-    given = {name: each.code.scores(questions) for name, each in scorers.items() if each.code}
+    by_code = {name: each.code.scores(questions) for name, each in scorers.items() if each.code}
     scored = list[Group]()
-    for place, (group, question) in enumerate(zip(groups, questions, strict=True)):
+    for index, (group, question) in enumerate(zip(groups, questions, strict=True)):
         answers = []
         for number, (answer, text) in enumerate(zip(group.answers, question.answers, strict=True)):
             scores, judged = dict[str, float | None](), Judged(text, len(answer.ids), question.gold, group.row)
             for name, scorer in scorers.items():
                 try:
                     signal.setitimer(signal.ITIMER_REAL, options.timeout)
-                    scores[name] = scorer.judge(judged) if scorer.judge else given[name][place][number]
+                    scores[name] = scorer.judge(judged) if scorer.judge else by_code[name][index][number]
                 except Exception as error:  # a slow pattern; a schema whose $ref leads nowhere
                     problem = f"{question.where}, answer {number + 1}: {name} fails ({shown(error)}); correct it"
                     raise UserError(problem) from None
                 finally:
                     signal.setitimer(signal.ITIMER_REAL, 0)
-            known = [scorers[name].weight * value for name, value in scores.items() if value is not None]
+            known = [scorers[name].weight * own for name, own in scores.items() if own is not None]
             score = sum(known) if len(known) == len(scores) else None
             answers.append(replace(answer, score=score, scores=scores))
         scored.append(group._replace(answers=answers))
@@ -234,8 +234,8 @@ def _summary(store: GroupStore, scorers: dict[str, Scorer], above: float) -> dic
             cut += answer.is_cut
     table, count = dict[str, Any](), len(lengths)
     for name, column in columns.items():
-        known = [value for value in column if value is not None]
-        weight, right = scorers[name].weight if name in scorers else 1.0, sum(value > above for value in known)
+        known = [score for score in column if score is not None]
+        weight, right = scorers[name].weight if name in scorers else 1.0, sum(score > above for score in known)
         shares = {"right": right / count, "not_scored": 1 - len(known) / count}
         table[name] = {"weight": weight, "mean": fmean(known) if known else None, **shares}
     counts = {"prompts": store.about.count, "answers": count, "mean_length": fmean(lengths), "cut_off": cut / count}
