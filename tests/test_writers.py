@@ -33,6 +33,7 @@ ELSEWHERE = {  # file -> why it writes by itself
     "data/corpora/shards.py": "large files of a corpus: under a random name, locked, renamed when they are complete",
     "files/child.py": "standard output of the child becomes /dev/null",
     "files/durable.py": "this is the place",
+    "files/user_code.py": "standard output of its process, which are the scores",
     "files/hub.py": "the lock of a download, as the library of the hub takes it",
     "generation/batch.py": "the end that a kill left incomplete is cut off, of rows that are our own",
     "log.py": _RUN,

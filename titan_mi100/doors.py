@@ -19,6 +19,7 @@ COMMANDS = {  # word or words: module, or module:function where it is not `main`
     "profile": ("workshop.summarise_trace", "summarise a trace that a run has written"),
     "outcome": ("watch.outcome", "how a run stands or ended, and what follows, for batch scripts"),
     "report": ("workshop.report", "one page about a run"),
+    "score": ("tools.score", "give sampled answers their scores, and keep the right ones"),
     "generate": ("tools.generate", "generate text with a model, or chat with it"),
     "evaluate exact-match": ("tools.exact_match", "exact match of generated answers, in GSM8K's format"),
     "evaluate harness": ("workshop.harness", "any task of the lm-evaluation-harness (extra eval)"),
