@@ -20,6 +20,7 @@ FORMAT = 1  # of both stores
 STOP, LENGTH = "stop", "length"  # how an answer ended: with a stop token, which is its last id, or cut off
 MOST = 100  # answers to a prompt
 PART_PROMPTS = 32  # prompts of a part
+LARGEST = 1 << 30  # bytes of a part
 _KEYS = {"ids", "log_p", "finish", "text", "score", "scores"}
 _ROUNDING = 1e-3  # of a log probability above 0
 
@@ -179,7 +180,7 @@ class GroupStore(SealedParts[Any]):
         remedy = f"delete it, and run titan-mi100 {command} again: it is made anew"
         self.check_hash(number, remedy)
         groups, path = list[Group](), self.parts[number]
-        for line, content in enumerate(read_plain(path).splitlines(), 1):
+        for line, content in enumerate(read_plain(path, LARGEST).splitlines(), 1):
             try:
                 groups.append(read_group(parse(content)))
             except BadRecord as bad:
