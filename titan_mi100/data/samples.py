@@ -149,7 +149,7 @@ class GroupStore(SealedParts[Any]):
 
     def __init__(self, folder: Path, about: Sampled | Scored) -> None:
         """Raises UserError: the folder is of something else, or cannot be read."""
-        super().__init__(folder, about, -(-about.count // PART_PROMPTS), "jsonl", about.kind)
+        super().__init__(folder, about, self.count_of(about, 0), "jsonl", about.kind)
         if differing := [key for key, own in vars(about).items() if getattr(self.about, key) != own]:
             remedy = "start with the same options, or name another folder with --out"
             raise UserError(f"{folder}: was made with another {listed(differing)}; {remedy}")
@@ -164,6 +164,10 @@ class GroupStore(SealedParts[Any]):
         if (about.kind, about.format) != (word, FORMAT):
             raise UserError(f"{folder}: kind = {about.kind!r}, format = {about.format}; name a folder with {word}")
         return cls(folder, about)
+
+    def count_of(self, about: Sampled | Scored, count: int) -> int:
+        """The number of parts: of a folder that is begun its own, whatever is asked for."""
+        return -(-about.count // PART_PROMPTS)
 
     def prompts_of(self, number: int) -> range:
         """The numbers of a part's prompts."""

@@ -34,10 +34,6 @@ KINDS: dict[str, dict[str, Any]] = {  # server -> what it is sent
         **_EVERY, "top_k": 0, "repeat_penalty": 1.0, "samplers": ["temperature"], "n_probs": 1, "return_tokens": True
     },
 }  # fmt: skip
-_FORMS = {
-    "completion": "tokens, completion_probabilities of the same ids, and stop_type",
-    "v1/completions": "one choice with token_ids, logprobs.token_logprobs and finish_reason",
-}
 
 
 class Server:
@@ -106,10 +102,14 @@ class Server:
                 return {"ids": ids, "log_p": [token["logprob"] for token in tokens], "finish": finish}
             [choice] = answer["choices"]
             log_p, finish = choice["logprobs"]["token_logprobs"], choice["finish_reason"]
-            return {"ids": choice["token_ids"], "log_p": log_p, "finish": finish}
+            return {"ids": [*choice["token_ids"]], "log_p": log_p, "finish": finish}
         except (KeyError, TypeError, ValueError):
+            expected = "one choice with token_ids, logprobs.token_logprobs and finish_reason"
+            if self._form == "completion":
+                expected = "stop_type, tokens, and their ids in completion_probabilities, where llama.cpp leaves out "
+                expected += "those that end inside a character"
             remedy = "a text is not encoded again; take a newer server, or correct --server_kind"
-            raise BadRecord("another form", f"expected {_FORMS[self._form]}; {remedy}") from None
+            raise BadRecord("another form", f"expected {expected}; {remedy}") from None
 
     def _check(self, answer: Answer) -> None:
         """Raises BadRecord: the first thing that is wrong."""

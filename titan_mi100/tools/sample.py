@@ -10,9 +10,10 @@ import os
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, as_completed, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ _FORMATS = {"messages": "messages", "conversations": "sharegpt", "prompt": "prom
 _OF_SERVER = {"served_model", "server_kind", "concurrency", "server_timeout"}
 _OF_ENGINE = {"batch_size", "device", "dtype", "processes"}
 Asked = Sequence[tuple[Group, str]]  # of each answer: the prompt, and the seed
-Ask = Callable[[Asked, Callable[[int], object]], list[Answer]]  # the function is told of answers that are ready
+Ask = Callable[[Asked], Iterator[Answer]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -164,19 +165,22 @@ def _make(
 ) -> None:  # fmt: skip
     """Make parts. What is in one does not depend on what was made before it."""
     model, store = model or open_model(options), GroupStore(Path(options.out), about)
-    ask = _asking(options, server) if server else _engine(options, model)
-    total = options.k * sum(len(store.prompts_of(part)) for part in parts)
+    ask = partial(_by_server, options, server) if server else _by_engine(options, model)
+    total = about.k * sum(len(store.prompts_of(part)) for part in parts)
     interval = 0.1 if sys.stderr.isatty() else 10  # seconds; a log gets few lines
-    with tqdm(total=total, unit="answer", mininterval=interval, disable=options.processes > 1) as progress:
+    with tqdm(
+        total=total, unit="answer", mininterval=interval, delay=interval, disable=options.processes > 1
+    ) as progress:
         for part in parts:
             groups = [prompts[number] for number in store.prompts_of(part)]
-            asked = [(group, f"{about.seed}/{group.prompt}/{n}") for group in groups for n in range(about.k)]
+            asked = [(group, f"{about.seed}/{group.prompt}/{sample}") for group in groups for sample in range(about.k)]
             answers = list[Answer]()
-            for made in ask(asked, progress.update):
+            for made in ask(asked):
                 text = model.tokenizer.decode(made.ids[: None if made.is_cut else -1])
                 answers.append(Answer(made.ids, [round(x, _DIGITS) for x in made.log_p], made.finish, text))
-            of_prompts = (answers[about.k * i :][: about.k] for i in range(len(groups)))
-            store.write(part, [group._replace(answers=own) for group, own in zip(groups, of_prompts, strict=True)])
+                progress.update()
+            own = (answers[about.k * i :][: about.k] for i in range(len(groups)))
+            store.write(part, [group._replace(answers=next(own)) for group in groups])
 
 
 def _make_in_processes(options: Namespace, store: GroupStore, prompts: Sequence[Group]) -> None:
@@ -194,47 +198,37 @@ def _make_in_processes(options: Namespace, store: GroupStore, prompts: Sequence[
                 for future in wait(futures, 0.5, FIRST_EXCEPTION).done:
                     future.result()
                 progress.update(len([*store.folder.glob("part-*")]) - progress.n)
-    except BrokenProcessPool:
-        raise UserError("one of the processes was killed; start again: it goes on") from None
-    finally:
+    except BaseException as error:
         kill_workers()
+        if isinstance(error, BrokenProcessPool):
+            raise UserError("one of the processes was killed; start again: it goes on") from None
+        raise
+    finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _engine(options: Namespace, model: Model) -> Ask:
+def _by_engine(options: Namespace, model: Model) -> Ask:
     """Load the weights. Batches depend on the part alone."""
     network, sampling = model.load(as_trained=True), Sampling(1.0, vocabulary=model.tokenizer.n_vocab)
-    stop_ids, most = model.stop_ids, options.max_new_tokens
 
-    def ask(asked: Asked, advance: Callable[[int], object]) -> list[Answer]:
-        answers = list[Answer]()
+    def ask(asked: Asked) -> Iterator[Answer]:
         for first in range(0, len(asked), options.batch_size):
             groups, seeds = zip(*asked[first : first + options.batch_size], strict=True)
-            ids = [group.prompt_ids for group in groups]
-            for made in generate(network, ids, sampling, stop_ids, most, seeds, with_log_p=True):
+            ids, most = [group.prompt_ids for group in groups], options.max_new_tokens
+            for made in generate(network, ids, sampling, model.stop_ids, most, seeds, with_log_p=True):
                 new, log_p = map(list, zip(*made.sampled, strict=True))
-                answers.append(Answer(new, log_p, STOP if made.stopped else LENGTH))
-            advance(len(ids))
-        return answers
+                yield Answer(new, log_p, STOP if made.stopped else LENGTH)
 
     return ask
 
 
-def _asking(options: Namespace, server: Server) -> Ask:
-    def ask(asked: Asked, advance: Callable[[int], object]) -> list[Answer]:
-        with ThreadPoolExecutor(options.concurrency) as pool:
-            futures = [pool.submit(server.ask, group.where, group.prompt_ids, seed) for group, seed in asked]
-            try:
-                for future in as_completed(futures):
-                    future.result()
-                    advance(1)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                server.end()
-                raise
-        return [future.result() for future in futures]
-
-    return ask
+def _by_server(options: Namespace, server: Server, asked: Asked) -> Iterator[Answer]:
+    with ThreadPoolExecutor(options.concurrency) as pool:
+        try:
+            yield from pool.map(lambda each: server.ask(each[0].where, each[0].prompt_ids, each[1]), asked)
+        except BaseException:
+            server.end()  # else the pool waits for the requests under way
+            raise
 
 
 def _summarise(options: Namespace, store: GroupStore, is_old: bool) -> None:
