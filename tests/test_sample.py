@@ -104,9 +104,7 @@ def test_log_p_is_that_of_the_trainer(family: str, has_adapter: bool, folders: A
         narrow, ids = Model(str(base), str(adapter), "", CPU, torch.bfloat16), torch.tensor([prompts[0]])
         with torch.no_grad():
             logits = rounded(ids)
-            assert torch.equal(narrow.load(as_trained=True)(ids), logits) and not torch.equal(
-                narrow.load()(ids), logits
-            )
+            assert [torch.equal(narrow.load(beside)(ids), logits) for beside in (True, False)] == [True, False]
 
 
 # --- the command ---
@@ -116,17 +114,12 @@ QUESTIONS = [f"{n} and {n * n}?" for n in range(8)]
 
 
 @pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titan_mi100.data.samples.PART_PROMPTS", 3)
-
-
-@pytest.fixture
-def words(folders: Any, tmp_path: Path, small_parts: None) -> list[str]:
+def words(folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of a command that makes three parts."""
+    monkeypatch.setattr("titan_mi100.data.samples.PART_PROMPTS", 3)
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"question": q, "answer": f"#### {q}"}) + "\n" for q in QUESTIONS))
-    options = ["--k", "3", "--max_new_tokens", "6"]
-    return ["--model", str(folders["qwen3"][0]), "--data", str(data), *options]
+    return f"--model {folders['qwen3'][0]} --data {data} --k 3 --max_new_tokens 6".split()
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -168,18 +161,12 @@ def test_parts_have_the_same_bits_after_any_kill(words: list[str], tmp_path: Pat
 
 
 @pytest.mark.full
-def test_processes_make_the_same_bits_and_one_that_fails_ends_all(words: list[str], tmp_path: Path, capfd: Any) -> None:
-    with pytest.MonkeyPatch.context() as patch:  # other processes have parts of the usual size
-        patch.setattr("titan_mi100.data.samples.PART_PROMPTS", 32)
-        words[3] = str(ASSETS / "arithmetic.jsonl")
-        words += ["--limit", "80", "--device", "cpu"]
-        for count in ("1", "2"):
-            assert sample.main([*words, "--out", str(tmp_path / count), "--processes", count]) == 0
-        assert files(tmp_path / "1") == files(tmp_path / "2")
-        capfd.readouterr()
-        patch.setenv("OMP_NUM_THREADS", "1")
-        unwritable = tmp_path / "3"
-        assert sample.main([*words, "--out", str(unwritable), "--processes", "2", "--batch_size", "1"]) == 0
+def test_processes_make_the_same_bits(folders: Any, tmp_path: Path) -> None:
+    words = ["--model", str(folders["qwen3_5"][0]), "--data", str(ASSETS / "arithmetic.jsonl"), "--limit", "80"]
+    for count in ("1", "2"):
+        more = ["--device", "cpu", "--max_new_tokens", "9", "--processes", count, "--out", str(tmp_path / count)]
+        assert sample.main([*words, *more]) == 0
+    assert files(tmp_path / "1") == files(tmp_path / "2") and len(files(tmp_path / "1")) == 4
 
 
 def test_a_prompt_is_what_stands_before_the_answer(folders: Any, tmp_path: Path) -> None:
@@ -211,14 +198,8 @@ def test_a_prompt_is_what_stands_before_the_answer(folders: Any, tmp_path: Path)
     for group, (row, asked) in zip(GroupStore.open(out, Sampled).read(0), rows.items(), strict=True):
         prompt, tools = generate_command._prompt_of({"messages": asked})
         assert group.row == json.loads(row) and group.prompt_ids == build("x", prompt, tools).ids, row
-    wrong: list[Any] = [
-        {"answer": "4"},
-        {"prompt": "a", "question": "a"},
-        {"messages": "x"},
-        {"prompt": 4},
-        {"text": "a"},
-    ]
-    wrong += [{"messages": given} for given in ([said], [user, said, said], [system])]
+    wrong: list[Any] = [{"answer": "4"}, {"prompt": "a", "question": "a"}, {"messages": "x"}, {"prompt": 4}]
+    wrong += [{"text": "a"}, *({"messages": given} for given in ([said], [user, said, said], [system]))]
     for row in [*wrong, {"prompt": [user, said]}]:
         with pytest.raises(BadRecord):
             sample.prompt_of(row)
@@ -239,11 +220,7 @@ class Stub(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.asked: list[tuple[str, dict[str, Any]]] = []
-        self.sent = 0
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        self.sent, self.url = 0, f"http://127.0.0.1:{self.server_address[1]}"
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -266,9 +243,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
 
-def answer(
-    kind: str, ids: Any = (10, 11, 700), log_p: Any = (-0.5, -1.25, -0.125), end: str = "stop"
-) -> dict[str, Any]:
+def answer(kind: str, ids: Any = (10, 11, 700), log_p: Any = (-0.5, -1.25, -0.125), end: str = "stop") -> Any:
     """As these servers' own, without what is not read."""
     ids, log_p = list(ids), list(log_p)
     if kind == "llamacpp":
@@ -294,16 +269,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
 @pytest.mark.parametrize("kind", server.KINDS)
 def test_answers_of_a_server_are_kept_as_they_are(kind: str, stub: Stub, words: list[str], tmp_path: Path) -> None:
     stub.behave = lambda handler, body: handler.send(answer(kind))
-    asked = [
-        "--server",
-        f"{stub.url}/v1/",
-        "--served_model",
-        "m",
-        "--server_kind",
-        kind,
-        "--out",
-        str(tmp_path / "out"),
-    ]
+    asked = f"--server {stub.url}/v1/ --served_model m --server_kind {kind} --out {tmp_path}/out".split()
     assert sample.main([*words, *asked]) == 0
     [first, *_] = groups = [g for part in range(3) for g in GroupStore.open(tmp_path / "out", Sampled).read(part)]
     assert [a.ids for g in groups for a in g.answers] == [[10, 11, 700]] * 24
@@ -317,10 +283,6 @@ def test_answers_of_a_server_are_kept_as_they_are(kind: str, stub: Stub, words: 
     expected |= {"n_predict": 6, "repeat_penalty": 1.0, "return_tokens": True} if kind == "llamacpp" else openai
     assert all(expected.items() <= body.items() for body in bodies)
     assert [body["prompt"] for body in bodies if body["prompt"] == first.prompt_ids] == [first.prompt_ids] * 3
-
-
-def cut(handler: Any, *_: Any) -> None:
-    handler.send(b"{", length=100)
 
 
 def drip(handler: Any, *_: Any) -> None:
@@ -353,32 +315,21 @@ HOSTILE: dict[str, tuple[str, Behave]] = {
     "too long": ("7 ids; --max_new_tokens is 6", of_vllm(ids=[10] * 7, log_p=[-1.0] * 7, end="length")),
     "short": ("cut off after 3 of 6 ids", of_vllm(ids=(10, 11, 12), end="length")),
     "unknown id": ("the id 709; the tokenizer has", of_vllm(ids=(10, 709, 700))),
-    "negative id": ("must be token ids", of_vllm(ids=(10, -1, 700))),
-    "no ids": ("must be token ids", of_vllm(ids=(), log_p=())),
-    "true as an id": ("must be token ids", of_vllm(ids=(10, True, 700))),
-    "aborted": ("finish is 'abort'", of_vllm(end="abort")),
     "no log p": ("expected one choice", changed(logprobs=None)),
-    "log p of text": ("expected a finite number", of_vllm(log_p=(-1.0, "x", -1.0))),
-    "log p is null": ("expected a finite number", of_vllm(log_p=(-1.0, None, -1.0))),
     "NaN": ("not a number: NaN", of_vllm(log_p=(-1.0, float("nan"), -1.0))),
     "above 0": ("expected a finite number up to 0", of_vllm(log_p=(-1.0, 0.5, -1.0))),
     "very low": ("a log p is below -10,000", of_vllm(log_p=(-1.0, -3.4e38, -1.0))),
     "one log p less": ("2 log p for 3 ids", of_vllm(log_p=(-1.0, -1.0))),
     "two choices": ("expected one choice", lambda h, _: h.send({"choices": answer("vllm")["choices"] * 2})),
-    "no object": ("not an object", lambda h, _: h.send([])),
     "not JSON": ("not JSON", lambda h, _: h.send(b"<html>")),
     "twice": ("more text after the value", lambda h, _: h.send(json.dumps(answer("vllm")).encode() * 2)),
-    "not UTF-8": ("not UTF-8", lambda h, _: h.send(b'{"a": "\xff"}')),
-    "deep": ("nested too deeply", lambda h, _: h.send(b'{"a":' + b"[" * 9999 + b"]" * 9999 + b"}")),
     "another model": ("it is of 'x'; correct --served_model", lambda h, _: h.send({**answer("vllm"), "model": "x"})),
     "HTTP 400": ("HTTP 400: no \\x1b[31mway", lambda h, _: h.send(b"no \x1b[31mway", 400)),
     "HTTP 500": ("HTTP 500", lambda h, _: h.send(b"", 500)),
     "redirect": ("HTTP 302", lambda h, _: h.send(b"", 302, Location="http://127.0.0.1:9/")),
-    "busy": ("HTTP 503: later; start again: it goes on", lambda h, _: h.send(b"later", 503)),
-    "cut off": ("the answer was cut off; start again", cut),
-    "no HTTP": ("start again: it goes on", lambda h, _: h.wfile.write(b"hello\r\n\r\n")),
-    "nothing": ("start again: it goes on", lambda h, _: None),
-    "slow": ("no whole answer in 0.3 s; raise --server_timeout", drip),
+    "busy": ("HTTP 503: later; when that is corrected, start again: it goes on", lambda h, _: h.send(b"later", 503)),
+    "cut off": ("the answer was cut off; when", lambda h, _: h.send(b"{", length=100)),
+    "slow": ("no whole answer in 0.3 s; with another --server_timeout", drip),
     "10 GB": ("too large: more than 1,073,152 bytes", flood),
 }  # fmt: skip
 
@@ -403,14 +354,5 @@ def test_a_hostile_server_gives_one_message_and_leaves_whole_parts(
     busy = iter([True, True, False] * 99)  # later it answers
     stub.behave = lambda handler, body: (HOSTILE["busy"][1] if next(busy) else of_vllm())(handler, body)
     assert sample.main([*words, *asked, "--concurrency", "1"]) == 0 and kept.items() < files(out).items()
-    for url in (
-        "localhost:1",
-        "ftp://x",
-        "http://",
-        "http://a:x",
-        "http://u:p@h",
-        "http://h?x=1",
-        "http://[",
-        "file:///etc",
-    ):
+    for url in ("localhost:1", "ftp://x", "http://", "http://a:x", "http://u:p@h", "http://h?x=1", "http://["):
         assert sample.main([*words, *asked[2:], "--server", url]) == 2 and "expected http" in capfd.readouterr().err

@@ -140,10 +140,11 @@ class Server:
             if (is_late := time.monotonic() >= end) or status not in _AGAIN or self._has_ended:
                 break
             time.sleep(pause)
-        problem = f"HTTP {status}: {shortened(' '.join(content[:999].decode(errors='replace').split()), 200)}"
-        problem = problem if status else problem.removeprefix("HTTP 0: ")
-        late = f"no whole answer in {self._timeout:g} s; raise --server_timeout, or lower --concurrency; then"
-        raise UserError(f"{self._url}: {late if is_late else printable(problem) + ';'} start again: it goes on")
+        problem = f"HTTP {status}: " * bool(status) + " ".join(content[:999].decode(errors="replace").split())
+        problem = f"{printable(shortened(problem, 200))}; when that is corrected,"
+        if is_late:
+            problem = f"no whole answer in {self._timeout:g} s; with another --server_timeout or --concurrency"
+        raise UserError(f"{self._url}: {problem} start again: it goes on")
 
     def _exchange(self, body: bytes) -> tuple[int, bytes]:
         """Status and content of an answer. No redirect is followed, and no proxy is asked."""

@@ -72,6 +72,7 @@ def _parser() -> tool.Parser:
 def _run(options: Namespace) -> None:
     _check(options)
     rows = read_rows(options.data, lambda row: (row, *prompt_of(row)))[: options.limit or None]
+    options.device = "cpu" if options.server else options.device  # the server may be on the GPU
     model = open_model(options)
     build = PromptBuilder(model, options.system, template_variables(options))
     prompts = list[Group]()
@@ -103,15 +104,14 @@ def _check(options: Namespace) -> None:
     _parser().check_used(options, why, vars(options).keys() - unused)
     gpus, most = accelerator.count() if options.device != "cpu" else 0, _MOST_TOKENS // max(1, options.k)
     counts = ("k", "processes", "concurrency", "batch_size", "max_new_tokens")
+    fits = not gpus or options.processes == 1 or (options.processes <= gpus and not options.device)
     rules = {f"--{name} {getattr(options, name)}: must be 1 or more": getattr(options, name) > 0 for name in counts} | {
         f"--limit {options.limit}: must be 0 (all) or more": options.limit >= 0,
         f"--k {options.k}: must be at most {MOST}": options.k <= MOST,
         f"--max_new_tokens must be at most {most:,} with this --k": options.max_new_tokens <= most,
         f"--server_timeout {options.server_timeout}: must be above 0": 0 < options.server_timeout < 1e6,
         "--served_model is missing: the model, as the server calls it": not options.server or options.served_model,
-        f"--processes {options.processes}: each takes a GPU, and there are {gpus}; or name --device cpu": not gpus
-        or options.processes == 1
-        or (options.processes <= gpus and not options.device),
+        f"--processes {options.processes}: each takes a GPU, of {gpus}; or name --device cpu": fits,
     }
     if broken := [rule for rule, holds in rules.items() if not holds]:
         raise UserError("\n".join(broken))
@@ -130,9 +130,8 @@ def prompt_of(row: Row) -> tuple[list[Message], list[Any] | None]:
         every = listed([*_TURNS, *_ANSWERS])
         raise BadRecord("not one prompt", f"a row has one of {every}; this one has {listed(keys or row)}")
     [key] = keys
-    columns = DataConfig(
-        prompt_column=key, response_column=_ANSWERS.get(key, ""), system_column="system" * ("system" in given)
-    )
+    system = "system" * ("system" in given)
+    columns = DataConfig(prompt_column=key, response_column=_ANSWERS.get(key, ""), system_column=system)
     if lists:  # an answer to a question that has none; behind another answer it is the second one
         given[key] = [*given[key], _TURNS[key]] if isinstance(given[key], list) else given[key]
     elif key != "prompt" or not isinstance(given.get("completion"), list):
@@ -148,12 +147,10 @@ def prompt_of(row: Row) -> tuple[list[Message], list[Any] | None]:
 
 
 def _about(options: Namespace, model: Model, prompts: Sequence[Group]) -> Sampled:
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(prompt.line().encode())
+    digest = hashlib.sha256("".join(prompt.line() for prompt in prompts).encode()).hexdigest()
     sampler = f"{options.server} {options.served_model}" if options.server else model.fingerprint()
     return Sampled(
-        "samples", sampler, digest.hexdigest(), model.tokenizer.fingerprint, len(prompts), options.k, options.seed,
+        "samples", sampler, digest, model.tokenizer.fingerprint, len(prompts), options.k, options.seed,
         options.max_new_tokens, sorted(model.stop_ids), "" if options.server else dtype_name(model.dtype),
     )  # fmt: skip
 
@@ -168,9 +165,7 @@ def _make(
     ask = partial(_by_server, options, server) if server else _by_engine(options, model)
     total = about.k * sum(len(store.prompts_of(part)) for part in parts)
     interval = 0.1 if sys.stderr.isatty() else 10  # seconds; a log gets few lines
-    with tqdm(
-        total=total, unit="answer", mininterval=interval, delay=interval, disable=options.processes > 1
-    ) as progress:
+    with tqdm(total=total, unit="answer", mininterval=interval, disable=options.processes > 1) as progress:
         for part in parts:
             groups = [prompts[number] for number in store.prompts_of(part)]
             asked = [(group, f"{about.seed}/{group.prompt}/{sample}") for group in groups for sample in range(about.k)]
