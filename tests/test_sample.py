@@ -84,9 +84,9 @@ def test_log_p_is_that_of_the_trainer(family: str, has_adapter: bool, folders: A
     model = Model(str(base), str(adapter) if has_adapter else "", "", CPU, torch.float32)
     draw = torch.Generator().manual_seed(2)
     prompts = [torch.randint(0, 700, (length,), generator=draw).tolist() for length in (70, 1, 13, 64)]
-    stops, vocabulary = {*range(0, 700, 40)}, model.tokenizer.n_vocab
-    network = model.load(as_trained=True)
-    answers = generate(network, prompts, Sampling(1.0, vocabulary=vocabulary), stops, 24, with_log_p=True)
+    stops, network = {*range(0, 700, 40)}, model.load(as_trained=True)
+    sampling = Sampling(1.0, vocabulary=model.tokenizer.n_vocab, with_log_p=True)
+    answers = generate(network, prompts, sampling, stops, 24)
     assert {each.stopped for each in answers} == {True, False}
     for each in answers:
         sampled = [token for token, _ in each.sampled]

@@ -77,8 +77,8 @@ class Server:
         try:
             if len(content) > self._largest:
                 raise BadRecord("too large", f"more than {self._largest:,} bytes")
-            given = self._read(parse(content))
-            [answer] = read_group({"prompt_ids": prompt, "answers": [given]}).answers
+            read = self._read(parse(content))
+            [answer] = read_group({"prompt_ids": prompt, "answers": [read]}).answers
             self._check(answer)
         except BadRecord as bad:
             raise UserError(f"{self._url}: its answer to {where} cannot be used: {printable(str(bad))}") from None
@@ -133,7 +133,7 @@ class Server:
             end = time.monotonic() + self._timeout
             try:
                 status, content = self._exchange(body)
-            except (OSError, HTTPException) as error:
+            except (OSError, HTTPException, ValueError) as error:  # the last: a host that cannot be encoded
                 status, content = 0, (str(error) or type(error).__name__).encode()
             if status == 200:
                 return content
@@ -150,9 +150,9 @@ class Server:
         """Status and content of an answer. No redirect is followed, and no proxy is asked."""
         connection = self._class(self._host, self._port, timeout=self._timeout)
         connection.connect()
-        own = connection.sock  # the connection forgets it when the server says that it will close
-        timer = Timer(self._timeout, _shut, [own])  # the connection's own timeout is that of a byte
-        self._sockets.add(own)
+        sock = connection.sock  # the connection forgets it when the server says that it will close
+        timer = Timer(self._timeout, _shut, [sock])  # the connection's own timeout is that of a byte
+        self._sockets.add(sock)
         timer.start()
         try:
             connection.request("POST", self._path, body, {"Content-Type": "application/json"})
@@ -163,10 +163,10 @@ class Server:
             return response.status, content
         finally:
             timer.cancel()
-            self._sockets.discard(own)
+            self._sockets.discard(sock)
             connection.close()
 
 
-def _shut(own: socket.socket) -> None:
+def _shut(sock: socket.socket) -> None:
     with suppress(OSError):
-        own.shutdown(socket.SHUT_RDWR)
+        sock.shutdown(socket.SHUT_RDWR)

@@ -33,6 +33,7 @@ class Sampling:
     top_k: int = 0  # only the k most probable tokens; 0: all
     top_p: float = 1.0  # only the smallest set of most probable tokens whose probabilities sum to at least top_p
     vocabulary: int | None = None  # only ids below this, if the tokenizer has fewer than the model; None: all
+    with_log_p: bool = False  # fill in Generated.sampled
 
     def __post_init__(self) -> None:
         t = self.temperature
@@ -52,7 +53,9 @@ class Generated(NamedTuple):
 
     ids: list[int]  # the new tokens, without the stop token
     stopped: bool  # True: it ended with a stop token; False: it reached max_new_tokens
-    sampled: Sequence[tuple[int, float]] = ()  # if asked for: each new token, the stop token too, and its log p
+    # If Sampling.with_log_p: each new token, the stop token too, and its log p. That is at temperature 1, without
+    # filters, over all columns of the head, as in the loss.
+    sampled: Sequence[tuple[int, float]] = ()
 
 
 @torch.no_grad()
@@ -64,7 +67,6 @@ def generate(
     max_new_tokens: int | Sequence[int],
     seeds: Sequence[str] | None = None,
     on_step: Callable[[list[int | None]], None] | None = None,
-    with_log_p: bool = False,
 ) -> list[Generated]:
     """Continue the prompts in one batch. The continuation of a prompt does not depend on the other prompts.
 
@@ -74,8 +76,6 @@ def generate(
         max_new_tokens: the most tokens to add to each prompt; or a number per prompt.
         seeds: one per prompt, seeds its random draws; default: the prompt's index.
         on_step: called after each step with one token per prompt; None for prompts that have ended.
-        with_log_p: return Generated.sampled. A log probability is that of the model, at temperature 1 and without
-            filters, over all columns of the head, as in the loss.
 
     Returns:
         One continuation per prompt, in order.
@@ -98,7 +98,7 @@ def generate(
         logits = forward(model, tokens, cache)
         draws = torch.tensor([torch.rand((), generator=generator, dtype=torch.float64) for generator in generators])
         tokens = choose(logits[:, : sampling.vocabulary], sampling, draws.to(logits.device))[:, None]
-        if with_log_p:
+        if sampling.with_log_p:
             log_p = at_least_fp32(logits).log_softmax(-1).gather(1, tokens)
             for i, pair in enumerate(zip(tokens[:, 0].tolist(), log_p[:, 0].tolist(), strict=True)):
                 sampled[i] += [pair] if new[i] is not None and len(rows[i]) < limits[i] else []

@@ -123,21 +123,21 @@ def prompt_of(row: Row) -> tuple[list[Message], list[Any] | None]:
     Raises:
         BadRecord: the row has no prompt.
     """
-    given = drop_keys(row, frozenset(), Counter())
-    lists, texts = ([key for key in keys if given.get(key) is not None] for keys in (_TURNS, _ANSWERS))
+    fields = drop_keys(row, frozenset(), Counter())
+    lists, texts = ([key for key in keys if fields.get(key) is not None] for keys in (_TURNS, _ANSWERS))
     keys = lists[:1] or ([key for key in texts if key != "input"] or texts)
     if len(keys) != 1:
         every = listed([*_TURNS, *_ANSWERS])
         raise BadRecord("not one prompt", f"a row has one of {every}; this one has {listed(keys or row)}")
     [key] = keys
-    system = "system" * ("system" in given)
+    system = "system" * ("system" in fields)
     columns = DataConfig(prompt_column=key, response_column=_ANSWERS.get(key, ""), system_column=system)
     if lists:  # an answer to a question that has none; behind another answer it is the second one
-        given[key] = [*given[key], _TURNS[key]] if isinstance(given[key], list) else given[key]
-    elif key != "prompt" or not isinstance(given.get("completion"), list):
-        given[_ANSWERS[key]] = "."
+        fields[key] = [*fields[key], _TURNS[key]] if isinstance(fields[key], list) else fields[key]
+    elif key != "prompt" or not isinstance(fields.get("completion"), list):
+        fields[_ANSWERS[key]] = "."
     form = choose_format("", DataConfig(format=_FORMATS[key]) if key in _FORMATS else columns)
-    example = form.read(given)
+    example = form.read(fields)
     before = (example.messages or [])[: last_of("assistant", example.messages or [])]
     if lists and before and before[-1]["role"] == "assistant":
         del before[-1]
@@ -174,8 +174,8 @@ def _make(
                 text = model.tokenizer.decode(made.ids[: None if made.is_cut else -1])
                 answers.append(Answer(made.ids, [round(x, _DIGITS) for x in made.log_p], made.finish, text))
                 progress.update()
-            own = (answers[about.k * i :][: about.k] for i in range(len(groups)))
-            store.write(part, [group._replace(answers=next(own)) for group in groups])
+            rows = [group._replace(answers=answers[about.k * i :][: about.k]) for i, group in enumerate(groups)]
+            store.write(part, rows)
 
 
 def _make_in_processes(options: Namespace, store: GroupStore, prompts: Sequence[Group]) -> None:
@@ -185,9 +185,9 @@ def _make_in_processes(options: Namespace, store: GroupStore, prompts: Sequence[
     try:
         for rank in range(count):
             device = options.device or f"{accelerator.kind()}:{rank}" * bool(accelerator.count())
-            own = Namespace(**{**vars(options), "device": device})
+            there = Namespace(**{**vars(options), "device": device})
             parts = [part for part in store.missing if part % count == rank]
-            futures.append(pool.submit(_make, own, store.about, prompts, parts))
+            futures.append(pool.submit(_make, there, store.about, prompts, parts))
         with tqdm(total=store.count, initial=len(store.parts), unit="part") as progress:
             while not all(future.done() for future in futures):
                 for future in wait(futures, 0.5, FIRST_EXCEPTION).done:
@@ -204,13 +204,14 @@ def _make_in_processes(options: Namespace, store: GroupStore, prompts: Sequence[
 
 def _by_engine(options: Namespace, model: Model) -> Ask:
     """Load the weights. Batches depend on the part alone."""
-    network, sampling = model.load(as_trained=True), Sampling(1.0, vocabulary=model.tokenizer.n_vocab)
+    network = model.load(as_trained=True)
+    sampling = Sampling(1.0, vocabulary=model.tokenizer.n_vocab, with_log_p=True)
 
     def ask(asked: Asked) -> Iterator[Answer]:
         for first in range(0, len(asked), options.batch_size):
             groups, seeds = zip(*asked[first : first + options.batch_size], strict=True)
             ids, most = [group.prompt_ids for group in groups], options.max_new_tokens
-            for made in generate(network, ids, sampling, model.stop_ids, most, seeds, with_log_p=True):
+            for made in generate(network, ids, sampling, model.stop_ids, most, seeds):
                 new, log_p = map(list, zip(*made.sampled, strict=True))
                 yield Answer(new, log_p, STOP if made.stopped else LENGTH)
 
@@ -227,7 +228,7 @@ def _by_server(options: Namespace, server: Server, asked: Asked) -> Iterator[Ans
 
 
 def _summarise(options: Namespace, store: GroupStore, is_old: bool) -> None:
-    lengths, cut, out = list[int](), 0, options.out
+    lengths, cut = list[int](), 0
     for part in range(store.count):
         answers = [answer for group in store.read(part) for answer in group.answers]
         lengths += [len(answer.ids) for answer in answers]
@@ -235,8 +236,12 @@ def _summarise(options: Namespace, store: GroupStore, is_old: bool) -> None:
     mean, share = sum(lengths) / len(lengths), cut / len(lengths)
     summary = {"prompts": store.about.count, "answers": len(lengths), "mean_length": mean, "cut_off": share}
     text = f"{store.about.count:,} prompts, {len(lengths):,} answers with {mean:.1f} tokens on average; {share:.1%} are"
-    text = f"{out}: {'was complete; ' * is_old}{text} cut off after --max_new_tokens {options.max_new_tokens}"
-    print(json.dumps({"out": out, **summary}) if options.json else f"{text}\nnext: titan-mi100 score {out}")
+    text = f"{options.out}: {'was complete; ' * is_old}{text} cut off after --max_new_tokens {options.max_new_tokens}"
+    print(
+        json.dumps({"out": options.out, **summary})
+        if options.json
+        else f"{text}\nnext: titan-mi100 score {options.out}"
+    )
 
 
 if __name__ == "__main__":
