@@ -87,7 +87,7 @@ def test_log_p_is_that_of_the_trainer(family: str, has_adapter: bool, folders: A
     stops, network = {*range(0, 700, 15)}, model.load(as_trained=True)
     sampling = Sampling(1.0, vocabulary=650, with_log_p=True)  # the head has 709 columns, which all count
     answers = generate(network, prompts, sampling, stops, [24, 24, 24, 3])
-    assert {each.stopped for each in answers} == {True, False}
+    assert any(each.stopped for each in answers)
     for each in answers:
         sampled = [token for token, _ in each.sampled]
         assert sampled[: len(each.ids)] == each.ids and len(sampled) == len(each.ids) + each.stopped
@@ -200,6 +200,7 @@ def test_a_prompt_is_what_stands_before_the_answer(folders: Any, tmp_path: Path)
         assert group.row == json.loads(row) and group.prompt_ids == build("x", prompt, tools).ids, row
     wrong: list[Any] = [{"answer": "4"}, {"prompt": "a", "question": "a"}, {"messages": "x"}, {"prompt": 4}]
     wrong += [{"text": "a"}, *({"messages": given} for given in ([said], [user, said, said], [system]))]
+    wrong += [{"question": " ", "answer": "4"}]
     for row in [*wrong, {"prompt": [user, said]}]:
         with pytest.raises(BadRecord):
             sample.prompt_of(row)

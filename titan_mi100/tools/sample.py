@@ -141,8 +141,11 @@ def prompt_of(row: Row) -> tuple[list[Message], list[Any] | None]:
     before = (example.messages or [])[: last_of("assistant", example.messages or [])]
     if lists and before and before[-1]["role"] == "assistant":
         del before[-1]
-    if not before or before[-1]["role"] in ("assistant", "system"):
-        raise BadRecord("nothing to answer", "before the answer there is no message of the user; add it")
+    last = before[-1] if before else {"role": "system"}
+    if last["role"] in ("assistant", "system") or (last["role"] == "user" and not last["content"].strip()):
+        raise BadRecord(
+            "nothing to answer", "before the answer there is no message of the user, or a blank one; add it"
+        )
     return before, example.tools
 
 
