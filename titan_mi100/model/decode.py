@@ -113,8 +113,8 @@ def generate(
             row += [] if kept is None else [kept]
         if on_step is not None:
             on_step(new)
-    ended = zip(rows, limits, sampled, strict=True)
-    return [Generated(row, len(row) < limit, pairs or ()) for row, limit, pairs in ended]
+    ended = zip(rows, limits, map(tuple, sampled), strict=True)
+    return [Generated(row, len(row) < limit, pairs) for row, limit, pairs in ended]
 
 
 def check_lengths(spec: ModelSpec, lengths: Mapping[str, int], max_new_tokens: int) -> None:

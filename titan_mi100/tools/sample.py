@@ -11,7 +11,7 @@ import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
@@ -66,6 +66,7 @@ def _parser() -> tool.Parser:
     add("--concurrency", type=int, default=8, metavar="N", help="requests at a time; default 8")
     add("--server_timeout", type=float, default=600.0, metavar="S", help="seconds for an answer; default 600")
     add("--json", action="store_true", help="print the summary as one JSON object")
+    parser.set_defaults(is_quiet=False)
     return parser
 
 
@@ -168,7 +169,7 @@ def _make(
     ask = partial(_by_server, options, server) if server else _by_engine(options, model)
     total = about.k * sum(len(store.prompts_of(part)) for part in parts)
     interval = 0.1 if sys.stderr.isatty() else 10  # seconds; a log gets few lines
-    with tqdm(total=total, unit="answer", mininterval=interval, disable=options.processes > 1) as progress:
+    with tqdm(total=total, unit="answer", mininterval=interval, disable=options.is_quiet) as progress:
         for part in parts:
             groups = [prompts[number] for number in store.prompts_of(part)]
             asked = [(group, f"{about.seed}/{group.prompt}/{sample}") for group in groups for sample in range(about.k)]
@@ -182,20 +183,17 @@ def _make(
 
 
 def _make_in_processes(options: Namespace, store: GroupStore, prompts: Sequence[Group]) -> None:
-    """Process r makes the parts r, r + processes, ... If one fails, all end."""
+    """Process r makes the parts r, r + processes, ...; the first shows its progress. If one fails, all end."""
     count, cpus, futures = options.processes, len(os.sched_getaffinity(0)), list[Future[None]]()
     pool = forked_pool(count, torch.set_num_threads, max(1, cpus // count), method="spawn")
     try:
         for rank in range(count):
             device = options.device or f"{accelerator.kind()}:{rank}" * bool(accelerator.count())
-            there = Namespace(**{**vars(options), "device": device})
+            there = Namespace(**{**vars(options), "device": device, "is_quiet": rank > 0})
             parts = [part for part in store.missing if part % count == rank]
             futures.append(pool.submit(_make, there, store.about, prompts, parts))
-        with tqdm(total=store.count, initial=len(store.parts), unit="part") as progress:
-            while not all(future.done() for future in futures):
-                for future in wait(futures, 0.5, FIRST_EXCEPTION).done:
-                    future.result()
-                progress.update(len([*store.folder.glob("part-*")]) - progress.n)
+        for future in as_completed(futures):
+            future.result()
     except BaseException as error:
         kill_workers()
         if isinstance(error, BrokenProcessPool):
