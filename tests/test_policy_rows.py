@@ -237,7 +237,7 @@ def test_a_run_warns_once_of_what_goes_wrong(
     assert len(said) == bool(words) and all(words in message for message in said), said
 
 
-SAMPLED = Sampled("samples", "w", "p", "t", 40, 2, 0, 12, [1], "float32")
+SAMPLED = Sampled("samples", "w", "p", "t", 40, 2, 0, 12, [1], "float32", 8)
 
 
 def stored(folder: Path) -> GroupStore:

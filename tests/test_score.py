@@ -30,7 +30,7 @@ ROW = {"question": "1 + 1?", "answer": "so\n#### 2"}
 
 def samples(folder: Path, texts: list[list[str]], rows: list[dict[str, Any]] | None = None, parts: int = -1) -> Path:
     """A store with a group for each list of texts; an answer that ends with ~ is cut off."""
-    about = Sampled("samples", "s", "p", "t", len(texts), len(texts[0]), 0, 9, [2], "float32")
+    about = Sampled("samples", "s", "p", "t", len(texts), len(texts[0]), 0, 9, [2], "float32", 8)
     store = GroupStore(folder, about)
     store.begin()
     groups = [

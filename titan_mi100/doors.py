@@ -21,6 +21,7 @@ COMMANDS = {  # word or words: module, or module:function where it is not `main`
     "report": ("workshop.report", "one page about a run"),
     "score": ("tools.score", "give sampled answers their scores, and keep the right ones"),
     "generate": ("tools.generate", "generate text with a model, or chat with it"),
+    "sample": ("tools.sample", "write k sampled answers to each prompt, to score them and learn from them"),
     "evaluate exact-match": ("tools.exact_match", "exact match of generated answers, in GSM8K's format"),
     "evaluate harness": ("workshop.harness", "any task of the lm-evaluation-harness (extra eval)"),
     "convert hf-to-dcp": ("tools.convert:hf_to_dcp", "Hugging Face folder to DCP folder"),

@@ -21,6 +21,7 @@ SAMPLES = "samples"  # begins the kind of rows, see ObjectiveConfig.answers
 STOP, LENGTH = "stop", "length"  # how an answer ended: with a stop token, which is its last id, or cut off
 MOST = 100  # answers to a prompt
 PART_PROMPTS = 32  # prompts of a part
+LARGEST = 1 << 30  # bytes of a part
 _KEYS = {"ids", "log_p", "finish", "text", "score", "scores"}
 _ROUNDING = 1e-3  # of a log probability above 0
 
@@ -44,6 +45,7 @@ class Sampled:
     max_new_tokens: int
     stop_ids: list[int]
     dtype: str
+    batch: int  # answers at a time, which change roundings; of a server 0
     format: int = FORMAT
 
 
@@ -209,7 +211,7 @@ class GroupStore(SealedParts[Any]):
 
     def __init__(self, folder: Path, about: Sampled | Scored) -> None:
         """Raises UserError: the folder is of something else, or cannot be read."""
-        super().__init__(folder, about, -(-about.count // PART_PROMPTS), "jsonl", about.kind)
+        super().__init__(folder, about, self.count_of(about, 0), "jsonl", about.kind)
         if differing := [key for key, own in vars(about).items() if getattr(self.about, key) != own]:
             remedy = "start with the same options, or name another folder with --out"
             raise UserError(f"{folder}: was made with another {listed(differing)}; {remedy}")
@@ -224,6 +226,10 @@ class GroupStore(SealedParts[Any]):
         if (about.kind, about.format) != (word, FORMAT):
             raise UserError(f"{folder}: kind = {about.kind!r}, format = {about.format}; name a folder with {word}")
         return cls(folder, about)
+
+    def count_of(self, about: Sampled | Scored, count: int) -> int:
+        """The number of parts: of a folder that is begun its own, whatever is asked for."""
+        return -(-about.count // PART_PROMPTS)
 
     def prompts_of(self, number: int) -> range:
         """The numbers of a part's prompts."""
@@ -240,7 +246,7 @@ class GroupStore(SealedParts[Any]):
         remedy = f"delete it, and run titan-mi100 {command} again: it is made anew"
         self.check_hash(number, remedy)
         groups, path = list[Group](), self.parts[number]
-        for line, content in enumerate(read_plain(path).splitlines(), 1):
+        for line, content in enumerate(read_plain(path, LARGEST).splitlines(), 1):
             try:
                 groups.append(read_group(parse(content)))
             except BadRecord as bad:

@@ -286,17 +286,18 @@ class FolderLock:
         nonce: a random text in the lock file. Other nodes compare it, to find out whether they see the same folder.
     """
 
-    def __init__(self, folder: Path, patience: float = _PATIENCE) -> None:
+    def __init__(self, folder: Path, patience: float = _PATIENCE, option: str = "job.run_folder") -> None:
         """Acquire the lock.
 
         Args:
             patience: seconds to wait for the process that holds it, which may be about to end.
+            option: names the folder, for messages.
 
         Raises:
             UserError: another process holds it; the folder cannot be written to; or a file in it is a link, so that
                 writing would change a file elsewhere.
         """
-        self.nonce = uuid.uuid4().hex
+        self.nonce, self._option = uuid.uuid4().hex, option
         record = {"host": socket.gethostname(), "pid": os.getpid(), "nonce": self.nonce}
         try:
             # Links to folders are allowed: users put checkpoints on a larger disk that way.
@@ -308,7 +309,7 @@ class FolderLock:
             self._file.write(json.dumps(record))
             self._file.flush()
         except OSError as error:
-            text = f"{folder / LOCK}: cannot be written to ({error.strerror}); fix that, or name another job.run_folder"
+            text = f"{folder / LOCK}: cannot be written to ({error.strerror}); fix that, or name another {option}"
             raise UserError(text) from None
 
     def _take(self, folder: Path, patience: float) -> None:
@@ -325,7 +326,7 @@ class FolderLock:
             if time.monotonic() > until:
                 raise UserError(
                     f"{folder}: is used by another run ({holder}); wait for it or end it, or name another "
-                    "job.run_folder"
+                    f"{self._option}"
                 )
             if not is_logged:
                 log.info(f"{folder} is used by another run ({holder}); waiting for up to {patience:.0f} s")

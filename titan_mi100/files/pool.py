@@ -12,17 +12,18 @@ from typing import Any
 from titan_mi100.errors import UserError
 
 
-def forked_pool(workers: int, begin: Callable[..., None], *state: Any) -> ProcessPoolExecutor:
+def forked_pool(workers: int, begin: Callable[..., None], *state: Any, method: str = "fork") -> ProcessPoolExecutor:
     """A pool whose processes end with this one. Forking a process with threads is safe if its workers run no torch.
 
     Args:
         begin: called with the state in each process.
+        method: "spawn": start them afresh, for work with torch.
 
     Raises:
         UserError: there is no shared memory.
     """
     check_shared_memory()
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context(method)
     return ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(os.getpid(), begin, state))
 
 

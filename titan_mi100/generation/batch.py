@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from argparse import ArgumentParser, BooleanOptionalAction, Namespace
+from argparse import BooleanOptionalAction, Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,8 +36,8 @@ Row = dict[str, Any]
 Judge = Callable[[int, str], Row]
 
 
-def command_parser(name: str, description: str, epilog: str = "") -> ArgumentParser:
-    """A parser with the options of every command that generates."""
+def command_parser(name: str, description: str, epilog: str = "", has_output: bool = True) -> Parser:
+    """A parser with the options of every command that generates. Args: has_output: it writes a file of rows."""
     prog = f"titan-mi100 {name}"
     example, usage = f"e.g. {prog} --model {_MODEL}", "%(prog)s --model PATH [options]"
     parser = Parser(prog=prog, usage=usage, description=description, epilog=epilog, example=example)
@@ -45,7 +45,8 @@ def command_parser(name: str, description: str, epilog: str = "") -> ArgumentPar
     add("--model", metavar="PATH", required=True, help="HF folder or name, DCP folder (RUN/checkpoint/step-N) or file")
     add("--adapter", metavar="PATH", default="", help="a LoRA adapter for it: PEFT folder or checkpoint of a LoRA run")
     add("--tokenizer_path", metavar="PATH", default="", help="default: the model's folder")
-    add("--output", metavar="FILE.jsonl", default="", help="write a row per prompt; rows already there are kept")
+    if has_output:
+        add("--output", metavar="FILE.jsonl", default="", help="write a row per prompt; rows already there are kept")
     add("--system", metavar="TEXT", help="system message for conversations that have none; default: as trained")
     thinking.add_argument("--enable_thinking", action="store_true", help="set enable_thinking to true ...")
     thinking.add_argument("--no_thinking", dest="enable_thinking", action="store_false", help="... or to false")

@@ -21,13 +21,13 @@ from titan_mi100.files.templates import template_files
 from titan_mi100.model.decode import Generated, Sampling, generate
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.model.families import MODELS
-from titan_mi100.model.lora import base_fingerprint
+from titan_mi100.model.lora import apply_lora, base_fingerprint, is_adapter
 from titan_mi100.parallel.distributed import fill_parameters
 from titan_mi100.shapes.base import parameter_shapes
 from titan_mi100.text.assets import GENERATION, PROMPTS, folder_of, prompt_settings, stop_ids
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
-from titan_mi100.weights.adapter import merged_source
+from titan_mi100.weights.adapter import MergedWeights, merged_source
 from titan_mi100.weights.pieces import read_pieces
 from titan_mi100.weights.source import open_source, read_manifest, verify_files
 from titan_mi100.wording import printable, shortened, some, with_level
@@ -102,18 +102,30 @@ class Model:
         sampled = base_fingerprint(read, shapes) if not all(self._manifests) else ""
         return hashlib.sha256(json.dumps([*self._manifests, sampled]).encode()).hexdigest()
 
-    def load(self) -> CausalLM:
-        """Build the network on the device, with its weights."""
+    def load(self, as_trained: bool = False) -> CausalLM:
+        """Build the network on the device, with its weights.
+
+        Args:
+            as_trained: compute as training does: an adapter stays beside its base, because a sum is rounded in 16 bits.
+        """
         verify_files(self.source.path)
         shape = Shape(1, _SOME, *self.spec.attention, str(self.dtype).removeprefix("torch."))
         attention = without_trial(shape, self.device)
         with torch.device("meta"):
-            network = MODELS[self.spec.model_type](self.spec, attention).to(self.dtype)
+            network = MODELS[self.spec.model_type](self.spec, attention)
+        read, weights = read_pieces(self.spec, self.source.weights.read), self.source.weights
+        if as_trained and isinstance(weights, MergedWeights):
+            apply_lora(network, weights.lora, self.dtype)
+            base = read_pieces(self.spec, weights.base.read)
+            adapter = read_pieces(self.spec, weights.adapter.read, weights.lora.rank)
+            read = lambda name, *place: (adapter if is_adapter(name) else base)(name, *place)  # noqa: E731
+        network = network.to(self.dtype)
         for weight in (weight for layer in network.model.blocks() for weight in layer.fp32_parameters()):
             weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
-        network = network.to_empty(device=self.device).requires_grad_(False)
-        fill_parameters(network.named_parameters(), read_pieces(self.spec, self.source.weights.read))
-        network.merge()
+        network = network.to_empty(device=self.device).requires_grad_(False).eval()  # an adapter may have dropout
+        fill_parameters(network.named_parameters(), read)
+        if not as_trained:
+            network.merge()
         return network
 
 

@@ -33,6 +33,7 @@ class Sampling:
     top_k: int = 0  # only the k most probable tokens; 0: all
     top_p: float = 1.0  # only the smallest set of most probable tokens whose probabilities sum to at least top_p
     vocabulary: int | None = None  # only ids below this, if the tokenizer has fewer than the model; None: all
+    with_log_p: bool = False  # fill in Generated.sampled
 
     def __post_init__(self) -> None:
         t = self.temperature
@@ -52,6 +53,9 @@ class Generated(NamedTuple):
 
     ids: list[int]  # the new tokens, without the stop token
     stopped: bool  # True: it ended with a stop token; False: it reached max_new_tokens
+    # If Sampling.with_log_p: each new token, the stop token too, and its log p. That is at temperature 1, without
+    # filters, over all columns of the head, as in the loss.
+    sampled: Sequence[tuple[int, float]] = ()
 
 
 @torch.no_grad()
@@ -85,6 +89,7 @@ def generate(
     seeds = seeds or [str(index) for index in range(len(prompts))]
     generators = [torch.Generator().manual_seed(zlib.crc32(seed.encode())) for seed in seeds]
     rows: list[list[int]] = [[] for _ in prompts]
+    sampled: list[list[tuple[int, float]]] = [[] for _ in prompts]
     new: list[int | None] = [0] * len(prompts)  # the newest token of each prompt; None: the continuation has ended
     cache = Cache(model, prompts, max(limits))
     tokens = cache.prompts
@@ -93,6 +98,10 @@ def generate(
         logits = forward(model, tokens, cache)
         draws = torch.tensor([torch.rand((), generator=generator, dtype=torch.float64) for generator in generators])
         tokens = choose(logits[:, : sampling.vocabulary], sampling, draws.to(logits.device))[:, None]
+        if sampling.with_log_p:
+            log_p = at_least_fp32(logits).log_softmax(-1).gather(1, tokens)
+            for i, pair in enumerate(zip(tokens[:, 0].tolist(), log_p[:, 0].tolist(), strict=True)):
+                sampled[i] += [pair] if new[i] is not None and len(rows[i]) < limits[i] else []
         chosen = zip(new, tokens[:, 0].tolist(), rows, limits, strict=True)
         new = [
             None if last is None or token in stop_ids or len(row) == limit else token
@@ -104,7 +113,8 @@ def generate(
             row += [] if kept is None else [kept]
         if on_step is not None:
             on_step(new)
-    return [Generated(row, len(row) < limit) for row, limit in zip(rows, limits, strict=True)]
+    ended = zip(rows, limits, map(tuple, sampled), strict=True)
+    return [Generated(row, len(row) < limit, pairs) for row, limit, pairs in ended]
 
 
 def check_lengths(spec: ModelSpec, lengths: Mapping[str, int], max_new_tokens: int) -> None:

@@ -89,35 +89,38 @@ def _open_adapter(path: Path, base: ModelSource, spec: ModelSpec) -> tuple[LoRAC
 class MergedWeights(Weights):
     """W + scale B A in fp32 for matrices that have an adapter, tables with their trained rows; the base's own tensor
     otherwise.
+
+    Attributes:
+        base, adapter, lora: the base's tensors, the adapter's, and its settings.
     """
 
     def __init__(self, base: Weights, adapter: Weights, lora: LoRAConfig) -> None:
         self.source, self.kinds = base.source, base.kinds
-        self._base, self._adapter, self._lora = base, adapter, lora
+        self.base, self.adapter, self.lora = base, adapter, lora
 
     def read(self, name: str, shape: torch.Size, offset: Box, size: Box, exactly: bool = False) -> Tensor:
         # Only the requested part is merged, so a rank that reads its shard never holds a whole matrix of the base.
-        part = self._base.read(name, shape, offset, size)
-        if (rows_name := name.removesuffix(".weight") + ROWS) in self._adapter.kinds:
-            trained, part = self._adapter.tensor(rows_name), part.float()
-            for token, row in zip(self._lora.token_ids, trained, strict=True):
+        part = self.base.read(name, shape, offset, size)
+        if (rows_name := name.removesuffix(".weight") + ROWS) in self.adapter.kinds:
+            trained, part = self.adapter.tensor(rows_name), part.float()
+            for token, row in zip(self.lora.token_ids, trained, strict=True):
                 if offset[0] <= token < offset[0] + size[0]:
                     part[token - offset[0]] = row[offset[1] : offset[1] + size[1]]
             return part
         a, b = (f"{name.removesuffix('weight')}lora_{matrix}.weight" for matrix in "AB")
-        if b not in self._adapter.kinds:
+        if b not in self.adapter.kinds:
             return part
         (rows, columns), is_expert = box(offset, size), f".{EXPERTS}." in name
-        scale = (self._lora.of_experts if is_expert else self._lora).scale
+        scale = (self.lora.of_experts if is_expert else self.lora).scale
         if is_expert:
             return part.float() + scale * self._of_experts(a, b, shape, rows, columns)
         # Only the part's rows of B (out, rank) and columns of A (rank, in) are multiplied.
-        product = self._adapter.tensor(b)[rows].float() @ self._adapter.tensor(a)[:, columns].float()
+        product = self.adapter.tensor(b)[rows].float() @ self.adapter.tensor(a)[:, columns].float()
         return part.float() + scale * product
 
     def _of_experts(self, a: str, b: str, shape: torch.Size, rows: slice, columns: slice) -> Tensor:
         """B A of the experts in these rows, as the base has it: of gate and up transposed."""
-        first, second = self._adapter.tensor(a.replace(".up_proj.", ".gate_proj.")), self._adapter.tensor(b)
+        first, second = self.adapter.tensor(a.replace(".up_proj.", ".gate_proj.")), self.adapter.tensor(b)
         by_row, by_column = (second, first) if ".down_proj." in a else (first, second)
         each = by_row.shape[1]  # rows of an expert
         start, end, rank = rows.start // each, -(-rows.stop // each), len(first) * each // shape[0]
