@@ -25,7 +25,6 @@ from titan_mi100.attention.base import Documents
 from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.data.samples import GroupStore, Sampled
 from titan_mi100.data.strict_json import BadRecord
-from titan_mi100.generation import server
 from titan_mi100.generation.engine import Model, PromptBuilder
 from titan_mi100.model.decode import Generated, Sampling, generate
 from titan_mi100.model.loss import of_labels, token_losses
@@ -35,6 +34,7 @@ from titan_mi100.shapes.families import read_hf_config
 from titan_mi100.tools import generate as generate_command
 from titan_mi100.tools import sample
 from titan_mi100.weights import peft as peft_io
+from titan_mi100.workshop import answer_server as server
 
 CPU = torch.device("cpu")
 LORA = LoRAConfig(4, 6.0, 0.5)

@@ -39,6 +39,7 @@ WORKSHOP = {  # a word with an option, or what a command asks for: module:functi
     "inspect --html": "workshop.pages.data_page:write_page",
     "plan --measured": "workshop.measure.parts:efficiency",
     "plan --rehearse": "workshop.rehearse:main",
+    "sample --server": "workshop.answer_server:Server",
     "teach --ids": "workshop.vllm_answers:write_ids",
     "teach --from_vllm": "workshop.vllm_answers:read_answers",
 }

@@ -27,12 +27,12 @@ from titan_mi100.data.formats import choose_format
 from titan_mi100.data.samples import LARGEST, LENGTH, MOST, PART_PROMPTS, STOP, Answer, Group, GroupStore, Sampled
 from titan_mi100.data.strict_json import BadRecord, listed
 from titan_mi100.device import accelerator
+from titan_mi100.doors import door
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import FolderLock
 from titan_mi100.files.pool import forked_pool, kill_workers
 from titan_mi100.generation.batch import Row, command_parser, open_model, read_rows, template_variables
 from titan_mi100.generation.engine import Model, PromptBuilder, full_memory_is_an_error
-from titan_mi100.generation.server import KINDS, Server
 from titan_mi100.model.decode import Sampling, check_lengths, generate
 from titan_mi100.weights.base import dtype_name
 
@@ -62,7 +62,12 @@ def _parser() -> tool.Parser:
     add("--processes", type=int, default=1, metavar="N", help="share the prompts among N processes, a GPU for each")
     add("--server", metavar="URL", default="", help="ask this server, instead of loading the weights")
     add("--served_model", metavar="NAME", default="", help="the model, as the server calls it")
-    add("--server_kind", choices=tuple(KINDS), default="vllm", help="the server's program; default vllm")
+    add(
+        "--server_kind",
+        choices=("vllm", "sglang", "llamacpp"),
+        default="vllm",
+        help="the server's program; default vllm",
+    )
     add("--concurrency", type=int, default=8, metavar="N", help="requests at a time; default 8")
     add("--server_timeout", type=float, default=600.0, metavar="S", help="seconds for an answer; default 600")
     add("--json", action="store_true", help="print the summary as one JSON object")
@@ -82,7 +87,8 @@ def _run(options: Namespace) -> None:
         ids = build(where, messages[0]["content"] if is_text else messages, tools).ids
         check_lengths(model.spec, {where: len(ids)}, options.max_new_tokens)
         prompts.append(Group(number, where.rpartition("/")[2], row, ids, []))
-    server = Server(options, model.stop_ids, model.tokenizer.n_vocab) if options.server else None
+    n_vocab = model.tokenizer.n_vocab
+    server = door("sample --server")(options, model.stop_ids, n_vocab) if options.server else None
     folder, about = Path(options.out), _about(options, model, prompts)
     GroupStore(folder, about)  # another store is refused before it is touched
     folder.mkdir(parents=True, exist_ok=True)
@@ -163,7 +169,7 @@ def _about(options: Namespace, model: Model, prompts: Sequence[Group]) -> Sample
 @full_memory_is_an_error()
 def _make(
     options: Namespace, about: Sampled, prompts: Sequence[Group], parts: Sequence[int], model: Model | None = None,
-    server: Server | None = None,
+    server: Any = None,
 ) -> None:  # fmt: skip
     """Make parts. What is in one does not depend on what was made before it."""
     model, store = model or open_model(options), GroupStore(Path(options.out), about)
@@ -220,7 +226,7 @@ def _by_engine(options: Namespace, model: Model) -> Ask:
     return ask
 
 
-def _by_server(options: Namespace, server: Server, asked: Asked) -> Iterator[Answer]:
+def _by_server(options: Namespace, server: Any, asked: Asked) -> Iterator[Answer]:
     with ThreadPoolExecutor(options.concurrency) as pool:
         try:
             yield from pool.map(lambda each: server.ask(each[0].where, each[0].prompt_ids, each[1]), asked)
