@@ -46,18 +46,6 @@ def sums(seed: int) -> tuple[list[dict], list[dict]]:
     return rows[:TESTED], rows[TESTED:]
 
 
-def forgetful(seed: int) -> list[dict]:
-    """Rows of training, of which 60% of those with a carry forget it: the model learns both, and does the worse one."""
-    rng, rows = random.Random(f"forgetful {seed}"), make_additions.rows()
-    for row in rows:
-        steps = row["answer"].split(", ")
-        if len(steps) == 4 and rng.random() < 0.6:
-            a, b = (int(word) for word in steps[0].split(" = ")[0].split(" + "))
-            tens = int(steps[1].split(" = ")[1])
-            row["answer"] = f"{steps[0]}, {steps[1]}, so {10 * tens + (a + b) % 10}."
-    return rows
-
-
 def shuffled(scored: Path, seed: int) -> None:
     """Scores in random order over all answers of the store."""
     rng, parts = random.Random(seed), sorted(scored.glob("part-*.jsonl"))
@@ -88,7 +76,7 @@ def main() -> None:
     common = ["--training.seed", seed, "--checkpoint.interval", 0, "--metrics.enable_tensorboard", "false"]
     base = folder / "base"
     if not base.exists():
-        data = write(folder / "forgetful.jsonl", forgetful(seed))
+        data = write(folder / "forgetful.jsonl", make_additions.forgetful(seed))
         run("train", "--job.config_file", REPO / "train_configs" / "debug.toml", "--job.run_folder", base, *common,
             "--data.path", data, "--training.steps", 700, "--validation.prompts", 0,
             "--validation.freq", 0)  # fmt: skip

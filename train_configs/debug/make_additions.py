@@ -1,5 +1,5 @@
 """Writes additions.jsonl, the data of debug.toml: sums of two numbers of two digits, with the steps of the addition;
-and pairs.jsonl: some of them with a right and a wrong answer.
+pairs.jsonl: some of them with a right and a wrong answer; and forgetful.jsonl: the same sums, most without their carry.
 
     python train_configs/debug/make_additions.py [output folder]
 
@@ -45,8 +45,18 @@ def pairs(seed: int = 0) -> list[dict[str, str]]:
     return found
 
 
+def forgetful(seed: int = 0) -> list[dict[str, str]]:
+    """The rows, of which 60% of those with a carry forget it: a model learns both ways, and does the worse one."""
+    rng, found = random.Random(seed), rows()
+    for row in found:
+        ones, tens, *carry, _ = row["answer"].split(", ")
+        if carry and rng.random() < 0.6:
+            row["answer"] = f"{ones}, {tens}, so {tens.split()[-1]}{int(ones.split()[-1]) % 10}."
+    return found
+
+
 def main(folder: Path) -> None:
-    for name, made in (("additions", rows()), ("pairs", pairs())):
+    for name, made in (("additions", rows()), ("pairs", pairs()), ("forgetful", forgetful())):
         text = "".join(json.dumps(row) + "\n" for row in made)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
