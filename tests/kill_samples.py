@@ -57,7 +57,8 @@ def commands(out: str) -> dict[str, list[str]]:
         "score": ["score", "samples", "--out", out, "--by", "length:20", "--function", "judge.py:score"],
         "train": ["train", "--job.run_folder", out, "--checkpoint.initial_load_path", "model/hf-step-60",
                   "--data.path", "scored/part-*.jsonl", "--objective.name", "policy", *ROWS,
-                  "--training.steps", "30", "--checkpoint.interval", "5", "--metrics.enable_tensorboard", "false",
+                  "--training.steps", "30", "--training.gradient_accumulation_steps", "1",
+                  "--checkpoint.interval", "5", "--metrics.enable_tensorboard", "false",
                   "--training.mixed_precision_param", "float32"],
     }  # fmt: skip
 
