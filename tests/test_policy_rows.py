@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from conftest import ASSETS
 
+from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config, DataConfig
 from titan_mi100.data import answer_store
@@ -26,6 +27,7 @@ from titan_mi100.open_run.run import Supervision
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.answers import PolicyWatch
+from titan_mi100.tools import inspect_data
 
 POLICY = "samples mask 0 0 0"
 ANSWER = {"ids": [5, 6], "log_p": [-1.0, -2.0], "finish": "stop", "text": "a", "score": 1.0, "scores": {"number": 1.0}}
@@ -293,3 +295,16 @@ def test_a_store_that_was_harmed_is_refused(case: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as refused:
         [GroupStore.open(folder, Sampled).read(number) for number in range(2)]
     assert words in str(refused.value), refused.value
+
+
+def test_the_data_page_has_the_scores_and_examples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = made_samples.groups(300, 24, 12)
+    config = config_of(tmp_path, made)
+    path = tmp_path / "run.toml"
+    path.write_text(to_toml(config))
+    assert inspect_data.main(["--job.config_file", str(path), "--html", str(tmp_path / "page.html")]) == 0
+    html = (tmp_path / "page.html").read_text()
+    every = [answer.score for group in made for answer in group.answers]
+    scores = [score for score in every if score is not None]
+    assert "Scores" in html and f"{len(every)} answers to 24 prompts" in html and f"best: {max(scores):g}" in html
+    assert f"{sum(scores) / len(scores):.3f}" in html

@@ -5,15 +5,15 @@ code and runs with your rights. This is not a sandbox: it can read and write wha
 """
 
 import argparse
-import heapq
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple
@@ -89,14 +89,13 @@ def _run(options: argparse.Namespace) -> None:
     signal.signal(signal.SIGALRM, _too_late)
     for number in tqdm(store.missing, unit="part", delay=1, mininterval=0.1 if sys.stderr.isatty() else 10):
         store.write(number, _scored(samples.read(number), scorers, options))
-    summary = {"scores": str(target), **_summary(store, scorers, options.above)}
+    weights = {name: scorer.weight for name, scorer in scorers.items()}
+    summary = {"scores": str(target), **summarise(_groups(store), weights, options.above, options.show)}
     if options.to:
         if not (rows := [*_kept(store, options.above)]):
             raise UserError(f"--above {options.above:g}: no complete answer has a higher score; nothing to write")
         write_output(options.to, rows, "--to", _is_ours)
         summary["kept"] = len(rows)
-    for name, choose in (("best", heapq.nlargest), ("worst", heapq.nsmallest)):
-        summary[name] = [text for _, text in choose(options.show, _examples(store))]
     print(json.dumps(summary) if options.json else _table(summary, options))
 
 
@@ -220,34 +219,47 @@ def _groups(store: GroupStore) -> Iterator[Group]:
     return (group for number in range(store.count) for group in store.read(number))
 
 
-def _summary(store: GroupStore, scorers: dict[str, Scorer], above: float) -> dict[str, Any]:
-    columns: dict[str, list[float | None]] = {name: [] for name in [*scorers, "score"]}
-    lengths, cut, spreads, dead = list[int](), 0, list[float](), 0
-    for group in _groups(store):
+def summarise(groups: Iterable[Group], weights: Mapping[str, float], above: float, show: int) -> dict[str, Any]:
+    """Figures of scored answers, and the best and the worst.
+
+    Args:
+        weights: of the scorers.
+        above: a higher score is right.
+        show: how many of the best, and of the worst.
+    """
+    columns = dict[str, list[float | None]]()
+    lengths, cut, spreads, dead, prompts, told = list[int](), 0, list[float](), 0, 0, list[tuple[float, str]]()
+    for group in groups:
+        prompts += 1
+        told = _extremes([*told, *_examples(group)], show)
         own = [answer.score for answer in group.answers if answer.score is not None]
         spreads += [pstdev(own)] if own else []
         dead += not own or max(own) == min(own)
         for answer in group.answers:
-            for name, column in columns.items():
-                column.append(answer.score if name == "score" else answer.scores.get(name))
+            for name, score in {**answer.scores, "score": answer.score}.items():
+                columns.setdefault(name, []).append(score)
             lengths.append(len(answer.ids))
             cut += answer.is_cut
     table, count = dict[str, Any](), len(lengths)
     for name, column in columns.items():
         known = [score for score in column if score is not None]
-        weight, right = scorers[name].weight if name in scorers else 1.0, sum(score > above for score in known)
-        shares = {"right": right / count, "not_scored": 1 - len(known) / count}
-        table[name] = {"weight": weight, "mean": fmean(known) if known else None, **shares}
-    counts = {"prompts": store.about.count, "answers": count, "mean_length": fmean(lengths), "cut_off": cut / count}
-    return {**counts, "spread": fmean(spreads or [0.0]), "dead_prompts": dead, "scorers": table}
+        shares = {"right": sum(score > above for score in known) / count, "not_scored": 1 - len(known) / count}
+        table[name] = {"weight": weights.get(name, 1.0), "mean": fmean(known) if known else None, **shares}
+    counts = {"prompts": prompts, "answers": count, "mean_length": fmean(lengths), "cut_off": cut / count}
+    shown = {"best": [text for _, text in told[::-1][:show]], "worst": [text for _, text in told[:show]]}
+    return {**counts, "spread": fmean(spreads or [0.0]), "dead_prompts": dead, "scorers": table, **shown}
 
 
-def _examples(store: GroupStore) -> Iterator[tuple[float, str]]:
-    for group in _groups(store):
-        for number, answer in enumerate(group.answers, 1):
-            if answer.score is not None:
-                text = " ".join(f"...{str(_prompt(group.row))[-100:]} -> {answer.text[-200:]}".split())
-                yield answer.score, printable(f"{answer.score:g}  {group.where}, answer {number}: {text}")
+def _extremes(told: list[tuple[float, str]], show: int) -> list[tuple[float, str]]:
+    told = sorted(told, key=itemgetter(0))
+    return told if len(told) <= 2 * show else told[:show] + told[len(told) - show :]
+
+
+def _examples(group: Group) -> Iterator[tuple[float, str]]:
+    for number, answer in enumerate(group.answers, 1):
+        if answer.score is not None:
+            text = " ".join(f"...{str(_prompt(group.row))[-100:]} -> {answer.text[-200:]}".split())
+            yield answer.score, printable(f"{answer.score:g}  {group.where}, answer {number}: {text}")
 
 
 def _kept(store: GroupStore, above: float) -> Iterator[str]:
@@ -259,16 +271,26 @@ def _kept(store: GroupStore, above: float) -> Iterator[str]:
             yield json.dumps(row | {"labels": [IGNORE] * len(group.prompt_ids) + [*ids]}) + "\n"
 
 
-def _table(summary: dict[str, Any], options: argparse.Namespace) -> str:
-    lines = [f"{'scorer':<32}{'weight':>8}{'mean':>9}{f'> {options.above:g}':>9}{'not scored':>12}"]
+def table_of(summary: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Of each scorer, and of the score: name, weight, mean, share of right answers, and of those without a score."""
     for name, own in summary["scorers"].items():
         mean = "-" if own["mean"] is None else f"{own['mean']:.3f}"
-        lines.append(f"{name:<32}{own['weight']:>8g}{mean:>9}{own['right']:>9.1%}{own['not_scored']:>12.1%}")
-    lines.append(
+        yield name, f"{own['weight']:g}", mean, f"{own['right']:.1%}", f"{own['not_scored']:.1%}"
+
+
+def in_words(summary: dict[str, Any]) -> str:
+    """What the table does not have."""
+    return (
         "{answers:,} answers to {prompts:,} prompts: {mean_length:.1f} tokens on average, {cut_off:.1%} cut off; "
         "prompts whose scores are equal teach nothing: {dead_prompts:,}; standard deviation in a prompt {spread:.3f}"
         "".format_map(summary)
     )
+
+
+def _table(summary: dict[str, Any], options: argparse.Namespace) -> str:
+    lines = [f"{'scorer':<32}{'weight':>8}{'mean':>9}{f'> {options.above:g}':>9}{'not scored':>12}"]
+    lines += ["{:<32}{:>8}{:>9}{:>9}{:>12}".format(*cells) for cells in table_of(summary)]
+    lines.append(in_words(summary))
     if summary["scorers"]["score"]["mean"] is None:
         lines.append("WARNING no answer has a score: is the gold answer under another key? name it with --gold")
     lines += [f"{name}: {text}" for name in ("best", "worst") for text in summary[name]]

@@ -10,10 +10,11 @@ from typing import Any
 
 from titan_mi100.config.settings import Config
 from titan_mi100.files.durable import check_output, write_output
+from titan_mi100.tools.score import in_words, table_of
 from titan_mi100.wording import plural, printable
 from titan_mi100.workshop.pages.charts import bars
 from titan_mi100.workshop.pages.data_report import MOST_TOKENS, page_report
-from titan_mi100.workshop.pages.document import finding_list, html_document, is_page, section, text
+from titan_mi100.workshop.pages.document import finding_list, html_document, is_page, section, table, text
 from titan_mi100.workshop.pages.reasons import Kind
 from titan_mi100.workshop.pages.verdict import WARN, Finding
 
@@ -52,6 +53,13 @@ def page(title: str, report: dict[str, Any]) -> str:
     body = [f'<header><h1><bdi>{text(title)}</bdi></h1><p class="soft">{about}</p></header>']
     body += [finding_list([Finding(WARN, warning) for warning in report["warnings"]])]
     body += [section("What was read", f"<ul>{read}</ul>")]
+    if scores := report["scores"]:
+        cells = ((name, *rest) for name, _, *rest in table_of(scores))
+        told = "".join(
+            f"<li>{name}: <bdi>{text(line)}</bdi></li>" for name in ("best", "worst") for line in scores[name]
+        )
+        heads = table(("Scorer", "Mean", "Above 0.5", "Not scored"), cells, range(1, 4))
+        body.append(section("Scores", f"<p>{text(in_words(scores))}</p>{heads}<ul>{told}</ul>"))
     sets = report["sets"]
     for index, each in enumerate(sets):
         inside = section("Lengths", _lengths(each)) + section("How rows are filled", _map(each))

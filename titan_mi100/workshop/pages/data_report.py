@@ -1,19 +1,26 @@
 """What the data page shows, as JSON values: of each set its lengths, how its rows are filled, and some documents."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from titan_mi100.config.settings import Config
 from titan_mi100.data.encode import OVERLONG
+from titan_mi100.data.files import RecordReader
+from titan_mi100.data.formats import parse_record
 from titan_mi100.data.mixture import Mixture
 from titan_mi100.data.prepared import PackedDataset, Prepared, SourceRows
+from titan_mi100.data.samples import Group, read_group
+from titan_mi100.data.strict_json import BadRecord
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.tools.prepared.report import about, asked_rows, choose_source, open_data, read_ledger, shown_row
+from titan_mi100.tools.score import summarise
 from titan_mi100.workshop.pages.reasons import explain
 
+_RIGHT, _MOST_ANSWERS = 0.5, 5  # a score above it is right; the best and the worst answers that are shown
 _PICTURED = 24  # rows in the packing picture
 # on a page: sources of a mixture, documents of a set, and tokens of all rows together
 _MOST_SETS, _MOST_DOCUMENTS, MOST_TOKENS = 8, 30, 16_384
@@ -24,7 +31,8 @@ def page_report(config: Config, options: argparse.Namespace) -> dict[str, Any]:
 
     Returns:
         See `open_data`; `set`: its name; `sets`: of the chosen source, or of the first ones of a mixture, see
-        `_of_set`, each with its `share` of a run's rows (0: it is no mixture); `sets_left_out`: how many sources.
+        `_of_set`, each with its `share` of a run's rows (0: it is no mixture); `sets_left_out`: how many sources;
+        `scores`: of sampled answers, else None.
     """
     prepared, origin = open_data(config, options.where)
     sources, shares = prepared.validation if options.validation else prepared.sources, dict[str, float]()
@@ -43,7 +51,15 @@ def page_report(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     ]
     name = "validation" if options.validation else "train"
     about_sets = {"set": sets[0]["set"] if len(sets) == 1 else name, "sets_left_out": len(packed[_MOST_SETS:])}
-    return {**origin, **about_sets, "sets": sets}
+    groups = _groups(prepared.facts.files) if config.objective.name == "policy" else None
+    scores = groups and summarise(groups, {}, _RIGHT, _MOST_ANSWERS)
+    return {**origin, **about_sets, "sets": sets, "scores": scores}
+
+
+def _groups(files: Iterable[str]) -> Iterator[Group]:
+    for record in (record for path in files for record in RecordReader(path)):
+        with suppress(BadRecord):  # which the ledger names
+            yield read_group(parse_record(record))
 
 
 def _of_set(config: Config, options: argparse.Namespace, data: Prepared, source: SourceRows) -> dict[str, Any]:
