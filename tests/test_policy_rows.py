@@ -306,5 +306,5 @@ def test_the_data_page_has_the_scores_and_examples(tmp_path: Path, capsys: pytes
     html = (tmp_path / "page.html").read_text()
     every = [answer.score for group in made for answer in group.answers]
     scores = [score for score in every if score is not None]
-    assert "Scores" in html and f"{len(every)} answers to 24 prompts" in html and f"best: {max(scores):g}" in html
+    assert "Scores" in html and f"{len(every)} answers to 24 prompts" in html and f"best: <bdi>{max(scores):g} " in html
     assert f"{sum(scores) / len(scores):.3f}" in html
