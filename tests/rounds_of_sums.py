@@ -55,7 +55,7 @@ def shuffled(scored: Path, seed: int) -> None:
     rng.shuffle(scores)
     for answer, score in zip(answers, scores, strict=True):
         answer["score"] = score
-    write(scored / "shuffled.jsonl", [group for part in groups for group in part])
+    write(scored.parents[1] / "shuffled.jsonl", [group for part in groups for group in part])
 
 
 def main() -> None:
@@ -107,7 +107,7 @@ def main() -> None:
             data = here / "right.jsonl" if keep else scored / "part-*.jsonl"
             if arm == "shuffled":
                 shuffled(scored, seed)
-                data = scored / "shuffled.jsonl"
+                data = here / "shuffled.jsonl"
             settings = [] if keep else ["--objective.name", "policy", *options.settings.split()]
             run("train", "--job.run_folder", here / "run", "--checkpoint.initial_load_path", model, "--data.path", data,
                 "--checkpoint.export_hf", "true", "--training.seq_len", 256, "--training.epochs", 1,

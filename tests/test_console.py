@@ -223,7 +223,8 @@ def test_the_wheel_holds_every_module_every_config_and_the_data_of_debug_toml(wh
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {str(path.relative_to(REPO)) for path in (REPO / "titan_mi100").rglob("*.py")}
     configs = {f"titan_mi100/train_configs/{path.name}" for path in (REPO / "train_configs").glob("*.[tj]*")}
-    data = {"additions.jsonl", "pairs.jsonl", *(f"tokenizer/{path.name}" for path in (ASSETS / "tokenizer").iterdir())}
+    data = {"additions.jsonl", "forgetful.jsonl", "pairs.jsonl"}
+    data |= {*(f"tokenizer/{path.name}" for path in (ASSETS / "tokenizer").iterdir())}
     modules |= {"titan_mi100/config/examples.txt", "titan_mi100/data/columns.txt"}
     modules |= {f"titan_mi100/workshop/other_trainers.{ending}" for ending in ("txt", "toml")}
     modules |= {"titan_mi100/workshop/pages/style.css"}

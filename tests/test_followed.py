@@ -295,7 +295,7 @@ FOLLOWED: dict[tuple[str, str], tuple[Call, Call, str, Call, Call, str]] = {
     ("text/base", "character of the text is a"): (
         NOTHING, lambda f: load_tokenizer(TOKENIZER).encode("\ud800"), "replace it by U+FFFD",
         NOTHING, lambda f: load_tokenizer(TOKENIZER).encode("\ufffd"), ""),
-    ("config/check", "lora.dropout = objective.name disturbs the log p"): (
+    ("config/check", "lora.dropout = objective.name disturbs the sums"): (
         NOTHING, config(*PREFERS, "--lora.rank", "4", "--lora.dropout", "0.1"), "set it to 0",
         NOTHING, config(*PREFERS, "--lora.rank", "4", "--lora.dropout", "0"), ""),
     ("config/load", "move it away, or name another"): (

@@ -283,7 +283,7 @@ gamma = 0.5
 """,
     {
         "datasets[0].type": "5 no setting for it; files are read whole, and the form of their rows is recognised",
-        "lora_dropout": "9 lora.dropout = 0.1 disturbs the log p that are compared; set it to 0",
+        "lora_dropout": "9 lora.dropout = 0.1 disturbs the sums of log p that are compared; set it to 0",
     },
 )
 FACTORY_LORA = (

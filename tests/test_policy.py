@@ -65,20 +65,21 @@ def by_hand(scores: list[float], how: str) -> list[float]:
 
 def learned_answers(form: str, made: list[Group]) -> list[tuple[Group, int, float]]:
     """(group, answer, advantage) of each, as the papers say it."""
-    chosen, option = list[tuple[Group, int, float]](), FORMS[form]
+    chosen, every, option = list[tuple[Group, int, float]](), list[float](), FORMS[form]
     for group in made:
         scores = {i: a.score for i, a in enumerate(group.answers) if a.score is not None}
         if option.get("cut_off") == "shape":
-            over = {i: min(0, ((LONGEST - 5) - len(group.answers[i].ids)) / 5) for i in scores}
+            over = {i: max(-1, min(0, ((LONGEST - 5) - len(group.answers[i].ids)) / 5)) for i in scores}
             scores = {i: score + over[i] for i, score in scores.items()}
         if len({*scores.values()}) < 2 and not option.get("kl_weight"):
             continue
         each = dict(zip(scores, by_hand([*scores.values()], option.get("advantage", "mean")), strict=True))
         masked = option.get("cut_off", "mask") == "mask"
-        chosen += [(group, i, a) for i, a in each.items() if not (masked and group.answers[i].finish == "length")]
-    if option.get("advantage") == "whitened":
-        values = np.array([a for _, _, a in chosen])
-        chosen = [(g, i, (a - values.mean()) / (values.std() + 1e-8)) for g, i, a in chosen]
+        own = [(group, i, a) for i, a in each.items() if not (masked and group.answers[i].finish == "length")]
+        every += each.values() if own else []
+        chosen += own
+    if option.get("advantage") == "whitened":  # over all answers with a score, also those that are cut off
+        chosen = [(g, i, a / (np.std(every) + 1e-8)) for g, i, a in chosen]
     return chosen
 
 

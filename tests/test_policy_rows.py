@@ -85,6 +85,8 @@ def test_which_answers_are_learned() -> None:
     assert read({**ROW, "answers": [ANSWER, {**ANSWER, "ids": [5, 6, 7], "log_p": [-1.0] * 3}]}, "samples shape 3 1 0")[
         0
     ] == [0, 1]
+    with pytest.raises(BadRecord, match="longer than longest_answer: 2 tokens"):
+        read(ROW, "samples mask 1 0 0")
     assert read({**ROW, "answers": [unscored] * 2}) == ([], "no answer could be scored")
     assert read({**ROW, "answers": [cut, {**cut, "score": 0.1}]}) == ([], "all answers with a score were cut off")
 
@@ -202,9 +204,11 @@ CONFIGS = {
     "cispo": ({"objective.ratio": "cispo", "objective.clip_low": "0.1"}, 'no effect with ratio = "cispo"'),
     "of sft": ({"objective.name": "sft", "objective.most_apart": "0.1", "objective.divisor": "length"},
                'no effect with name = "sft"'),
-    "dropout": ({"lora.rank": "2", "lora.dropout": "0.1"}, "= 0.1 disturbs the log p"),
+    "dropout": ({"lora.rank": "2", "lora.dropout": "0.1"}, "= 0.1 disturbs the sums"),
     "cut": ({"data.overlong": "split"}, "would cut answers"),
     "format": ({"data.format": "tokens"}, "no effect with sampled answers, which are token ids"),
+    "spikes": ({"training.skip_loss_spikes": "true"}, "the loss of a policy has no level"),
+    "think blocks": ({"data.empty_think": "supervised"}, "no effect with sampled answers"),
     "duplicates": ({"data.duplicates": "drop"}, "equal ones are samples too; use keep"),
     "best": ({"checkpoint.keep_best": "true", "data.validation_fraction": "0.1"}, "the loss of a policy has no level"),
 }  # fmt: skip

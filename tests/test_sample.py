@@ -23,6 +23,7 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3MoeConfig, 
 
 from titan_mi100.attention.base import Documents
 from titan_mi100.config.settings import LoRAConfig
+from titan_mi100.data import prompts as prompt_rows
 from titan_mi100.data.samples import GroupStore, Sampled
 from titan_mi100.data.strict_json import BadRecord
 from titan_mi100.generation.engine import Model, PromptBuilder
@@ -203,7 +204,7 @@ def test_a_prompt_is_what_stands_before_the_answer(folders: Any, tmp_path: Path)
     wrong += [{"question": " ", "answer": "4"}]
     for row in [*wrong, {"prompt": [user, said]}]:
         with pytest.raises(BadRecord):
-            sample.prompt_of(row)
+            prompt_rows.asked_of(row)
 
 
 # --- servers ---
@@ -341,7 +342,7 @@ def test_a_hostile_server_gives_one_message_and_leaves_whole_parts(
     out = tmp_path / "out"
     asked = ["--server", stub.url, "--served_model", "m", "--out", str(out), "--server_timeout", "0.3"]
     stub.behave = lambda handler, body: (of_vllm() if len(stub.asked) <= 9 else HOSTILE["HTTP 500"][1])(handler, body)
-    assert sample.main([*words, *asked]) == 2
+    assert sample.main([*words, *asked[:-2], "--concurrency", "1"]) == 2
     kept = files(out)
     assert len(kept) == 2
     capfd.readouterr()
@@ -354,6 +355,6 @@ def test_a_hostile_server_gives_one_message_and_leaves_whole_parts(
     assert stub.sent < 1 << 25
     busy = iter([True, True, False] * 99)  # later it answers
     stub.behave = lambda handler, body: (HOSTILE["busy"][1] if next(busy) else of_vllm())(handler, body)
-    assert sample.main([*words, *asked, "--concurrency", "1"]) == 0 and kept.items() < files(out).items()
+    assert sample.main([*words, *asked[:-2], "--concurrency", "1"]) == 0 and kept.items() < files(out).items()
     for url in ("localhost:1", "ftp://x", "http://", "http://a:x", "http://u:p@h", "http://h?x=1", "http://["):
         assert sample.main([*words, *asked[2:], "--server", url]) == 2 and "expected http" in capfd.readouterr().err

@@ -135,6 +135,7 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
         if value and not (data.validation_path or data.validation_fraction):
             yield Problem(key, f"= {value!r} needs [data] validation_path or validation_fraction", held_out)
     by_best = {"checkpoint.keep_best": best, "validation.patience": validation.patience}
+    by_best |= {"training.skip_loss_spikes": config.training.skip_loss_spikes}
     for key in (key for key, asked in by_best.items() if asked and config.objective.name == "policy"):
         text = "has no meaning: the loss of a policy has no level; judge exports, with titan-mi100 evaluate exact-match"
         yield Problem(key, text, ("objective.name",))
@@ -393,7 +394,7 @@ def _idle_of_objective(o: ObjectiveConfig) -> Iterator[tuple[str, str, tuple[str
         yield why, "objective.name", OF_POLICY
     else:
         of_texts = ("format", "prompt_column", "response_column", "system_column", "text_column", "loss")
-        of_templates = ("system_prompt", "special_in_content", *assets.VARIABLES)
+        of_templates = ("system_prompt", "special_in_content", "empty_think", "earlier_thinking", *assets.VARIABLES)
         yield "sampled answers, which are token ids", "data.path", (*of_texts, *of_templates)
         if o.cut_off != "shape":
             yield f'cut_off = "{o.cut_off}"', "objective.cut_off", ("cut_off_tokens",)
@@ -427,10 +428,10 @@ def _check_objective(o: ObjectiveConfig, data: DataConfig, dropout: float) -> It
         yield Problem("objective.name", text, ("data.path", "data.source"))
     if o.name == "policy":
         yield from _check_policy(o, data)
-    if o.answers == "pairs" and any(source.format != "auto" for source in data.source):
-        yield Problem("data.source", ": format has no effect: pairs of answers are read by their keys; delete it")
+    if (o.answers == "pairs" or o.name == "policy") and any(source.format != "auto" for source in data.source):
+        yield Problem("data.source", ": format has no effect: answers are read by their keys; delete it")
     if o.answers and dropout:
-        text = "disturbs the log p that are compared; set it to 0"
+        text = "disturbs the sums of log p that are compared; set it to 0"
         yield Problem("lora.dropout", f"= {dropout} {text}", ("objective.name",))
     if o.answers and data.overlong in ("truncate", "split"):
         text = f'= "{data.overlong}" would cut answers, which are compared as wholes; use drop or error'

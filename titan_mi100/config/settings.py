@@ -443,8 +443,8 @@ class ObjectiveConfig:
         "samples", then what of them is learned, see data.samples.Kept.
         """
         if self.name == "policy":
-            longest = self.longest_answer if self.cut_off == "shape" else 0
-            return f"samples {self.cut_off} {longest} {self.cut_off_tokens} {int(self.kl_weight > 0)}"
+            told = self.cut_off, self.longest_answer, self.cut_off_tokens, int(self.kl_weight > 0)
+            return " ".join(map(str, ("samples", *told)))
         return "" if self.name != "preference" else "pairs" if self.preference.is_paired else "labels"
 
     @property

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan_mi100.config.layout import IGNORE
@@ -153,6 +154,7 @@ def choose_format(path: str, config: DataConfig, answers: str = "") -> Format:
     if answers == PAIRS:
         return _pairs(config)
     if answers.startswith(SAMPLES):
+        samples.check_sealed(Path(path))
         read = partial(_read_samples, Kept.of(answers))
         return Format("samples", "sampled answers with scores", read, samples.KEYS, samples.OPTIONAL)
     if answers == LABELS:

@@ -1,12 +1,21 @@
-"""Held-out prompts: the beginnings of a validation set's documents, with the reference answers that follow."""
+"""Prompts: what stands before the answer of a row; and those of held-out documents, with the answers that follow."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice, zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from titan_mi100.config.settings import DataConfig
+from titan_mi100.data.conversation import Message, drop_keys, last_of
+from titan_mi100.data.formats import choose_format
 from titan_mi100.data.prepared import PackedDataset, RowSet
+from titan_mi100.data.strict_json import BadRecord, listed
+
+_TURNS = {"messages": {"role": "assistant", "content": "."}, "conversations": {"from": "gpt", "value": "."}}
+_ANSWERS = {"prompt": "completion", "question": "answer", "instruction": "output", "input": "output"}
+_FORMATS = {"messages": "messages", "conversations": "sharegpt", "prompt": "prompt_completion", "instruction": "alpaca"}
 
 
 class Prompt(NamedTuple):
@@ -58,3 +67,35 @@ def _documents(rows: RowSet) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         return
     for row in map(rows.row, range(len(rows))):
         yield from row.documents()
+
+
+def asked_of(row: dict[str, Any]) -> tuple[list[Message], list[Any] | None]:
+    """What stands before the answer of a row, if it has one, else all of it; and its tools.
+
+    Raises:
+        BadRecord: the row has no prompt.
+    """
+    fields = drop_keys(row, frozenset(), Counter())
+    lists, texts = ([key for key in keys if fields.get(key) is not None] for keys in (_TURNS, _ANSWERS))
+    keys = lists[:1] or ([key for key in texts if key != "input"] or texts)
+    if len(keys) != 1:
+        every = listed([*_TURNS, *_ANSWERS])
+        raise BadRecord("not one prompt", f"a row has one of {every}; this one has {listed(keys or row)}")
+    [key] = keys
+    system = "system" * ("system" in fields)
+    columns = DataConfig(prompt_column=key, response_column=_ANSWERS.get(key, ""), system_column=system)
+    if lists:  # an answer to a question that has none; behind another answer it is the second one
+        fields[key] = [*fields[key], _TURNS[key]] if isinstance(fields[key], list) else fields[key]
+    elif key != "prompt" or not isinstance(fields.get("completion"), list):
+        fields[_ANSWERS[key]] = "."
+    form = choose_format("", DataConfig(format=_FORMATS[key]) if key in _FORMATS else columns)
+    example = form.read(fields)
+    before = (example.messages or [])[: last_of("assistant", example.messages or [])]
+    if lists and before and before[-1]["role"] == "assistant":
+        del before[-1]
+    last = before[-1] if before else {"role": "system"}
+    if last["role"] in ("assistant", "system") or (last["role"] == "user" and not last["content"].strip()):
+        raise BadRecord(
+            "nothing to answer", "before the answer there is no message of the user, or a blank one; add it"
+        )
+    return before, example.tools

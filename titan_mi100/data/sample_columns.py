@@ -1,5 +1,6 @@
 """What the policy objective reads of sampled answers beside their tokens: read again from the files of the rows."""
 
+import math
 from collections.abc import Iterator
 from itertools import groupby
 
@@ -10,7 +11,7 @@ from titan_mi100.data.answers import ADVANTAGE, SAMPLER, SCORE, SHARE
 from titan_mi100.data.files import RecordReader
 from titan_mi100.data.formats import parse_record
 from titan_mi100.data.prepared import DocumentTable
-from titan_mi100.data.samples import Group, Kept, advantages, read_group
+from titan_mi100.data.samples import KEYS, OPTIONAL, Group, Kept, advantages, read_group
 from titan_mi100.data.strict_json import BadRecord
 from titan_mi100.errors import UserError
 from titan_mi100.log import log
@@ -27,7 +28,7 @@ def sample_columns(table: DocumentTable, kept: Kept, how: str) -> dict[str, Colu
     count = len(table.starts) - 1
     by_answer, sampler = np.zeros((3, count)), [np.zeros(0)] * count  # advantage, 1 / tokens, score
     groups = answers = scored = cut = dead = 0
-    total = 0.0
+    total, every = 0.0, list[float]()
     for group, documents in _groups(table):
         scores = kept.scores(group)
         known = [score for score in scores if score is not None]
@@ -35,12 +36,13 @@ def sample_columns(table: DocumentTable, kept: Kept, how: str) -> dict[str, Colu
         total, cut = total + sum(known), cut + sum(answer.is_cut for answer in group.answers)
         dead += max(known) == min(known) if known else 0
         each = advantages(scores, how)
+        every += [own for own, score in zip(each, scores, strict=True) if score is not None] if any(each) else []
         for document, number in documents:
             answer = group.answers[number]
             by_answer[:, document] = each[number], 1 / len(answer.ids), answer.score
             sampler[document] = np.array(answer.log_p)
-    if how == "whitened":
-        by_answer[0] = (by_answer[0] - by_answer[0].mean()) / (by_answer[0].std() + _ALMOST_ZERO)
+    if how == "whitened":  # the mean of each group, and so of all, is zero
+        by_answer[0] /= math.sqrt(math.fsum(own**2 for own in every) / max(1, len(every))) + _ALMOST_ZERO
     counts = np.array([*map(len, sampler)])
     starts = np.cumsum(np.append(0, counts))
     log.info(
@@ -67,7 +69,8 @@ def _groups(table: DocumentTable) -> Iterator[tuple[Group, list[tuple[int, int]]
             if not documents:
                 continue
             try:
-                group = read_group(parse_record(record))
+                row = parse_record(record)
+                group = read_group({key: row[key] for key in row.keys() & (KEYS | OPTIONAL)})  # others were ignored
             except BadRecord as bad:
                 raise UserError(f"{path}:{record.number}: {bad}; it has changed since it was prepared") from None
             numbered = [(document, int(labels[document]) - 1) for document in documents]

@@ -4,6 +4,7 @@ A row is a group: one prompt and the answers that were sampled for it. All of th
 and for scores. Imports no torch.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -102,8 +103,8 @@ class Kept(NamedTuple):
     """Which answers of a group are learned, as ObjectiveConfig.answers says it."""
 
     cut_off: str  # of answers that were cut off: mask, shape or keep
-    longest: int  # with shape: the longest allowed answer, and its last tokens in which the score falls by up to 1
-    last: int
+    longest: int  # the longest allowed answer; 0: not said
+    last: int  # with shape: its last tokens, in which the score falls by up to 1
     with_dead: bool  # groups whose scores are all equal stay, for the KL
 
     @classmethod
@@ -117,7 +118,7 @@ class Kept(NamedTuple):
             return [answer.score for answer in group.answers]
         over = (max(0, len(answer.ids) - (self.longest - self.last)) for answer in group.answers)
         each = zip(group.answers, over, strict=True)
-        return [None if answer.score is None else answer.score - by / self.last for answer, by in each]
+        return [None if answer.score is None else answer.score - min(1, by / self.last) for answer, by in each]
 
     def learned(self, group: Group) -> tuple[list[int], str]:
         """The indices of the answers that are learned, and why there is none.
@@ -125,6 +126,8 @@ class Kept(NamedTuple):
         Raises:
             BadRecord: no answer has a score at all.
         """
+        if self.longest and (longest := max(len(answer.ids) for answer in group.answers)) > self.longest:
+            raise BadRecord("longer than longest_answer", f"{longest} tokens; set objective.longest_answer to as many")
         scores = self.scores(group)
         known = [score for score in scores if score is not None]
         if not known and not any("score" in answer.scores or answer.scores for answer in group.answers):
@@ -206,12 +209,24 @@ def _ids(value: Any, name: str) -> list[int]:
     return ids
 
 
+def check_sealed(path: Path) -> None:
+    """Compare a file with the store that it is a part of, if it is of one. Raises UserError: damaged, or parts lack."""
+    if (path.parent / STORE).is_file():
+        store = GroupStore.open(path.parent, Scored)
+        if not store.is_complete:
+            raise UserError(f"{path.parent}: some parts are missing; run titan-mi100 score again: it goes on")
+        for number in (number for number, part in store.parts.items() if part.name == path.name):
+            store.check_hash(number, "delete it, and run titan-mi100 score again: it is made anew")
+
+
 class GroupStore(SealedParts[Any]):
     """A store of samples or of scores: parts of PART_PROMPTS groups, in the order of the prompts, a JSON line each."""
 
     def __init__(self, folder: Path, about: Sampled | Scored) -> None:
         """Raises UserError: the folder is of something else, or cannot be read."""
         super().__init__(folder, about, self.count_of(about, 0), "jsonl", about.kind)
+        if self.about != about and not self.parts:  # nothing was made yet
+            self.about, self.is_begun, self.count = about, False, -(-about.count // PART_PROMPTS)
         if differing := [key for key, own in vars(about).items() if getattr(self.about, key) != own]:
             remedy = "start with the same options, or name another folder with --out"
             raise UserError(f"{folder}: was made with another {listed(differing)}; {remedy}")
@@ -230,6 +245,13 @@ class GroupStore(SealedParts[Any]):
     def count_of(self, about: Sampled | Scored, count: int) -> int:
         """The number of parts: of a folder that is begun its own, whatever is asked for."""
         return -(-about.count // PART_PROMPTS)
+
+    @property
+    def digest(self) -> str:
+        """Identifies the store with its parts."""
+        return hashlib.sha256(
+            json.dumps([vars(self.about), sorted(p.name for p in self.parts.values())]).encode()
+        ).hexdigest()
 
     def prompts_of(self, number: int) -> range:
         """The numbers of a part's prompts."""

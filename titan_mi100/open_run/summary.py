@@ -40,7 +40,7 @@ def log_summary(run: Run, step: int) -> None:
     files = [f"checkpoint/{path.name}" for path in list_checkpoints(folder / "checkpoint")]
     library = "peft" if config.lora.rank else "transformers"
     files += [f"hf-step-{step}/ for {library}, vLLM"] * config.checkpoint.export_hf
-    good, to_try = _how_good(progress, run.measured)
+    good, to_try = _how_good(config.objective.name, progress, run.measured)
     log.info(f"done: learned {plural(progress.rows_consumed, 'packed row')} in {plural(progress.step, 'step')}")
     log.info(f"  how good   {good}")
     log.info(f"  where      {shown_path(folder)}: {', '.join(files)}; docs/RUN_FOLDER.md explains the other files")
@@ -50,8 +50,13 @@ def log_summary(run: Run, step: int) -> None:
         log.info(f"  {purpose:<10} {command}")
 
 
-def _how_good(progress: Progress, measured: Mapping[str, float]) -> tuple[str, str]:
+def _how_good(name: str, progress: Progress, measured: Mapping[str, float]) -> tuple[str, str]:
     """What the objective measures on the validation rows, and what it says to try next."""
+    if name == "policy":
+        return (
+            "not measured: the loss of a policy has no level",
+            "a further round: sample from this model, score, learn",
+        )
     if progress.best_step is None:
         return "not measured on new rows", "--data.validation_fraction 0.05 --validation.freq 50, which measure it"
     quality = (

@@ -19,7 +19,8 @@ from titan_mi100.text.judge import exact_value, judge_of
 from titan_mi100.wording import shown
 
 SCORERS = "number, text, tool_calls, length:TOKENS, regex:PATTERN, schema:FILE.json"
-_GOLD_KEYS = ("answer", "solution", "ground_truth", "reward_model.ground_truth")
+_TEXTS = ("output", "completion")  # of rows of training
+_GOLD_KEYS = ("answer", "solution", "ground_truth", "reward_model.ground_truth", *_TEXTS)
 _FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)  # as Qwen3.5 writes a call
@@ -79,7 +80,7 @@ def gold_of(row: dict[str, Any], key: str = "") -> Any:
             gold = gold.get(part) if isinstance(gold, dict) else None
         if isinstance(gold, str):
             gold = (without_thinking(gold) if name == "messages" else gold).rpartition("####")[2].strip()
-        if gold not in (None, "", [], {}):
+        if gold not in (None, "", [], {}) and (key or name not in _TEXTS or isinstance(gold, str)):
             golds[name] = gold
     if len({str(gold) for gold in golds.values()}) > 1:
         differing = ", ".join(f"{name} = {shown(gold)}" for name, gold in golds.items())

@@ -9,7 +9,6 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -21,26 +20,20 @@ import torch
 from tqdm import tqdm
 
 from titan_mi100 import cli as tool
-from titan_mi100.config.settings import DataConfig
-from titan_mi100.data.conversation import Message, drop_keys, last_of
-from titan_mi100.data.formats import choose_format
+from titan_mi100.data.prompts import asked_of
 from titan_mi100.data.samples import LARGEST, LENGTH, MOST, PART_PROMPTS, STOP, Answer, Group, GroupStore, Sampled
-from titan_mi100.data.strict_json import BadRecord, listed
 from titan_mi100.device import accelerator
 from titan_mi100.doors import door
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import FolderLock
 from titan_mi100.files.pool import forked_pool, kill_workers
-from titan_mi100.generation.batch import Row, command_parser, open_model, read_rows, template_variables
+from titan_mi100.generation.batch import command_parser, open_model, read_rows, template_variables
 from titan_mi100.generation.engine import Model, PromptBuilder, full_memory_is_an_error
 from titan_mi100.model.decode import Sampling, check_lengths, generate
 from titan_mi100.weights.base import dtype_name
 
 _MOST_TOKENS = LARGEST // PART_PROMPTS // 32  # of the answers to a prompt; a part has up to 32 bytes for each
 _DIGITS = 7  # of a log p, after the point
-_TURNS = {"messages": {"role": "assistant", "content": "."}, "conversations": {"from": "gpt", "value": "."}}
-_ANSWERS = {"prompt": "completion", "question": "answer", "instruction": "output", "input": "output"}
-_FORMATS = {"messages": "messages", "conversations": "sharegpt", "prompt": "prompt_completion", "instruction": "alpaca"}
 _OF_SERVER = {"served_model", "server_kind", "concurrency", "server_timeout"}
 _OF_ENGINE = {"batch_size", "device", "dtype", "processes"}
 Asked = Sequence[tuple[Group, str]]  # of each answer: the prompt, and the seed
@@ -77,7 +70,7 @@ def _parser() -> tool.Parser:
 
 def _run(options: Namespace) -> None:
     _check(options)
-    rows = read_rows(options.data, lambda row: (row, *prompt_of(row)))[: options.limit or None]
+    rows = read_rows(options.data, lambda row: (row, *asked_of(row)))[: options.limit or None]
     options.device = "cpu" if options.server else options.device  # the server may be on the GPU
     model = open_model(options)
     build = PromptBuilder(model, options.system, template_variables(options))
@@ -122,38 +115,6 @@ def _check(options: Namespace) -> None:
     }
     if broken := [rule for rule, holds in rules.items() if not holds]:
         raise UserError("\n".join(broken))
-
-
-def prompt_of(row: Row) -> tuple[list[Message], list[Any] | None]:
-    """What stands before the answer of a row, if it has one, else all of it; and its tools.
-
-    Raises:
-        BadRecord: the row has no prompt.
-    """
-    fields = drop_keys(row, frozenset(), Counter())
-    lists, texts = ([key for key in keys if fields.get(key) is not None] for keys in (_TURNS, _ANSWERS))
-    keys = lists[:1] or ([key for key in texts if key != "input"] or texts)
-    if len(keys) != 1:
-        every = listed([*_TURNS, *_ANSWERS])
-        raise BadRecord("not one prompt", f"a row has one of {every}; this one has {listed(keys or row)}")
-    [key] = keys
-    system = "system" * ("system" in fields)
-    columns = DataConfig(prompt_column=key, response_column=_ANSWERS.get(key, ""), system_column=system)
-    if lists:  # an answer to a question that has none; behind another answer it is the second one
-        fields[key] = [*fields[key], _TURNS[key]] if isinstance(fields[key], list) else fields[key]
-    elif key != "prompt" or not isinstance(fields.get("completion"), list):
-        fields[_ANSWERS[key]] = "."
-    form = choose_format("", DataConfig(format=_FORMATS[key]) if key in _FORMATS else columns)
-    example = form.read(fields)
-    before = (example.messages or [])[: last_of("assistant", example.messages or [])]
-    if lists and before and before[-1]["role"] == "assistant":
-        del before[-1]
-    last = before[-1] if before else {"role": "system"}
-    if last["role"] in ("assistant", "system") or (last["role"] == "user" and not last["content"].strip()):
-        raise BadRecord(
-            "nothing to answer", "before the answer there is no message of the user, or a blank one; add it"
-        )
-    return before, example.tools
 
 
 def _about(options: Namespace, model: Model, prompts: Sequence[Group]) -> Sampled:

@@ -22,17 +22,17 @@ from tqdm import tqdm
 
 from titan_mi100 import cli as tool
 from titan_mi100.config.layout import IGNORE
+from titan_mi100.data.prompts import asked_of
 from titan_mi100.data.samples import Group, GroupStore, Sampled, Scored
+from titan_mi100.data.strict_json import BadRecord
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import check_output, sha256_of, write_output
-from titan_mi100.files.parts import STORE
 from titan_mi100.files.plain import read_plain
 from titan_mi100.files.user_code import FORMS, HIGHEST, Question, UserCode, namespaces
-from titan_mi100.text.scorers import SCORERS, Judged, gold_of, last_answer, scorer_of, without_thinking
+from titan_mi100.text.scorers import SCORERS, Judged, gold_of, scorer_of, without_thinking
 from titan_mi100.wording import plural, printable, shown
 
 _ROW = "titan-mi100 score "  # how the ids of kept answers begin
-_PROMPTS = ("prompt", "question", "instruction", "problem", "input")  # keys of a row
 
 
 class Scorer(NamedTuple):
@@ -80,7 +80,7 @@ def _run(options: argparse.Namespace) -> None:
     scorers = _scorers(options)
     about = [f"{name}={scorer.weight!r} {scorer.digest}".rstrip() for name, scorer in scorers.items()]
     about += [f"--gold {options.gold}"] if options.gold else []
-    store = GroupStore(target, Scored("scores", sha256_of(options.samples / STORE), samples.about.count, about))
+    store = GroupStore(target, Scored("scores", samples.digest, samples.about.count, about))
     if options.function and not options.network and not namespaces(False):
         print("WARNING network not cut: no unshare, or the kernel does not allow it", file=sys.stderr)
     if store.is_complete:
@@ -174,9 +174,12 @@ def _code(text: str, options: argparse.Namespace) -> UserCode:
 
 
 def _prompt(row: dict[str, Any]) -> Any:
-    """The prompt in a row: a text, or messages."""
-    messages = row["messages"][: -1 if last_answer(row) else None] if isinstance(row.get("messages"), list) else ""
-    return next((row[key] for key in _PROMPTS if row.get(key)), messages)
+    """The prompt in a row: a text, or messages; "": none that is known."""
+    try:
+        messages, _ = asked_of(row)
+    except BadRecord:  # a store that another program has written
+        return ""
+    return messages[0]["content"] if [message["role"] for message in messages] == ["user"] else messages
 
 
 def _question(group: Group, gold: str) -> Question:
@@ -294,9 +297,9 @@ def _table(summary: dict[str, Any], options: argparse.Namespace) -> str:
     if summary["scorers"]["score"]["mean"] is None:
         lines.append("WARNING no answer has a score: is the gold answer under another key? name it with --gold")
     lines += [f"{name}: {text}" for name in ("best", "worst") for text in summary[name]]
-    path = json.dumps(str(options.to or f"{summary['scores']}/part-*.jsonl"), ensure_ascii=False)
+    path = os.path.abspath(options.to or f"{summary['scores']}/part-*.jsonl")
     objective = f"# {plural(summary['kept'], 'row')}" if options.to else '[objective]\nname = "policy"'
-    return "\n".join([*lines, f"train on it:\n[data]\npath = {path}\n{objective}"])
+    return "\n".join([*lines, f"train on it:\n[data]\npath = {json.dumps(path, ensure_ascii=False)}\n{objective}"])
 
 
 if __name__ == "__main__":
