@@ -14,7 +14,6 @@ from conftest import ASSETS
 from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config, DataConfig
-from titan_mi100.data import answer_store
 from titan_mi100.data.answers import ADVANTAGE, SAMPLER, SCORE
 from titan_mi100.data.columns import Findings
 from titan_mi100.data.formats import choose_format
@@ -140,10 +139,7 @@ def test_rows_keep_the_ids_and_the_numbers_of_their_answers(tmp_path: Path, worl
 
 
 @pytest.mark.full
-def test_the_pass_goes_on_after_a_stop_and_a_resume_reads_it(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(answer_store, "_ROWS_OF_A_PART", 4)
+def test_the_pass_goes_on_after_a_stop_and_a_resume_reads_it(world: World, tmp_path: Path, small_parts: None) -> None:
     config, folder = config_of(tmp_path), tmp_path / "run"
     folder.mkdir()
     stops = iter([False, False, True])

@@ -32,7 +32,6 @@ from titan_mi100.model.loss import of_labels, token_losses
 from titan_mi100.model.token_rows import rows_of
 from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.families import read_hf_config
-from titan_mi100.tools import generate as generate_command
 from titan_mi100.tools import sample
 from titan_mi100.weights import peft as peft_io
 from titan_mi100.workshop import answer_server as server
@@ -197,7 +196,7 @@ def test_a_prompt_is_what_stands_before_the_answer(folders: Any, tmp_path: Path)
     assert sample.main(["--model", base, "--data", str(data), "--out", str(out), *few]) == 0
     build = PromptBuilder(Model(base, "", "", CPU, torch.float32), None, None)
     for group, (row, asked) in zip(GroupStore.open(out, Sampled).read(0), rows.items(), strict=True):
-        prompt, tools = generate_command._prompt_of({"messages": asked})
+        prompt, tools = prompt_rows.asked_of({"messages": asked})
         assert group.row == json.loads(row) and group.prompt_ids == build("x", prompt, tools).ids, row
     wrong: list[Any] = [{"answer": "4"}, {"prompt": "a", "question": "a"}, {"messages": "x"}, {"prompt": 4}]
     wrong += [{"text": "a"}, *({"messages": given} for given in ([said], [user, said, said], [system]))]
@@ -260,7 +259,7 @@ def answer(kind: str, ids: Any = (10, 11, 700), log_p: Any = (-0.5, -1.25, -0.12
 
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
-    monkeypatch.setattr(server, "_PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(server, "PAUSES", (0.0, 0.0))
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     with Stub() as found:
         Thread(target=found.serve_forever, args=(0.01,), daemon=True).start()

@@ -218,7 +218,7 @@ def daemon(prompt, answer, row): os.fork() or (os.setsid(), note()); return len(
 def test_a_function_scores_or_is_refused_and_nothing_of_it_survives(
     name: str, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(user_code, "_LOADING", 3.0)
+    monkeypatch.setattr(user_code, "LOADING", 3.0)
     if name == "daemon" and not user_code.namespaces(False):
         pytest.skip("without a space of processes a daemon survives")
     (path := tmp_path / "f.py").write_text(FUNCTIONS)

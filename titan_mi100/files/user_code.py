@@ -31,7 +31,7 @@ FORMS = (
 )
 HIGHEST = 1e9  # above any score
 _OWN, _VERL = {"prompt", "answer", "row"}, {"data_source", "solution_str", "ground_truth", "extra_info"}
-_LOADING = 60.0  # seconds to start, and to import the file
+LOADING = 60.0  # seconds to start, and to import the file
 _LONGEST, _SHOWN = 1 << 20, 2000  # bytes that are kept of all scores of a part, and of what the function has printed
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # each thread takes address space
 
@@ -70,7 +70,7 @@ class UserCode(NamedTuple):
             with suppress(BrokenPipeError):
                 process.stdin.write(json.dumps([*self[:5], questions]).encode() + b"\n")
                 process.stdin.flush()  # left open: its end tells the process that this one was killed
-            how = ended(process.wait(_LOADING + self.seconds * sum(counts)))
+            how = ended(process.wait(LOADING + self.seconds * sum(counts)))
         except subprocess.TimeoutExpired:
             how = f"took longer than {self.seconds:g} s an answer (--timeout)"
         finally:

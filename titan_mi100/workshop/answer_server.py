@@ -21,7 +21,7 @@ from titan_mi100.data.strict_json import BadRecord, parse, shown
 from titan_mi100.errors import UserError
 from titan_mi100.wording import printable, shortened
 
-_PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds until a request is sent again
+PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds until a request is sent again
 _AGAIN = (0, 429, 503)  # of HTTP: the server may answer later; 0: there was no connection, or it ended
 _DRAFTED = 16  # tokens: the log p of so many are not all 0
 # What is not sent has the value of the model's generation_config.json, or of the server's command line.
@@ -129,7 +129,7 @@ class Server:
             raise BadRecord("bad answer", broken[0])
 
     def _post(self, body: bytes) -> bytes:
-        for pause in (*_PAUSES, 0):
+        for pause in (*PAUSES, 0):
             end = time.monotonic() + self._timeout
             try:
                 status, content = self._exchange(body)
