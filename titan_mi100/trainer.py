@@ -185,7 +185,7 @@ class Trainer:
             next_row=self._row,
             lr=self._optimizer.param_groups[0]["lr"],
             loss=loss,
-            measures=model.objective.means(measures, weight),
+            measures=model.objective.means(measures, lambda total: total * weight),
             has_level=model.objective.has_level,
             grad_norm=grad_norm,
             tokens=tokens,

@@ -5,7 +5,7 @@ sft.py.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -33,9 +33,9 @@ class Objective(ABC):
     def count(self, microbatch: Microbatch) -> int:
         """The number that the loss is divided by, summed over the step and all ranks; read on the host."""
 
-    def means(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
-        """What is reported of the measures' sums over step and ranks. Args: weight: 1 / the count."""
-        return {name: total * weight for name, total in sums.items()}
+    def means(self, sums: Mapping[str, float], mean: Callable[[float], float]) -> dict[str, float]:
+        """What is reported of the measures' sums over step and ranks. Args: mean: divides a sum by the count."""
+        return {name: mean(total) for name, total in sums.items()}
 
     def targets(self, labels: Tensor, tokens: Tensor, columns: Mapping[str, Tensor]) -> Targets:
         """Ids that the supervised tokens should predict; default: their labels.

@@ -14,7 +14,7 @@ longest allowed one. KL(model || reference), of which the gradient is right on s
 rho (exp(-d) + d - 1) (ratio_k3). The reference is what training starts from, so r = o.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ class Policy(Objective):
         sums = sums_of_documents(values, tokens, documents)
         return sums.gather(1, documents.clamp(min=0)).flatten()[tokens]
 
-    def means(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
+    def means(self, sums: Mapping[str, float], mean: Callable[[float], float]) -> dict[str, float]:
         answers, tokens = sums["answers"] or float("nan"), sums["tokens"] or float("nan")
         of_tokens = {name: sums[name] / tokens for name in self._OF_TOKENS}
         return {"score": sums["score"] / answers, "answer_length": tokens / answers, **of_tokens}

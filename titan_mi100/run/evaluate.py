@@ -59,8 +59,10 @@ def validation_losses(
 
 
 def _means(objective: Objective, loss: float, measures: Sequence[float], count: float) -> dict[str, float]:
-    weight = 1 / count if count else math.nan
-    return {"loss": loss * weight, **objective.means(dict(zip(objective.measures, measures, strict=True)), weight)}
+    def mean(total: float) -> float:
+        return total / count if count else math.nan
+
+    return {"loss": mean(loss), **objective.means(dict(zip(objective.measures, measures, strict=True)), mean)}
 
 
 def bits_per_byte(loss: float, counted: SetFacts) -> float | None:
