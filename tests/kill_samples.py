@@ -7,18 +7,16 @@ seeds, and which is killed too; `score` with a function; a run, in its pass befo
 takes the command alone, one of its processes, or all. Stores and checkpoints are compared byte for byte.
 """
 
-import argparse
 import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-from kill_teach import CONFIG, PROGRAM, children, environment, run
+from kill_teach import CONFIG, PROGRAM, children, ended, environment, read_options, run
 
 STUB = """
 import json, random, sys
@@ -102,25 +100,14 @@ def kill_once(work: Path, words: list[str], after: float, who: str, server: Serv
             os.kill(target, signal.SIGKILL)
         except ProcessLookupError:
             continue
-    process.wait(300)
-    until = time.monotonic() + 60
-    stats = [Path(f"/proc/{each}/stat") for each in below]
-    while any(stat.exists() and " Z " not in stat.read_text() for stat in stats):
-        assert time.monotonic() < until, "a process of the killed command is left"
-        time.sleep(0.1)
+    how = ended(process, below)
     if who == "server":
         server.start()
-    return f"exit {process.returncode}"
+    return how
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="work here, and keep it")
-    options = parser.parse_args()
-    work = options.folder or Path(tempfile.mkdtemp(prefix="kill-samples-"))
-    work.mkdir(parents=True, exist_ok=True)
+    options, work = read_options(__doc__.splitlines()[0], 30)
     draw, failures, server = random.Random(options.seed), 0, Server(work)
     (work / "judge.py").write_text(FUNCTION)
     if not (work / "model").exists():

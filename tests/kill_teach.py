@@ -99,24 +99,33 @@ def kill_once(work: Path, out: Path, after: float, who: str) -> str:
             os.kill(target, signal.SIGKILL)
         except ProcessLookupError:
             continue
+    return ended(process, below)
+
+
+def ended(process: subprocess.Popen[bytes], below: list[int]) -> str:
+    """How a killed command has ended, when none of its processes is left."""
     process.wait(_LIMIT)
-    until = time.monotonic() + 60
-    while any(
-        Path(f"/proc/{each}/stat").exists() and " Z " not in Path(f"/proc/{each}/stat").read_text() for each in below
-    ):
+    until, stats = time.monotonic() + 60, [Path(f"/proc/{each}/stat") for each in below]
+    while any(stat.exists() and " Z " not in stat.read_text() for stat in stats):
         assert time.monotonic() < until, "a process of the killed command is left"
         time.sleep(0.1)
     return f"exit {process.returncode}"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=14)
+def read_options(description: str, kills: int) -> tuple[argparse.Namespace, Path]:
+    """The options, and the folder to work in."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--kills", type=int, default=kills)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="work here, and keep it")
     options = parser.parse_args()
-    work = options.folder or Path(tempfile.mkdtemp(prefix="kill-teach-"))
+    work = options.folder or Path(tempfile.mkdtemp(prefix="kills-"))
     work.mkdir(parents=True, exist_ok=True)
+    return options, work
+
+
+def main() -> int:
+    options, work = read_options(__doc__.splitlines()[0], 14)
     draw, failures = random.Random(options.seed), 0
     if not (work / "model").exists():
         make_model(work)

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -453,7 +453,7 @@ class ObjectiveConfig:
         if self.name == "preference":
             return {"name": self.name, "loss": self.loss, **self.factors._asdict(), "sft_weight": self.sft_weight}
         if self.name == "policy":
-            kept = {key: getattr(self, key) for key in (*OF_POLICY, "clip") if key not in ("most_apart", *_OF_CLIP)}
+            kept = {key: getattr(self, key) for key in _DECIDE_BITS}
             return {"name": self.name, **kept, "clip": [*self.clip]}
         kept = {"teacher": self._stored("weights", ""), "k": self.ids_per_token, "rest": self.rest}
         kept |= {"teacher_weight": self.teacher_weight}
@@ -481,9 +481,9 @@ class ObjectiveConfig:
         return self.name == "policy" or (self.name == "preference" and self.preference.has_reference)
 
 
-_OF_CLIP = ("clip_low", "clip_high")
 KL_FORMS = ("k2", "ratio_k3")  # whose gradient in the loss is that of the KL
-OF_POLICY = tuple(key.name for key in fields(ObjectiveConfig) if key.metadata["doc"].startswith("policy"))
+_DECIDE_BITS = ("advantage", "ratio", "divisor", "longest_answer", "kl_weight", "kl", "cut_off", "cut_off_tokens")
+OF_POLICY = (*_DECIDE_BITS, "clip_low", "clip_high", "most_apart")
 
 
 @dataclass(frozen=True)

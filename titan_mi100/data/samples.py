@@ -130,7 +130,7 @@ class Kept(NamedTuple):
             raise BadRecord("longer than longest_answer", f"{longest} tokens; set objective.longest_answer to as many")
         scores = self.scores(group)
         known = [score for score in scores if score is not None]
-        if not known and not any("score" in answer.scores or answer.scores for answer in group.answers):
+        if not known and not any(answer.scores for answer in group.answers):
             raise BadRecord("no score", "no answer has a score; run titan-mi100 score first, and name its folder")
         if not known:
             return [], "no answer could be scored"

@@ -12,8 +12,8 @@ def choose(wanted: ObjectiveConfig) -> Objective:
     if wanted.name == "preference":
         return Preference(wanted.preference, wanted.factors, wanted.sft_weight)
     if wanted.name == "policy":
-        w = wanted
-        return Policy(w.ratio, w.clip, w.divisor, w.longest_answer, w.kl, w.kl_weight)
+        divisor, longest = wanted.divisor, wanted.longest_answer
+        return Policy(wanted.ratio, wanted.clip, divisor, longest, wanted.kl, wanted.kl_weight)
     if wanted.name == "distill":
         return Distill(wanted.teacher_weight, wanted.rest == "renormalise")
     return SFT
