@@ -1,11 +1,13 @@
-"""Rounds of sampling, scoring and learning on sums, by hand: does it work?
+"""Rounds on sums, by hand: do they help, and does a teacher?
 
-    python tests/rounds_of_sums.py FOLDER SEED [--arms policy,shuffled,rejection] [--rounds 3]
+    python tests/rounds_of_sums.py FOLDER SEED [--arms policy,shuffled,on_policy,offline] [--rounds 3]
 
 A small model that has learned to forget most carries, so that it gets some of the sums right, learns from its own
-answers: `policy` from their scores, `rejection` by sft on the right ones of as many samples, `shuffled` from scores
-that are shuffled among all answers, which must not help.
-Held-out exact match after each round: a line each, and results.jsonl. Sums of training, prompts and test are disjoint.
+answers by `titan-mi100 rounds`: `policy` from their scores; `shuffled` from scores that are drawn without looking, which
+must not help; `on_policy` from what a better model thinks of them. `offline` learns as many tokens of the better
+model's answers instead, to the same prompts, with that model's distributions.
+Held-out exact match after each round (greedy): a line each, and results.jsonl. Sums of training, prompts and test are
+disjoint.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import json
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
@@ -20,6 +23,12 @@ sys.path.insert(0, str(REPO / "train_configs" / "debug"))
 import make_additions  # noqa: E402
 
 TESTED, ASKED, K, LONGEST = 300, 320, 8, 48
+NOISE = "import random\nR = random.Random(1)\ndef score(prompt, answer, row):\n    return float(R.random() < 0.5)\n"
+RUN = ["--training.seq_len", 256, "--training.epochs", 1, "--training.target_tokens_per_step", 4096,
+       "--training.local_batch_size", 4, "--optimizer.weight_decay", 0, "--lr_scheduler.decay_type", "constant",
+       "--lr_scheduler.warmup_steps", 0, "--training.mixed_precision_param", "float32",
+       "--activation_checkpoint.mode", "none", "--checkpoint.interval", 0, "--checkpoint.export_hf", "true",
+       "--metrics.enable_tensorboard", "false"]  # fmt: skip
 
 
 def run(*words: object) -> str:
@@ -46,78 +55,68 @@ def sums(seed: int) -> tuple[list[dict], list[dict]]:
     return rows[:TESTED], rows[TESTED:]
 
 
-def shuffled(scored: Path, seed: int) -> None:
-    """Scores in random order over all answers of the store."""
-    rng, parts = random.Random(seed), sorted(scored.glob("part-*.jsonl"))
-    groups = [[json.loads(line) for line in part.read_text().splitlines()] for part in parts]
-    answers = [answer for part in groups for group in part for answer in group["answers"]]
-    scores = [answer["score"] for answer in answers]
-    rng.shuffle(scores)
-    for answer, score in zip(answers, scores, strict=True):
-        answer["score"] = score
-    write(scored.parents[1] / "shuffled.jsonl", [group for part in groups for group in part])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("seed", type=int)
-    parser.add_argument("--arms", default="policy,shuffled,rejection")
+    parser.add_argument("--arms", default="policy,shuffled,on_policy,offline")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lr", default="5e-5")
-    parser.add_argument(
-        "--settings", default="", help="further settings of the policy, such as --objective.divisor=length"
-    )
+    parser.add_argument("--settings", default="", help="further settings, such as --objective.divisor=length")
     options = parser.parse_args()
     folder, seed = options.folder / f"seed-{options.seed}", options.seed
     folder.mkdir(parents=True, exist_ok=True)
     test, prompts = sums(seed)
-    tested = write(folder / "test.jsonl", test)
-    common = ["--training.seed", seed, "--checkpoint.interval", 0, "--metrics.enable_tensorboard", "false"]
-    base = folder / "base"
-    if not base.exists():
-        data = write(folder / "forgetful.jsonl", make_additions.forgetful(seed))
-        run("train", "--job.config_file", REPO / "train_configs" / "debug.toml", "--job.run_folder", base, *common,
-            "--data.path", data, "--training.steps", 700, "--validation.prompts", 0,
-            "--validation.freq", 0)  # fmt: skip
-    start = next(base.glob("hf-step-*"))
+    tested, asked = write(folder / "test.jsonl", test), write(folder / "prompts.jsonl", prompts)
+    (folder / "noise.py").write_text(NOISE)
 
-    def exact_match(model: Path) -> float:
+    def trained(name: str, data: Path, steps: int) -> Path:
+        if not (out := folder / name).exists():
+            run("train", "--job.config_file", REPO / "train_configs" / "debug.toml", "--job.run_folder", out,
+                "--training.seed", seed, "--checkpoint.interval", 0, "--metrics.enable_tensorboard", "false",
+                "--data.path", data, "--training.steps", steps, "--validation.prompts", 0,
+                "--validation.freq", 0)  # fmt: skip
+        return next(out.glob("hf-step-*"))
+
+    def note(arm: str, number: int, model: Path, started: float = 0.0) -> None:
         said = run("evaluate", "exact-match", "--model", model, "--data", tested, "--max_new_tokens", LONGEST,
                    "--batch_size", 100, "--json")  # fmt: skip
-        return float(json.loads(said)["score"])
-
-    def note(arm: str, number: int, score: float) -> None:
-        print(f"seed {seed}, {arm}, round {number}: {score:.1%}", flush=True)
+        score, took = float(json.loads(said)["score"]), time.monotonic() - started if started else 0.0
+        print(f"seed {seed}, {arm}, round {number}: {score:.1%}, {took:.0f} s", flush=True)
         with (options.folder / "results.jsonl").open("a") as file:
-            file.write(json.dumps({"seed": seed, "arm": arm, "round": number, "score": score}) + "\n")
+            file.write(json.dumps({"seed": seed, "arm": arm, "round": number, "score": score, "seconds": took}) + "\n")
 
-    note("base", 0, exact_match(start))
-    for arm in options.arms.split(","):
-        model = start
-        for number in range(1, options.rounds + 1):
-            here = folder / f"{arm}-{number}"
-            here.mkdir(exist_ok=True)
-            asked = write(here / "prompts.jsonl", prompts[(number - 1) * ASKED : number * ASKED])
-            run("sample", "--model", model, "--data", asked, "--out", here / "samples", "--k", K, "--seed", seed,
-                "--max_new_tokens", LONGEST, "--batch_size", 64, "--processes", 2, "--device", "cpu")  # fmt: skip
-            keep = ["--keep", "right", "--to", here / "right.jsonl"] if arm == "rejection" else []
-            run("score", here / "samples", "--by", "number", *keep)
-            scored = here / "samples" / "scored"
-            data = here / "right.jsonl" if keep else scored / "part-*.jsonl"
-            if arm == "shuffled":
-                shuffled(scored, seed)
-                data = here / "shuffled.jsonl"
-            settings = [] if keep else ["--objective.name", "policy", *options.settings.split()]
-            run("train", "--job.run_folder", here / "run", "--checkpoint.initial_load_path", model, "--data.path", data,
-                "--checkpoint.export_hf", "true", "--training.seq_len", 256, "--training.epochs", 1,
-                "--training.target_tokens_per_step", 4096, "--training.local_batch_size", 4, "--optimizer.lr",
-                options.lr, "--optimizer.weight_decay", 0, "--lr_scheduler.decay_type", "constant",
-                "--lr_scheduler.warmup_steps", 0,
-                "--training.mixed_precision_param", "float32", "--activation_checkpoint.mode", "none",
-                *common, *settings)  # fmt: skip
-            model = next((here / "run").glob("hf-step-*"))
-            note(arm, number, exact_match(model))
+    base = trained("base", write(folder / "forgetful.jsonl", make_additions.forgetful(seed)), 700)
+    note("base", 0, base)
+    arms, sampled = options.arms.split(","), f"--max_new_tokens {LONGEST} --batch_size 64 --device cpu"
+    if {"on_policy", "offline"} & {*arms}:
+        teacher = trained("teacher", REPO / "train_configs" / "debug" / "additions.jsonl", 1000)
+        note("teacher", 0, teacher)
+    for arm in arms:
+        started, out = time.monotonic(), folder / arm
+        common = ["--checkpoint.initial_load_path", base, *RUN, "--optimizer.lr", options.lr, "--training.seed", seed]
+        if arm != "offline":
+            scored = f"--function {folder / 'noise.py'}:score" if arm == "shuffled" else "--by number"
+            named = ["--rounds.teacher", teacher] if arm == "on_policy" else []
+            run("rounds", "--job.run_folder", out, "--objective.name", "policy", "--data.path", asked,
+                "--data.validation_path", tested, f"--rounds.count={options.rounds}", "--rounds.patience", 0,
+                "--rounds.most_drift", 0, f"--rounds.prompts={ASKED}", f"--rounds.k={K}", f"--rounds.sample={sampled}",
+                f"--rounds.score={scored}", *common, *named, *options.settings.split())  # fmt: skip
+            for number in range(1, options.rounds + 1):
+                note(arm, number, next((out / f"round-{number}" / "run").glob("hf-step-*")), started)
+            continue
+        out.mkdir(exist_ok=True)
+        write(out / "prompts.jsonl", prompts[: ASKED * options.rounds])
+        run("sample", "--model", teacher, "--data", out / "prompts.jsonl", "--out", out / "samples", "--k", K,
+            *sampled.split())  # fmt: skip
+        run("score", out / "samples", "--by", "number", "--keep", "right", "--above", -1, "--to", out / "rows.jsonl")
+        rows = ["--data.path", out / "rows.jsonl", "--data.duplicates", "keep"]
+        (out / "student.toml").write_text("")
+        config = ["--job.config_file", out / "student.toml", *rows, "--training.seq_len", 256]
+        run("teach", *config, "--model", teacher, "--out", out / "teacher")
+        run("train", "--job.run_folder", out / "run", "--objective.name", "distill", "--objective.teacher",
+            out / "teacher", "--objective.teacher_weight", 1, *rows, *common)  # fmt: skip
+        note(arm, options.rounds, next((out / "run").glob("hf-step-*")), started)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
-"""The policy objective against a dense loop over answers alone in fp64: every form, split, order and layout."""
+"""The policy objective against a dense loop over answers alone in fp64: every form, split, order and layout; what the
+trainer's own log p add to the advantages: a teacher's opinion, a correction.
+"""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,11 +19,14 @@ from test_preferences import PP, TP, log_p
 from torch import Tensor
 
 from titan_mi100.config.settings import KL_FORMS, ObjectiveConfig
+from titan_mi100.data.answer_store import SAMPLED, ByLearnedToken, LogprobStore, Wanted
+from titan_mi100.data.answers import ADVANTAGE, SAMPLER, TEACHER
 from titan_mi100.data.samples import Group
 from titan_mi100.model.init import initial_values
 from titan_mi100.model.loss import Predicted
 from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.objectives.policy import Policy
+from titan_mi100.open_run.reference import finish_advantages
 from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.qwen3 import Qwen3Spec
 
@@ -36,11 +42,36 @@ FORMS: dict[str, dict[str, Any]] = {
     "k2": {"kl_weight": 0.3, "advantage": "leave_one_out", "cut_off": "keep"},
     "ratio_k3": {"kl_weight": 0.3, "kl": "ratio_k3", "divisor": "sequences"},
     "shaped": SHAPED,
+    "teacher": {"advantage": "teacher"},
+    "truncate": {"correction": "truncate", "correction_cap": 1.5, "divisor": "sequences"},
+    "leave_out": {"correction": "leave_out", "correction_cap": 1e4, "kl_weight": 0.3},
 }
 
 
 def objective_of(form: str) -> ObjectiveConfig:
     return ObjectiveConfig(name="policy", most_apart=100.0, **FORMS[form])
+
+
+def opinion(ids: np.ndarray, learned: np.ndarray) -> np.ndarray:
+    """Made-up log p of a teacher, which follow from the answer's text."""
+    return -4 * np.random.default_rng(ids).random(int(learned.sum())).astype(np.float32)
+
+
+def write_opinions(folder: Path, case: dict[str, Any]) -> str:
+    """A teacher's folder, complete."""
+    data = data_of(case)
+    wanted = Wanted([source.rows for source in (*data.sources, *data.validation)], SPEC.vocab_size)  # type: ignore[misc]
+    store = LogprobStore(folder, replace(wanted.about("made up", "none", 1, "float64"), kind=SAMPLED), "make it anew")
+    store.begin()
+    for number in range(store.about.parts):
+        documents = wanted.documents(store.about, number)
+        own = [case["documents"][document] for document in documents]
+        store.write(number, {
+            "documents": documents, "tokens": np.array([int(learned.sum()) for _, learned in own]),
+            "ids": np.concatenate([ids[learned] for ids, learned in own])[:, None].astype(np.int32),
+            "log_p": np.concatenate([opinion(*each) for each in own])[:, None],
+        }, wanted)  # fmt: skip
+    return str(folder)
 
 
 @cache
@@ -51,7 +82,10 @@ def weights() -> dict[str, Tensor]:
 def make_case(form: str, folder: Path, made: list[Group] | None = None) -> dict[str, Any]:
     made = made_samples.groups(320) if made is None else made
     own = made_samples.case_of(made_samples.write(folder / "samples.jsonl", made), made, objective_of(form).answers)
-    return {"spec": SPEC, "weights": weights(), "seq_len": SEQ_LEN, **own}
+    case = {"spec": SPEC, "weights": weights(), "seq_len": SEQ_LEN, **own}
+    if form == "teacher":
+        case["teacher"] = write_opinions(folder / "opinions", case)
+    return case
 
 
 def by_hand(scores: list[float], how: str) -> list[float]:
@@ -68,6 +102,9 @@ def learned_answers(form: str, made: list[Group]) -> list[tuple[Group, int, floa
     chosen, every, option = list[tuple[Group, int, float]](), list[float](), FORMS[form]
     for group in made:
         scores = {i: a.score for i, a in enumerate(group.answers) if a.score is not None}
+        if form == "teacher":
+            chosen += [(group, i, 0.0) for i, a in enumerate(group.answers) if a.finish != "length"]
+            continue
         if option.get("cut_off") == "shape":
             over = {i: max(-1, min(0, ((LONGEST - 5) - len(group.answers[i].ids)) / 5)) for i in scores}
             scores = {i: score + over[i] for i, score in scores.items()}
@@ -95,6 +132,12 @@ def expected(form: str, made: list[Group], policy: Qwen3, old: Qwen3) -> tuple[f
         now = log_p(policy, ids, learned)
         with torch.no_grad():
             before = log_p(old, ids, learned).float().double()
+        if form == "teacher":
+            advantage = torch.from_numpy(opinion(ids, learned)).double() - before
+        elif "correction" in option:
+            apart, cap = before - torch.tensor(answer.log_p, dtype=torch.float64), option["correction_cap"]
+            is_near = abs(apart.sum().item()) <= np.log(cap)
+            advantage = advantage * (apart.exp().clamp(max=cap) if form == "truncate" else float(is_near))
         ratio = torch.exp(now - before)
         if option.get("ratio") == "sequence":
             ratio = torch.exp((now - before).mean()).expand(len(now))
@@ -127,8 +170,8 @@ def exact(form: str) -> tuple[float, dict[str, float], dict[str, Tensor]]:
     return loss, measures, {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
 
 
-def split(form: str, local: int, accumulation: int, **options: Any) -> dict[str, Any]:
-    objective = {"name": "policy", "most_apart": 100.0, **FORMS[form]}
+def split(form: str, local: int, accumulation: int, teacher: str = "", **options: Any) -> dict[str, Any]:
+    objective = {"name": "policy", "most_apart": 100.0, **FORMS[form], "teacher": teacher}
     return {"param": "float64", "backend": "eager", "local_batch_size": local, "accumulation": accumulation,
             "objective": objective, **options}  # fmt: skip
 
@@ -149,22 +192,24 @@ def test_every_form_and_its_gradients_equal_a_loop_over_answers_alone(tmp_path: 
         for local, accumulation in ((16, 1), (2, 8)):
             data = data_of(case)
             assert 4 < len(data.sources[0].rows) <= 16
-            assert_equal(run_split(world, case, split(form, local, accumulation), data=data), form)
+            own = split(form, local, accumulation, case.get("teacher", ""))
+            assert_equal(run_split(world, case, own, data=data), form)
     turned = [*reversed(made_samples.groups(320))]
     assert_equal(run_split(world, case := make_case("shaped", tmp_path, turned), split("shaped", 4, 4),
                            data=data_of(case)), "shaped")  # fmt: skip
 
 
 def test_policy_on_two_processes(full: bool, tmp_path: Path) -> None:
-    layouts = [("dapo", 4, 2, {}), ("gspo", 8, 2, TP), ("grpo", 2, 8, PP)]
+    layouts = [("dapo", 4, 2, {}), ("gspo", 8, 2, TP), ("grpo", 2, 8, PP), ("teacher", 4, 2, {})]
     if full:
         layouts += [(form, 4, 2, {}) for form in FORMS] + [(form, 2, 8, PP) for form in FORMS]
         layouts += [("cispo", 4, 2, {"zero_stage": stage}) for stage in (0, 1, 2)]
     for form in dict.fromkeys(form for form, *_ in layouts):
-        splits = [split(form, local, accumulation, parallelism=parallelism)
-                  for name, local, accumulation, parallelism in layouts if name == form]  # fmt: skip
         (folder := tmp_path / form).mkdir()
-        for _, of_ranks in records_of("job_answers", {"case": make_case(form, folder), "splits": splits}, folder, 2):
+        case = make_case(form, folder)
+        splits = [split(form, local, accumulation, case.get("teacher", ""), parallelism=parallelism)
+                  for name, local, accumulation, parallelism in layouts if name == form]  # fmt: skip
+        for _, of_ranks in records_of("job_answers", {"case": case, "splits": splits}, folder, 2):
             for record in of_ranks:
                 assert_equal(record, form)
 
@@ -229,3 +274,40 @@ def test_the_bandit_has_the_known_optimum(kl: str) -> None:
         theta.data -= 0.2 * slope / theta.softmax(0).detach().clamp(min=1e-6)  # the natural gradient
     apart = (theta.softmax(0) - optimum).abs().max().item()
     assert apart < 1e-9 if kl in KL_FORMS else apart > 0.01, (kl, apart)
+
+
+def test_a_teachers_advantage_is_the_gradient_of_the_dense_reverse_kl() -> None:
+    """All texts of two tokens over four words, each with its probability: the expected gradient is that of
+    KL(student || teacher) of every position, whose context is given. Where the teacher agrees it is zero.
+    """
+    torch.manual_seed(1)
+    words, objective = 4, ObjectiveConfig(name="policy", advantage="teacher")
+    theta = torch.randn(
+        1 + words, words, dtype=torch.float64, requires_grad=True
+    )  # of the first, then behind each word
+    teacher = torch.randn(1 + words, words, dtype=torch.float64).log_softmax(-1)
+    teacher[2] = theta[2].detach().log_softmax(-1)  # it agrees behind the second word
+    texts = torch.cartesian_prod(torch.arange(words), torch.arange(words))
+    at = torch.stack([torch.zeros(len(texts), dtype=torch.long), 1 + texts[:, 0]], 1).flatten()
+    log_p = theta.log_softmax(-1)
+    now = log_p[at, texts.flatten()]
+    own, starts = now.detach().numpy(), np.arange(0, 2 * len(texts) + 1, 2)
+    of_teacher = teacher[at, texts.flatten()].numpy()
+    values = {ADVANTAGE: np.full(len(own), 9.0), SAMPLER: own, TEACHER: of_teacher}
+    columns: dict[str, Any] = {name: ByLearnedToken(each, starts) for name, each in values.items()}
+    finish_advantages(columns, own, objective)
+    advantage = torch.from_numpy(columns[ADVANTAGE].values)
+    probability = now.detach().view(-1, 2).sum(1).exp().repeat_interleave(2)
+    given = {"document_ids": torch.arange(2 * len(texts)), "advantage": advantage, "share": probability,
+             "score": 0 * advantage, "old_log_p": now.detach()}  # fmt: skip
+    form = Policy("token", (0.2, 0.28), "sequences", 0, "k2", 0.0)
+    predicted = Predicted(-now[:, None], now, torch.ones(len(now), 1, dtype=torch.bool))
+    loss = form.loss(predicted, torch.arange(len(now)), {name: each[None] for name, each in given.items()})[0]
+    [gradient] = torch.autograd.grad(loss, theta, retain_graph=True)
+    kl = (log_p.exp() * (log_p - teacher)).sum(1)
+    reached = torch.cat([torch.ones(1, dtype=torch.float64), log_p[0].detach().exp()])  # how probable each context is
+    [dense] = torch.autograd.grad(reached @ kl, theta, retain_graph=True)
+    assert (gradient - dense).abs().max() < 1e-14 and gradient[2].abs().max() < 1e-15 < gradient.abs().max()
+    zero = {**given, "advantage": 0 * advantage}
+    nothing = form.loss(predicted, torch.arange(len(now)), {name: each[None] for name, each in zero.items()})[0]
+    assert nothing == 0 and not torch.autograd.grad(nothing, theta)[0].any()

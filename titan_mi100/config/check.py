@@ -125,6 +125,8 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
     yield from _check_data(data, config.objective.name)
     yield from (*_check_lora(config.lora), *_check_effects(config), *check_offload(config))
     yield from _check_objective(config.objective, data, config.lora.dropout)
+    if config.rounds.count and world_size is not None:
+        yield Problem("rounds.count", f"= {config.rounds.count} is for titan-mi100 rounds; start that, or delete it")
     yield from _check_profiling(config.profiling, world_size)
     validation, best = config.validation, config.checkpoint.keep_best
     needing: dict[str, Any] = {"validation.freq": validation.freq, "checkpoint.keep_best": best}
@@ -384,12 +386,14 @@ def _check_effects(config: Config) -> Iterator[Problem]:
 def _idle_of_objective(o: ObjectiveConfig) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """As `idle` in _check_effects, of [objective]."""
     of_preferences = ("loss", "beta", "label_smoothing", "gamma", "sft_weight")
-    of_teacher = ("teacher", "top_k", "teacher_weight", "rest")
+    of_teacher = ("top_k", "teacher_weight", "rest")
     why = f'name = "{o.name}"'
     if o.name != "preference":
         yield why, "objective.name", of_preferences
     if o.name != "distill":
         yield why, "objective.name", of_teacher
+    if o.name not in ("distill", "policy"):
+        yield why, "objective.name", ("teacher",)
     if o.name != "policy":
         yield why, "objective.name", OF_POLICY
     else:
@@ -404,6 +408,10 @@ def _idle_of_objective(o: ObjectiveConfig) -> Iterator[tuple[str, str, tuple[str
             yield "kl_weight = 0", "objective.kl_weight", ("kl",)
         if o.ratio == "cispo":
             yield 'ratio = "cispo"', "objective.ratio", ("clip_low",)
+        if o.advantage != "teacher":
+            yield f'advantage = "{o.advantage}"', "objective.advantage", ("teacher",)
+        if not o.is_corrected:
+            yield f'correction = "{o.correction}"', "objective.correction", ("correction_cap",)
     if o.name == "preference":
         unused = [("label_smoothing", o.preference.defaults.e), ("gamma", o.preference.defaults.gamma)]
         yield f'loss = "{o.loss}"', "objective.loss", tuple(key for key, usual in unused if not usual)
@@ -417,9 +425,9 @@ def _idle_of_objective(o: ObjectiveConfig) -> Iterator[tuple[str, str, tuple[str
 
 
 def _check_objective(o: ObjectiveConfig, data: DataConfig, dropout: float) -> Iterator[Problem]:
-    if o.name == "distill" and not o.teacher:
+    if (o.name == "distill" or (o.name == "policy" and o.advantage == "teacher")) and not o.teacher:
         text = "is not set; name the folder that titan-mi100 teach has written, or writes"
-        yield Problem("objective.teacher", text, ("objective.name",))
+        yield Problem("objective.teacher", text, ("objective.name", "objective.advantage"))
     for key, limit in (("label_smoothing", 0.5), ("teacher_weight", 1.0)):
         if (value := getattr(o, key)) > limit or (key == "label_smoothing" and value == limit):
             yield Problem(f"objective.{key}", f"= {value} must be {'less than' if limit < 1 else 'at most'} {limit}")
@@ -450,6 +458,11 @@ def _check_policy(o: ObjectiveConfig, data: DataConfig) -> Iterator[Problem]:
     if o.cut_off == "shape" and o.cut_off_tokens > o.longest_answer:
         text = f"= {o.cut_off_tokens} must be at most longest_answer = {o.longest_answer}"
         yield Problem("objective.cut_off_tokens", text, ("objective.longest_answer",))
+    if o.advantage == "teacher" and o.cut_off == "shape":
+        text = '= "shape" changes scores, and a teacher gives none; use mask or keep'
+        yield Problem("objective.cut_off", text, ("objective.advantage",))
+    if o.is_corrected and o.cap < 1:
+        yield Problem("objective.correction_cap", f"= {o.cap:g} must be at least 1; the usual is 2")
     if o.clip[0] > 1:
         yield Problem("objective.clip_low", f"= {o.clip_low:g} must be at most 1")
     if o.kl not in KL_FORMS:

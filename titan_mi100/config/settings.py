@@ -383,7 +383,7 @@ class ObjectiveConfig:
     label_smoothing: float = _key(0.0, "cdpo: share of the pairs that are the wrong way round; 0: 0.1")
     gamma: float = _key(-1.0, "simpo: the margin that is aimed at; -1: 1.0", low=-1)
     sft_weight: float = _key(0.0, "of a further term: minus log p per token of the chosen answer")
-    teacher: str = _key("", "distill: the folder that titan-mi100 teach has written", path=True)
+    teacher: str = _key("", "distill, policy: the folder that titan-mi100 teach has written", path=True)
     top_k: int = _key(32, "distill: ids per learned token that titan-mi100 teach keeps", low=1, high=1 << 20)
     teacher_weight: float = _key(0.5, "share of KL(teacher || model) in the loss; the rest: the labels' cross-entropy")
     rest: str = _key(
@@ -395,8 +395,9 @@ class ObjectiveConfig:
     advantage: str = _key(
         "mean",
         "policy: an answer's score minus its group's mean; std: over the group's deviation too; leave_one_out: minus "
-        "the mean of the others; whitened: as mean, then over the whole store",
-        choices=("mean", "std", "leave_one_out", "whitened"),
+        "the mean of the others; whitened: as mean, then over the whole store; teacher: of each token, the teacher's "
+        "log p minus the model's own before training",
+        choices=("mean", "std", "leave_one_out", "whitened", "teacher"),
     )
     ratio: str = _key(
         "token",
@@ -420,6 +421,13 @@ class ObjectiveConfig:
     )
     cut_off_tokens: int = _key(0, "policy: with cut_off = shape: over how many tokens", high=1 << 24)
     most_apart: float = _key(0.1, "policy: mean difference of the sampler's log p and the trainer's that stops the run")
+    correction: str = _key(
+        "auto",
+        "policy: where sampler and trainer differ; truncate: a token weighs their ratio, at most correction_cap; "
+        "leave_out: answers beyond it; auto: truncate in titan-mi100 rounds with a server, else none",
+        choices=("auto", "none", "truncate", "leave_out"),
+    )
+    correction_cap: float = _key(0.0, "policy: of the ratio; 0: 2, of leave_out 3")
 
     @property
     def preference(self) -> Loss:
@@ -430,6 +438,15 @@ class ObjectiveConfig:
         """By how much the ratio may be below and above 1."""
         low, high = {"token": (0.2, 0.28), "sequence": (3e-4, 4e-4), "cispo": (1.0, 4.0)}[self.ratio]
         return self.clip_low or low, self.clip_high or high
+
+    @property
+    def cap(self) -> float:
+        """Of the correction."""
+        return self.correction_cap or (3.0 if self.correction == "leave_out" else 2.0)
+
+    @property
+    def is_corrected(self) -> bool:
+        return self.correction in ("truncate", "leave_out")
 
     @property
     def factors(self) -> LossSettings:
@@ -443,7 +460,8 @@ class ObjectiveConfig:
         "samples", then what of them is learned, see data.samples.Kept.
         """
         if self.name == "policy":
-            told = self.cut_off, self.longest_answer, self.cut_off_tokens, int(self.kl_weight > 0)
+            with_dead = "teacher" if self.advantage == "teacher" else int(self.kl_weight > 0)
+            told = self.cut_off, self.longest_answer, self.cut_off_tokens, with_dead
             return " ".join(map(str, ("samples", *told)))
         return "" if self.name != "preference" else "pairs" if self.preference.is_paired else "labels"
 
@@ -454,6 +472,8 @@ class ObjectiveConfig:
             return {"name": self.name, "loss": self.loss, **self.factors._asdict(), "sft_weight": self.sft_weight}
         if self.name == "policy":
             kept = {key: getattr(self, key) for key in _DECIDE_BITS}
+            kept |= {"correction": [self.correction, self.cap]} if self.is_corrected else {}
+            kept |= {"teacher": self._stored("weights", "")} if self.advantage == "teacher" else {}
             return {"name": self.name, **kept, "clip": [*self.clip]}
         kept = {"teacher": self._stored("weights", ""), "k": self.ids_per_token, "rest": self.rest}
         kept |= {"teacher_weight": self.teacher_weight}
@@ -483,7 +503,32 @@ class ObjectiveConfig:
 
 KL_FORMS = ("k2", "ratio_k3")  # whose gradient in the loss is that of the KL
 _DECIDE_BITS = ("advantage", "ratio", "divisor", "longest_answer", "kl_weight", "kl", "cut_off", "cut_off_tokens")
-OF_POLICY = (*_DECIDE_BITS, "clip_low", "clip_high", "most_apart")
+OF_POLICY = (*_DECIDE_BITS, "clip_low", "clip_high", "most_apart", "correction", "correction_cap")
+
+
+@dataclass(frozen=True)
+class RoundsConfig:
+    """Of titan-mi100 rounds; then data.path has prompts, and data.validation_path those that are only scored."""
+
+    count: int = _key(0, "titan-mi100 rounds: how often to sample, score and train")
+    prompts: int = _key(0, "prompts of data.path that a round takes, in random order; 0: all")
+    k: int = _key(8, "answers to each of them", low=1)
+    held_out_k: int = _key(1, "answers to each prompt of data.validation_path, which are scored only", low=1)
+    sample: str = _key("", 'further options of titan-mi100 sample, such as "--max_new_tokens 256 --batch_size 32"')
+    score: str = _key("", 'options of titan-mi100 score, such as "--by number"')
+    patience: int = _key(2, "rounds without a better held-out score after which to end; 0: never")
+    most_drift: float = _key(
+        0.5, "end after a round in which the log ratio or the KL to its sampler is above; 0: never"
+    )
+    rest: int = _key(0, "rounds for which a prompt rests if its last two groups had equal scores; 0: none rests")
+    teacher: str = _key("", "model whose log p of the answers give the advantages (on-policy distillation)", hub=MODEL)
+    server: str = _key("", "address of a server that samples; empty: our own engine")
+    served_model: str = _key("", "the model that training starts from, as the server calls it")
+    server_kind: str = _key("vllm", "the server's program", choices=("vllm", "sglang", "llamacpp"))
+    restart: str = _key(
+        "", "command that restarts the server in the background with the folder $MODEL, under the name $NAME"
+    )
+    keep_checkpoints: bool = _key(False, "keep the checkpoints of all rounds, not of the last one only")
 
 
 @dataclass(frozen=True)
@@ -580,6 +625,7 @@ class Config:
     compile: CompileConfig = field(default_factory=CompileConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    rounds: RoundsConfig = field(default_factory=RoundsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)

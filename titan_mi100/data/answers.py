@@ -20,11 +20,11 @@ from titan_mi100.data.strict_json import BadRecord, expect, kind_of, listed
 # or -1 (not); per token the ids that the teacher thinks likeliest to follow, and their log p, (seq, k).
 REFERENCE, LABEL, TEACHER_IDS, TEACHER_LOG_P = "reference", "label", "teacher_ids", "teacher_log_p"
 # Of sampled answers, at each token that predicts a learned one: its advantage, 1 / the answer's tokens, the answer's
-# score; log p of the learned token before training, under the reference, and as the sampler said.
+# score; log p of the learned token before training, under the reference, as the sampler said, and under a teacher.
 ADVANTAGE, SHARE, SCORE = "advantage", "share", "score"
-OLD, BASE, SAMPLER = "old_log_p", "base_log_p", "sampler_log_p"
+OLD, BASE, SAMPLER, TEACHER = "old_log_p", "base_log_p", "sampler_log_p", "teacher_of_sampled_log_p"
 COLUMNS = {REFERENCE: "float64", LABEL: "int8", TEACHER_IDS: "int32", TEACHER_LOG_P: "float32"}  # and their dtypes
-COLUMNS |= dict.fromkeys((ADVANTAGE, SHARE, SCORE, OLD, BASE, SAMPLER), "float64")
+COLUMNS |= dict.fromkeys((ADVANTAGE, SHARE, SCORE, OLD, BASE, SAMPLER, TEACHER), "float64")
 PER_ID = (TEACHER_IDS, TEACHER_LOG_P)  # these have k values per token
 
 PAIRS, LABELS = "pairs", "labels"  # kinds of rows, see ObjectiveConfig.answers

@@ -154,8 +154,9 @@ def choose_format(path: str, config: DataConfig, answers: str = "") -> Format:
     if answers == PAIRS:
         return _pairs(config)
     if answers.startswith(SAMPLES):
-        samples.check_sealed(Path(path))
-        read = partial(_read_samples, Kept.of(answers))
+        kept = Kept.of(answers)
+        samples.check_sealed(Path(path), kept.by_teacher)
+        read = partial(_read_samples, kept)
         return Format("samples", "sampled answers with scores", read, samples.KEYS, samples.OPTIONAL)
     if answers == LABELS:
         return _labelled(choose_format(path, config), config.label_column)

@@ -20,7 +20,10 @@ _ALMOST_ZERO = 1e-8  # added to the deviation of whitened advantages
 
 
 def sample_columns(table: DocumentTable, kept: Kept, how: str) -> dict[str, Column]:
-    """The columns of prepared groups of answers. Args: how: see samples.advantages.
+    """The columns of prepared groups of answers; an answer without a score has 0 (where a teacher judges them).
+
+    Args:
+        how: see samples.advantages.
 
     Raises:
         UserError: a file is no longer what it was when it was prepared.
@@ -39,7 +42,7 @@ def sample_columns(table: DocumentTable, kept: Kept, how: str) -> dict[str, Colu
         every += [own for own, score in zip(each, scores, strict=True) if score is not None] if any(each) else []
         for document, number in documents:
             answer = group.answers[number]
-            by_answer[:, document] = each[number], 1 / len(answer.ids), answer.score
+            by_answer[:, document] = each[number], 1 / len(answer.ids), answer.score or 0.0
             sampler[document] = np.array(answer.log_p)
     if how == "whitened":  # the mean of each group, and so of all, is zero
         by_answer[0] /= math.sqrt(math.fsum(own**2 for own in every) / max(1, len(every))) + _ALMOST_ZERO
@@ -48,7 +51,7 @@ def sample_columns(table: DocumentTable, kept: Kept, how: str) -> dict[str, Colu
     log.info(
         f"samples: {groups:,} groups that are learned from, {answers:,} answers, {cut / max(1, answers):.1%} cut off, "
         f"{answers - scored:,} without a score; mean score {total / max(1, scored):.3f}"
-        + f"; {dead:,} groups with equal scores, for the KL"
+        + f"; {dead:,} groups with equal scores"
         * bool(dead)
     )
     flat = {name: np.repeat(own, counts) for name, own in zip((ADVANTAGE, SHARE, SCORE), by_answer, strict=True)}

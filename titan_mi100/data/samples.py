@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from titan_mi100.data.strict_json import BadRecord, expect, listed, parse, shown
 from titan_mi100.errors import UserError
 from titan_mi100.files.parts import STORE, SealedParts
-from titan_mi100.files.plain import read_checked, read_plain
+from titan_mi100.files.plain import read_checked, read_object, read_plain
 
 FORMAT = 1  # of both stores
 SAMPLES = "samples"  # begins the kind of rows, see ObjectiveConfig.answers
@@ -105,12 +105,13 @@ class Kept(NamedTuple):
     cut_off: str  # of answers that were cut off: mask, shape or keep
     longest: int  # the longest allowed answer; 0: not said
     last: int  # with shape: its last tokens, in which the score falls by up to 1
-    with_dead: bool  # groups whose scores are all equal stay, for the KL
+    with_dead: bool  # groups whose scores are all equal stay, for the KL or a teacher
+    by_teacher: bool = False  # scores are not needed
 
     @classmethod
     def of(cls, words: str) -> "Kept":
         _, cut_off, longest, last, with_dead = words.split()
-        return cls(cut_off, int(longest), int(last), with_dead == "1")
+        return cls(cut_off, int(longest), int(last), with_dead != "0", with_dead == "teacher")
 
     def scores(self, group: Group) -> list[float | None]:
         """The answers' scores; shaped as DAPO does (2503.14476, equation 13)."""
@@ -130,15 +131,15 @@ class Kept(NamedTuple):
             raise BadRecord("longer than longest_answer", f"{longest} tokens; set objective.longest_answer to as many")
         scores = self.scores(group)
         known = [score for score in scores if score is not None]
-        if not known and not any(answer.scores for answer in group.answers):
-            raise BadRecord("no score", "no answer has a score; run titan-mi100 score first, and name its folder")
-        if not known:
+        if not known and not self.by_teacher:
+            if not any(answer.scores for answer in group.answers):
+                raise BadRecord("no score", "no answer has a score; run titan-mi100 score first, and name its folder")
             return [], "no answer could be scored"
-        if max(known) == min(known) and not self.with_dead:
+        if not self.with_dead and max(known) == min(known):
             return [], "all answers have the same score"
-        is_learned = [score is not None and not (self.cut_off == "mask" and answer.is_cut)
-                      for score, answer in zip(scores, group.answers, strict=True)]  # fmt: skip
-        return [i for i, learned in enumerate(is_learned) if learned], "all answers with a score were cut off"
+        learned = [(score is not None or self.by_teacher) and not (self.cut_off == "mask" and answer.is_cut)
+                   for score, answer in zip(scores, group.answers, strict=True)]  # fmt: skip
+        return [i for i, is_learned in enumerate(learned) if is_learned], "all answers with a score were cut off"
 
 
 def advantages(scores: Sequence[float | None], how: str) -> list[float]:
@@ -209,14 +210,20 @@ def _ids(value: Any, name: str) -> list[int]:
     return ids
 
 
-def check_sealed(path: Path) -> None:
-    """Compare a file with the store that it is a part of, if it is of one. Raises UserError: damaged, or parts lack."""
+def check_sealed(path: Path, by_teacher: bool = False) -> None:
+    """Compare a file with the store that it is a part of, if it is of one. Args: by_teacher: scores are not needed.
+
+    Raises:
+        UserError: damaged, or parts lack.
+    """
     if (path.parent / STORE).is_file():
-        store = GroupStore.open(path.parent, Scored)
+        is_raw = by_teacher and read_object(path.parent / STORE, "make it again").get("kind") == "samples"
+        store = GroupStore.open(path.parent, Sampled if is_raw else Scored)
+        again = f"run titan-mi100 {'sample' if is_raw else 'score'} again: it"
         if not store.is_complete:
-            raise UserError(f"{path.parent}: some parts are missing; run titan-mi100 score again: it goes on")
+            raise UserError(f"{path.parent}: some parts are missing; {again} goes on")
         for number in (number for number, part in store.parts.items() if part.name == path.name):
-            store.check_hash(number, "delete it, and run titan-mi100 score again: it is made anew")
+            store.check_hash(number, f"delete it, and {again} is made anew")
 
 
 class GroupStore(SealedParts[Any]):

@@ -7,17 +7,20 @@ from pathlib import Path
 from titan_mi100.config.settings import DataConfig, ObjectiveConfig
 from titan_mi100.data.answer_store import (
     IMPORT,
+    SAMPLED,
     VLLM,
+    ByLearnedToken,
     Column,
     Identity,
     LogprobStore,
     Wanted,
     WithColumns,
     by_document,
+    placed,
     teacher_columns,
     tokens_hash,
 )
-from titan_mi100.data.answers import LABEL, LABELS
+from titan_mi100.data.answers import LABEL, LABELS, TEACHER
 from titan_mi100.data.prepare import cache_folder
 from titan_mi100.data.prepared import PackedDataset, Prepared, SourceRows
 from titan_mi100.data.sample_columns import sample_columns
@@ -56,30 +59,36 @@ def columns_of(
         labels = packed(data.sources[0]).documents.labels
         assert labels is not None
         columns[LABEL] = by_document(labels)
-    if objective.name == "distill":
-        digest = from_rank_zero(lambda: tokens_hash(map(packed, data.sources)))
-        with raise_together():
-            store = open_teacher(Path(objective.teacher), data, digest)
-            sets = [packed(source) for source in (*data.sources, *data.validation)]
-            if world.rank == 0:
-                expected = Wanted(sets, data.facts.n_vocab or spec.vocab_size)
-                store.verify(expected, cache_folder(settings) if data.facts.files else None)
-                store.warn_of_mass()
-            columns |= teacher_columns(store, sets)
-        log.info(f"teacher: {store.about.k} ids per token, in {store.folder}, of {store.about.weights}")
-    if objective.name == "policy":
+    is_policy = objective.name == "policy"
+    if is_policy:
         with raise_together():
             columns |= sample_columns(
                 packed(data.sources[0]).documents, Kept.of(objective.answers), objective.advantage
             )
+    if objective.name == "distill" or (is_policy and objective.advantage == "teacher"):
+        digest = from_rank_zero(lambda: tokens_hash(map(packed, data.sources)))
+        with raise_together():
+            store = open_teacher(Path(objective.teacher), data, digest, SAMPLED if is_policy else "teacher")
+            sets = [packed(source) for source in (*data.sources, *data.validation)]
+            wanted = Wanted(sets, data.facts.n_vocab or spec.vocab_size)
+            if world.rank == 0:
+                store.verify(wanted, cache_folder(settings) if data.facts.files else None)
+            if is_policy:
+                columns[TEACHER] = ByLearnedToken(placed(map(store.load, store.parts), wanted.starts), wanted.starts)
+            else:
+                columns |= teacher_columns(store, sets)
+            if world.rank == 0 and not is_policy:
+                store.warn_of_mass()
+        of = "log p of the sampled tokens" if is_policy else f"{store.about.k} ids per token"
+        log.info(f"teacher: {of}, in {store.folder}, of {store.about.weights}")
     return columns
 
 
-def open_teacher(folder: Path, data: Prepared, digest: str) -> LogprobStore:
+def open_teacher(folder: Path, data: Prepared, digest: str, kind: str = "teacher") -> LogprobStore:
     """Args: digest: tokens_hash of the data. Raises UserError: it is not complete, or of other rows."""
     count = len(packed(data.sources[0]).documents.starts) - 1
     seq_len = data.facts.seq_len
-    about = Identity("teacher", "", digest, data.facts.tokenizer, count, rows=0, seq_len=seq_len, k=0, dtype="")
+    about = Identity(kind, "", digest, data.facts.tokenizer, count, rows=0, seq_len=seq_len, k=0, dtype="")
     remedy = "make it of this run's data: titan-mi100 teach"
     store = LogprobStore(folder, about, remedy, only=("kind", "tokenizer", "tokens", "documents"))
     if not store.is_begun:

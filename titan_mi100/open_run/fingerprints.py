@@ -9,7 +9,7 @@ from typing import Any
 
 from titan_mi100.config.settings import lora_identity
 from titan_mi100.data.answer_store import ByLearnedToken
-from titan_mi100.data.answers import ADVANTAGE, SAMPLER
+from titan_mi100.data.answers import ADVANTAGE, SAMPLER, TEACHER
 from titan_mi100.open_run.inputs import RunInputs
 from titan_mi100.shapes.families import fingerprint
 from titan_mi100.weights.load import base_identity
@@ -20,7 +20,7 @@ def about_run(inputs: RunInputs, of_rows: str) -> dict[str, Any]:
     config, spec, data, layout, batch = inputs.config, inputs.spec, inputs.data, inputs.layout, inputs.batch
     lora, load = dict[str, Any](), config.checkpoint.initial_load_path
     identity = lora_identity(config.lora, spec.adapted)
-    for column in (ADVANTAGE, SAMPLER):  # scores can change without the tokens
+    for column in (ADVANTAGE, SAMPLER, TEACHER):  # scores can change without the tokens
         if isinstance(own := inputs.columns.get(column), ByLearnedToken):
             of_rows = hashlib.sha256(of_rows.encode() + own.values.tobytes()).hexdigest()
     if config.lora.rank:

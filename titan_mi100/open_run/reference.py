@@ -1,18 +1,23 @@
 """What a model thinks of the answers before training: the reference of preferences, the log p of sampled answers."""
 
+import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from titan_mi100.config.settings import ObjectiveConfig
 from titan_mi100.data.answer_store import SAMPLED, ByLearnedToken, Column, Identity, LogprobStore, by_document, placed
-from titan_mi100.data.answers import BASE, OLD, REFERENCE, SAMPLER
+from titan_mi100.data.answers import ADVANTAGE, BASE, OLD, REFERENCE, SAMPLER, TEACHER
 from titan_mi100.errors import UserError
+from titan_mi100.files.durable import replace
 from titan_mi100.log import log
 from titan_mi100.open_run.logprob_pass import LogprobPass
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import from_rank_zero, raise_together
 
+APART = "apart.json"  # in a sampler's folder: the mean difference of its log p
 _COMPARED = 64  # rows that another layout's reference is compared in
 _FAR = 0.01  # mean difference of the sampler's log p that is warned of
 _APART = 1e-3  # difference of a log p above which another layout's reference is warned of
@@ -25,10 +30,15 @@ class Reference:
     """
 
     def __init__(
-        self, reading: LogprobPass, folder: Path | None, about: Identity, columns: dict[str, Column], most_apart: float
+        self,
+        reading: LogprobPass,
+        folder: Path | None,
+        about: Identity,
+        columns: dict[str, Column],
+        objective: ObjectiveConfig,
     ) -> None:
-        """A collective. Args: most_apart: see check_sampler."""
-        self._pass, self._columns, self._about, self._most_apart = reading, columns, about, most_apart
+        """A collective."""
+        self._pass, self._columns, self._about, self._objective = reading, columns, about, objective
         self._store: LogprobStore | None = None
         with raise_together():
             if folder is not None:
@@ -73,11 +83,14 @@ class Reference:
         if self._about.kind != SAMPLED:
             self._columns[REFERENCE] = by_document(log_p)
             return
-        self._columns[OLD] = self._columns[BASE] = ByLearnedToken(log_p, self._starts)
         sampler = self._columns[SAMPLER]
         assert isinstance(sampler, ByLearnedToken)
         with raise_together():
-            check_sampler(log_p, sampler.values, self._most_apart)
+            mean = check_sampler(log_p, sampler.values, self._objective.most_apart)
+        if store is not None:
+            from_rank_zero(partial(replace, store.folder / APART, json.dumps({"mean": mean}), is_synced=True))
+        self._columns[OLD] = self._columns[BASE] = ByLearnedToken(log_p, self._starts)
+        finish_advantages(self._columns, log_p, self._objective)
 
     def _compare(self, model: ParallelModel, before: Identity, log_p: np.ndarray, beat: Callable[[], None]) -> None:
         first = range(min(before.rows, _COMPARED))
@@ -92,8 +105,42 @@ class Reference:
                 log.info(message)
 
 
-def check_sampler(own: np.ndarray, sampler: np.ndarray, most: float) -> None:
-    """Compare the log p that the trainer computes for sampled tokens with those that the sampler has said.
+def finish_advantages(columns: dict[str, Column], own: np.ndarray, objective: ObjectiveConfig) -> None:
+    """Give the advantages what needs the trainer's log p of the sampled tokens.
+
+    A teacher's are log p of the teacher - own, per token: the gradient is that of KL(student || teacher), with the
+    texts fixed. A correction is a factor, because every form of the loss is linear in a factor of the advantage that is
+    not negative: pi_old / pi_sampler of the token, at most the cap (TIS), or 0 for an answer whose ratio, the product
+    of its tokens', is beyond the cap on either side.
+
+    Args:
+        columns: ADVANTAGE, SAMPLER and with a teacher TEACHER.
+        own: (learned tokens,).
+    """
+    advantage, sampler = columns[ADVANTAGE], columns[SAMPLER]
+    assert isinstance(advantage, ByLearnedToken) and isinstance(sampler, ByLearnedToken)
+    values, log_cap, change = advantage.values, float(np.log(objective.cap)), own - sampler.values
+    if objective.advantage == "teacher":
+        teacher = columns[TEACHER]
+        assert isinstance(teacher, ByLearnedToken)
+        values = teacher.values - own
+    if objective.correction == "truncate":
+        values = values * np.exp(np.minimum(change, log_cap))
+        log.info(f"correction: {np.mean(change > log_cap):.2%} of the tokens weigh {objective.cap:g}, the cap")
+    elif objective.correction == "leave_out":
+        counts = np.diff(advantage.starts)
+        of_answer = np.add.reduceat(change, advantage.starts[:-1]) if len(change) else change
+        is_far = np.abs(of_answer) > log_cap
+        values = np.where(np.repeat(is_far, counts), 0.0, values)
+        log.info(
+            f"correction: {int(is_far.sum()):,} of {len(counts):,} answers are left out: the sampler's log p differ"
+        )
+    columns[ADVANTAGE] = ByLearnedToken(values, advantage.starts)
+
+
+def check_sampler(own: np.ndarray, sampler: np.ndarray, most: float) -> float:
+    """Compare the log p that the trainer computes for sampled tokens with those that the sampler has said. Returns the
+    mean difference.
 
     Args:
         own, sampler: (learned tokens,); NaN in `own`: of no row.
@@ -115,3 +162,4 @@ def check_sampler(own: np.ndarray, sampler: np.ndarray, most: float) -> None:
         log.warning(f"{message}: are they quite the same weights? in fp32 it is below 1e-5, in bf16 about 1e-3")
     else:
         log.info(message)
+    return mean

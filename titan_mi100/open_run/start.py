@@ -241,7 +241,7 @@ def open_reference(inputs: RunInputs, dp_rank: int, attention: str) -> Reference
     reading = LogprobPass(inputs, dp_rank)
     objective = inputs.config.objective
     about = reading.about(1, attention, SAMPLED) if objective.name == "policy" else reading.about(0, attention)
-    return Reference(reading, inputs.folder, about, inputs.columns, objective.most_apart)
+    return Reference(reading, inputs.folder, about, inputs.columns, objective)
 
 
 def load_model(

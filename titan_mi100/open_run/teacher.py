@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 
 from titan_mi100.config.settings import Config
-from titan_mi100.data.answer_store import LogprobStore
+from titan_mi100.data.answer_store import SAMPLED, LogprobStore
 from titan_mi100.data.prepare import cache_folder
 from titan_mi100.errors import UserError
 from titan_mi100.files import child
@@ -40,7 +40,9 @@ def write_teacher(
     """
     supervision = supervision or Supervision()
     inputs = read_inputs(config, world, folder, None, None, None, supervision.heartbeat)
-    config, k, n_vocab = inputs.config, inputs.config.objective.top_k, inputs.data.facts.n_vocab
+    config, n_vocab = inputs.config, inputs.data.facts.n_vocab
+    is_of_samples = config.objective.name == "policy"
+    k = 1 if is_of_samples else config.objective.top_k
     if k > n_vocab:
         raise UserError(f"--top_k {k}: the tokenizer has {n_vocab:,} ids; the usual is 32")
     attention, head = choose_backend(inputs)
@@ -54,13 +56,14 @@ def write_teacher(
     load_weights(model, optimizer, inputs.workload, None)
     child.end()  # no more files from elsewhere are read
     reading = LogprobPass(inputs, distributed.data_parallel_rank(mesh))
-    about = reading.about(k, attention.name)
+    about = reading.about(k, attention.name, SAMPLED * is_of_samples)
     with raise_together():
         store = LogprobStore(folder, about, "name another folder with --out, or delete this one")
     beat = partial(supervision.heartbeat.begin, VALIDATION, "teacher")
     reading.fill(model, store, supervision.wants_to_stop, beat, cache_folder(config.data))
     with raise_together():
-        if world.rank == 0:
+        if world.rank == 0 and not is_of_samples:
             store.warn_of_mass()
-    log.info(f'teacher: {folder} is complete; learn from it: [objective] name = "distill", teacher = "{folder}"')
+    settings = f'name = "{config.objective.name}"' + ', advantage = "teacher"' * is_of_samples
+    log.info(f'teacher: {folder} is complete; learn from it: [objective] {settings}, teacher = "{folder}"')
     return "", "the folder is complete"

@@ -41,12 +41,13 @@ Ask = Callable[[Asked], Iterator[Answer]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return tool.exit_code(lambda: _run(_parser().parse_args(argv)))
+    return tool.exit_code(lambda: _run(parser().parse_args(argv)))
 
 
-def _parser() -> tool.Parser:
-    parser = command_parser("sample", __doc__.split("\n", 1)[0].replace("`", ""), has_output=False)
-    add = parser.add_argument
+def parser() -> tool.Parser:
+    """Make the command's parser."""
+    made = command_parser("sample", __doc__.split("\n", 1)[0].replace("`", ""), has_output=False)
+    add = made.add_argument
     add("--data", metavar="FILE.jsonl", required=True, help="rows with a prompt, or rows of training data")
     add("--out", metavar="FOLDER", required=True, help="the store of answers; started again, it goes on")
     add("--k", type=int, default=8, metavar="N", help="answers to each prompt; default 8")
@@ -64,12 +65,12 @@ def _parser() -> tool.Parser:
     add("--concurrency", type=int, default=8, metavar="N", help="requests at a time; default 8")
     add("--server_timeout", type=float, default=600.0, metavar="S", help="seconds for an answer; default 600")
     add("--json", action="store_true", help="print the summary as one JSON object")
-    parser.set_defaults(is_quiet=False)
-    return parser
+    made.set_defaults(is_quiet=False)
+    return made
 
 
 def _run(options: Namespace) -> None:
-    _check(options)
+    check(options)
     rows = read_rows(options.data, lambda row: (row, *asked_of(row)))[: options.limit or None]
     options.device = "cpu" if options.server else options.device  # the server may be on the GPU
     model = open_model(options)
@@ -98,10 +99,10 @@ def _run(options: Namespace) -> None:
     _summarise(options, GroupStore(folder, about), is_old=not missing)
 
 
-def _check(options: Namespace) -> None:
+def check(options: Namespace) -> None:
     """Raises UserError: an option is out of range, or has no effect."""
     why, unused = ("--server", _OF_ENGINE) if options.server else ("weights that are loaded here", _OF_SERVER)
-    _parser().check_used(options, why, vars(options).keys() - unused)
+    parser().check_used(options, why, vars(options).keys() - unused)
     gpus, most = accelerator.count() if options.device != "cpu" else 0, _MOST_TOKENS // max(1, options.k)
     counts = ("k", "processes", "concurrency", "batch_size", "max_new_tokens")
     fits = not gpus or options.processes == 1 or (options.processes <= gpus and not options.device)

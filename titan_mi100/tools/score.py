@@ -15,7 +15,7 @@ from hashlib import sha256
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean, pstdev, stdev
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
@@ -45,17 +45,18 @@ class Scorer(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return tool.exit_code(lambda: _run(_parser().parse_args(argv)))
+    return tool.exit_code(lambda: _run(parser().parse_args(argv)))
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """Make the command's parser."""
     usage, example = (
         "%(prog)s SAMPLES --by SCORER[=WEIGHT] [options]",
         "e.g. titan-mi100 score outputs/samples --by text",
     )
     epilog = f"Scorers: {SCORERS}. A function is {FORMS}. A score is the weighted sum."
-    parser = tool.Parser(prog="titan-mi100 score", usage=usage, description=__doc__, epilog=epilog, example=example)
-    add, several = parser.add_argument, dict[str, Any](action="append", default=[], type=_weighted)
+    made = tool.Parser(prog="titan-mi100 score", usage=usage, description=__doc__, epilog=epilog, example=example)
+    add, several = made.add_argument, dict[str, Any](action="append", default=[], type=_weighted)
     add("samples", type=Path, metavar="SAMPLES", help="a folder that titan-mi100 sample has written")
     add("--out", type=Path, metavar="FOLDER", help="of the scores; default: SAMPLES/scored")
     add("--by", **several, metavar="SCORER[=WEIGHT]", help="may be given several times")
@@ -69,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--above", type=float, default=0.5, metavar="SCORE", help="a higher score is right; default 0.5")
     add("--show", type=int, default=0, metavar="N", help="print the N best and the N worst answers")
     add("--json", action="store_true", help="print the summary as one JSON object")
-    return parser
+    return made
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -231,12 +232,14 @@ def summarise(groups: Iterable[Group], weights: Mapping[str, float], above: floa
         show: how many of the best, and of the worst.
     """
     columns = dict[str, list[float | None]]()
-    lengths, cut, spreads, dead, prompts, told = list[int](), 0, list[float](), 0, 0, list[tuple[float, str]]()
+    lengths, cut, spreads, means = list[int](), 0, list[float](), list[float]()
+    dead, prompts, told = 0, 0, list[tuple[float, str]]()
     for group in groups:
         prompts += 1
         told = _extremes([*told, *_examples(group)], show)
         own = [answer.score for answer in group.answers if answer.score is not None]
         spreads += [pstdev(own)] if own else []
+        means += [fmean(own)] if own else []
         dead += not own or max(own) == min(own)
         for answer in group.answers:
             for name, score in {**answer.scores, "score": answer.score}.items():
@@ -249,8 +252,10 @@ def summarise(groups: Iterable[Group], weights: Mapping[str, float], above: floa
         shares = {"right": sum(score > above for score in known) / count, "not_scored": 1 - len(known) / count}
         table[name] = {"weight": weights.get(name, 1.0), "mean": fmean(known) if known else None, **shares}
     counts = {"prompts": prompts, "answers": count, "mean_length": fmean(lengths), "cut_off": cut / count}
+    error = stdev(means) / len(means) ** 0.5 if len(means) > 1 else None
     shown = {"best": [text for _, text in told[::-1][:show]], "worst": [text for _, text in told[:show]]}
-    return {**counts, "spread": fmean(spreads or [0.0]), "dead_prompts": dead, "scorers": table, **shown}
+    spread = {"spread": fmean(spreads or [0.0]), "dead_prompts": dead, "standard_error": error}
+    return {**counts, **spread, "scorers": table, **shown}
 
 
 def _extremes(told: list[tuple[float, str]], show: int) -> list[tuple[float, str]]:

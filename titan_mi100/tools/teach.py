@@ -112,8 +112,13 @@ def _parser() -> tool.Parser:
 def _student(options: argparse.Namespace, settings: Sequence[str] = ()) -> Config:
     setup_logging(0)
     student = load_config(["--job.config_file", options.config, *settings], world_size=None)
-    if student.objective.answers:
-        raise UserError('[objective] name = "preference": a teacher is for rows of sft and distill')
+    objective = student.objective
+    is_judged = objective.name == "policy" and objective.advantage == "teacher"
+    if objective.answers and not is_judged:
+        remedy = 'rows of sft and distill, and sampled answers: name = "policy", advantage = "teacher"'
+        raise UserError(f'[objective] name = "{objective.name}": a teacher is for {remedy}')
+    if is_judged and (options.ids or options.from_vllm or options.top_k):
+        raise UserError("--ids, --from_vllm, --top_k have no effect with sampled answers; leave them out")
     return student
 
 
@@ -138,6 +143,9 @@ def _write_config(options: argparse.Namespace) -> Path:
     load = CheckpointConfig(initial_load_path=os.path.abspath(local_path(options.model)))
     # A frozen base in the computation's dtype, and adapters that change nothing: their matrix B is zero. A pipeline
     # wants one in each layer.
+    objective = ObjectiveConfig(name="distill", teacher=str(folder), top_k=options.top_k or _TOP_K)
+    if student.objective.answers:
+        objective = replace(student.objective, teacher=str(folder), correction="auto", correction_cap=0.0)
     outputs = ("o_proj", "out_proj")
     try:
         kinds = {tuple(layer.adapted) for layer in Config(checkpoint=load).spec().layers}
@@ -153,7 +161,7 @@ def _write_config(options: argparse.Namespace) -> Path:
         lr_scheduler=LRSchedulerConfig(warmup_steps=0),
         lora=idle,
         checkpoint=load,
-        objective=ObjectiveConfig(name="distill", teacher=str(folder), top_k=options.top_k or _TOP_K),
+        objective=objective,
         metrics=MetricsConfig(enable_tensorboard=False),
     )
     check_teacher(config.checkpoint.initial_load_path, config.tokenizer_path())

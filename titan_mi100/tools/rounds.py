@@ -1,0 +1,367 @@
+"""Sample, score and train again and again: `titan-mi100 rounds --job.config_file X.toml`.
+
+A round samples answers to prompts of data.path, scores them, and trains on them; then answers to data.validation_path
+are scored. Each part is a command that runs alone; started again after any kill, the rounds go on.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from titan_mi100 import cli as tool
+from titan_mi100.checkpoint.sealed import list_checkpoints
+from titan_mi100.config.as_text import settings_parser, to_toml
+from titan_mi100.config.check import check
+from titan_mi100.config.load import load_config
+from titan_mi100.config.settings import Config, RoundsConfig, ValidationConfig
+from titan_mi100.data.prompts import asked_of
+from titan_mi100.data.samples import GroupStore, Scored
+from titan_mi100.doors import door
+from titan_mi100.errors import UserError
+from titan_mi100.files import durable
+from titan_mi100.files.plain import read_object, read_plain
+from titan_mi100.files.pool import end_with_parent
+from titan_mi100.generation.batch import read_rows
+from titan_mi100.log import log, setup_logging
+from titan_mi100.tools import sample, score
+from titan_mi100.tools.rounds_report import drift, finished, report, summary_of, why_over
+
+_ABOUT, _PARTS = "rounds.json", "parts.json"
+_LARGEST = 1 << 28  # bytes of a record of the parts of a round
+# May change when the rounds are started again: they change no bit of what was made.
+_FREE = (
+    *("job", "metrics", "watchdog", "profiling", "rounds.count", "rounds.patience", "rounds.most_drift"),
+    *("rounds.server", "rounds.restart", "rounds.keep_checkpoints", "checkpoint.interval", "checkpoint.async_mode"),
+)
+_NOISE = 4.0  # times the first round's difference of log p, beyond which a server has other weights
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return tool.exit_code(lambda: _run(*_parser().parse_known_args(argv)))
+
+
+def _parser() -> tool.Parser:
+    description, epilog = __doc__.replace("`", ""), "docs/ROUNDS.md explains the keys of [rounds] and the report."
+    parser = settings_parser("titan-mi100 rounds", description, epilog)
+    parser.add_argument("--nproc_per_node", type=int, metavar="N", help="processes that train; default: as of train")
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    return parser
+
+
+def _run(options: argparse.Namespace, settings: Sequence[str]) -> int:
+    setup_logging(0)
+    rounds = Rounds(load_config(settings, None), options.nproc_per_node)
+    folder = rounds.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    _lock = durable.FolderLock(folder, 0)
+    code = rounds.run()
+    told = report(folder, rounds.summaries, rounds.why)
+    print(json.dumps(told) if options.json else (folder / "report.md").read_text())
+    return code
+
+
+class _Ended(Exception):
+    """A part has ended with an exit code that is not 0, and has said why."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+
+class Rounds:
+    """Rounds in a folder.
+
+    Attributes:
+        summaries: of each round that is complete, and of the model before them.
+        why: why there is no further round; "": there is one.
+    """
+
+    def __init__(self, config: Config, processes: int | None) -> None:
+        """Raises UserError: everything that is wrong with the config."""
+        self._config, self._processes, self._of = config, processes, config.rounds
+        self.folder, self.summaries, self.why = Path(config.job.run_folder), list[dict[str, Any]](), ""
+        self._child: subprocess.Popen[bytes] | None = None
+        self._is_stopped, self._served, self._server = False, "", None
+        if problems := [*self._problems()]:
+            raise UserError("\n".join(problems))
+        self._rows = self._read(config.data.path)
+        self._held_out = self._read(config.data.validation_path)
+        self._server = door("rounds --server")(self._of) if self._of.server else None
+        asked = {json.dumps(asked_of(row)[0]) for row in self._rows}
+        if again := sum(json.dumps(asked_of(row)[0]) in asked for row in self._held_out):
+            log.warning(f"{again:,} of {len(self._held_out):,} held-out prompts are prompts of data.path, too")
+
+    def _problems(self) -> Iterator[str]:
+        config, of = self._config, self._of
+        needed = {
+            "job.run_folder is not set": config.job.run_folder,
+            "rounds.count is not set": of.count,
+            'objective.name must be "policy"': config.objective.name == "policy",
+            "data.path is not set; name the prompts": config.data.path,
+            "data.validation_path is not set; name the held-out prompts": config.data.validation_path,
+            "[validation] has no effect in rounds; delete it": config.validation == ValidationConfig(),
+            "model.chat_template has no effect on samples; let the tokenizer have it": not config.model.chat_template,
+            "rounds.served_model is not set": of.served_model or not of.server,
+            "rounds.restart is not set: only adapters are handed to vLLM and SGLang without it": not of.server
+            or of.restart
+            or (config.lora.rank and of.server_kind != "llamacpp"),
+        }
+        yield from (problem for problem, holds in needed.items() if not holds)
+        if all(needed.values()):
+            yield from map(str, check(self._settings_of(1), self._processes, with_files=False))
+            _, *words = map(str, self._sample_words(0, Path("x"), Path("x"), 1, 1))
+            options = sample.parser().parse_args(words)
+            sample.check(options)
+            score.parser().parse_args(["x", *shlex.split(of.score)])
+
+    def _read(self, paths: Sequence[str]) -> list[dict[str, Any]]:
+        """The rows of files, each with a prompt. Raises UserError."""
+
+        def with_prompt(row: dict[str, Any]) -> dict[str, Any]:
+            asked_of(row)
+            return row
+
+        return [row for path in paths for _, row in read_rows(path, with_prompt)]
+
+    def run(self) -> int:
+        """Make what is missing. Returns the exit code: 3: told to stop; else that of a part that has failed."""
+        for each in _STOPS:
+            signal.signal(each, self._stop)
+        self._begin()
+        try:
+            for number in range(self._of.count + 1):
+                self.summaries.append(self._round(number) if number else self._start())
+                log.info(finished(self.summaries))
+                report(self.folder, self.summaries, "")
+                if why := why_over(self.summaries, self._of):
+                    self.why = why
+                    return 0
+        except _Ended as ended:
+            self.why = "told to stop" if ended.code == 3 else "a part has failed, see its message"
+            log.info(f"{self.why}; start again with the same command: it continues")
+            return ended.code
+        self.why = f"{self._of.count} rounds were asked for"
+        return 0
+
+    def _begin(self) -> None:
+        """Write what the rounds are made of, or compare it. Raises UserError: it differs."""
+        rows = hashlib.sha256(json.dumps([self._rows, self._held_out]).encode()).hexdigest()
+        about = json.loads(json.dumps({"settings": asdict(replace(self._config, notes=())), "rows": rows}))
+        path = self.folder / _ABOUT
+        if path.exists():
+            before, differing = read_object(path, "name another job.run_folder", _LARGEST), list[str]()
+            for section, own in about["settings"].items():
+                theirs = before.get("settings", {}).get(section, {})
+                names = own.keys() if isinstance(own, dict) and isinstance(theirs, dict) else ()
+                differing += [f"{section}.{key}" for key in names if own[key] != theirs.get(key)]
+            differing = [key for key in differing if key not in _FREE and key.partition(".")[0] not in _FREE]
+            differing += ["the prompts"] * (before.get("rows") != rows)
+            if differing:
+                remedy = "start with the same settings, or name another job.run_folder"
+                raise UserError(f"{self.folder}: was begun with other {', '.join(differing)}; {remedy}")
+        durable.replace(path, json.dumps(about, indent=1), is_synced=True)
+        lines = "".join(json.dumps(row) + "\n" for row in self._held_out)
+        durable.replace(self.folder / "held-out.jsonl", lines, is_synced=True)
+
+    def _start(self) -> dict[str, Any]:
+        """The scores of the model that the rounds start from."""
+        self._score_held_out(0)
+        return summary_of(0, self._parts(0))
+
+    def _round(self, number: int) -> dict[str, Any]:
+        folder, config = self._folder(number), self._settings_of(number)
+        prompts, samples, run = folder / "prompts.jsonl", folder / "samples", folder / "run"
+        self._part(number, "prompts", partial(self._choose, number, prompts))
+        words = partial(self._sample_words, number - 1, prompts, samples, self._of.k, config.training.seed + number)
+        self._part(number, "sample", lambda: self._json(words()))
+        self._part(number, "score", partial(self._score, samples, config.data.path))
+        settings = folder / "train.toml"
+        durable.replace(settings, to_toml(config), is_synced=True)
+        processes = ["--nproc_per_node", self._processes] if self._processes else []
+        words_of_run = ["--job.config_file", settings, *processes]
+        if self._of.teacher:
+            teach = ["teach", *words_of_run, "--model", self._of.teacher, "--out", folder / "teacher"]
+            self._part(number, "teach", partial(self._call, teach, dict[str, Any]))
+        self._part(number, "train", partial(self._call, ["train", *words_of_run], partial(_trained, run)))
+        self._score_held_out(number)
+        if not self._of.keep_checkpoints:
+            shutil.rmtree(self._folder(number - 1) / "run" / "checkpoint", ignore_errors=True)
+        return summary_of(number, self._parts(number))
+
+    def _score_held_out(self, number: int) -> None:
+        folder = self._folder(number)
+        data, out = self.folder / "held-out.jsonl", folder / "held-out"
+        words = partial(self._sample_words, number, data, out, self._of.held_out_k, self._config.training.seed)
+        self._part(number, "sample_held_out", lambda: self._json(words()))
+        self._part(number, "held_out", lambda: self._json(self._score_words(out)))
+
+    def _score(self, samples: Path, wanted: Sequence[str]) -> dict[str, Any]:
+        told = self._json(self._score_words(samples))
+        store = GroupStore.open(samples / "scored", Scored)
+        assert [str(store.folder / "part-*.jsonl")] == [*wanted]
+        told["dead"] = list[int]()
+        for group in (group for part in range(store.count) for group in store.read(part)):
+            known = {answer.score for answer in group.answers} - {None}
+            told["dead"] += [group.prompt] * (len(known) < 2)
+        return told
+
+    def _choose(self, number: int, path: Path) -> dict[str, Any]:
+        """Write the prompts of a round: the next of a random order, which begins anew when all were asked."""
+        before = self._parts(number - 1).get("prompts", {"pass": 0, "offset": 0})
+        in_pass, offset, resting = before["pass"], before["offset"], self._resting(number)
+        eligible = len(self._rows) - len(resting)
+        size, chosen = min(self._of.prompts or eligible, eligible), dict[int, None]()
+        while len(chosen) < size:
+            order = [*range(len(self._rows))]
+            random.Random(f"{self._config.training.seed}/{in_pass}").shuffle(order)
+            while offset < len(order) and len(chosen) < size:
+                chosen |= {order[offset]: None} if order[offset] not in resting else {}
+                offset += 1
+            if offset == len(order):
+                in_pass, offset = in_pass + 1, 0
+        if not chosen:
+            raise UserError(f"rounds.rest = {self._of.rest}: all prompts rest, nothing is left to learn from; lower it")
+        lines = "".join(json.dumps(self._rows[index]) + "\n" for index in chosen)
+        durable.replace(path, lines, is_synced=True)
+        return {"asked": [*chosen], "pass": in_pass, "offset": offset, "resting": len(resting)}
+
+    def _resting(self, number: int) -> set[int]:
+        """The prompts that rest in a round: their last two groups had equal scores, not long ago."""
+        dead, last = dict[int, int](), dict[int, int]()  # of each prompt: groups in a row, and the last one's round
+        for before in range(1, number) if self._of.rest else ():
+            parts = self._parts(before)
+            equal = {*parts["score"]["dead"]}
+            for place, index in enumerate(parts["prompts"]["asked"]):
+                dead[index], last[index] = dead.get(index, 0) + 1 if place in equal else 0, before
+        return {index for index, count in dead.items() if count >= 2 and number - last[index] <= self._of.rest}
+
+    def _settings_of(self, number: int) -> Config:
+        """The config of a round's training."""
+        config, folder = self._config, self._folder(number)
+        model, adapter = self._weights(number - 1)
+        objective, export = config.objective, config.checkpoint.export_dtype
+        if self._of.teacher:
+            objective = replace(objective, advantage="teacher", teacher=str(folder / "teacher"))
+        if self._of.server:
+            chosen = "truncate" if objective.correction == "auto" else objective.correction
+            objective = replace(objective, correction=chosen, most_apart=self._most_apart(number))
+        if config.lora.rank and export == "auto":
+            export = "float32"  # what the next round starts from is not rounded
+        return replace(
+            config,
+            job=replace(config.job, run_folder=str(folder / "run")),
+            model=replace(config.model, tokenizer_path=config.tokenizer_path()),
+            data=replace(config.data, path=(str(folder / "samples" / "scored" / "part-*.jsonl"),), validation_path=()),
+            lora=replace(config.lora, initial_load_path=adapter),
+            checkpoint=replace(config.checkpoint, initial_load_path=model, export_hf=True, export_dtype=export),
+            objective=objective,
+            rounds=RoundsConfig(),
+            notes=(),
+        )
+
+    def _most_apart(self, number: int) -> float:
+        """How far a server's log p may be from the trainer's: what it was in the first round is its rounding."""
+        own = self._config.objective.most_apart
+        first = self._parts(1).get("train", {}).get("apart") if number > 1 else None
+        return own if first is None else min(own, max(_NOISE * first, 1e-3))
+
+    def _weights(self, number: int) -> tuple[str, str]:
+        """Model and adapter ("": none) after a round."""
+        base, lora = self._config.checkpoint.initial_load_path, self._config.lora
+        run, trained = self._folder(number) / "run", self._parts(number).get("train", {})
+        if not number:
+            return base, lora.initial_load_path
+        if lora.rank:
+            return base, str(run / f"hf-step-{trained['step']}")
+        return str(run / "checkpoint" / f"step-{trained['step']}"), ""
+
+    def _sample_words(self, number: int, data: Path, out: Path, k: int, seed: int) -> list[Any]:
+        """The words of titan-mi100 sample, with the weights after a round. A server gets them here."""
+        model, adapter = self._weights(number)
+        own = ["--tokenizer_path", self._config.tokenizer_path(), *shlex.split(self._of.sample)]
+        words = ["sample", "--model", model, "--data", data, "--out", out, "--k", k, "--seed", seed, "--json", *own]
+        if self._server is None:
+            return [*words, "--adapter", adapter]
+        name = self._of.served_model
+        if number:
+            trained = self._parts(number)["train"]
+            name = trained["name"]
+            if self._served != name:
+                self._server.serve(name, self._folder(number) / "run" / f"hf-step-{trained['step']}", bool(adapter))
+                self._served = name
+        return [*words, "--server", self._of.server, "--served_model", name, "--server_kind", self._of.server_kind]
+
+    def _score_words(self, samples: Path) -> list[Any]:
+        return ["score", samples, "--json", "--show", 2, *shlex.split(self._of.score)]
+
+    def _folder(self, number: int) -> Path:
+        return self.folder / f"round-{number}"
+
+    def _parts(self, number: int) -> dict[str, Any]:
+        """What the finished parts of a round have said."""
+        path = self._folder(number) / _PARTS
+        return read_object(path, "delete the round's folder", _LARGEST) if path.exists() else {}
+
+    def _part(self, number: int, name: str, make: Callable[[], dict[str, Any]]) -> None:
+        """Make a part of a round, if it was not made before, and note what it says."""
+        parts = self._parts(number)
+        if name in parts:
+            return
+        log.info(f"round {number} of {self._of.count}: {name.replace('_', ' ')}")
+        started = time.monotonic()
+        self._folder(number).mkdir(exist_ok=True)
+        parts[name] = {**make(), "seconds": time.monotonic() - started}
+        durable.replace(self._folder(number) / _PARTS, json.dumps(parts, indent=1), is_synced=True)
+
+    def _json(self, words: Sequence[Any]) -> dict[str, Any]:
+        """What a command with --json says."""
+        return self._call(words, None)
+
+    def _call(self, words: Sequence[Any], after: Callable[[], dict[str, Any]] | None) -> dict[str, Any]:
+        """Run a command to its end. Args: after: what it has made; None: its output is read as JSON.
+
+        Raises:
+            _Ended: its exit code is not 0.
+        """
+        path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        if self._is_stopped:
+            raise _Ended(3)
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "titan_mi100", *map(str, words)], start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)}, preexec_fn=partial(end_with_parent, os.getpid()),
+            stdout=sys.stderr if after else subprocess.PIPE,
+        )  # fmt: skip
+        told, _ = self._child.communicate()
+        if code := self._child.returncode:
+            raise _Ended(3 if self._is_stopped else max(code, 1))
+        read: dict[str, Any] = after() if after else json.loads(told)
+        return read
+
+    def _stop(self, *_: Any) -> None:
+        self._is_stopped = True
+        if self._child is not None and self._child.poll() is None:
+            self._child.send_signal(signal.SIGTERM)
+
+
+def _trained(run: Path) -> dict[str, Any]:
+    """What a complete run says of itself."""
+    step = int(list_checkpoints(run / "checkpoint")[-1].name.removeprefix("step-"))
+    seal = hashlib.sha256(read_plain(run / "checkpoint" / f"step-{step}" / "manifest.json")).hexdigest()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "log_ratio" in line]
+    apart = read_object(run / "sampler" / "apart.json", "start again")
+    tokens = sum(line["tokens"] for line in steps)
+    return {"step": step, "name": f"titan-round-{seal[:12]}", "tokens": tokens, "apart": apart["mean"], **drift(steps)}
