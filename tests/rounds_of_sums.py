@@ -110,12 +110,14 @@ def main() -> None:
         run("sample", "--model", teacher, "--data", out / "prompts.jsonl", "--out", out / "samples", "--k", K,
             *sampled.split())  # fmt: skip
         run("score", out / "samples", "--by", "number", "--keep", "right", "--above", -1, "--to", out / "rows.jsonl")
-        rows = ["--data.path", out / "rows.jsonl", "--data.duplicates", "keep"]
-        (out / "student.toml").write_text("")
-        config = ["--job.config_file", out / "student.toml", *rows, "--training.seq_len", 256]
+        (out / "student.toml").write_text(
+            f'[data]\npath = "{out.absolute()}/rows.jsonl"\nduplicates = "keep"\n[training]\nseq_len = 256\n'
+            f'[checkpoint]\ninitial_load_path = "{base.absolute()}"\n'
+        )
+        config = ["--job.config_file", out / "student.toml"]
         run("teach", *config, "--model", teacher, "--out", out / "teacher")
-        run("train", "--job.run_folder", out / "run", "--objective.name", "distill", "--objective.teacher",
-            out / "teacher", "--objective.teacher_weight", 1, *rows, *common)  # fmt: skip
+        run("train", *config, "--job.run_folder", out / "run", "--objective.name", "distill", "--objective.teacher",
+            out / "teacher", "--objective.teacher_weight", 1, *common[2:])  # fmt: skip
         note(arm, options.rounds, next((out / "run").glob("hf-step-*")), started)
 
 

@@ -64,7 +64,7 @@ def _parser() -> tool.Parser:
 
 def _run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     setup_logging(0)
-    rounds = Rounds(load_config(settings, None), options.nproc_per_node)
+    rounds = Rounds(load_config(settings, None), options.nproc_per_node, Commands())
     folder = rounds.folder
     folder.mkdir(parents=True, exist_ok=True)
     _lock = durable.FolderLock(folder, 0)
@@ -74,11 +74,45 @@ def _run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     return code
 
 
-class _Ended(Exception):
-    """A part has ended with an exit code that is not 0, and has said why."""
+class Ended(Exception):
+    """Raised where a part has ended with an exit code that is not 0, and has said why; 3: it was told to stop."""
 
     def __init__(self, code: int) -> None:
         self.code = code
+
+
+class _Over(Exception):
+    """Raised where a round cannot be trained, and is the last one."""
+
+
+class Commands:
+    """Runs one command of titan-mi100 at a time, each in a process that ends with this one. A signal stops it."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+        self._is_stopped = False
+        for each in _STOPS:
+            signal.signal(each, self._stop)
+
+    def __call__(self, words: Sequence[str], is_read: bool) -> bytes:
+        """Run a command to its end; its output if it is read, else that goes to stderr. Raises Ended."""
+        path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        if self._is_stopped:
+            raise Ended(3)
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "titan_mi100", *words], stdout=subprocess.PIPE if is_read else sys.stderr,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)}, start_new_session=True,
+            preexec_fn=partial(end_with_parent, os.getpid()),
+        )  # fmt: skip
+        told, _ = self._child.communicate()
+        if code := self._child.returncode:
+            raise Ended(3 if self._is_stopped else max(code, 1))
+        return told or b""
+
+    def _stop(self, *_: Any) -> None:
+        self._is_stopped = True
+        if self._child is not None and self._child.poll() is None:
+            self._child.send_signal(signal.SIGTERM)
 
 
 class Rounds:
@@ -89,17 +123,20 @@ class Rounds:
         why: why there is no further round; "": there is one.
     """
 
-    def __init__(self, config: Config, processes: int | None) -> None:
-        """Raises UserError: everything that is wrong with the config."""
-        self._config, self._processes, self._of = config, processes, config.rounds
+    def __init__(self, config: Config, processes: int | None, run: Callable[[Sequence[str], bool], bytes]) -> None:
+        """Args: processes: that train; None: as many as train starts. run: a command, see Commands.
+
+        Raises:
+            UserError: everything that is wrong with the config.
+        """
+        self._config, self._processes, self._of, self._run = config, processes, config.rounds, run
         self.folder, self.summaries, self.why = Path(config.job.run_folder), list[dict[str, Any]](), ""
-        self._child: subprocess.Popen[bytes] | None = None
-        self._is_stopped, self._served, self._server = False, "", None
+        self._served = ""
+        self._server = door("rounds --server")(self._of) if self._of.server else None
         if problems := [*self._problems()]:
             raise UserError("\n".join(problems))
         self._rows = self._read(config.data.path)
         self._held_out = self._read(config.data.validation_path)
-        self._server = door("rounds --server")(self._of) if self._of.server else None
         asked = {json.dumps(asked_of(row)[0]) for row in self._rows}
         if again := sum(json.dumps(asked_of(row)[0]) in asked for row in self._held_out):
             log.warning(f"{again:,} of {len(self._held_out):,} held-out prompts are prompts of data.path, too")
@@ -125,7 +162,7 @@ class Rounds:
             _, *words = map(str, self._sample_words(0, Path("x"), Path("x"), 1, 1))
             options = sample.parser().parse_args(words)
             sample.check(options)
-            score.parser().parse_args(["x", *shlex.split(of.score)])
+            score.parser().parse_args([*map(str, self._score_words(Path("x"))[1:])])
 
     def _read(self, paths: Sequence[str]) -> list[dict[str, Any]]:
         """The rows of files, each with a prompt. Raises UserError."""
@@ -138,8 +175,6 @@ class Rounds:
 
     def run(self) -> int:
         """Make what is missing. Returns the exit code: 3: told to stop; else that of a part that has failed."""
-        for each in _STOPS:
-            signal.signal(each, self._stop)
         self._begin()
         try:
             for number in range(self._of.count + 1):
@@ -149,7 +184,10 @@ class Rounds:
                 if why := why_over(self.summaries, self._of):
                     self.why = why
                     return 0
-        except _Ended as ended:
+        except _Over as over:
+            self.why = str(over)
+            return 0
+        except Ended as ended:
             self.why = "told to stop" if ended.code == 3 else "a part has failed, see its message"
             log.info(f"{self.why}; start again with the same command: it continues")
             return ended.code
@@ -186,30 +224,40 @@ class Rounds:
         prompts, samples, run = folder / "prompts.jsonl", folder / "samples", folder / "run"
         self._part(number, "prompts", partial(self._choose, number, prompts))
         words = partial(self._sample_words, number - 1, prompts, samples, self._of.k, config.training.seed + number)
-        self._part(number, "sample", lambda: self._json(words()))
+        self._part(number, "sample", lambda: self._told(words()))
         self._part(number, "score", partial(self._score, samples, config.data.path))
+        if not self._of.teacher and not config.objective.kl_weight:
+            self._check_spread(number)
         settings = folder / "train.toml"
         durable.replace(settings, to_toml(config), is_synced=True)
         processes = ["--nproc_per_node", self._processes] if self._processes else []
         words_of_run = ["--job.config_file", settings, *processes]
         if self._of.teacher:
             teach = ["teach", *words_of_run, "--model", self._of.teacher, "--out", folder / "teacher"]
-            self._part(number, "teach", partial(self._call, teach, dict[str, Any]))
-        self._part(number, "train", partial(self._call, ["train", *words_of_run], partial(_trained, run)))
+            self._part(number, "teach", partial(self._made, teach, dict[str, Any]))
+        self._part(number, "train", partial(self._made, ["train", *words_of_run], partial(_trained, run)))
         self._score_held_out(number)
         if not self._of.keep_checkpoints:
             shutil.rmtree(self._folder(number - 1) / "run" / "checkpoint", ignore_errors=True)
         return summary_of(number, self._parts(number))
 
+    def _check_spread(self, number: int) -> None:
+        """Raises _Over, or in the first round UserError: no prompt has answers with different scores."""
+        scored = self._parts(number)["score"]
+        if scored["dead_prompts"] == scored["prompts"]:
+            problem = f"round {number}: all answers to each prompt have the same score, so nothing can be learned"
+            remedy = "take easier or harder prompts, a larger rounds.k or another score, and another job.run_folder"
+            raise UserError(f"{problem}; {remedy}") if number == 1 else _Over(problem)
+
     def _score_held_out(self, number: int) -> None:
         folder = self._folder(number)
         data, out = self.folder / "held-out.jsonl", folder / "held-out"
         words = partial(self._sample_words, number, data, out, self._of.held_out_k, self._config.training.seed)
-        self._part(number, "sample_held_out", lambda: self._json(words()))
-        self._part(number, "held_out", lambda: self._json(self._score_words(out)))
+        self._part(number, "sample_held_out", lambda: self._told(words()))
+        self._part(number, "held_out", lambda: self._told(self._score_words(out)))
 
     def _score(self, samples: Path, wanted: Sequence[str]) -> dict[str, Any]:
-        told = self._json(self._score_words(samples))
+        told = self._told(self._score_words(samples))
         store = GroupStore.open(samples / "scored", Scored)
         assert [str(store.folder / "part-*.jsonl")] == [*wanted]
         told["dead"] = list[int]()
@@ -326,34 +374,15 @@ class Rounds:
         parts[name] = {**make(), "seconds": time.monotonic() - started}
         durable.replace(self._folder(number) / _PARTS, json.dumps(parts, indent=1), is_synced=True)
 
-    def _json(self, words: Sequence[Any]) -> dict[str, Any]:
+    def _told(self, words: Sequence[Any]) -> dict[str, Any]:
         """What a command with --json says."""
-        return self._call(words, None)
+        told: dict[str, Any] = json.loads(self._run([*map(str, words)], True))
+        return told
 
-    def _call(self, words: Sequence[Any], after: Callable[[], dict[str, Any]] | None) -> dict[str, Any]:
-        """Run a command to its end. Args: after: what it has made; None: its output is read as JSON.
-
-        Raises:
-            _Ended: its exit code is not 0.
-        """
-        path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        if self._is_stopped:
-            raise _Ended(3)
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "titan_mi100", *map(str, words)], start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)}, preexec_fn=partial(end_with_parent, os.getpid()),
-            stdout=sys.stderr if after else subprocess.PIPE,
-        )  # fmt: skip
-        told, _ = self._child.communicate()
-        if code := self._child.returncode:
-            raise _Ended(3 if self._is_stopped else max(code, 1))
-        read: dict[str, Any] = after() if after else json.loads(told)
-        return read
-
-    def _stop(self, *_: Any) -> None:
-        self._is_stopped = True
-        if self._child is not None and self._child.poll() is None:
-            self._child.send_signal(signal.SIGTERM)
+    def _made(self, words: Sequence[Any], look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Run a command, then look at what it has made."""
+        self._run([*map(str, words)], False)
+        return look()
 
 
 def _trained(run: Path) -> dict[str, Any]:

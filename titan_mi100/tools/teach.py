@@ -44,7 +44,7 @@ _OF_A_PASS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options, settings = _parser().parse_known_args(argv)
+    options, settings = parser().parse_known_args(argv)
     config = ""
 
     def prepare() -> None:
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     student, Path(options.from_vllm), _out(options, student.objective.teacher), options.top_k or _TOP_K
                 )
         else:
-            config = str(_write_config(options))
+            config = str(write_config(options))
 
     code = tool.exit_code(prepare)
     if code or not config:
@@ -78,7 +78,7 @@ def _check_words(options: argparse.Namespace, settings: Sequence[str]) -> None:
         raise UserError(f"--top_k {options.top_k}: must be 1 or more; the usual is 32")
     mode = "--ids" * bool(options.ids) or "--from_vllm" * bool(options.from_vllm)
     used = {"--ids": ["ids"], "--from_vllm": ["from_vllm", "out", "top_k"], "": vars(options)}[mode]
-    _parser().check_used(options, mode, ["config", *used])
+    parser().check_used(options, mode, ["config", *used])
     taken = _OF_ROWS if mode else (*_OF_ROWS, *_OF_A_PASS)
     for word in (word for word in settings if word.startswith("--") and not word.startswith(taken)):
         instead = "; --top_k is the number of ids" * word.startswith("--objective.top_k")
@@ -94,19 +94,20 @@ def _microbatches(settings: Sequence[str]) -> list[str]:
     return [accumulation, *degree] if degree and accumulation not in words else []
 
 
-def _parser() -> tool.Parser:
+def parser() -> tool.Parser:
+    """Make the command's parser."""
     example = "e.g. titan-mi100 teach --job.config_file student.toml --model Qwen3-8B"
     epilog = "Other options go to the pass, as of titan-mi100 train: --nproc_per_node 2, --lora.base nf4 ..."
     description = __doc__.split("\n", 1)[0].replace("`", "")
-    parser = tool.Parser(prog="titan-mi100 teach", description=description, epilog=epilog, example=example)
-    add = parser.add_argument
+    made = tool.Parser(prog="titan-mi100 teach", description=description, epilog=epilog, example=example)
+    add = made.add_argument
     add("--job.config_file", dest="config", required=True, metavar="STUDENT.toml", help="the student's config")
     add("--model", default="", metavar="TEACHER", help="HF folder or checkpoint of the teacher")
     add("--out", default="", metavar="FOLDER", help="default: the config's objective.teacher")
     add("--top_k", type=int, metavar="K", help="ids kept per learned token: 8 bytes each (default 32)")
     add("--ids", default="", metavar="FILE.jsonl", help="only write the rows' token ids, for vLLM")
     add("--from_vllm", default="", metavar="FILE.jsonl", help="read the answers of vLLM instead (docs/PREFERENCES.md)")
-    return parser
+    return made
 
 
 def _student(options: argparse.Namespace, settings: Sequence[str] = ()) -> Config:
@@ -129,7 +130,7 @@ def _out(options: argparse.Namespace, configured: str) -> Path:
     return Path(os.path.abspath(folder))
 
 
-def _write_config(options: argparse.Namespace) -> Path:
+def write_config(options: argparse.Namespace) -> Path:
     """The config of the teacher's pass, whose run folder is the teacher's folder."""
     if not options.model:
         raise UserError("--model TEACHER is missing: an HF folder, or another run's checkpoint/step-N")
