@@ -3,8 +3,8 @@
     python tests/kill_rounds.py [--kills 30] [--seed 0] [--folder WORK]
 
 Two rounds with all weights, sampled in two processes, scored by a function. A kill takes the command alone, one of its
-processes, or all; at a random moment, or as soon as a part is noted, a run has its export (the weights are handed over),
-or the next part has begun. Several kills are made before the rounds may end.
+processes, or all; at a random moment, or as soon as a part is noted, a run has its export (which hands the weights
+over), or the next part has begun. Several kills are made before the rounds may end.
 """
 
 import os

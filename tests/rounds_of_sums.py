@@ -3,8 +3,8 @@
     python tests/rounds_of_sums.py FOLDER SEED [--arms policy,shuffled,on_policy,offline] [--rounds 3]
 
 A small model that has learned to forget most carries, so that it gets some of the sums right, learns from its own
-answers by `titan-mi100 rounds`: `policy` from their scores; `shuffled` from scores that are drawn without looking, which
-must not help; `on_policy` from what a better model thinks of them. `offline` learns as many tokens of the better
+answers by `titan-mi100 rounds`: `policy` from their scores; `shuffled` from scores that are drawn without looking,
+which must not help; `on_policy` from what a better model thinks of them. `offline` learns as many tokens of the better
 model's answers instead, to the same prompts, with that model's distributions.
 Held-out exact match after each round (greedy): a line each, and results.jsonl. Sums of training, prompts and test are
 disjoint.

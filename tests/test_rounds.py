@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_convert import with_tokenizer
 from test_generate import write_folder
 from test_sample import Stub, answer
 
+from titan_mi100.config.check import check_start
 from titan_mi100.config.load import load_config
 from titan_mi100.config.toml_file import read_toml
 from titan_mi100.data.samples import Answer, Group, GroupStore, Sampled, Scored
@@ -146,6 +148,43 @@ def test_rounds_go_on_after_a_kill_at_any_part_with_the_same_bits(
         run({**again, "optimizer.lr": 2e-3, "rounds.k": 4}, never)
 
 
+def test_a_teacher_who_agrees_changes_nothing(
+    settings: dict[str, Any], model: Path, world: World, tmp_path: Path
+) -> None:
+    """The student is its own teacher: each token's advantage is zero."""
+    given = {**settings, "rounds.count": 1, "rounds.teacher": model, "optimizer.weight_decay": 0}
+    code, told = run(given, in_process(world))
+    export = tmp_path / "rounds" / "round-1" / "run" / f"hf-step-{told['rounds'][1]['step']}"
+    start, after = (load_file(next(path.glob("*.safetensors"))) for path in (model, export))
+    assert code == 0 and all(torch.equal(start[name], after[name]) for name in start.keys() | after.keys())
+    assert list((tmp_path / "rounds" / "round-1" / "teacher").glob("part-*"))
+
+
+def test_a_teacher_of_samples_is_refused_where_it_would_not_be_used(
+    settings: dict[str, Any], model: Path, tmp_path: Path, capfd: Any
+) -> None:
+    words = ["--job.config_file", str(tmp_path / "x.toml"), "--model", str(model), "--out", str(tmp_path / "t")]
+
+    def refused(objective: str, *more: str) -> str:
+        rows = f'[data]\npath = "{settings["data.path"]}"\n[checkpoint]\ninitial_load_path = "{model}"\n'
+        rows += "[training]\nseq_len = 128\n"
+        (tmp_path / "x.toml").write_text(f"{rows}[objective]\n{objective}\n")
+        assert teach.main([*words, *more]) == 2
+        return str(capfd.readouterr().err)
+
+    assert 'sampled answers: name = "policy", advantage = "teacher"' in refused('name = "policy"')
+    assert 'has no effect with advantage = "mean"; delete it' in refused('name = "policy"\nteacher = "t"')
+    judged = 'name = "policy"\nadvantage = "teacher"\n'
+    assert "teacher is not set; name the folder" in refused(judged)
+    assert "--top_k have no effect with sampled answers" in refused(judged + 'teacher = "t"', "--top_k", "4")
+    assert '"shape" changes scores, and a teacher gives none' in refused(
+        judged + 'teacher = "t"\ncut_off = "shape"\ncut_off_tokens = 2\nlongest_answer = 8'
+    )
+    assert "correction_cap = 0.5 must be at least 1" in refused(
+        'name = "policy"\ncorrection = "truncate"\ncorrection_cap = 0.5'
+    )
+
+
 def made_up(scores: Callable[[str, int, int], float], **trained: float) -> Callable[[Sequence[str], bool], bytes]:
     """Runs nothing: writes stores and a run as the commands would. Args: scores: of (folder, prompt, answer).
 
@@ -264,7 +303,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "job.run_folder is not set": {"job.run_folder": None},
     "rounds.count is not set": {"rounds.count": None},
     'objective.name must be "policy"': {"objective.name": None, "objective.cut_off": None},
-    "data.validation_path is not set; name the held-out prompts": {"data.validation_path": None},
+    "data.validation_path or validation_fraction is not set: held-out prompts": {"data.validation_path": None},
     "[validation] has no effect in rounds": {"validation.freq": 5},
     "rounds.served_model is not set": {"rounds.server": "http://h", "rounds.restart": "true"},
     "rounds.restart is not set": {"rounds.server": "http://h", "rounds.served_model": "m"},
@@ -304,7 +343,7 @@ def test_a_plain_run_refuses_rounds_and_held_out_prompts_that_are_learned_are_na
     settings: dict[str, Any], caplog: Any
 ) -> None:
     with pytest.raises(UserError, match="is for titan-mi100 rounds; start that"):
-        load_config([f"--{key}={value}" for key, value in settings.items()], 1)
+        check_start(load_config([f"--{key}={value}" for key, value in settings.items()], 1))
     opened({**settings, "data.validation_path": settings["data.path"]}, never)
     assert "12 of 12 held-out prompts are prompts of data.path, too" in caplog.text
 

@@ -125,8 +125,6 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
     yield from _check_data(data, config.objective.name)
     yield from (*_check_lora(config.lora), *_check_effects(config), *check_offload(config))
     yield from _check_objective(config.objective, data, config.lora.dropout)
-    if config.rounds.count and world_size is not None:
-        yield Problem("rounds.count", f"= {config.rounds.count} is for titan-mi100 rounds; start that, or delete it")
     yield from _check_profiling(config.profiling, world_size)
     validation, best = config.validation, config.checkpoint.keep_best
     needing: dict[str, Any] = {"validation.freq": validation.freq, "checkpoint.keep_best": best}
@@ -172,8 +170,10 @@ def check_start(config: Config) -> None:
 
     Raises:
         UserError: a package that is missing or too old, weights that are not complete, files that an export refuses, or
-            a disk that is too small.
+            a disk that is too small; or the config is of rounds.
     """
+    if config.rounds.count:
+        raise UserError(f"[rounds] count = {config.rounds.count} is for titan-mi100 rounds; start that, or set it to 0")
     check_packages({"tensorboard": "2.15"} if config.metrics.enable_tensorboard else {})
     save, lora, spec = config.checkpoint, config.lora, config.spec()
     load, folder = save.initial_load_path, os.path.abspath(config.job.run_folder or config.job.dump_folder)

@@ -135,8 +135,11 @@ class Rounds:
         self._server = door("rounds --server")(self._of) if self._of.server else None
         if problems := [*self._problems()]:
             raise UserError("\n".join(problems))
-        self._rows = self._read(config.data.path)
-        self._held_out = self._read(config.data.validation_path)
+        self._rows, self._held_out = self._read(config.data.path), self._read(config.data.validation_path)
+        if share := config.data.validation_fraction:
+            random.Random(config.training.seed).shuffle(self._rows)
+            count = max(1, round(share * len(self._rows)))
+            self._held_out, self._rows = self._rows[:count], self._rows[count:]
         asked = {json.dumps(asked_of(row)[0]) for row in self._rows}
         if again := sum(json.dumps(asked_of(row)[0]) in asked for row in self._held_out):
             log.warning(f"{again:,} of {len(self._held_out):,} held-out prompts are prompts of data.path, too")
@@ -148,7 +151,8 @@ class Rounds:
             "rounds.count is not set": of.count,
             'objective.name must be "policy"': config.objective.name == "policy",
             "data.path is not set; name the prompts": config.data.path,
-            "data.validation_path is not set; name the held-out prompts": config.data.validation_path,
+            "data.validation_path or validation_fraction is not set: held-out prompts": config.data.validation_path
+            or config.data.validation_fraction,
             "[validation] has no effect in rounds; delete it": config.validation == ValidationConfig(),
             "model.chat_template has no effect on samples; let the tokenizer have it": not config.model.chat_template,
             "rounds.served_model is not set": of.served_model or not of.server,
@@ -312,7 +316,12 @@ class Rounds:
             config,
             job=replace(config.job, run_folder=str(folder / "run")),
             model=replace(config.model, tokenizer_path=config.tokenizer_path()),
-            data=replace(config.data, path=(str(folder / "samples" / "scored" / "part-*.jsonl"),), validation_path=()),
+            data=replace(
+                config.data,
+                path=(str(folder / "samples" / "scored" / "part-*.jsonl"),),
+                validation_path=(),
+                validation_fraction=0.0,
+            ),
             lora=replace(config.lora, initial_load_path=adapter),
             checkpoint=replace(config.checkpoint, initial_load_path=model, export_hf=True, export_dtype=export),
             objective=objective,
