@@ -290,9 +290,14 @@ def test_equal_scores_of_all_answers_end_the_rounds(settings: dict[str, Any]) ->
     assert code == 0 and told["why"].startswith("round 2: all answers") and len(told["rounds"]) == 2
 
 
+def test_held_out_prompts_without_a_right_answer_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="no answer has a score; name the key of the right answer"):
+        run(settings, made_up(lambda *_: None))  # type: ignore[arg-type,return-value]
+
+
 def test_what_goes_wrong_is_warned_of() -> None:
     one = {"round": 1, "held_out": 0.5, "standard_error": 0.01, "score": 0.5, "length": 20.0, "dead": 0.2}
-    assert warnings([one]) == warnings([one, one, one]) == []
+    assert warnings([one]) == warnings([one, one, one]) == warnings([one, *[{**one, "score": None}] * 2]) == []
     assert "answers have grown from 20 to 50 tokens" in warnings([one, one, {**one, "length": 50}])[0]
     assert "the held-out score does not" in warnings([one, one, {**one, "score": 0.7}])[0]
     assert warnings([one, one, {**one, "score": 0.7, "held_out": 0.6}]) == []

@@ -25,6 +25,7 @@ from titan_mi100 import cli as tool
 from titan_mi100.checkpoint.sealed import list_checkpoints
 from titan_mi100.config.as_text import settings_parser, to_toml
 from titan_mi100.config.check import check
+from titan_mi100.config.hub import COMMITS_FILE
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config, RoundsConfig, ValidationConfig
 from titan_mi100.data.prompts import asked_of
@@ -215,6 +216,8 @@ class Rounds:
                 remedy = "start with the same settings, or name another job.run_folder"
                 raise UserError(f"{self.folder}: was begun with other {', '.join(differing)}; {remedy}")
         durable.replace(path, json.dumps(about, indent=1), is_synced=True)
+        if self._config.commits:  # a later start takes these, not what the names mean by then
+            durable.replace(self.folder / COMMITS_FILE, json.dumps(dict(self._config.commits), indent=1) + "\n")
         lines = "".join(json.dumps(row) + "\n" for row in self._held_out)
         durable.replace(self.folder / "held-out.jsonl", lines, is_synced=True)
 
@@ -259,6 +262,10 @@ class Rounds:
         words = partial(self._sample_words, number, data, out, self._of.held_out_k, self._config.training.seed)
         self._part(number, "sample_held_out", lambda: self._told(words()))
         self._part(number, "held_out", lambda: self._told(self._score_words(out)))
+        if self._parts(number)["held_out"]["scorers"]["score"]["mean"] is None:
+            raise UserError(
+                f"{data}: no answer has a score; name the key of the right answer: rounds.score = '--gold KEY'"
+            )
 
     def _score(self, samples: Path, wanted: Sequence[str]) -> dict[str, Any]:
         told = self._told(self._score_words(samples))

@@ -77,7 +77,8 @@ def warnings(summaries: Sequence[dict[str, Any]]) -> list[str]:
     if last["length"] > _LONGER * first["length"]:
         told.append(f"answers have grown from {first['length']:.0f} to {last['length']:.0f} tokens: score length, too")
     base, error = summaries[0]["held_out"], summaries[0]["standard_error"] or 0.0
-    if last["score"] > first["score"] + 2 * error and last["held_out"] <= base + error:
+    is_known = None not in (first["score"], last["score"])  # a teacher needs no scores
+    if is_known and last["score"] > first["score"] + 2 * error and last["held_out"] <= base + error:
         reason = "the score of the training prompts rises, the held-out score does not"
         told.append(f"{reason}: prompts are memorised, or the scorer is deceived; look at the best answers")
     if last["dead"] > _MOST_DEAD:
