@@ -410,6 +410,6 @@ def test_the_page_and_its_configs_load(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "Qwen3-0.6B" / "model.safetensors").touch()
     shutil.copy(DATA, tmp_path / "train.jsonl")
     configs = re.findall(r"(?s)```toml\n(.+?)```", page)
-    assert len(configs) == 4
+    assert len(configs) == 2
     for text in configs:
         load_config(written(tmp_path, text), 2)
