@@ -50,6 +50,7 @@ def seen(out: Path, pattern: str) -> set[tuple[str, int]]:
 
 
 def kill_once(work: Path, out: Path, draw: random.Random, seconds: float) -> str:
+    """When, and whom; "": it had ended before."""
     event, who = draw.choice(["time", "time", *EVENTS]), draw.choice(("command", "child", "all"))
     before = seen(out, EVENTS.get(event, "*"))
     process = subprocess.Popen([PROGRAM, *command(str(out))], cwd=work, env=environment(work), start_new_session=True,
@@ -60,7 +61,7 @@ def kill_once(work: Path, out: Path, draw: random.Random, seconds: float) -> str
             break
         time.sleep(0.02)
     if process.poll() is not None:
-        return f"{event}: had ended"
+        return ""
     below = children(process.pid)
     for target in {"command": [process.pid], "child": [draw.choice(below or [process.pid])],
                    "all": [process.pid, *below]}[who]:  # fmt: skip
@@ -91,9 +92,9 @@ def main() -> int:
     kills = 0
     while kills < options.kills:
         out, told = work / f"killed-{kills}", list[str]()
-        for _ in range(min(KILLS, options.kills - kills)):
-            told.append(kill_once(work, out, draw, seconds))
-            kills += 1
+        while len(told) < KILLS and (killed := kill_once(work, out, draw, seconds)):
+            told.append(killed)
+        kills += len(told)
         done = run(work, *command(str(out)))
         is_raw = "Traceback" in done.stderr or "unexpected error" in done.stderr
         is_equal = not done.returncode and content(out) == whole

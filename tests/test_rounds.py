@@ -129,6 +129,8 @@ def test_rounds_go_on_after_a_kill_at_any_part_with_the_same_bits(
     assert all(0 <= each["held_out"] <= 1 for each in told["rounds"]) and told["rounds"][1]["apart"] < 1e-5
     assert Path(told["model"]).is_dir() if told["best"] else told["model"] == ""
     assert not (tmp_path / "rounds" / "round-1" / "run" / "checkpoint").exists()
+    for path in (tmp_path / "rounds").glob("round-*/run/hf-step-*/*.safetensors"):  # nothing is rounded on the way
+        assert {tensor.dtype for tensor in load_file(path).values()} == {torch.float32}
     assert len({(tmp_path / "rounds" / f"round-{n}" / "prompts.jsonl").read_text() for n in (1, 2)}) == 2
 
     def dying(words: Sequence[str], is_read: bool) -> bytes:
@@ -241,7 +243,7 @@ def test_rounds_end_when_the_held_out_score_stops_rising_or_the_model_has_gone_f
     assert told["best"] == 4 and told["why"] == "4 rounds were asked for"
     folder = settings["job.run_folder"]
     page = (folder / "report.md").read_text()
-    assert "| 4 | 0.900 | 0.000 | 0.333 | 1.0 | 0.0% | 0.0% | 0.0100 | 0.0100 | 10.0% | 1.000 | 0.002 |" in page
+    assert "| 4 | 0.9 | 0 | 0.333 | 1 | 0 | 0 | 0.01 | 0.01 | 0.1 | 1 | 0.002 |" in page
     assert "best: round 4, held-out score 0.900: " in page and "worst held-out answers of round 4" in page
     far = {**many, "job.run_folder": folder.parent / "far"}
     code, told = run(far, made_up(rising, log_ratio=-0.7))
@@ -279,7 +281,7 @@ def test_prompts_come_in_turn_and_rest_when_their_groups_are_equal_twice(setting
     with pytest.raises(AssertionError):
         run(given, never)
     assert json.loads((of / "round-5" / "parts.json").read_text())["prompts"].items() >= {
-        "asked": kept["prompts"]["asked"], "offset": kept["prompts"]["offset"]}.items()  # fmt: skip
+        "asked": kept["prompts"]["asked"], "resting": kept["prompts"]["resting"]}.items()  # fmt: skip
 
 
 def test_equal_scores_of_all_answers_end_the_rounds(settings: dict[str, Any]) -> None:

@@ -70,11 +70,13 @@ def columns_of(
         with raise_together():
             store = open_teacher(Path(objective.teacher), data, digest, SAMPLED if is_policy else "teacher")
             sets = [packed(source) for source in (*data.sources, *data.validation)]
-            wanted = Wanted(sets, data.facts.n_vocab or spec.vocab_size)
+            expected = Wanted(sets, data.facts.n_vocab or spec.vocab_size)
             if world.rank == 0:
-                store.verify(wanted, cache_folder(settings) if data.facts.files else None)
+                store.verify(expected, cache_folder(settings) if data.facts.files else None)
             if is_policy:
-                columns[TEACHER] = ByLearnedToken(placed(map(store.load, store.parts), wanted.starts), wanted.starts)
+                columns[TEACHER] = ByLearnedToken(
+                    placed(map(store.load, store.parts), expected.starts), expected.starts
+                )
             else:
                 columns |= teacher_columns(store, sets)
             if world.rank == 0 and not is_policy:

@@ -119,23 +119,19 @@ def finish_advantages(columns: dict[str, Column], own: np.ndarray, objective: Ob
     """
     advantage, sampler = columns[ADVANTAGE], columns[SAMPLER]
     assert isinstance(advantage, ByLearnedToken) and isinstance(sampler, ByLearnedToken)
-    values, log_cap, change = advantage.values, float(np.log(objective.cap)), own - sampler.values
+    final, log_cap, change = advantage.values, float(np.log(objective.cap)), own - sampler.values
     if objective.advantage == "teacher":
         teacher = columns[TEACHER]
         assert isinstance(teacher, ByLearnedToken)
-        values = teacher.values - own
+        final = teacher.values - own
     if objective.correction == "truncate":
-        values = values * np.exp(np.minimum(change, log_cap))
+        final = final * np.exp(np.minimum(change, log_cap))
         log.info(f"correction: {np.mean(change > log_cap):.2%} of the tokens weigh {objective.cap:g}, the cap")
     elif objective.correction == "leave_out":
-        counts = np.diff(advantage.starts)
-        of_answer = np.add.reduceat(change, advantage.starts[:-1]) if len(change) else change
-        is_far = np.abs(of_answer) > log_cap
-        values = np.where(np.repeat(is_far, counts), 0.0, values)
-        log.info(
-            f"correction: {int(is_far.sum()):,} of {len(counts):,} answers are left out: the sampler's log p differ"
-        )
-    columns[ADVANTAGE] = ByLearnedToken(values, advantage.starts)
+        is_far = np.abs(np.add.reduceat(change, advantage.starts[:-1])) > log_cap  # of each answer
+        final = np.where(np.repeat(is_far, np.diff(advantage.starts)), 0.0, final)
+        log.info(f"correction: {int(is_far.sum()):,} of {len(is_far):,} answers are left out")
+    columns[ADVANTAGE] = ByLearnedToken(final, advantage.starts)
 
 
 def check_sampler(own: np.ndarray, sampler: np.ndarray, most: float) -> float:

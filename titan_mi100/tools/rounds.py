@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -44,7 +45,7 @@ _ABOUT, _PARTS = "rounds.json", "parts.json"
 _LARGEST = 1 << 28  # bytes of a record of the parts of a round
 # May change when the rounds are started again: they change no bit of what was made.
 _FREE = (
-    *("job", "metrics", "watchdog", "profiling", "rounds.count", "rounds.patience", "rounds.most_drift"),
+    *("job.", "metrics.", "watchdog.", "profiling.", "rounds.count", "rounds.patience", "rounds.most_drift"),
     *("rounds.server", "rounds.restart", "rounds.keep_checkpoints", "checkpoint.interval", "checkpoint.async_mode"),
 )
 _NOISE = 4.0  # times the first round's difference of log p, beyond which a server has other weights
@@ -80,10 +81,6 @@ class Ended(Exception):
 
     def __init__(self, code: int) -> None:
         self.code = code
-
-
-class _Over(Exception):
-    """Raised where a round cannot be trained, and is the last one."""
 
 
 class Commands:
@@ -183,58 +180,57 @@ class Rounds:
         self._begin()
         try:
             for number in range(self._of.count + 1):
-                self.summaries.append(self._round(number) if number else self._start())
+                if number and (why := self._round(number)):
+                    break
+                self._score_held_out(number)
+                self.summaries.append(summary_of(number, self._parts(number)))
                 log.info(finished(self.summaries))
                 report(self.folder, self.summaries, "")
                 if why := why_over(self.summaries, self._of):
-                    self.why = why
-                    return 0
-        except _Over as over:
-            self.why = str(over)
-            return 0
+                    break
         except Ended as ended:
             self.why = "told to stop" if ended.code == 3 else "a part has failed, see its message"
             log.info(f"{self.why}; start again with the same command: it continues")
             return ended.code
-        self.why = f"{self._of.count} rounds were asked for"
+        self.why = why or f"{self._of.count} rounds were asked for"
         return 0
 
     def _begin(self) -> None:
         """Write what the rounds are made of, or compare it. Raises UserError: it differs."""
-        rows = hashlib.sha256(json.dumps([self._rows, self._held_out]).encode()).hexdigest()
-        about = json.loads(json.dumps({"settings": asdict(replace(self._config, notes=())), "rows": rows}))
-        path = self.folder / _ABOUT
+        settings = asdict(replace(self._config, notes=()))
+        about = {f"{name}.{key}": own for name, section in settings.items() for key, own in dict(section).items()}
+        about["the prompts"] = hashlib.sha256(json.dumps([self._rows, self._held_out]).encode()).hexdigest()
+        about, path = json.loads(json.dumps(about)), self.folder / _ABOUT
         if path.exists():
-            before, differing = read_object(path, "name another job.run_folder", _LARGEST), list[str]()
-            for section, own in about["settings"].items():
-                theirs = before.get("settings", {}).get(section, {})
-                names = own.keys() if isinstance(own, dict) and isinstance(theirs, dict) else ()
-                differing += [f"{section}.{key}" for key in names if own[key] != theirs.get(key)]
-            differing = [key for key in differing if key not in _FREE and key.partition(".")[0] not in _FREE]
-            differing += ["the prompts"] * (before.get("rows") != rows)
+            before = read_object(path, "name another job.run_folder", _LARGEST)
+            differing = [key for key, own in about.items() if own != before.get(key) and not key.startswith(_FREE)]
             if differing:
                 remedy = "start with the same settings, or name another job.run_folder"
                 raise UserError(f"{self.folder}: was begun with other {', '.join(differing)}; {remedy}")
         durable.replace(path, json.dumps(about, indent=1), is_synced=True)
         if self._config.commits:  # a later start takes these, not what the names mean by then
             durable.replace(self.folder / COMMITS_FILE, json.dumps(dict(self._config.commits), indent=1) + "\n")
-        lines = "".join(json.dumps(row) + "\n" for row in self._held_out)
-        durable.replace(self.folder / "held-out.jsonl", lines, is_synced=True)
+        _write(self.folder / "held-out.jsonl", self._held_out)
 
-    def _start(self) -> dict[str, Any]:
-        """The scores of the model that the rounds start from."""
-        self._score_held_out(0)
-        return summary_of(0, self._parts(0))
+    def _round(self, number: int) -> str:
+        """Sample, score and train. Returns why it cannot be trained; "": it was.
 
-    def _round(self, number: int) -> dict[str, Any]:
+        Raises:
+            UserError: the first round cannot be trained.
+        """
         folder, config = self._folder(number), self._settings_of(number)
         prompts, samples, run = folder / "prompts.jsonl", folder / "samples", folder / "run"
         self._part(number, "prompts", partial(self._choose, number, prompts))
         words = partial(self._sample_words, number - 1, prompts, samples, self._of.k, config.training.seed + number)
         self._part(number, "sample", lambda: self._told(words()))
         self._part(number, "score", partial(self._score, samples, config.data.path))
-        if not self._of.teacher and not config.objective.kl_weight:
-            self._check_spread(number)
+        scored, needs_spread = self._parts(number)["score"], not (self._of.teacher or config.objective.kl_weight)
+        if needs_spread and scored["dead_prompts"] == scored["prompts"]:
+            problem = f"round {number}: all answers to each prompt have the same score, so nothing can be learned"
+            if number > 1:
+                return problem
+            remedy = "take easier or harder prompts, a larger rounds.k or another score, and another job.run_folder"
+            raise UserError(f"{problem}; {remedy}")
         settings = folder / "train.toml"
         durable.replace(settings, to_toml(config), is_synced=True)
         processes = ["--nproc_per_node", self._processes] if self._processes else []
@@ -243,28 +239,19 @@ class Rounds:
             teach = ["teach", *words_of_run, "--model", self._of.teacher, "--out", folder / "teacher"]
             self._part(number, "teach", partial(self._made, teach, dict[str, Any]))
         self._part(number, "train", partial(self._made, ["train", *words_of_run], partial(_trained, run)))
-        self._score_held_out(number)
         if not self._of.keep_checkpoints:
             shutil.rmtree(self._folder(number - 1) / "run" / "checkpoint", ignore_errors=True)
-        return summary_of(number, self._parts(number))
-
-    def _check_spread(self, number: int) -> None:
-        """Raises _Over, or in the first round UserError: no prompt has answers with different scores."""
-        scored = self._parts(number)["score"]
-        if scored["dead_prompts"] == scored["prompts"]:
-            problem = f"round {number}: all answers to each prompt have the same score, so nothing can be learned"
-            remedy = "take easier or harder prompts, a larger rounds.k or another score, and another job.run_folder"
-            raise UserError(f"{problem}; {remedy}") if number == 1 else _Over(problem)
+        return ""
 
     def _score_held_out(self, number: int) -> None:
         folder = self._folder(number)
-        data, out = self.folder / "held-out.jsonl", folder / "held-out"
-        words = partial(self._sample_words, number, data, out, self._of.held_out_k, self._config.training.seed)
+        prompts, samples = self.folder / "held-out.jsonl", folder / "held-out"
+        words = partial(self._sample_words, number, prompts, samples, self._of.held_out_k, self._config.training.seed)
         self._part(number, "sample_held_out", lambda: self._told(words()))
-        self._part(number, "held_out", lambda: self._told(self._score_words(out)))
+        self._part(number, "held_out", lambda: self._told(self._score_words(samples)))
         if self._parts(number)["held_out"]["scorers"]["score"]["mean"] is None:
             raise UserError(
-                f"{data}: no answer has a score; name the key of the right answer: rounds.score = '--gold KEY'"
+                f"{prompts}: no answer has a score; name the key of the right answer: rounds.score = '--gold KEY'"
             )
 
     def _score(self, samples: Path, wanted: Sequence[str]) -> dict[str, Any]:
@@ -278,34 +265,24 @@ class Rounds:
         return told
 
     def _choose(self, number: int, path: Path) -> dict[str, Any]:
-        """Write the prompts of a round: the next of a random order, which begins anew when all were asked."""
-        before = self._parts(number - 1).get("prompts", {"pass": 0, "offset": 0})
-        in_pass, offset, resting = before["pass"], before["offset"], self._resting(number)
-        eligible = len(self._rows) - len(resting)
-        size, chosen = min(self._of.prompts or eligible, eligible), dict[int, None]()
-        while len(chosen) < size:
-            order = [*range(len(self._rows))]
-            random.Random(f"{self._config.training.seed}/{in_pass}").shuffle(order)
-            while offset < len(order) and len(chosen) < size:
-                chosen |= {order[offset]: None} if order[offset] not in resting else {}
-                offset += 1
-            if offset == len(order):
-                in_pass, offset = in_pass + 1, 0
-        if not chosen:
-            raise UserError(f"rounds.rest = {self._of.rest}: all prompts rest, nothing is left to learn from; lower it")
-        lines = "".join(json.dumps(self._rows[index]) + "\n" for index in chosen)
-        durable.replace(path, lines, is_synced=True)
-        return {"asked": [*chosen], "pass": in_pass, "offset": offset, "resting": len(resting)}
-
-    def _resting(self, number: int) -> set[int]:
-        """The prompts that rest in a round: their last two groups had equal scores, not long ago."""
-        dead, last = dict[int, int](), dict[int, int]()  # of each prompt: groups in a row, and the last one's round
-        for before in range(1, number) if self._of.rest else ():
+        """Write the prompts of a round: those that were asked least, in random order. A prompt rests if its last two
+        groups had equal scores, not long ago.
+        """
+        asked, dead, resting = Counter[int](), Counter[int](), set[int]()
+        for before in range(1, number):
             parts = self._parts(before)
-            equal = {*parts["score"]["dead"]}
-            for place, index in enumerate(parts["prompts"]["asked"]):
-                dead[index], last[index] = dead.get(index, 0) + 1 if place in equal else 0, before
-        return {index for index, count in dead.items() if count >= 2 and number - last[index] <= self._of.rest}
+            for index, prompt in enumerate(parts["prompts"]["asked"]):
+                asked[prompt] += 1
+                dead[prompt] = dead[prompt] + 1 if index in parts["score"]["dead"] else 0
+                resting -= {prompt}
+                resting |= {prompt} if dead[prompt] > 1 and number - before <= self._of.rest else set()
+        eligible = [prompt for prompt in range(len(self._rows)) if prompt not in resting]
+        if not eligible:
+            raise UserError(f"rounds.rest = {self._of.rest}: all prompts rest, nothing is left to learn from; lower it")
+        random.Random(f"{self._config.training.seed}/{number}").shuffle(eligible)
+        chosen = sorted(eligible, key=asked.__getitem__)[: self._of.prompts or None]
+        _write(path, [self._rows[prompt] for prompt in chosen])
+        return {"asked": chosen, "resting": len(resting)}
 
     def _settings_of(self, number: int) -> Config:
         """The config of a round's training."""
@@ -399,6 +376,10 @@ class Rounds:
         """Run a command, then look at what it has made."""
         self._run([*map(str, words)], False)
         return look()
+
+
+def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    durable.replace(path, "".join(json.dumps(row) + "\n" for row in rows), is_synced=True)
 
 
 def _trained(run: Path) -> dict[str, Any]:

@@ -13,20 +13,10 @@ _STEPS = 20  # the last of a round, over which its drift is a mean
 _LONGER = 2.0  # times the first round's answers
 _MOST_DEAD = 0.9
 _PARTS = ("sample", "score", "teach", "train", "sample_held_out", "held_out")
-_COLUMNS = {  # of the table: key of a summary, and its form
-    "round": ("round", "d"),
-    "held-out": ("held_out", ".3f"),
-    "+-": ("standard_error", ".3f"),
-    "score": ("score", ".3f"),
-    "tokens": ("length", ".1f"),
-    "cut off": ("cut_off", ".1%"),
-    "dead": ("dead", ".1%"),
-    "log ratio": ("log_ratio", ".4f"),
-    "KL": ("kl", ".4f"),
-    "clipped": ("clipped", ".1%"),
-    "entropy": ("entropy", ".3f"),
-    "apart": ("apart", ".2g"),
-}
+_COLUMNS = (  # of the table: keys of a summary
+    *("round", "held_out", "standard_error", "score", "length", "cut_off", "dead", "log_ratio", "kl", "clipped"),
+    *("entropy", "apart"),
+)
 
 
 def drift(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -108,23 +98,22 @@ def report(folder: Path, summaries: Sequence[dict[str, Any]], why: str) -> dict[
     lines += [f"ended: {why}"] * bool(why)
     lines += [f"WARNING {text}" for text in told["warnings"]]
     for name in ("best", "worst") if summaries else ():
-        lines += ["", f"{name} held-out answers of round {summaries[-1]['round']}", "", *_quoted(summaries[-1][name])]
+        lines += [
+            "",
+            f"{name} held-out answers of round {summaries[-1]['round']}",
+            "",
+            *(f"    {text}" for text in summaries[-1][name]),
+        ]
     durable.replace(folder / "report.md", "\n".join(lines) + "\n")
     return told
 
 
 def _table(summaries: Sequence[dict[str, Any]]) -> list[str]:
     parts = [name for name in _PARTS if any(name in each["seconds"] for each in summaries)]
-    heads = [*_COLUMNS, *(f"{name.replace('_', ' ')}: s, tokens" for name in parts)]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    rows = [[*_COLUMNS, *(f"{name}: s, tokens" for name in parts)]]
     for each in summaries:
-        cells = [format(own, form) if (own := each.get(key)) is not None else "" for key, form in _COLUMNS.values()]
-        for name in parts:
-            tokens = f", {each['tokens'][name]:,}" if name in each["tokens"] else ""
-            cells.append(f"{each['seconds'][name]:.0f}{tokens}" if name in each["seconds"] else "")
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
-
-
-def _quoted(texts: Sequence[str]) -> list[str]:
-    return [f"    {text}" for text in texts]
+        cells = ["" if (own := each.get(key)) is None else f"{own:.3g}" for key in _COLUMNS]
+        times = [f"{each['seconds'].get(name, 0):.0f}, {each['tokens'].get(name, '')}" for name in parts]
+        rows.append([*cells, *(time.rstrip(", ") for time in times)])
+    rows.insert(1, ["---"] * len(rows[0]))
+    return [f"| {' | '.join(row)} |".replace("_", " ") for row in rows]
