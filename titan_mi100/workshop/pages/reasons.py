@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from titan_mi100.config.settings import Config
+from titan_mi100.config.settings import Config, DataConfig
 from titan_mi100.data.columns import Findings
 from titan_mi100.data.conversation import last_of, with_system_prompt
 from titan_mi100.data.encode import Encoder, Span, byte_offsets
@@ -48,7 +48,7 @@ def explain(
     encoder = _NotingEncoder(tokenizer, template, config.data, config.training.seq_len)
     noted = {}
     for index in {file for file, _, _ in lines}:
-        form = _format(config, files[index])
+        form = _format(config.data, config.objective.answers, files[index])
         for record in _read_again(files[index], {(line, element) for file, line, element in lines if file == index}):
             noted[index, record.number, record.element] = encoder.noted(record, form)
     explained = {}
@@ -62,11 +62,11 @@ def explain(
     return explained
 
 
-def _format(config: Config, file: str) -> Format:
-    data_patterns = patterns(config.data)
+def _format(settings: DataConfig, answers: str, file: str) -> Format:
+    data_patterns = patterns(settings)
     matching = zip(data_patterns, expand_patterns([each.path for each in data_patterns]), strict=True)
     form = next(pattern.format for pattern, files in matching if file in files)
-    return choose_format(file, replace(config.data, format=form), config.objective.answers)
+    return choose_format(file, replace(settings, format=form), answers)
 
 
 def _read_again(file: str, places: set[tuple[int, int]]) -> Iterator[Record]:
