@@ -425,7 +425,7 @@ def test_a_server_that_dies_or_answers_from_other_weights_is_found_out(
     mode: str, serve: Callable[[str], Served], settings: dict[str, Any], world: World, capfd: Any
 ) -> None:
     server = serve(mode)
-    given = {**settings, **LORA, "optimizer.lr": 0.3, "rounds.server": server.url, "rounds.served_model": "base",
+    given = {**settings, **LORA, "optimizer.lr": 0.004, "rounds.server": server.url, "rounds.served_model": "base",
              "rounds.most_drift": 0, "rounds.sample": "--max_new_tokens 8 --concurrency 1"}  # fmt: skip
     code, told = run(given, in_process(world))
     output = "".join(capfd.readouterr())
