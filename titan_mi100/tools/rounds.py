@@ -184,13 +184,13 @@ class Rounds:
                     break
                 self._score_held_out(number)
                 self.summaries.append(summary_of(number, self._parts(number)))
-                log.info(finished(self.summaries))
+                _note(finished(self.summaries))
                 report(self.folder, self.summaries, "")
                 if why := why_over(self.summaries, self._of):
                     break
         except Ended as ended:
             self.why = "told to stop" if ended.code == 3 else "a part has failed, see its message"
-            log.info(f"{self.why}; start again with the same command: it continues")
+            _note(f"{self.why}; start again with the same command: it continues")
             return ended.code
         self.why = why or f"{self._of.count} rounds were asked for"
         return 0
@@ -361,7 +361,7 @@ class Rounds:
         parts = self._parts(number)
         if name in parts:
             return
-        log.info(f"round {number} of {self._of.count}: {name.replace('_', ' ')}")
+        _note(f"round {number} of {self._of.count}: {name.replace('_', ' ')}")
         started = time.monotonic()
         self._folder(number).mkdir(exist_ok=True)
         parts[name] = {**make(), "seconds": time.monotonic() - started}
@@ -376,6 +376,10 @@ class Rounds:
         """Run a command, then look at what it has made."""
         self._run([*map(str, words)], False)
         return look()
+
+
+def _note(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
