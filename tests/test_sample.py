@@ -225,6 +225,7 @@ class Stub(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
+    disable_nagle_algorithm = True  # see hub_server.py
     server: Stub
 
     def do_POST(self) -> None:
