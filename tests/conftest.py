@@ -1,6 +1,7 @@
 """Shared by the tests: a job of one process, small specs, random packed rows, and spawning real multi-process jobs."""
 
 import functools
+import gc
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forked import ForkServer, fork_for_libraries
+from forked import ForkServer, fork_for_libraries, wait_for_no_disk
 
 from titan_mi100.planning.hardware import count_gpus
 
@@ -46,12 +47,15 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # inherited, where a scri
 # by one; the last ones are short.
 ORDER = (
     "layouts", "docs", "simgpu", "compile_report", "machine_code", "machine_code_others", "generate", "prepare",
-    "train", "scripts", "corpus", "watchdog", "run_folder", "new_config", "tokenizer", "convert", "adapter",
-    "safe_read", "rehearsal", "prompts_as_trained", "lean_optimizer", "parity", "offload", "lora", "ruined_weights",
+    "train", "scripts", "parity", "hub", "policy", "corpus", "watchdog", "run_folder", "new_config", "tokenizer",
+    "convert", "adapter", "safe_read", "rehearsal", "prompts_as_trained", "lean_optimizer", "offload", "lora",
+    "ruined_weights",
     "convert_refusals", "inspect_data", "attention_choice", "measure", "samples", "trainer", "conformance", "child",
     "preemption", "made_up_family", "end_of_turn", "ddp", "mixed_run", "chaos", "start", "config_inputs",
     "distributed", "memory", "reference_run", "objectives", "checkpoint", "machine", "report", "files",
-    "evaluate_script", "nf4", "profiling",
+    "evaluate_script", "nf4", "profiling", "console", "followed", "delta_rule", "token_rows", "sweep", "judged",
+    "sample", "score", "qwen3_5_files", "qwen3_moe_files", "preferences", "line_budgets", "names", "streams", "slurm",
+    "troubleshooting",
 )  # fmt: skip
 
 
@@ -63,6 +67,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # of xdist: the order below, and not the files with the most tests first
+    gc.disable()  # till all modules are imported: what they make stays, and looking through it takes seconds
     if config.getoption("--full"):
         os.environ[FULL] = "1"
     named = [*config.args, *config.getoption("--full-of")]
@@ -95,6 +101,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # nor is it looked through later: by this process, or by those that it forks
+    gc.enable()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Prepared data of the tests goes to their own folder."""
@@ -104,6 +115,32 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _fast_libraries() -> None:
     fork_for_libraries()
+    wait_for_no_disk()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_reading_of_the_tests_tokenizer() -> None:
+    """What prepares data in this process reads tests/assets/tokenizer and its template once, not for each folder of
+    rows; test_tokenizer.py and test_chat_template.py read theirs as it is done elsewhere."""
+    from titan_mi100.data import build
+
+    load, template = functools.cache(build.load_tokenizer), build.ChatTemplate
+    of_template = functools.cache(lambda path: template.of(load(path), path))
+
+    class Template(template):
+        @classmethod
+        def of(cls, tokenizer: Any, path: str | Path, template: str | Path = "") -> Any:
+            if template or not _is_the_tests_own(path):
+                return super().of(tokenizer, path, template)
+            return of_template(str(path))
+
+    read = build.load_tokenizer
+    build.load_tokenizer = lambda path: (load if _is_the_tests_own(path) else read)(str(path))
+    build.ChatTemplate = Template
+
+
+def _is_the_tests_own(path: str | Path) -> bool:
+    return Path(path) == ASSETS / "tokenizer"
 
 
 @pytest.fixture(autouse=True)
@@ -173,6 +210,22 @@ def world():
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three rows in a part of a teacher's folder or a reference, instead of hundreds."""
     monkeypatch.setattr("titan_mi100.data.answer_store.Identity.part_rows", 3)
+
+
+@pytest.fixture
+def one_second(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The child process that reads untrusted files has a second of CPU time for a small file, instead of five."""
+    from titan_mi100.files import child
+
+    command, limit = child.command, "; from titan_mi100.files import child; child.SECONDS = 1; getattr("
+
+    def limited(*words: Any, **more: Any) -> list[str]:
+        return [word.replace("; getattr(", limit) for word in command(*words, **more)]
+
+    monkeypatch.setattr(child, "command", limited)
+    child.end()  # the next question starts another
+    yield
+    child.end()
 
 
 def ending_of(error: BaseException, world: Any, folder: Path) -> dict[str, Any]:

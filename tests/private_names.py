@@ -12,9 +12,9 @@ REPO = Path(__file__).resolve().parents[1]
 NAMED_TUPLE = {"_fields", "_replace", "_asdict", "_make"}  # public in spite of the underscore
 
 
-def defined() -> set[str]:
-    """The private names of functions, classes and variables in the package."""
-    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in (REPO / "titan_mi100").rglob("*.py"))
+def defined(folder: Path = REPO / "titan_mi100") -> set[str]:
+    """The private names of functions, classes and variables in the package, or in a folder of it."""
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in folder.rglob("*.py"))
     nodes = [node for tree in trees for node in ast.walk(tree)]
     names = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}

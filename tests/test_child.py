@@ -22,7 +22,7 @@ from chaos import hostile_pickles as pickles
 from conftest import REPO
 
 from titan_mi100.errors import UserError
-from titan_mi100.files import child, isolated
+from titan_mi100.files import child
 from titan_mi100.files.child import TOO_MUCH
 from titan_mi100.files.stored import open_dcp, open_safetensors, open_torch
 from titan_mi100.text.chat_template import ChatTemplate
@@ -212,12 +212,11 @@ def test_a_small_file_that_wants_much_memory_is_refused(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", [*SLOW, *LARGE])
-def test_a_small_file_that_takes_long_is_refused(name: str, tmp_path: Path, full: bool, monkeypatch) -> None:
+def test_a_small_file_that_takes_long_is_refused(name: str, tmp_path: Path, full: bool, request) -> None:
     if name in LARGE and not full:
         pytest.skip("makes a large file; with --full")
     if name in SLOW:
-        limit = "; from titan_mi100.files import child; child.SECONDS = 1; getattr("
-        monkeypatch.setattr(isolated, "_CODE", isolated._CODE.replace("; getattr(", limit))
+        request.getfixturevalue("one_second")
     check((SLOW | LARGE)[name], tmp_path, seconds=10)
 
 

@@ -186,6 +186,7 @@ def test_what_is_no_tensor_is_never_read(tmp_path: Path) -> None:
     assert not (tmp_path / "canary").exists()
 
 
+@pytest.mark.usefixtures("one_second")
 def test_what_is_wrong_is_said_with_the_file_and_the_name(tmp_path: Path) -> None:
     raw = pickles.raw_pickles(tmp_path / "canary")
     for name, expected in {

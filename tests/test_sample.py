@@ -225,6 +225,7 @@ class Stub(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
+    disable_nagle_algorithm = True  # see hub_server.py
     server: Stub
 
     def do_POST(self) -> None:
@@ -347,7 +348,8 @@ def test_a_hostile_server_gives_one_message_and_leaves_whole_parts(
     capfd.readouterr()
     for name, (expected, behave) in HOSTILE.items():
         stub.behave = behave
-        assert sample.main([*words, *asked, "--concurrency", "2"]) == 2, name
+        timely = asked if name == "slow" else asked[:-2]  # the others fail in their own way, however long it takes
+        assert sample.main([*words, *timely, "--concurrency", "2"]) == 2, name
         lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("ERROR")]
         assert len(lines) == 1 and lines[0].startswith(f"ERROR {stub.url}: ") and expected in lines[0], (name, lines)
         assert files(out) == kept, name

@@ -385,7 +385,10 @@ def test_without_an_intact_checkpoint_nobody_is_told_to_resume(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("is_saved", [False, True])
-def test_a_hung_runs_state_says_whether_it_can_be_resumed(tmp_path: Path, is_saved: bool) -> None:
+def test_a_hung_runs_state_says_whether_it_can_be_resumed(
+    tmp_path: Path, is_saved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: None)
     if is_saved:
         (tmp_path / "checkpoint").mkdir()
         sealed.seal(sealed.begin(tmp_path / "checkpoint", 5), {}, {"step": 5})

@@ -165,11 +165,11 @@ def spec_of(cell: Cell) -> ModelSpec:
     return Qwen3Spec(*sizes, **rest)
 
 
-def dataset(seq_len: int) -> PackedDataset:
-    """Two steps' rows of random documents, among them rows and documents without any supervision."""
+def dataset(seq_len: int, rows: int) -> PackedDataset:
+    """Rows of random documents, among them rows and documents without any supervision."""
     random = np.random.default_rng(7)
     documents = []
-    for row in range(2 * ROWS):
+    for row in range(rows):
         share = (0.0, 0.0, 0.9, 0.5, 0.1, 1.0, 0.3, 0.05)[row % 8]
         for length in ([32], [17, 15], [20, 8, 4], [16, 13])[row % 4]:
             ids = random.integers(0, 320, length * seq_len // SEQ_LEN).astype(np.int32)
@@ -203,16 +203,18 @@ def run_cell(cell: Cell, world: World) -> dict[str, Any]:
     """This rank's record of the run, tensors whole. A collective."""
     checkpoint = Path(cell.load_from) if cell.load_from else None
     Qwen3_5Spec.chunk = CHUNK if cell.seq_len == SEQ_LEN else LONG_CHUNK
-    data = made_up(dataset(cell.seq_len), validation=dataset(cell.seq_len))
+    data = made_up(dataset(cell.seq_len, 2 * ROWS), validation=dataset(cell.seq_len, ROWS))  # two steps' rows
     run = open_run(config_of(cell), world, spec=spec_of(cell), data=data, checkpoint=checkpoint)
     use(cell.fused)  # chosen on GPUs only
     gradients = keep_gradients(run)
     prompts = [prompt.ids for prompt in held_out_prompts([data.validation[0].rows], PROMPTS)]
     steps = []
-    for _ in range(1 if cell.save_to or cell.load_from else 2):  # halves; validation between them must change nothing
+    # halves; validation between them must change nothing, and with tied weights answers, too
+    for is_last in (True,) if cell.save_to or cell.load_from else (False, True):
         steps += [run.step() for _ in range(cell.steps // 2)]
         held_out = run.validation_losses()[0]["loss"]
-        answers = answer_greedily(run.model, prompts, [ANSWER] * PROMPTS, (), run.stream)
+        if is_last or cell.tied:
+            answers = answer_greedily(run.model, prompts, [ANSWER] * PROMPTS, (), run.stream)
     if cell.save_to:
         save(run, Path(cell.save_to))
     return {
