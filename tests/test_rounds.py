@@ -3,6 +3,9 @@
 import contextlib
 import io
 import json
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -12,10 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_convert import with_tokenizer
 from test_generate import write_folder
 from test_sample import Stub, answer
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from titan_mi100.config.check import check_start
 from titan_mi100.config.load import load_config
@@ -31,6 +36,7 @@ from titan_mi100.run.folder import RunFolder
 from titan_mi100.tools import rounds, sample, score, teach
 from titan_mi100.tools.rounds_report import report, warnings
 from titan_mi100.train import train
+from titan_mi100.watch.outcome import RunState, write_run_state
 from titan_mi100.workshop import answer_server
 
 NEVER = SimpleNamespace(reason="")
@@ -96,7 +102,8 @@ def in_process(world: World) -> Callable[[Sequence[str], bool], bytes]:
         config = load_config(rest)
         folder = RunFolder(config.job, False, world)
         try:
-            train(open_run(config, world, folder.path), NEVER)  # type: ignore[arg-type]
+            ended = train(open_run(config, world, folder.path), NEVER)  # type: ignore[arg-type]
+            write_run_state(folder.path, RunState("done", 0, *ended))
         except UserError as error:
             print(error)
             raise rounds.Ended(2) from None
@@ -112,13 +119,17 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
+class Called(Exception):
+    pass
+
+
 def never(*_: Any) -> bytes:
-    raise AssertionError("nothing is left to do")
+    raise Called
 
 
 @pytest.mark.parametrize("trained", [LORA, pytest.param({}, marks=pytest.mark.full)], ids=["lora", "whole"])
 def test_rounds_go_on_after_a_kill_at_any_part_with_the_same_bits(
-    trained: dict[str, Any], settings: dict[str, Any], world: World, tmp_path: Path
+    trained: dict[str, Any], settings: dict[str, Any], world: World, tmp_path: Path, capfd: Any
 ) -> None:
     here, killed = in_process(world), list[str]()
     settings |= trained
@@ -146,8 +157,17 @@ def test_rounds_go_on_after_a_kill_at_any_part_with_the_same_bits(
         pass
     assert len(killed) == 2 + 5 * 2 and content(tmp_path / "again") == whole
     assert run({**again, "rounds.patience": 9}, never)[0] == 0
-    with pytest.raises(UserError, match=r"was begun with other optimizer\.lr, rounds\.k; start with the same settings"):
-        run({**again, "optimizer.lr": 2e-3, "rounds.k": 4}, never)
+    settings |= {"rounds.score": "--by length:3", "rounds.held_out_k": 2}
+    with pytest.raises(UserError, match=r"was begun with other rounds\.held_out_k, rounds\.score; start with the same"):
+        run(settings, never)
+    capfd.readouterr()
+    assert run({**again, "optimizer.lr": 2e-3, "rounds.k": 4}, never)[0] == 0  # for further rounds
+    assert "from here on with other optimizer.lr, rounds.k, rounds.patience" in capfd.readouterr().err
+    (other := tmp_path / "other").mkdir()
+    (other / "held-out.jsonl").write_text("mine")
+    with pytest.raises(UserError, match=r"other: holds other files, such as held-out\.jsonl; name a new folder"):
+        run({**again, "job.run_folder": other}, never)
+    assert (other / "held-out.jsonl").read_text() == "mine"
 
 
 def test_a_teacher_who_agrees_changes_nothing(
@@ -159,7 +179,21 @@ def test_a_teacher_who_agrees_changes_nothing(
     export = tmp_path / "rounds" / "round-1" / "run" / f"hf-step-{told['rounds'][1]['step']}"
     start, after = (load_file(next(path.glob("*.safetensors"))) for path in (model, export))
     assert code == 0 and all(torch.equal(start[name], after[name]) for name in start.keys() | after.keys())
-    assert list((tmp_path / "rounds" / "round-1" / "teacher").glob("part-*"))
+    other = with_tokenizer(write_folder(tmp_path / "other"))
+    weights = load_file(other / "model.safetensors")
+    save_file({name: own * 1.2 for name, own in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    assert run({**given, "rounds.teacher": other, "job.run_folder": tmp_path / "more"}, in_process(world))[0] == 0
+    round_1, forward = tmp_path / "more" / "round-1", AutoModelForCausalLM.from_pretrained(other)
+    expected = dict[int, Tensor]()
+    for group in GroupStore.open(round_1 / "samples" / "scored", Scored).read(0):
+        for each in group.answers:
+            ids = torch.tensor([group.prompt_ids + each.ids])
+            log_p = forward(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+            expected[len(expected)] = log_p[len(group.prompt_ids) - 1 :].detach()
+    [part] = (round_1 / "teacher").glob("part-*.safetensors")
+    arrays = load_file(part)
+    told = torch.cat([expected[int(number)] for number in arrays["documents"]])
+    assert (arrays["log_p"][:, 0] - told).abs().max() < 1e-4 and len(expected) == 18
 
 
 def test_a_teacher_of_samples_is_refused_where_it_would_not_be_used(
@@ -182,8 +216,8 @@ def test_a_teacher_of_samples_is_refused_where_it_would_not_be_used(
     assert '"shape" changes scores, and a teacher gives none' in refused(
         judged + 'teacher = "t"\ncut_off = "shape"\ncut_off_tokens = 2\nlongest_answer = 8'
     )
-    assert "correction_cap = 0.5 must be at least 1" in refused(
-        'name = "policy"\ncorrection = "truncate"\ncorrection_cap = 0.5'
+    assert "correction_cap = 1 must be above 1" in refused(
+        'name = "policy"\ncorrection = "truncate"\ncorrection_cap = 1.0'
     )
 
 
@@ -220,6 +254,7 @@ def made_up(scores: Callable[[str, int, int], float], **trained: float) -> Calla
         (folder / "checkpoint" / "step-3" / "manifest.json").write_text(str(folder))
         step = {"log_ratio": -0.01, "kl": 0.01, "clipped": 0.1, "entropy": 1.0, "tokens": 5, **trained}
         (folder / "metrics.jsonl").write_text(json.dumps({"step": 3, **step}) + "\n")
+        write_run_state(folder, RunState("done", 0, "", ""))
         (folder / "sampler").mkdir()
         (folder / "sampler" / "apart.json").write_text('{"mean": 0.002}')
         return b""
@@ -278,7 +313,7 @@ def test_prompts_come_in_turn_and_rest_when_their_groups_are_equal_twice(setting
     kept = parts[4]
     (of / "round-5" / "parts.json").unlink()
     (of / "round-5" / "prompts.jsonl").unlink()
-    with pytest.raises(AssertionError):
+    with pytest.raises(Called):
         run(given, never)
     assert json.loads((of / "round-5" / "parts.json").read_text())["prompts"].items() >= {
         "asked": kept["prompts"]["asked"], "resting": kept["prompts"]["resting"]}.items()  # fmt: skip
@@ -295,6 +330,49 @@ def test_equal_scores_of_all_answers_end_the_rounds(settings: dict[str, Any]) ->
 def test_held_out_prompts_without_a_right_answer_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="no answer has a score; name the key of the right answer"):
         run(settings, made_up(lambda *_: None))  # type: ignore[arg-type,return-value]
+
+
+def test_the_command_prints_one_report_and_its_exit_code_is_that_of_a_part(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    words, calls = [f"--{key}={own}" for key, own in settings.items()], list[str]()
+    real = made_up(lambda folder, prompt, answer: answer % 2)
+
+    class Fake:
+        def listen(self) -> None:
+            calls.append("listen")
+
+        def __call__(self, words: Sequence[str], is_read: bool) -> bytes:
+            calls.append(words[0])
+            if words[0] == "train" and calls.count("train") == 2:
+                raise rounds.Ended(6)
+            return real(words, is_read)
+
+    monkeypatch.setattr(rounds, "Commands", Fake)
+    assert rounds.main([*words, "--json"]) == 6
+    told = capfd.readouterr()
+    assert json.loads(told.out)["why"] == "a part has failed, see its message" and "it continues" in told.err
+    assert rounds.main([*words]) == 0
+    assert capfd.readouterr().out.startswith("# Rounds in ") and calls[0] == "listen"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert rounds.main(words) == 2 and "start one process" in capfd.readouterr().err
+
+
+def test_a_signal_stops_the_command_that_runs_or_the_rounds_between_two() -> None:
+    commands, before = rounds.Commands(), {each: signal.getsignal(each) for each in rounds.STOPS}
+    try:
+        commands.listen()
+        assert commands(["--version"], True).startswith(b"titan_mi100")
+        Timer(0.2, os.kill, [os.getpid(), signal.SIGTERM]).start()
+        with pytest.raises(rounds.Ended) as ended:
+            time.sleep(30)
+        assert ended.value.code == 3
+        with pytest.raises(rounds.Ended) as ended:
+            rounds.Commands()(["generate", "--nonsense"], True)
+        assert ended.value.code == 2
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def test_what_goes_wrong_is_warned_of() -> None:
@@ -314,6 +392,17 @@ REFUSED: dict[str, dict[str, Any]] = {
     "[validation] has no effect in rounds": {"validation.freq": 5},
     "rounds.served_model is not set": {"rounds.server": "http://h", "rounds.restart": "true"},
     "rounds.restart is not set": {"rounds.server": "http://h", "rounds.served_model": "m"},
+    "rounds.served_model and restart have no effect without server": {"rounds.restart": "true"},
+    "checkpoint.fresh and load_step have no effect": {"checkpoint.fresh": "true"},
+    "objective.advantage has no effect with rounds.teacher": {"rounds.teacher": "a", "objective.advantage": "std"},
+    "holds no tokenizer, so nothing shows": {"rounds.teacher": "a"},
+    "--limit and --server are not for it": {"rounds.sample": "--limit 3 --max_new_tokens 8"},
+    "--out, --keep and --to are not for it": {"rounds.score": "--by text --out /tmp/x"},
+    "must hold a prompt and --max_new_tokens 128": {"rounds.sample": "--max_new_tokens 128"},
+    "No closing quotation": {"rounds.score": "--by 'text"},
+    "is no scorer": {"rounds.score": "--by foo"},
+    "--by or --function is missing": {"rounds.score": None},
+    "no file here that can be read": {"rounds.score": "--function nowhere.py:f"},
     "parallelism.tensor_parallel_degree": {"parallelism.tensor_parallel_degree": 3},
     "clip_low": {"objective.clip_low": 2.0},
     "expected http://HOST:PORT": {"rounds.server": "h", "rounds.served_model": "m", "rounds.restart": "true",
@@ -341,7 +430,7 @@ def test_what_is_refused_before_anything_is_made(expected: str, settings: dict[s
 def test_options_of_the_parts_are_read_before_they_run(
     key: str, option: str, expected: str, settings: dict[str, Any], capfd: Any
 ) -> None:
-    with pytest.raises((SystemExit, UserError)) as refused:
+    with pytest.raises(UserError) as refused:
         opened({**settings, key: option}, never)
     assert expected in capfd.readouterr().err + str(refused.value)
 

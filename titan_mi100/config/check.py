@@ -461,8 +461,8 @@ def _check_policy(o: ObjectiveConfig, data: DataConfig) -> Iterator[Problem]:
     if o.advantage == "teacher" and o.cut_off == "shape":
         text = '= "shape" changes scores, and a teacher gives none; use mask or keep'
         yield Problem("objective.cut_off", text, ("objective.advantage",))
-    if o.is_corrected and o.cap < 1:
-        yield Problem("objective.correction_cap", f"= {o.cap:g} must be at least 1; the usual is 2")
+    if o.is_corrected and o.cap <= 1:
+        yield Problem("objective.correction_cap", f"= {o.cap:g} must be above 1; the usual is 2")
     if o.clip[0] > 1:
         yield Problem("objective.clip_low", f"= {o.clip_low:g} must be at most 1")
     if o.kl not in KL_FORMS:

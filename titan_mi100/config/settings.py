@@ -424,7 +424,7 @@ class ObjectiveConfig:
     correction: str = _key(
         "auto",
         "policy: where sampler and trainer differ; truncate: a token weighs their ratio, at most correction_cap; "
-        "leave_out: answers beyond it; auto: truncate in titan-mi100 rounds with a server, else none",
+        "leave_out: answers beyond it; auto: in titan-mi100 rounds with a server or nf4 truncate, else none",
         choices=("auto", "none", "truncate", "leave_out"),
     )
     correction_cap: float = _key(0.0, "policy: of the ratio; 0: 2, of leave_out 3")
@@ -512,8 +512,8 @@ class RoundsConfig:
 
     count: int = _key(0, "titan-mi100 rounds: how often to sample, score and train")
     prompts: int = _key(0, "prompts of data.path that a round takes, in random order; 0: all")
-    k: int = _key(8, "answers to each of them", low=1)
-    held_out_k: int = _key(1, "answers to each prompt of data.validation_path, which are scored only", low=1)
+    k: int = _key(8, "answers to each of them", low=2, high=100)
+    held_out_k: int = _key(1, "answers to each prompt of data.validation_path, which are only scored", low=1, high=100)
     sample: str = _key("", 'further options of titan-mi100 sample, such as "--max_new_tokens 256 --batch_size 32"')
     score: str = _key("", 'options of titan-mi100 score, such as "--by number"')
     patience: int = _key(2, "rounds without a better held-out score after which to end; 0: never")
@@ -522,6 +522,7 @@ class RoundsConfig:
     )
     rest: int = _key(0, "rounds for which a prompt rests if its last two groups had equal scores; 0: none rests")
     teacher: str = _key("", "model whose log p of the answers give the advantages (on-policy distillation)", hub=MODEL)
+    teach: str = _key("", 'options of its pass, as of titan-mi100 teach, such as "--lora.base nf4"')
     server: str = _key("", "address of a server that samples; empty: our own engine")
     served_model: str = _key("", "the model that training starts from, as the server calls it")
     server_kind: str = _key("vllm", "the server's program", choices=("vllm", "sglang", "llamacpp"))

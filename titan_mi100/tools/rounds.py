@@ -28,28 +28,30 @@ from titan_mi100.config.as_text import settings_parser, to_toml
 from titan_mi100.config.check import check
 from titan_mi100.config.hub import COMMITS_FILE
 from titan_mi100.config.load import load_config
-from titan_mi100.config.settings import Config, RoundsConfig, ValidationConfig
+from titan_mi100.config.settings import Config, ObjectiveConfig, RoundsConfig, ValidationConfig
+from titan_mi100.config.srun import srun_tasks
+from titan_mi100.data.files import expand_patterns
+from titan_mi100.data.prepare import check_teacher
 from titan_mi100.data.prompts import asked_of
 from titan_mi100.data.samples import GroupStore, Scored
 from titan_mi100.doors import door
 from titan_mi100.errors import UserError
 from titan_mi100.files import durable
+from titan_mi100.files.isolated import ended
 from titan_mi100.files.plain import read_object, read_plain
 from titan_mi100.files.pool import end_with_parent
 from titan_mi100.generation.batch import read_rows
 from titan_mi100.log import log, setup_logging
 from titan_mi100.tools import sample, score
 from titan_mi100.tools.rounds_report import drift, finished, report, summary_of, why_over
+from titan_mi100.watch.outcome import STATE, read_outcome
 
 _ABOUT, _PARTS = "rounds.json", "parts.json"
 _LARGEST = 1 << 28  # bytes of a record of the parts of a round
-# May change when the rounds are started again: they change no bit of what was made.
-_FREE = (
-    *("job.", "metrics.", "watchdog.", "profiling.", "rounds.count", "rounds.patience", "rounds.most_drift"),
-    *("rounds.server", "rounds.restart", "rounds.keep_checkpoints", "checkpoint.interval", "checkpoint.async_mode"),
-)
+# What must not change when the rounds are started again; other settings may, for what is not made yet.
+_FIXED = ("checkpoint.initial_load_path", "model.", "lora.", "training.seed", "rounds.held_out_k", "the prompts")
 _NOISE = 4.0  # times the first round's difference of log p, beyond which a server has other weights
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +68,13 @@ def _parser() -> tool.Parser:
 
 def _run(options: argparse.Namespace, settings: Sequence[str]) -> int:
     setup_logging(0)
-    rounds = Rounds(load_config(settings, None), options.nproc_per_node, Commands())
+    if os.environ.get("WORLD_SIZE", "1") != "1" or srun_tasks(os.environ) != 1:
+        raise UserError("rounds start their processes themselves: start one process, without torchrun and srun")
+    config, commands = load_config(settings, None), Commands()
+    for line in config.notes:
+        _note(line)
+    rounds = Rounds(config, options.nproc_per_node, commands)
+    commands.listen()
     folder = rounds.folder
     folder.mkdir(parents=True, exist_ok=True)
     _lock = durable.FolderLock(folder, 0)
@@ -84,26 +92,36 @@ class Ended(Exception):
 
 
 class Commands:
-    """Runs one command of titan-mi100 at a time, each in a process that ends with this one. A signal stops it."""
+    """Runs one command of titan-mi100 at a time, each in a process that ends with this one.
+
+    A signal stops it; between commands it raises Ended.
+    """
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
-        self._is_stopped = False
-        for each in _STOPS:
-            signal.signal(each, self._stop)
+        self._is_stopped = self._is_starting = False
+
+    def listen(self) -> None:
+        """Let signals stop the commands, but those that are ignored, as nohup does with SIGHUP."""
+        for each in STOPS:
+            if signal.getsignal(each) != signal.SIG_IGN:
+                signal.signal(each, self._stop)
 
     def __call__(self, words: Sequence[str], is_read: bool) -> bytes:
         """Run a command to its end; its output if it is read, else that goes to stderr. Raises Ended."""
         path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        if self._is_stopped:
-            raise Ended(3)
+        self._is_starting = True
         self._child = subprocess.Popen(
             [sys.executable, "-m", "titan_mi100", *words], stdout=subprocess.PIPE if is_read else sys.stderr,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path)}, start_new_session=True,
             preexec_fn=partial(end_with_parent, os.getpid()),
         )  # fmt: skip
+        self._is_starting = False
+        if self._is_stopped:  # meanwhile
+            self._child.send_signal(signal.SIGTERM)
         told, _ = self._child.communicate()
         if code := self._child.returncode:
+            _note(f"titan-mi100 {words[0]}: {ended(code)}")
             raise Ended(3 if self._is_stopped else max(code, 1))
         return told or b""
 
@@ -111,6 +129,8 @@ class Commands:
         self._is_stopped = True
         if self._child is not None and self._child.poll() is None:
             self._child.send_signal(signal.SIGTERM)
+        elif not self._is_starting:
+            raise Ended(3)
 
 
 class Rounds:
@@ -129,7 +149,6 @@ class Rounds:
         """
         self._config, self._processes, self._of, self._run = config, processes, config.rounds, run
         self.folder, self.summaries, self.why = Path(config.job.run_folder), list[dict[str, Any]](), ""
-        self._served = ""
         self._server = door("rounds --server")(self._of) if self._of.server else None
         if problems := [*self._problems()]:
             raise UserError("\n".join(problems))
@@ -143,7 +162,7 @@ class Rounds:
             log.warning(f"{again:,} of {len(self._held_out):,} held-out prompts are prompts of data.path, too")
 
     def _problems(self) -> Iterator[str]:
-        config, of = self._config, self._of
+        config, of, save = self._config, self._of, self._config.checkpoint
         needed = {
             "job.run_folder is not set": config.job.run_folder,
             "rounds.count is not set": of.count,
@@ -153,6 +172,14 @@ class Rounds:
             or config.data.validation_fraction,
             "[validation] has no effect in rounds; delete it": config.validation == ValidationConfig(),
             "model.chat_template has no effect on samples; let the tokenizer have it": not config.model.chat_template,
+            "checkpoint.fresh and load_step have no effect in rounds; delete them": not save.fresh
+            and save.load_step == -1,
+            "objective.advantage has no effect with rounds.teacher; delete it": not of.teacher
+            or config.objective.advantage == "mean",
+            'objective.advantage = "teacher" is for one round; set rounds.teacher': of.teacher
+            or config.objective.advantage != "teacher",
+            "rounds.served_model and restart have no effect without server": of.server
+            or not (of.served_model or of.restart),
             "rounds.served_model is not set": of.served_model or not of.server,
             "rounds.restart is not set: only adapters are handed to vLLM and SGLang without it": not of.server
             or of.restart
@@ -161,10 +188,29 @@ class Rounds:
         yield from (problem for problem, holds in needed.items() if not holds)
         if all(needed.values()):
             yield from map(str, check(self._settings_of(1), self._processes, with_files=False))
-            _, *words = map(str, self._sample_words(0, Path("x"), Path("x"), 1, 1))
-            options = sample.parser().parse_args(words)
+            yield from self._problems_of_parts()
+
+    def _problems_of_parts(self) -> Iterator[str]:
+        """What is wrong with the options of the commands, before any of them runs."""
+        of, seq_len = self._of, self._config.training.seq_len
+        try:
+            words = self._sample_words(0, Path("x"), Path("x"), of.k, 1)
+            options = sample.parser().parse_args([*map(str, words[1:])])
             sample.check(options)
-            score.parser().parse_args([*map(str, self._score_words(Path("x"))[1:])])
+            if options.limit or options.server != of.server:
+                yield "rounds.sample: --limit and --server are not for it; set rounds.prompts, rounds.server"
+            if options.max_new_tokens >= seq_len:
+                yield f"training.seq_len = {seq_len} must hold a prompt and --max_new_tokens {options.max_new_tokens}"
+            options = score.parser().parse_args([*map(str, self._score_words(Path("x"))[1:])])
+            score.check(options, Path("y"))
+            score.scorers_of(options)
+            if options.out or options.to:
+                yield "rounds.score: --out, --keep and --to are not for it"
+            if of.teacher:
+                check_teacher(of.teacher, self._config.tokenizer_path())
+        except (SystemExit, ValueError) as error:
+            own = f": {error}" if isinstance(error, ValueError) else ", see above"
+            yield f"rounds.sample or rounds.score is wrong{own}" if not isinstance(error, UserError) else str(error)
 
     def _read(self, paths: Sequence[str]) -> list[dict[str, Any]]:
         """The rows of files, each with a prompt. Raises UserError."""
@@ -173,12 +219,13 @@ class Rounds:
             asked_of(row)
             return row
 
-        return [row for path in paths for _, row in read_rows(path, with_prompt)]
+        files = [file for files in expand_patterns(paths) for file in files]
+        return [row for file in files for _, row in read_rows(file, with_prompt)]
 
     def run(self) -> int:
         """Make what is missing. Returns the exit code: 3: told to stop; else that of a part that has failed."""
-        self._begin()
         try:
+            self._begin()
             for number in range(self._of.count + 1):
                 if number and (why := self._round(number)):
                     break
@@ -201,12 +248,18 @@ class Rounds:
         about = {f"{name}.{key}": own for name, section in settings.items() for key, own in dict(section).items()}
         about["the prompts"] = hashlib.sha256(json.dumps([self._rows, self._held_out]).encode()).hexdigest()
         about, path = json.loads(json.dumps(about)), self.folder / _ABOUT
+        names = sorted(each.name for each in self.folder.iterdir() if each.name[0] != "." and each.name != COMMITS_FILE)
         if path.exists():
             before = read_object(path, "name another job.run_folder", _LARGEST)
-            differing = [key for key, own in about.items() if own != before.get(key) and not key.startswith(_FREE)]
-            if differing:
+            differing = [key for key, own in about.items() if own != before.get(key)]
+            fixed = (*_FIXED, *["rounds.score"] * ("held_out" in self._parts(0)))
+            if wrong := [key for key in differing if key.startswith(fixed)]:
                 remedy = "start with the same settings, or name another job.run_folder"
-                raise UserError(f"{self.folder}: was begun with other {', '.join(differing)}; {remedy}")
+                raise UserError(f"{self.folder}: was begun with other {', '.join(wrong)}; {remedy}")
+            if differing:
+                _note(f"from here on with other {', '.join(differing)}")
+        elif names:
+            raise UserError(f"{self.folder}: holds other files, such as {names[0]}; name a new folder: job.run_folder")
         durable.replace(path, json.dumps(about, indent=1), is_synced=True)
         if self._config.commits:  # a later start takes these, not what the names mean by then
             durable.replace(self.folder / COMMITS_FILE, json.dumps(dict(self._config.commits), indent=1) + "\n")
@@ -222,8 +275,9 @@ class Rounds:
         prompts, samples, run = folder / "prompts.jsonl", folder / "samples", folder / "run"
         self._part(number, "prompts", partial(self._choose, number, prompts))
         words = partial(self._sample_words, number - 1, prompts, samples, self._of.k, config.training.seed + number)
-        self._part(number, "sample", lambda: self._told(words()))
+        self._part(number, "sample", lambda: {**self._told(words()), "by_server": bool(self._of.server)})
         self._part(number, "score", partial(self._score, samples, config.data.path))
+        config = self._settings_of(number)  # they depend on who has sampled
         scored, needs_spread = self._parts(number)["score"], not (self._of.teacher or config.objective.kl_weight)
         if needs_spread and scored["dead_prompts"] == scored["prompts"]:
             problem = f"round {number}: all answers to each prompt have the same score, so nothing can be learned"
@@ -237,6 +291,7 @@ class Rounds:
         words_of_run = ["--job.config_file", settings, *processes]
         if self._of.teacher:
             teach = ["teach", *words_of_run, "--model", self._of.teacher, "--out", folder / "teacher"]
+            teach += shlex.split(self._of.teach)
             self._part(number, "teach", partial(self._made, teach, dict[str, Any]))
         self._part(number, "train", partial(self._made, ["train", *words_of_run], partial(_trained, run)))
         if not self._of.keep_checkpoints:
@@ -291,9 +346,11 @@ class Rounds:
         objective, export = config.objective, config.checkpoint.export_dtype
         if self._of.teacher:
             objective = replace(objective, advantage="teacher", teacher=str(folder / "teacher"))
-        if self._of.server:
-            chosen = "truncate" if objective.correction == "auto" else objective.correction
-            objective = replace(objective, correction=chosen, most_apart=self._most_apart(number))
+        by_server = self._parts(number).get("sample", {}).get("by_server", bool(self._of.server))
+        if objective.correction == "auto" and (by_server or config.lora.base == "nf4"):
+            objective = replace(objective, correction="truncate")  # nf4: the engine samples with the weights in 16 bits
+        if by_server:
+            objective = replace(objective, most_apart=self._most_apart(number))
         if config.lora.rank and export == "auto":
             export = "float32"  # what the next round starts from is not rounded
         return replace(
@@ -315,9 +372,9 @@ class Rounds:
 
     def _most_apart(self, number: int) -> float:
         """How far a server's log p may be from the trainer's: what it was in the first round is its rounding."""
-        own = self._config.objective.most_apart
-        first = self._parts(1).get("train", {}).get("apart") if number > 1 else None
-        return own if first is None else min(own, max(_NOISE * first, 1e-3))
+        own, before = self._config.objective.most_apart, map(self._parts, range(1, number))
+        first = next((parts["train"]["apart"] for parts in before if parts["sample"]["by_server"]), None)
+        return own if first is None or own != ObjectiveConfig.most_apart else min(own, max(_NOISE * first, 1e-3))
 
     def _weights(self, number: int) -> tuple[str, str]:
         """Model and adapter ("": none) after a round."""
@@ -340,9 +397,7 @@ class Rounds:
         if number:
             trained = self._parts(number)["train"]
             name = trained["name"]
-            if self._served != name:
-                self._server.serve(name, self._folder(number) / "run" / f"hf-step-{trained['step']}", bool(adapter))
-                self._served = name
+            self._server.serve(name, self._folder(number) / "run" / f"hf-step-{trained['step']}", bool(adapter))
         return [*words, "--server", self._of.server, "--served_model", name, "--server_kind", self._of.server_kind]
 
     def _score_words(self, samples: Path) -> list[Any]:
@@ -388,6 +443,8 @@ def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 def _trained(run: Path) -> dict[str, Any]:
     """What a complete run says of itself."""
+    outcome = read_outcome(run / STATE)
+    assert outcome is not None and outcome.state == "done", outcome
     step = int(list_checkpoints(run / "checkpoint")[-1].name.removeprefix("step-"))
     seal = hashlib.sha256(read_plain(run / "checkpoint" / f"step-{step}" / "manifest.json")).hexdigest()
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

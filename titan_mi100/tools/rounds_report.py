@@ -79,7 +79,7 @@ def warnings(summaries: Sequence[dict[str, Any]]) -> list[str]:
 def finished(summaries: Sequence[dict[str, Any]]) -> str:
     """A line about the last round."""
     last = summaries[-1]
-    error = f" +- {last['standard_error']:.3f}" * (last["standard_error"] is not None)
+    error = f" +- {last['standard_error']:.3f}" if last["standard_error"] is not None else ""
     took = duration_in_words(sum(last["seconds"].values()))
     best = f", best {summaries[best]['held_out']:.3f} in round {best}" if (best := best_of(summaries)) else ""
     return f"round {last['round']}: held-out score {last['held_out']:.3f}{error}{best}; {took}"
@@ -112,7 +112,7 @@ def _table(summaries: Sequence[dict[str, Any]]) -> list[str]:
     parts = [name for name in _PARTS if any(name in each["seconds"] for each in summaries)]
     rows = [[*_COLUMNS, *(f"{name}: s, tokens" for name in parts)]]
     for each in summaries:
-        cells = ["" if (own := each.get(key)) is None else f"{own:.3g}" for key in _COLUMNS]
+        cells = ["" if (own := each.get(key)) is None else f"{own:{'.3g' if own < 1e3 else '.0f'}}" for key in _COLUMNS]
         times = [f"{each['seconds'].get(name, 0):.0f}, {each['tokens'].get(name, '')}" for name in parts]
         rows.append([*cells, *(time.rstrip(", ") for time in times)])
     rows.insert(1, ["---"] * len(rows[0]))

@@ -120,7 +120,7 @@ def check(options: Namespace) -> None:
 
 def _about(options: Namespace, model: Model, prompts: Sequence[Group]) -> Sampled:
     digest = hashlib.sha256("".join(prompt.line() for prompt in prompts).encode()).hexdigest()
-    sampler = f"{options.server} {options.served_model}" if options.server else model.fingerprint()
+    sampler = f"server {options.served_model}" if options.server else model.fingerprint()
     return Sampled(
         "samples", sampler, digest, model.tokenizer.fingerprint, len(prompts), options.k, options.seed,
         options.max_new_tokens, sorted(model.stop_ids), "" if options.server else dtype_name(model.dtype),

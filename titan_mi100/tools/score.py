@@ -77,8 +77,8 @@ def _run(options: argparse.Namespace) -> None:
     samples, target = GroupStore.open(options.samples, Sampled), options.out or options.samples / "scored"
     if not samples.is_complete or not samples.parts:
         raise UserError(f"{options.samples}: some parts are missing; run titan-mi100 sample again: it goes on")
-    _check(options, target)
-    scorers = _scorers(options)
+    check(options, target)
+    scorers = scorers_of(options)
     about = [f"{name}={scorer.weight!r} {scorer.digest}".rstrip() for name, scorer in scorers.items()]
     about += [f"--gold {options.gold}"] if options.gold else []
     store = GroupStore(target, Scored("scores", samples.digest, samples.about.count, about))
@@ -108,7 +108,7 @@ def _too_late(*_: Any) -> None:
     raise TimeoutError("took longer than --timeout")
 
 
-def _check(options: argparse.Namespace, target: Path) -> None:
+def check(options: argparse.Namespace, target: Path) -> None:
     """Refuse options before anything is scored. Raises UserError."""
     folders = [Path(os.path.realpath(folder)) for folder in (options.samples, target)]
     for is_wrong, problem in (
@@ -136,7 +136,7 @@ def _weighted(text: str) -> tuple[str, float]:
         return text, 1.0
 
 
-def _scorers(options: argparse.Namespace) -> dict[str, Scorer]:
+def scorers_of(options: argparse.Namespace) -> dict[str, Scorer]:
     """The scorers that the options name. Raises UserError."""
     scorers = dict[str, Scorer]()
     for (name, weight), is_code in chain(

@@ -210,21 +210,26 @@ class ServedWeights:
 
     def serve(self, name: str, model: Path, is_adapter: bool) -> None:
         """Let the server have a model under a name. Raises UserError: it does not."""
-        command, served = self._settings.restart, self._served()
-        if command and name not in (served or ()):
+        command, served = self._settings.restart, self._served() or []
+        if command and name not in served:
             print(f"restarting the server: {printable(command)}", file=sys.stderr)
             environment = {**os.environ, "MODEL": str(model.absolute()), "NAME": name}
-            code, end = subprocess.run(command, shell=True, env=environment).returncode, time.monotonic() + _STARTS
-            if code:
+            restarted = subprocess.run(
+                command, shell=True, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr,
+                start_new_session=True,
+            )  # fmt: skip
+            if code := restarted.returncode:
                 raise UserError(f"rounds.restart ends with code {code}; correct the command, then start again")
-            while name not in (self._served() or ()):
+            end = time.monotonic() + _STARTS
+            while name not in (self._served() or []):
                 if time.monotonic() > end:
                     problem = f"lists no model {name} {_STARTS:g} s after rounds.restart"
                     raise UserError(f"{self._settings.server}: {problem}; let it serve $MODEL as $NAME")
                 time.sleep(1)
         elif not command and is_adapter:
-            self._post("load", {"lora_name": name, "lora_path": str(model.absolute())})
-            for old in (old for old in served or () if old.startswith(ROUND) and old != name):
+            if name not in served:
+                self._post("load", {"lora_name": name, "lora_path": str(model.absolute())})
+            for old in (old for old in served if old.startswith(ROUND) and old != name):
                 self._post("unload", {"lora_name": old})
 
     def _served(self) -> list[str] | None:
