@@ -188,9 +188,9 @@ def load_answer(model: Model, sampling: Sampling, seed: int, max_new_tokens: int
     """Load the weights. The draws for a prompt depend on the seed and the prompt's index, not on the batch."""
     network, limited = model.load(), replace(sampling, vocabulary=model.tokenizer.n_vocab)
 
-    def answer_batch(prompts: Sequence[list[int]], indices: Sequence[int], on_step: Any = None) -> list[Generated]:
+    def answer_batch(prompts: Sequence[list[int]], indices: Sequence[int]) -> list[Generated]:
         seeds = [f"{seed}/{index}" for index in indices]
-        return generate(network, prompts, limited, model.stop_ids, max_new_tokens, seeds, on_step)
+        return generate(network, prompts, limited, model.stop_ids, max_new_tokens, seeds)
 
     return answer_batch
 
