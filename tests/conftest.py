@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forked import ForkServer, fork_for_libraries
+from forked import ForkServer
 
 from titan_mi100.planning.hardware import count_gpus
 
@@ -99,11 +99,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Prepared data of the tests goes to their own folder."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _fast_libraries() -> None:
-    fork_for_libraries()
 
 
 @pytest.fixture(autouse=True)
