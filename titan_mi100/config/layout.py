@@ -31,7 +31,6 @@ AXES = {
 ALL_SHARDED = {AXES["dp_shard"].key: -1, AXES["dp_replicate"].key: 1}  # no replicas
 PIPELINE = "pp"  # the outermost axis
 DATA_PARALLEL = [name for name, axis in AXES.items() if axis.reads_rows]
-_DEGREES = (*(f"parallelism.{axis.key}" for axis in AXES.values()), "parallelism.zero_stage")
 IGNORE = -100  # label of a token that is not learned, as in PyTorch and Hugging Face
 
 
@@ -213,7 +212,7 @@ def resolve_layout(
 
 
 def _refused(key: str, text: str) -> ConfigError:
-    return ConfigError([Problem(f"parallelism.{key}", text, _DEGREES)])
+    return ConfigError([Problem(f"parallelism.{key}", text)])
 
 
 def _replicas_only(world_size: int, dp_shard: int, dp_replicate: int, tp: int, pp: int) -> tuple[int, int]:
@@ -287,8 +286,7 @@ def check_schedule(name: str, ranks: int, microbatches: int) -> Problem | None:
     elif SCHEDULES[name].looped and microbatches % max(1, microbatches // ranks):
         wrong = f"over {ranks} ranks needs microbatches in rounds of {ranks} or more, but gets {microbatches}: {how}; "
         wrong += f"use {ranks} x n"
-    read = (*_DEGREES, "training.gradient_accumulation_steps", "training.target_tokens_per_step")
-    return Problem("parallelism.pipeline_parallel_schedule", f'= "{name}" {wrong}', read) if wrong else None
+    return Problem("parallelism.pipeline_parallel_schedule", f'= "{name}" {wrong}') if wrong else None
 
 
 def is_torch_before_2_13() -> bool:
