@@ -24,7 +24,7 @@ from titan_mi100.config.as_text import help_text, keys_of, our_keys, sections, t
 from titan_mi100.config.check import ALTERNATIVES, check, check_start
 from titan_mi100.config.hub import COMMITS_FILE, HubNames, hub_name, known_commits, one_at_a_node
 from titan_mi100.config.settings import Config, JobConfig
-from titan_mi100.config.srun import ASKS_LIMIT, RUN_FOLDER, check_place, srun_ranks
+from titan_mi100.config.srun import ASKS_COMMITS, RUN_FOLDER, check_place, srun_ranks
 from titan_mi100.config.toml_file import read_toml
 from titan_mi100.config.unknown import of_other_trainers, unknown_at_top_level, unknown_key, unknown_option
 from titan_mi100.errors import UserError, did_you_mean
@@ -439,7 +439,6 @@ def config_from_command_line(for_this_job: bool = True) -> Config:
 if __name__ == "__main__":
     checked = config_from_command_line()
     sys.stdout.reconfigure(encoding=sys.getfilesystemencoding())  # type: ignore[union-attr]  # whatever the terminal's
-    limit = checked.watchdog.seconds and checked.watchdog.start_seconds
     commits = json.dumps(dict(checked.commits), separators=(",", ":"))  # without a space
-    facts = [limit, commits] if os.environ.get(ASKS_LIMIT) else []
+    facts = [commits] if os.environ.get(ASKS_COMMITS) else []
     sys.exit(cli.exit_code(lambda: print(*facts, make_run_folder(checked.job, checked.checkpoint.fresh))))

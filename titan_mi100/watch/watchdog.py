@@ -29,7 +29,6 @@ LOOK = 1.0  # seconds between two looks
 _LONGEST_LOOK = 4.0  # seconds counted at most between two looks: after a longer gap the watcher itself was stopped
 _FIRST_SIGN = 1800.0  # seconds until each process must have started: thousands may load Python from one file system
 _DUMP = 3.0  # seconds to write stacks
-_IDLE = 5e-5  # seconds of CPU time per second that are no progress
 _STOPPED = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "in a call that the kernel does not end"}
 _OF_GIL = 50  # waits per second of a thread that waits for the GIL, at least
 _INNER = 6  # innermost frames of a stack that may show a collective
@@ -260,56 +259,6 @@ def _fields(pid: int) -> list[str]:
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return [""]
-
-
-class Idle:
-    """Watches the process that the launcher runs before the training. It hangs if it and its descendants use no CPU
-    time for too long. Tokenising may take hours but computes all the time; a process that waits for a lock polls it.
-
-    Attributes:
-        message: why the process was ended; "": it was not.
-    """
-
-    message = ""
-
-    def __init__(self, limit: float) -> None:
-        """Args: limit: seconds without CPU time; 0: no limit."""
-        self._limit, self._waited, self._used, self._looked = limit, 0.0, -1.0, time.monotonic()
-
-    def look(self) -> bool:
-        """Whether the process hangs. If so, it writes its stacks to standard error if it can, and is killed."""
-        now, processes = time.monotonic(), _descendants(os.getpid())
-        self._waited += min(now - self._looked, _LONGEST_LOOK)
-        self._looked, used = now, sum(map(_cpu_seconds, processes))
-        # a timer that wakes up now and then, such as a progress bar's, is no progress
-        if not processes or abs(used - self._used) > _IDLE * self._limit:
-            self._waited, self._used = 0.0, used
-        if not 0 < self._limit < self._waited:
-            return False
-        states = ((pid, _state(pid)[0]) for pid in processes)
-        stopped = [
-            f"; process {pid} is {_STOPPED[state]} (state {state})" for pid, state in states if state in _STOPPED
-        ]
-        self.message = f"no CPU time was used for {self._waited:.0f} s (watchdog.start_seconds){''.join(stopped)}"
-        for number, pid in ((signal.SIGABRT, processes[0]), *((signal.SIGKILL, pid) for pid in processes)):
-            with suppress(OSError):
-                os.kill(pid, number)
-            time.sleep(1.0 if number == signal.SIGABRT else 0)
-        return True
-
-
-def _descendants(pid: int) -> list[int]:
-    """The process's children, each followed by its own; none where Linux does not list them."""
-    with suppress(OSError):
-        children = [
-            child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-        ]
-        return [pid for child in map(int, children) for pid in (child, *_descendants(child))]
-    return []
-
-
-def _cpu_seconds(pid: int) -> float:
-    return sum(map(int, _fields(pid)[11:13])) / os.sysconf("SC_CLK_TCK")  # user and system time
 
 
 def how_to_start_again(folder: Path | None) -> str:
