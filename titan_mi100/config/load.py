@@ -96,7 +96,7 @@ def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: boo
                 raise UserError(first_of(errors, "config"))
     if with_files:
         errors += _moved_run(config_file.value, settings.get(("job", "run_folder")), str(values["job", "run_folder"]))
-    notes = [*_replace_alternatives(values, settings), *_local_folders(settings)]
+    notes = _replace_alternatives(values, settings)
     if named is default:
         notes.append(f"no --job.config_file is given: settings from {config_file.value}")
     elif named.value != config_file.value:
@@ -272,19 +272,6 @@ def _paths(item: str, folder: Path, is_list: bool, kind: str, names: HubNames) -
     if kind and (name := hub_name(item, folder)):
         return names.paths(item, name, kind)
     return [_absolute(item, folder, is_list) if item else item]
-
-
-def _local_folders(settings: dict[_Name, _Setting]) -> list[str]:
-    """A line for the log about each local folder that is called like a name on the hub."""
-    notes = []
-    for name, setting in settings.items():
-        texts = setting.value if isinstance(setting.value, list | tuple) else [setting.value]
-        for text in map(str, texts if our_keys()[".".join(name)].metadata["hub"] else ()):
-            path = os.path.join(setting.folder, text)
-            is_like_name = hub_name(f"{text}@main", setting.folder) and setting.folder != bundled.FOLDER
-            if is_like_name and os.path.isdir(path):
-                notes.append(f"{setting.where} = {shown(text)} is the folder {path}; for the hub's write {text}@main")
-    return notes
 
 
 def _convert_tables(table: type, setting: _Setting, names: HubNames) -> tuple[tuple[Any, ...], list[str]]:
