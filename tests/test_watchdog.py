@@ -202,7 +202,6 @@ def test_the_rank_that_the_others_wait_for_is_found() -> None:
 
     assert found(seen(0), seen(1, state="T"), seen(2, events=1)) == [1]
     assert found(seen(0), seen(1, state="")) == [1]
-    assert found(seen(0, stack=WAITING), seen(1, stack=WAITING)._replace(wants_gil=True)) == [1]
     agreeing = 'File "/x/torch/nn/parallel/distributed.py", line 1775 in _pre_forward'
     in_forward = 'File "/x/torch/nn/parallel/distributed.py", line 1799 in forward'
     assert found(seen(0, stack=in_forward), seen(1, stack=agreeing)) == [0]
@@ -242,8 +241,6 @@ def test_a_process_writes_its_stacks_also_while_the_gil_is_held(
             process.kill()
     said = next((tmp_path / "logs").glob("hang-*.txt")).read_text()
     assert "in reading_a_row" in said and "rank 0, process" in said
-    # the main thread waits for the GIL only where another thread holds it
-    assert ("while another of its threads holds the GIL" in said) == does.startswith("threading")
     assert watch.outcome is not None and watch.outcome.step == 2
 
 
