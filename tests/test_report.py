@@ -204,9 +204,6 @@ def test_a_run_of_preferences_may_have_the_measure_under_its_old_name(run: Path,
     ]
     write_lines(run / "metrics.jsonl", *new)
     assert "below_reference\n" in report.page(run).text
-    figures = RunFigures(steps=100, rows_per_epoch=None, flops=lambda *_: 1, peak_flops=None, dtype="fp32")
-    kept = Reporter(run, MetricsConfig(), figures, last_step=60).last_entry  # as a resumed run reads it
-    assert kept["step"] == 60 and kept["below_reference"] == -1.5
 
 
 def test_the_page_says_what_the_files_say(run: Path, report: Report) -> None:
