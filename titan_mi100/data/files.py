@@ -1,4 +1,4 @@
-"""Reads the records of a data file one after another: JSONL, a JSON array or parquet of any size; gzip and zstd.
+"""Reads the records of a data file one after another: JSONL or parquet of any size, or a JSON array; gzip and zstd.
 
 The file type is detected by content, not by name. This module does not look into the records; `formats` does.
 """
@@ -76,7 +76,7 @@ def expand_patterns(patterns: Sequence[str]) -> list[list[str]]:
 
 
 class RecordReader:
-    """Iterates over the records of one file, holding a bounded part of it in memory.
+    """Iterates over the records of one file, holding a bounded part of it in memory; a JSON array as a whole.
 
     During the iteration `consumed` rises to `size`, the file's bytes on disk; a progress bar shows both. Afterwards
     `oddities` maps each of BLANK, CRLF and BOM that occurred to (its count, the first line with it).
@@ -380,7 +380,7 @@ def _size_checked(number: int, raw: bytes, problem: str, element: int = 0) -> Re
 def _elements(file: io.BufferedReader) -> Iterator[Record]:
     """The records of a JSON array. A syntax error becomes the last record: no element after it can be located."""
     try:
-        for element, (line, raw) in enumerate(array_elements(file, CHUNK, LONGEST_LINE), 1):
+        for element, (line, raw) in enumerate(array_elements(file), 1):
             yield _size_checked(line, raw, "", element)
     except BrokenArray as broken:
         yield Record(broken.line, b"", _BROKEN.format(broken))
