@@ -342,7 +342,7 @@ FOLLOWED: dict[tuple[str, str], tuple[Call, Call, str, Call, Call, str]] = {
         NOTHING, lambda f: launcher.parse(["--nproc_per_node", "1", "--nproc_per_node", "2"], ""), "keep one",
         NOTHING, lambda f: launcher.parse(["--nproc_per_node", "1"], ""), ""),
     ("attention/choice", "[model] attention_backend = : is refused"): (
-        NOTHING, run(**{"model.attention_backend": "flex"}), "use auto",
+        NOTHING, run(**{"model.attention_backend": "flash_attn"}), "use auto",
         NOTHING, run(**{"model.attention_backend": "auto"}), ""),
     ("config/check", 'data.earlier_thinking = "unroll" makes several documents'): (
         NOTHING, config(*PREFERS, "--data.earlier_thinking", "unroll"), "use template, mask or context",
