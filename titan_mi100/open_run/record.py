@@ -138,7 +138,5 @@ def log_machine(dtype: str, world: World) -> None:
     """Log the device, and advice on the dtype of the computation."""
     log.info(f"{plural(world.size, 'process')}, each on {distributed.device_name(world.device)[0]}")
     is_cpu = world.device.type == "cpu"
-    if other := accelerator.unsupported_accelerator():
-        log.warning(f"{other} is left alone: runs compute on CUDA, ROCm or the CPU")
     if advice := hardware.dtype_advice(dtype, distributed.data_sheet(world.device), is_cpu):
         log.warning(advice)
