@@ -87,7 +87,7 @@ def keep_global_batch(config: Config, world: World, manifest: dict[str, Any]) ->
     return config
 
 
-def log_layout(layout: Layout, batch: Batch, training: TrainingConfig, offload: str = "nothing") -> None:
+def log_layout(layout: Layout, batch: Batch, training: TrainingConfig) -> None:
     tokens, target = batch.global_batch_size * training.seq_len, training.target_tokens_per_step
     log.info(
         f"layout: {layout.describe()}; a step is {plural(batch.global_batch_size, 'row')} = local_batch_size "
@@ -98,11 +98,6 @@ def log_layout(layout: Layout, batch: Batch, training: TrainingConfig, offload: 
         log.warning(f"target_tokens_per_step = {target:,}: one forward on all ranks has more; lower local_batch_size")
     if layout.inside_a_node > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         log.warning("tensor parallel reaches across nodes: every layer waits for the network; keep it inside a node")
-    if offload == "weights" and batch.gradient_accumulation_steps > 1:  # FSDP2 adds the later ones on the host
-        log.warning(
-            'memory.offload = "weights": each microbatch after the first waits for the host to add its gradients; '
-            "raise local_batch_size instead of gradient_accumulation_steps if memory allows"
-        )
 
 
 def log_if_done(progress: Progress, steps: int) -> None:
