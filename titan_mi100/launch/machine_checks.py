@@ -216,12 +216,10 @@ def nccl_algo(facts: Facts) -> Result | None:
     algorithms = facts.environ.get("NCCL_ALGO")
     if not algorithms or not facts.visible():
         return None
-    remedy = "unset NCCL_ALGO: NCCL and RCCL then choose by message size and topology"
-    if {*algorithms} & {*":;^"}:
-        fact = f"NCCL_ALGO={algorithms}: a function that it excludes or does not name may be left without an algorithm"
-        return Result("NCCL_ALGO", WARN, fact, remedy)
-    if not _SERVE_ALL_GATHER & {word.strip() for word in algorithms.lower().split(",")}:
+    is_list = not {*algorithms} & {*":;^"}  # else by function, or of what is excluded
+    if is_list and not _SERVE_ALL_GATHER & {word.strip() for word in algorithms.lower().split(",")}:
         fact = f"NCCL_ALGO={algorithms} leaves no algorithm for all-gather and reduce-scatter, which FSDP uses"
+        remedy = "unset NCCL_ALGO: NCCL and RCCL then choose by message size and topology"
         return Result("NCCL_ALGO", FAIL, fact, remedy)
     return Result("NCCL_ALGO", PASS, f"NCCL_ALGO={algorithms}")
 
