@@ -254,7 +254,7 @@ FOLLOWED: dict[tuple[str, str], tuple[Call, Call, str, Call, Call, str]] = {
         both(command(convert.torch_to_dcp, *CONVERTED), command(convert.dcp_to_hf, "--input_dir", "F/dcp",
                                                                "--output_dir", "F/hf", "--hf_assets_path", "F/m")),
         command(generate.main, "--model", "F/hf", "--prompt", "x", "--max_new_tokens", "1"), ""),
-    ("config/check_layout", 'lora.base = "nf4" needs blocks of'): (
+    ("config/check_layout", 'lora.base parallelism.tensor_parallel_degree = "nf4" needs blocks'): (
         hf("m", hidden_size=96), config("--checkpoint.initial_load_path", "F/m", "--model.flavor", "", *NF4),
         'use "whole"',
         NOTHING, config("--checkpoint.initial_load_path", "F/m", "--model.flavor", "", *NF4[:3], "whole"), ""),
@@ -270,7 +270,7 @@ FOLLOWED: dict[tuple[str, str], tuple[Call, Call, str, Call, Call, str]] = {
         experts, "save it again",
         tensors("a.safetensors", **{EXPERTS: torch.zeros(2, 2)}),
         experts, ""),
-    ("config/settings", "model.flavor is not set; name an"): (
+    ("config/settings", "model.flavor checkpoint.initial_load_path is not set; name"): (
         hf("m"), config("--model.flavor", ""), "name an HF folder in checkpoint.initial_load_path, or a preset",
         NOTHING, config("--model.flavor", "", "--checkpoint.initial_load_path", "F/m"), ""),
     ("weights/peft", "has no tensors; copy it again"): (
@@ -292,7 +292,7 @@ FOLLOWED: dict[tuple[str, str], tuple[Call, Call, str, Call, Call, str]] = {
     ("text/base", "character of the text is a"): (
         NOTHING, lambda f: load_tokenizer(TOKENIZER).encode("\ud800"), "replace it by U+FFFD",
         NOTHING, lambda f: load_tokenizer(TOKENIZER).encode("\ufffd"), ""),
-    ("config/check", "lora.dropout = disturbs the sums of"): (
+    ("config/check", "lora.dropout = objective.name disturbs the sums"): (
         NOTHING, config(*PREFERS, "--lora.rank", "4", "--lora.dropout", "0.1"), "set it to 0",
         NOTHING, config(*PREFERS, "--lora.rank", "4", "--lora.dropout", "0"), ""),
     ("config/load", "move it away, or name another"): (
@@ -344,7 +344,7 @@ FOLLOWED: dict[tuple[str, str], tuple[Call, Call, str, Call, Call, str]] = {
     ("attention/choice", "[model] attention_backend = : is refused"): (
         NOTHING, run(**{"model.attention_backend": "flash_attn"}), "use auto",
         NOTHING, run(**{"model.attention_backend": "auto"}), ""),
-    ("config/check", 'data.earlier_thinking = "unroll" makes several documents'): (
+    ("config/check", 'data.earlier_thinking objective.name = "unroll" makes several'): (
         NOTHING, config(*PREFERS, "--data.earlier_thinking", "unroll"), "use template, mask or context",
         NOTHING, config(*PREFERS, "--data.earlier_thinking", "mask"), ""),
     ("weights/source", "is not a folder; name one"): (
