@@ -139,8 +139,7 @@ def test_powersgd_refuses_what_it_would_round() -> None:
         (config_of(RANK_1, reduce="bfloat16"), "training.mixed_precision_reduce"),
         (lean, "optimizer.master"),
     ):
-        [refused] = [one.text for one in check(wrong, 2) if "powersgd" in one.key]
-        assert f"set [{key.replace('.', '] ')} = " in refused
+        assert [key in one.about for one in check(wrong, 2) if "powersgd" in one.key] == [True]
 
 
 def test_bytes_in_words() -> None:

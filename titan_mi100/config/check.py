@@ -12,7 +12,7 @@ from typing import Any
 
 from titan_mi100.config import settings
 from titan_mi100.config.as_text import toml_value
-from titan_mi100.config.check_layout import check_layout, check_offload, check_split
+from titan_mi100.config.check_layout import MODEL_KEYS, check_layout, check_offload, check_split
 from titan_mi100.config.hub import hub_hint, is_hub_name, no_such_model
 from titan_mi100.config.layout import AXES, PIPELINE
 from titan_mi100.config.problem import ConfigError, Problem
@@ -97,16 +97,16 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
     training, data, schedule = config.training, config.data, config.lr_scheduler
     for (section, one), (_, other) in ALTERNATIVES:
         if all(getattr(getattr(config, section), key) for key in (one, other)):
-            yield Problem(f"{section}.{one}", f"and {other} are both set; keep one of them")
+            yield Problem(f"{section}.{one}", f"and {other} are both set; keep one of them", (f"{section}.{other}",))
     if training.steps and schedule.warmup_steps > training.steps:
         text = f"= {schedule.warmup_steps} is more than [training] steps = {training.steps}; lower it, or use -1 for 3%"
-        yield Problem("lr_scheduler.warmup_steps", text)
+        yield Problem("lr_scheduler.warmup_steps", text, ("training.steps",))
     if config.optimizer.eps == 0:
         yield Problem("optimizer.eps", "= 0 divides by zero where a gradient was always 0; the usual is 1e-8")
     for key in ("beta1", "beta2"):
         if 1 > (value := getattr(config.optimizer, key)) > (most := SLOWEST.get(state := config.optimizer.state, 1.0)):
             text = f'= {value}: moments with state = "{state}" would freeze; use at most {most}, or state = "fp32"'
-            yield Problem(f"optimizer.{key}", text)
+            yield Problem(f"optimizer.{key}", text, ("optimizer.state",))
     for name, limit in _LIMITS.items():
         section, key = name.split(".")
         if (value := getattr(getattr(config, section), key)) > 1 or (limit == "less than" and value == 1):
@@ -130,17 +130,19 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
     needing: dict[str, Any] = {"validation.freq": validation.freq, "checkpoint.keep_best": best}
     needing |= {"validation.prompts": validation.prompts, "validation.patience": validation.patience}
     needing["validation.metric"] = metric = validation.metric if validation.metric != "loss" else ""
+    held_out = ("data.validation_path", "data.validation_fraction")
     for key, value in needing.items():
         if value and not (data.validation_path or data.validation_fraction):
-            yield Problem(key, f"= {value!r} needs [data] validation_path or validation_fraction")
+            yield Problem(key, f"= {value!r} needs [data] validation_path or validation_fraction", held_out)
     by_best = {"checkpoint.keep_best": best, "validation.patience": validation.patience}
     by_best |= {"training.skip_loss_spikes": config.training.skip_loss_spikes}
     for key in (key for key, asked in by_best.items() if asked and config.objective.name == "policy"):
         text = "has no meaning: the loss of a policy has no level; judge exports, with titan-mi100 evaluate exact-match"
-        yield Problem(key, text)
+        yield Problem(key, text, ("objective.name",))
     for key, asked in (("patience", validation.patience), ("metric", metric)):
         if asked and not validation.freq:
-            yield Problem(f"validation.{key}", f"= {asked!r} needs freq, the steps between validations")
+            text = f"= {asked!r} needs freq, the steps between validations"
+            yield Problem(f"validation.{key}", text, ("validation.freq",))
     yield from _check_metric(validation, data, config.objective.answers) if metric else ()
     known = [*FINGERPRINTS, *(f"model.{name}" for name in known_fields())]
     known += [f"lora.{name}" for name in settings.lora_identity(config.lora, (EXPERTS,))]
@@ -150,11 +152,13 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
             listed = f"{', '.join(FINGERPRINTS)}{did_you_mean(name, known)}"
             yield Problem("checkpoint.allow_changed", f"names {name!r}, which is none of {listed}")
     if config.checkpoint.fresh and not config.job.run_folder:
-        yield Problem("checkpoint.fresh", "needs job.run_folder: a run without a name always starts over")
+        text = "needs job.run_folder: a run without a name always starts over"
+        yield Problem("checkpoint.fresh", text, ("job.run_folder",))
     if config.checkpoint.load_step != -1 and not config.job.run_folder:
-        yield Problem("checkpoint.load_step", "needs job.run_folder, the run that is to be resumed from that step")
+        text = "needs job.run_folder, the run that is to be resumed from that step"
+        yield Problem("checkpoint.load_step", text, ("job.run_folder",))
     elif config.checkpoint.load_step != -1 and config.checkpoint.fresh:
-        yield Problem("checkpoint.load_step", "and fresh exclude each other; keep one of them")
+        yield Problem("checkpoint.load_step", "and fresh exclude each other; keep one of them", ("checkpoint.fresh",))
     if (stage := config.parallelism.zero_stage) > 3:
         yield Problem("parallelism.zero_stage", f"= {stage} must be -1, 0, 1, 2 or 3")
     elif world_size is not None:
@@ -217,13 +221,13 @@ def _check_metric(validation: ValidationConfig, data: DataConfig, answers: str) 
     """Args: answers: of the objective."""
     key, named = "validation.metric", f'= "{validation.metric}"'
     if not validation.prompts:
-        yield Problem(key, f"{named} needs prompts, the number of held-out prompts to answer")
+        yield Problem(key, f"{named} needs prompts, the number of held-out prompts to answer", ("validation.prompts",))
     is_text = any(
         source.format in ("text", "tokens") or any(map(assets.is_corpus, source.path)) for source in data.sources
     )
     if answers or is_text or data.loss == "all":
         text = f'{named} judges answers, and pairs, labels, texts and loss = "all" have no right one; use "loss"'
-        yield Problem(key, text)
+        yield Problem(key, text, ("objective.name", "data.format", "data.loss"))
     try:
         judge_of(validation.judge)
     except ValueError as error:
@@ -235,22 +239,26 @@ def _check_model(lora: LoRAConfig, training: TrainingConfig, spec: ModelSpec) ->
     seq_len = training.seq_len
     for key, rank in (("rank", lora.rank), ("expert_rank", lora.expert_rank)):
         if rank > spec.hidden_size:
-            yield Problem(f"lora.{key}", f"= {rank} is more than hidden_size = {spec.hidden_size}; lower it")
+            yield Problem(
+                f"lora.{key}", f"= {rank} is more than hidden_size = {spec.hidden_size}; lower it", MODEL_KEYS
+            )
     if seq_len > (most := spec.max_position_embeddings):
         text = f"= {seq_len} is more than the model's max_position_embeddings = {most}; use at most {most}"
-        yield Problem("training.seq_len", text)
+        yield Problem("training.seq_len", text, MODEL_KEYS)
     targets = lora.target_modules
     if lora.rank and targets != LINEARS and (absent := [name for name in targets if name not in spec.adapted]):
         text = f"names {some(absent)}, which this model does not have; it has {', '.join(spec.adapted)}"
-        yield Problem("lora.target_modules", text)
+        yield Problem("lora.target_modules", text, MODEL_KEYS)
     if training.train_router and (lora.rank or EXPERTS not in spec.adapted):
         text = "adapters leave it as it is" if lora.rank else "this model has none"
-        yield Problem("training.train_router", f"= true has no effect: {text}; set it to false")
+        text = f"= true has no effect: {text}; set it to false"
+        yield Problem("training.train_router", text, (*MODEL_KEYS, "lora.rank"))
 
 
 def _check_paths(config: Config) -> Iterator[Problem]:
     if not (config.data.path or config.data.source):
-        yield Problem("data.path", "is not set; name a file or a glob, or several, or [[data.source]]")
+        text = "is not set; name a file or a glob, or several, or [[data.source]]"
+        yield Problem("data.path", text, ("data.source",))
     named = [("path", config.data.path), ("validation_path", config.data.validation_path)]
     for key, patterns in named + [("source", source.path) for source in config.data.source]:
         for pattern in patterns:
@@ -270,7 +278,7 @@ def _check_paths(config: Config) -> Iterator[Problem]:
     elif not path:
         text = "is not set, nor is checkpoint.initial_load_path; name an HF folder, or take the tiny model: "
         text += "--job.config_file train_configs/debug.toml"
-        yield Problem("model.tokenizer_path", text)
+        yield Problem("model.tokenizer_path", text, ("checkpoint.initial_load_path",))
     elif not os.path.exists(path):
         yield Problem(key, f"= {path!r}: no such folder or file{hub_hint(path) or nearby(path)}")
     elif not os.path.isfile(path) and not assets.has_tokenizer(path):
@@ -280,20 +288,23 @@ def _check_paths(config: Config) -> Iterator[Problem]:
 
 def _check_data(data: DataConfig, objective: str) -> Iterator[Problem]:
     if bool(data.prompt_column) != bool(data.response_column) and objective != "preference":
-        yield Problem("data.prompt_column", "and response_column go together; set both or neither")
+        text = "and response_column go together; set both or neither"
+        yield Problem("data.prompt_column", text, ("data.response_column",))
     if data.prompt_column and data.format not in ("auto", "columns"):
-        yield Problem("data.prompt_column", f'is set, but format = "{data.format}"; remove one of them')
+        text = f'is set, but format = "{data.format}"; remove one of them'
+        yield Problem("data.prompt_column", text, ("data.format",))
     if data.system_column and not data.prompt_column:
-        yield Problem("data.system_column", "needs prompt_column and response_column")
+        text = "needs prompt_column and response_column"
+        yield Problem("data.system_column", text, ("data.prompt_column", "data.response_column"))
     if data.prompt_column and data.prompt_column in (data.response_column, data.system_column):
         text = f"= {data.prompt_column!r} is another text's column, too; name one for each"
-        yield Problem("data.prompt_column", text)
+        yield Problem("data.prompt_column", text, ("data.response_column", "data.system_column"))
     yield from _check_sources(data)
     for key in ("weights", "repeats"):
         numbers = getattr(data, key)
         if numbers and len(numbers) != len(data.path):
             text = f"has {len(numbers)} values for {len(data.path)} paths; give one for each path"
-            yield Problem(f"data.{key}", text)
+            yield Problem(f"data.{key}", text, ("data.path",))
         if any(number <= 0 for number in numbers):
             yield Problem(f"data.{key}", f"= {list(numbers)} must all be above 0; leave a path out instead")
 
@@ -317,54 +328,57 @@ def _check_sources(data: DataConfig) -> Iterator[Problem]:
         if any(map(assets.is_corpus, source.path)) and (len(source.path) > 1 or source.format != "auto"):
             text = f"{source.path[0]}: a folder of titan-mi100 prepare is a source of its own, with format = 'auto'; "
             text += "give each path a [[data.source]], or set data.weights"
-            yield Problem("data.source" if data.source else "data.path", f": {text}")
+            yield Problem("data.source" if data.source else "data.path", f": {text}", ("data.weights",))
 
 
 def _check_effects(config: Config) -> Iterator[Problem]:
     """Settings that were changed, but have no effect because of another setting."""
     data, defaults = config.data, Config()
-    idle = [  # why, a section, its keys without effect
-        (f"{switch} = {toml_value(value)}", section, keys)
+    idle = [  # why, the setting that is the reason, those without effect
+        (f"{switch} = {toml_value(value)}", f"{section}.{switch}", keys)
         for (section, switch), keys in _SWITCHES.items()
         if (value := getattr(getattr(config, section), switch)) == getattr(getattr(defaults, section), switch)
     ]
     if config.lr_scheduler.decay_type == "constant":
-        idle.append(('decay_type = "constant"', "lr_scheduler", ("decay_ratio", "min_lr_factor")))
+        idle.append(('decay_type = "constant"', "lr_scheduler.decay_type", ("decay_ratio", "min_lr_factor")))
     if config.training.mixed_precision_param == "float64":
         why = 'mixed_precision_param = "float64"'
-        idle.append((why, "training", ("mixed_precision_reduce",)))
+        idle.append((why, "training.mixed_precision_param", ("mixed_precision_reduce",)))
     if not config.training.loss_spike_sigmas:
-        idle.append(("loss_spike_sigmas = 0", "training", ("skip_loss_spikes",)))
+        idle.append(("loss_spike_sigmas = 0", "training.loss_spike_sigmas", ("skip_loss_spikes",)))
     if not config.watchdog.seconds:
         rest = ("start_seconds", "compile_seconds", "save_seconds", "validation_seconds")
-        idle.append(("seconds = 0", "watchdog", rest))
+        idle.append(("seconds = 0", "watchdog.seconds", rest))
     if config.profiling.profile_steps:
-        idle.append(("profile_steps", "profiling", ("profile_freq",)))
+        idle.append(("profile_steps", "profiling.profile_steps", ("profile_freq",)))
     if len(data.path) == 1:
-        idle.append(("one path", "data", ("weights",)))
+        idle.append(("one path", "data.path", ("weights",)))
     if data.source:
-        idle.append(("[[data.source]]", "data", ("weights", "repeats", "format")))
+        idle.append(("[[data.source]]", "data.source", ("weights", "repeats", "format")))
     if not data.is_mixture:
-        idle.append(("a single source", "data", ("weights_in", "on_exhausted")))
+        idle.append(("a single source", "data.path", ("weights_in", "on_exhausted")))
     elif not any(source.weight for source in data.sources):
-        idle.append(("no weights", "data", ("weights_in",)))
+        idle.append(("no weights", "data.weights", ("weights_in",)))
     corpora = [assets.is_corpus(path) for source in data.sources for path in source.path]
     if not any(corpora):
-        idle.append(("no source that titan-mi100 prepare has made", "data", ("concatenate",)))
+        idle.append(("no source that titan-mi100 prepare has made", "data.path", ("concatenate",)))
     if corpora and all(corpora) and not data.validation_path:
-        idle.append(("corpora only, which are plain text", "data", ("system_prompt", *assets.VARIABLES)))
+        idle.append(("corpora only, which are plain text", "data.path", ("system_prompt", *assets.VARIABLES)))
     if data.format in ("text", "tokens"):
         of_conversations = ("loss", "empty_think", "earlier_thinking", "system_prompt", "null_arguments")
         keys = (*of_conversations, "special_in_content", *assets.VARIABLES)
-        idle.append((f'format = "{data.format}"', "data", keys))
+        idle.append((f'format = "{data.format}"', "data.format", keys))
     if data.format not in ("auto", "text") or data.prompt_column:
-        idle.append((f'format = "{data.format}" or prompt_column', "data", ("text_column",)))
+        idle.append((f'format = "{data.format}" or prompt_column', "data.format", ("text_column",)))
     idle += _idle_of_objective(config.objective)
-    for why, section, keys in idle:
+    of_data = ("data.path", "data.source", "data.weights", "data.prompt_column")  # decide several of these
+    for why, reason, keys in idle:
+        section = reason.partition(".")[0]
         for key in keys:
             value, default = (getattr(getattr(settings, section), key) for settings in (config, defaults))
             if value != default:
-                yield Problem(f"{section}.{key}", f"= {toml_value(value)} has no effect with {why}; delete it")
+                text = f"= {toml_value(value)} has no effect with {why}; delete it"
+                yield Problem(f"{section}.{key}", text, (reason, *(of_data if section == "data" else ())))
 
 
 def _idle_of_objective(o: ObjectiveConfig) -> Iterator[tuple[str, str, tuple[str, ...]]]:
@@ -373,67 +387,69 @@ def _idle_of_objective(o: ObjectiveConfig) -> Iterator[tuple[str, str, tuple[str
     of_teacher = ("teacher", "top_k", "teacher_weight", "rest")
     why = f'name = "{o.name}"'
     if o.name != "preference":
-        yield why, "objective", of_preferences
+        yield why, "objective.name", of_preferences
     if o.name != "distill":
-        yield why, "objective", of_teacher
+        yield why, "objective.name", of_teacher
     if o.name != "policy":
-        yield why, "objective", OF_POLICY
+        yield why, "objective.name", OF_POLICY
     else:
         of_texts = ("format", "prompt_column", "response_column", "system_column", "text_column", "loss")
         of_templates = ("system_prompt", "special_in_content", "empty_think", "earlier_thinking", *assets.VARIABLES)
-        yield "sampled answers, which are token ids", "data", (*of_texts, *of_templates)
+        yield "sampled answers, which are token ids", "data.path", (*of_texts, *of_templates)
         if o.cut_off != "shape":
-            yield f'cut_off = "{o.cut_off}"', "objective", ("cut_off_tokens",)
+            yield f'cut_off = "{o.cut_off}"', "objective.cut_off", ("cut_off_tokens",)
         if o.cut_off != "shape" and o.divisor != "length":
-            yield f'divisor = "{o.divisor}"', "objective", ("longest_answer",)
+            yield f'divisor = "{o.divisor}"', "objective.divisor", ("longest_answer",)
         if not o.kl_weight:
-            yield "kl_weight = 0", "objective", ("kl",)
+            yield "kl_weight = 0", "objective.kl_weight", ("kl",)
         if o.ratio == "cispo":
-            yield 'ratio = "cispo"', "objective", ("clip_low",)
+            yield 'ratio = "cispo"', "objective.ratio", ("clip_low",)
     if o.name == "preference":
         unused = [("label_smoothing", o.preference.defaults.e), ("gamma", o.preference.defaults.gamma)]
-        yield f'loss = "{o.loss}"', "objective", tuple(key for key, usual in unused if not usual)
+        yield f'loss = "{o.loss}"', "objective.loss", tuple(key for key, usual in unused if not usual)
         if o.preference.is_paired:
             keys = ("format", "response_column", "system_column", "text_column", "loss")
-            yield "pairs of answers, which are read by their keys", "data", keys
+            yield "pairs of answers, which are read by their keys", "data.path", keys
     if o.answers != "pairs":
-        yield "an objective that reads no pairs", "data", ("chosen_column", "rejected_column")
+        yield "an objective that reads no pairs", "data.path", ("chosen_column", "rejected_column")
     if o.answers != "labels":
-        yield "an objective that reads no labels", "data", ("label_column",)
+        yield "an objective that reads no labels", "data.path", ("label_column",)
 
 
 def _check_objective(o: ObjectiveConfig, data: DataConfig, dropout: float) -> Iterator[Problem]:
     if o.name == "distill" and not o.teacher:
-        yield Problem("objective.teacher", "is not set; name the folder that titan-mi100 teach has written, or writes")
+        text = "is not set; name the folder that titan-mi100 teach has written, or writes"
+        yield Problem("objective.teacher", text, ("objective.name",))
     for key, limit in (("label_smoothing", 0.5), ("teacher_weight", 1.0)):
         if (value := getattr(o, key)) > limit or (key == "label_smoothing" and value == limit):
             yield Problem(f"objective.{key}", f"= {value} must be {'less than' if limit < 1 else 'at most'} {limit}")
     if o.name != "sft" and any(assets.is_corpus(path) for source in data.sources for path in source.path):
         text = f'= "{o.name}" learns from rows, and a source is a corpus of titan-mi100 prepare; name its files instead'
-        yield Problem("objective.name", text)
+        yield Problem("objective.name", text, ("data.path", "data.source"))
     if o.name == "policy":
         yield from _check_policy(o, data)
     if (o.answers == "pairs" or o.name == "policy") and any(source.format != "auto" for source in data.source):
         yield Problem("data.source", ": format has no effect: answers are read by their keys; delete it")
     if o.answers and dropout:
         text = "disturbs the sums of log p that are compared; set it to 0"
-        yield Problem("lora.dropout", f"= {dropout} {text}")
+        yield Problem("lora.dropout", f"= {dropout} {text}", ("objective.name",))
     if o.answers and data.overlong in ("truncate", "split"):
         text = f'= "{data.overlong}" would cut answers, which are compared as wholes; use drop or error'
-        yield Problem("data.overlong", text)
+        yield Problem("data.overlong", text, ("objective.name",))
     if o.answers and data.earlier_thinking == "unroll":
         text = '= "unroll" makes several documents of an answer; use template, mask or context'
-        yield Problem("data.earlier_thinking", text)
+        yield Problem("data.earlier_thinking", text, ("objective.name",))
 
 
 def _check_policy(o: ObjectiveConfig, data: DataConfig) -> Iterator[Problem]:
     for key, needed in (("longest_answer", o.divisor == "length" or o.cut_off == "shape"),
                         ("cut_off_tokens", o.cut_off == "shape")):  # fmt: skip
         if needed and not getattr(o, key):
-            yield Problem(f"objective.{key}", 'is not set; divisor = "length" and cut_off = "shape" need it')
+            text = 'is not set; divisor = "length" and cut_off = "shape" need it'
+            yield Problem(f"objective.{key}", text, ("objective.divisor", "objective.cut_off"))
     if o.cut_off == "shape" and o.cut_off_tokens > o.longest_answer:
         text = f"= {o.cut_off_tokens} must be at most longest_answer = {o.longest_answer}"
-        yield Problem("objective.cut_off_tokens", text)
+        yield Problem("objective.cut_off_tokens", text, ("objective.longest_answer",))
     if o.clip[0] > 1:
         yield Problem("objective.clip_low", f"= {o.clip_low:g} must be at most 1")
     if o.kl not in KL_FORMS:
@@ -445,7 +461,7 @@ def _check_policy(o: ObjectiveConfig, data: DataConfig) -> Iterator[Problem]:
         yield Problem("objective.kl", f"= {toml_value(o.kl)} must be one of {', '.join(KL_FORMS)}{reason}")
     if data.duplicates == "drop":
         text = '= "drop" has no meaning for sampled answers: equal ones are samples too; use keep'
-        yield Problem("data.duplicates", text)
+        yield Problem("data.duplicates", text, ("objective.name",))
 
 
 def _check_profiling(profiling: ProfilingConfig, world_size: int | None) -> Iterator[Problem]:
@@ -455,11 +471,12 @@ def _check_profiling(profiling: ProfilingConfig, world_size: int | None) -> Iter
             text = f"must be a name for a folder in the run folder, other than {', '.join(_TAKEN)}"
             yield Problem(f"profiling.{key}", f"= {name!r} {text}")
     is_on, ranks = profiling.enable_profiling or profiling.enable_memory_snapshot, "profiling.profile_ranks"
+    switches = ("profiling.enable_profiling", "profiling.enable_memory_snapshot")
     if is_on and not profiling.profile_ranks:
-        yield Problem(ranks, "is empty; name at least one rank, or set enable_profiling to false")
+        yield Problem(ranks, "is empty; name at least one rank, or set enable_profiling to false", switches)
     if not is_on and profiling.profile_ranks != (0,):
         text = "has no effect with enable_profiling and enable_memory_snapshot = false; delete it"
-        yield Problem(ranks, f"= {list(profiling.profile_ranks)} {text}")
+        yield Problem(ranks, f"= {list(profiling.profile_ranks)} {text}", switches)
     if world_size is not None and (beyond := [rank for rank in profiling.profile_ranks if rank >= world_size]):
         yield Problem(ranks, f"names {beyond[0]}, but the ranks are 0 to {world_size - 1}")
 
@@ -475,23 +492,25 @@ def _check_lora(lora: LoRAConfig) -> Iterator[Problem]:
             text = next((f"names {name!r}: {why}; leave it out" for why in reasons), text)
             yield Problem("lora.target_modules", text)
     if lora.rank and not lora.target_modules:
-        yield Problem("lora.target_modules", f"is empty, but rank = {lora.rank}; name some, or set rank to 0")
+        text = f"is empty, but rank = {lora.rank}; name some, or set rank to 0"
+        yield Problem("lora.target_modules", text, ("lora.rank",))
     for key in ("expert_rank", "expert_alpha") if EXPERTS not in lora.target_modules else ():
         if value := getattr(lora, key):
             text = f'= {value} has no effect: target_modules does not name "{EXPERTS}"; add it, or leave {key} out'
-            yield Problem(f"lora.{key}", text)
+            yield Problem(f"lora.{key}", text, ("lora.target_modules",))
     if lora.rank and not lora.alpha:
-        yield Problem("lora.alpha", "= 0 switches the adapters off: nothing would be learned; the usual is 2 x rank")
+        text = "= 0 switches the adapters off: nothing would be learned; the usual is 2 x rank"
+        yield Problem("lora.alpha", text, ("lora.rank",))
     changed = {"scaling": lora.scaling != "rank", "b_lr_ratio": lora.b_lr_ratio != 1}
     for key in (key for key, is_set in {**changed, "trainable_tokens": lora.trainable_tokens}.items() if is_set):
         if not lora.rank:
-            yield Problem(f"lora.{key}", "needs rank; without it all weights are trained; leave it out")
+            yield Problem(f"lora.{key}", "needs rank; without it all weights are trained; leave it out", ("lora.rank",))
     if not lora.b_lr_ratio:
         yield Problem("lora.b_lr_ratio", "= 0 would never train B, and so nothing; the usual are 1 and 16")
     for token in (t for t in set(lora.trainable_tokens) if not t or lora.trainable_tokens.count(t) > 1):
         yield Problem("lora.trainable_tokens", f"names {token!r} {'twice' if token else ''}; name each token once")
     if lora.initial_load_path and not lora.rank:
-        yield Problem("lora.initial_load_path", "needs rank; set it to the adapter's")
+        yield Problem("lora.initial_load_path", "needs rank; set it to the adapter's", ("lora.rank",))
     if (load := lora.initial_load_path) and not os.path.isdir(load):
         yield Problem("lora.initial_load_path", f"= {load!r} is not a folder{hub_hint(load)}")
     if (name := lora.base_model_name_or_path) and not (os.path.isabs(name) or is_hub_name(name)):

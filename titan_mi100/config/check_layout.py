@@ -1,6 +1,7 @@
 """Checks the layout of ranks: against their number, the model, and settings that do not go with an axis. No torch."""
 
 from collections.abc import Iterator
+from dataclasses import fields
 
 from titan_mi100.config.as_text import toml_value
 from titan_mi100.config.layout import SCHEDULES, check_schedule
@@ -15,6 +16,8 @@ from titan_mi100.config.settings import (
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.wording import some
 
+MODEL_KEYS = ("model.flavor", "checkpoint.initial_load_path")  # settings that name the model's shape
+
 
 def check_layout(config: Config, world_size: int) -> Iterator[Problem]:
     """Problems that depend on the number of processes."""
@@ -27,8 +30,10 @@ def check_layout(config: Config, world_size: int) -> Iterator[Problem]:
         accumulation = config.batch(world_size).gradient_accumulation_steps
     except ConfigError as error:
         yield from error.problems
+    degrees = tuple(f"parallelism.{field.name}" for field in fields(p) if "powersgd" not in field.name)
     if config.memory.offload != "nothing" and is_ddp:
-        yield Problem("memory.offload", f'= "{config.memory.offload}" is not for DDP; set [parallelism] zero_stage = 3')
+        text = f'= "{config.memory.offload}" is not for DDP; set [parallelism] zero_stage = 3'
+        yield Problem("memory.offload", text, degrees)
     reduce, master, dtype = training.mixed_precision_reduce, config.optimizer.master, training.mixed_precision_param
     for is_wrong, text, key, value in (
         (not is_ddp, "needs DDP", "parallelism.zero_stage", 0),
@@ -38,7 +43,7 @@ def check_layout(config: Config, world_size: int) -> Iterator[Problem]:
     ):
         if p.powersgd_rank and is_wrong:
             text = f"= {p.powersgd_rank} {text}; set [{key.replace('.', '] ')} = {toml_value(value)}"
-            yield Problem("parallelism.powersgd_rank", text)
+            yield Problem("parallelism.powersgd_rank", text, (key, *degrees))
     if pp > 1 and accumulation and (refused := check_schedule(p.pipeline_parallel_schedule, pp, accumulation)):
         yield refused
 
@@ -49,32 +54,35 @@ def check_split(p: ParallelismConfig, lora: LoRAConfig, training: TrainingConfig
     tp, pp = p.tensor_parallel_degree, p.pipeline_parallel_degree
     if lora.base == "nf4" and (size := _not_in_blocks(spec, tp)):
         text = f'= "nf4" needs blocks of {NF4_BLOCK} values, which {size} does not have; use "whole"'
-        yield Problem("lora.base", text)
+        yield Problem("lora.base", text, (*MODEL_KEYS, "parallelism.tensor_parallel_degree"))
     without = {layer.kind for layer in spec.layers if not {*layer.adapted} & {*targets}}
     if lora.rank and pp > 1 and without:
         text = f"leaves layers of kind {some(sorted(without))} without an adapter, so a pipeline's stage might have "
         text += "none; name a linear layer of each kind"
-        yield Problem("lora.target_modules", text)
+        yield Problem("lora.target_modules", text, (*MODEL_KEYS, "parallelism.pipeline_parallel_degree"))
     named = spec.tensor_parallel_sizes()
     if wrong := [f"{name} = {n}" for name, n in {**named, "seq_len": seq_len}.items() if n % tp]:
         divisors = range(1, min(tp, *named.values()) + 1)
         fit = [str(n) for n in divisors if not any(value % n for value in named.values())]
         text = f"= {tp} does not divide {', '.join(wrong)}; this model can be split over {', '.join(fit)}, and seq_len "
-        yield Problem("parallelism.tensor_parallel_degree", f"{text}must be a multiple")
+        yield Problem(
+            "parallelism.tensor_parallel_degree", f"{text}must be a multiple", (*MODEL_KEYS, "training.seq_len")
+        )
     if pp == 1:
         return
     schedule, counts = SCHEDULES[p.pipeline_parallel_schedule], p.pipeline_parallel_layers_per_stage
     layers, stages = spec.num_hidden_layers, pp * schedule.stages_per_rank
+    read = (*MODEL_KEYS, "parallelism.pipeline_parallel_schedule")
     if counts:
         fits = len(counts) == stages or (schedule.looped and len(counts) > stages and len(counts) % pp == 0)
         if not fits or sum(counts) != layers or 0 in counts:
             text = f"= {list(counts)} must be {stages} numbers "
             text += f"{f'or more, a multiple of {pp}, ' if schedule.looped else ''}above 0 that sum to the model's "
             key = "parallelism.pipeline_parallel_layers_per_stage"
-            yield Problem(key, f"{text}{layers} layers")
+            yield Problem(key, f"{text}{layers} layers", (*read, "parallelism.pipeline_parallel_degree"))
     elif stages > layers:
         text = f"= {pp} makes {stages} stages of {layers} layers; lower it"
-        yield Problem("parallelism.pipeline_parallel_degree", text)
+        yield Problem("parallelism.pipeline_parallel_degree", text, read)
 
 
 def _not_in_blocks(spec: ModelSpec, tp: int) -> str:
@@ -85,16 +93,19 @@ def _not_in_blocks(spec: ModelSpec, tp: int) -> str:
 
 def check_offload(config: Config) -> Iterator[Problem]:
     """Problems of keeping things in the host's memory."""
-    offload, p, conflicts = config.memory.offload, config.parallelism, list[str]()
+    offload, p, conflicts = config.memory.offload, config.parallelism, list[tuple[str, str]]()
     if offload != "nothing" and p.pipeline_parallel_degree > 1:
-        conflicts.append("is not for a pipeline; set pipeline_parallel_degree = 1")
+        text = "is not for a pipeline; set pipeline_parallel_degree = 1"
+        conflicts.append((text, "parallelism.pipeline_parallel_degree"))
     if offload == "weights" and p.tensor_parallel_degree > 1:
-        conflicts.append("is not for tensor parallel; set tensor_parallel_degree = 1")
+        text = "is not for tensor parallel; set tensor_parallel_degree = 1"
+        conflicts.append((text, "parallelism.tensor_parallel_degree"))
     if offload == "weights" and config.lora.base == "nf4":
-        conflicts.append('is not for [lora] base = "nf4", which takes little; use "nothing"')
+        conflicts.append(('is not for [lora] base = "nf4", which takes little; use "nothing"', "lora.base"))
     if offload == "optimizer" and config.lora.rank:
         text = 'moves next to nothing, as adapters alone are trained; use "weights", or [lora] base = "nf4"'
-        conflicts.append(text)
-    yield from (Problem("memory.offload", f'= "{offload}" {text}') for text in conflicts)
+        conflicts.append((text, "lora.rank"))
+    yield from (Problem("memory.offload", f'= "{offload}" {text}', (key,)) for text, key in conflicts)
     if config.memory.offload_activations and config.activation_checkpoint.mode != "full":
-        yield Problem("memory.offload_activations", 'keeps blocks\' inputs; set [activation_checkpoint] mode = "full"')
+        text = 'keeps blocks\' inputs; set [activation_checkpoint] mode = "full"'
+        yield Problem("memory.offload_activations", text, ("activation_checkpoint.mode",))

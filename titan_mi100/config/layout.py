@@ -31,6 +31,7 @@ AXES = {
 ALL_SHARDED = {AXES["dp_shard"].key: -1, AXES["dp_replicate"].key: 1}  # no replicas
 PIPELINE = "pp"  # the outermost axis
 DATA_PARALLEL = [name for name, axis in AXES.items() if axis.reads_rows]
+_DEGREES = (*(f"parallelism.{axis.key}" for axis in AXES.values()), "parallelism.zero_stage")
 IGNORE = -100  # label of a token that is not learned, as in PyTorch and Hugging Face
 
 
@@ -208,7 +209,7 @@ def resolve_layout(
 
 
 def _refused(key: str, text: str) -> ConfigError:
-    return ConfigError([Problem(f"parallelism.{key}", text)])
+    return ConfigError([Problem(f"parallelism.{key}", text, _DEGREES)])
 
 
 def _replicas_only(world_size: int, dp_shard: int, dp_replicate: int, tp: int, pp: int) -> tuple[int, int]:
@@ -276,7 +277,8 @@ def check_schedule(name: str, ranks: int, microbatches: int) -> Problem | None:
     elif SCHEDULES[name].looped and microbatches % max(1, microbatches // ranks):
         wrong = f"over {ranks} ranks needs microbatches in rounds of {ranks} or more, but gets {microbatches}: {how}; "
         wrong += f"use {ranks} x n"
-    return Problem("parallelism.pipeline_parallel_schedule", f'= "{name}" {wrong}') if wrong else None
+    read = (*_DEGREES, "training.gradient_accumulation_steps", "training.target_tokens_per_step")
+    return Problem("parallelism.pipeline_parallel_schedule", f'= "{name}" {wrong}', read) if wrong else None
 
 
 def received_per_microbatch(stages: Sequence[Stage]) -> int:

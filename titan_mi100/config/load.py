@@ -23,10 +23,18 @@ from titan_mi100.config import bundled
 from titan_mi100.config.as_text import help_text, keys_of, our_keys, sections, table_of
 from titan_mi100.config.check import ALTERNATIVES, check, check_start
 from titan_mi100.config.hub import COMMITS_FILE, HubNames, hub_name, known_commits, one_at_a_node
+from titan_mi100.config.problem import Problem
 from titan_mi100.config.settings import Config, JobConfig
 from titan_mi100.config.srun import ASKS_COMMITS, RUN_FOLDER, check_place, srun_ranks
 from titan_mi100.config.toml_file import read_toml
-from titan_mi100.config.unknown import of_other_trainers, unknown_at_top_level, unknown_key, unknown_option
+from titan_mi100.config.unknown import (
+    Unknown,
+    messages,
+    of_other_trainers,
+    unknown_at_top_level,
+    unknown_key,
+    unknown_option,
+)
 from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.wording import as_key, first_of, has_control_characters, is_utf8, shown
 
@@ -73,25 +81,24 @@ def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: boo
         with_files: whether data and tokenizer must exist.
 
     Raises:
-        UserError: every problem, one line each. Settings are checked against each other once all could be read.
+        UserError: every problem, one line each.
     """
-    errors = list[str]()
-    overrides = _parse_arguments(argv, errors)
+    errors, unknown = list[str](), list[Unknown]()
+    overrides = _parse_arguments(argv, errors, unknown)
     shipped = "finetune" if any(map(overrides.get, _OWN_MODEL_OR_DATA)) else "debug"
     default = _Setting(str(bundled.FOLDER / f"{shipped}.toml"), "default config file", Path())
     named = overrides.get(("job", "config_file"), default)
     config_file = overrides["job", "config_file"] = named._replace(value=bundled.or_bundled(named.value))
     settings: dict[_Name, _Setting] = {}
-    _read_toml(Path(config_file.value), settings, errors, chain=())
+    is_read = _read_toml(Path(config_file.value), settings, errors, unknown, chain=())
     settings.update(overrides)
     names = HubNames(with_files)
-    values, problems = _values(settings, names)
-    if errors := [*errors, *problems]:
-        raise UserError(first_of(errors, "config"))
-    if names.left:  # nothing is fetched for a config that is refused anyway
+    values, problems, refused = _values(settings, names)
+    errors += problems
+    if names.left and not (errors or unknown):  # nothing is fetched for a config that is refused anyway
         folder = "" if values["checkpoint", "fresh"] else os.environ.get(RUN_FOLDER) or values["job", "run_folder"]
         with one_at_a_node(known_commits(str(folder), os.environ), os.environ) as names.commits:
-            values, errors = _values(settings, names)
+            values, errors, refused = _values(settings, names)
             if errors:
                 raise UserError(first_of(errors, "config"))
     if with_files:
@@ -108,27 +115,30 @@ def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: boo
         built["job"] = replace(built["job"], run_folder=made)
     config = Config(**built, notes=tuple(notes), commits=names.commits or {})
     origins = {f"{section}.{key}": setting.where for (section, key), setting in settings.items()}
-    for issue in check(config, world_size, with_files):
+    for issue in check(config, world_size, with_files) if is_read else ():  # else what is missing may be in the file
         where = origins.get(issue.key)
-        errors.append(issue.at(where) if where else f"{config_file.value}: {issue}" if issue.key else issue.text)
+        if not _may_follow(issue, refused, unknown, is_given=where is not None):
+            errors.append(issue.at(where) if where else f"{config_file.value}: {issue}" if issue.key else issue.text)
+    errors = [*messages(unknown), *errors]
     if errors:
         raise UserError(first_of(errors, "config"))
     return config
 
 
-def _values(settings: dict[_Name, _Setting], names: HubNames) -> tuple[dict[_Name, Any], list[str]]:
-    """The value of each key; and what is wrong."""
-    read, errors, here = dict[_Name, Any](), list[str](), Path.cwd()
+def _values(settings: dict[_Name, _Setting], names: HubNames) -> tuple[dict[_Name, Any], list[str], set[str]]:
+    """The value of each key; what is wrong; each "section.key" that was refused, or whose name on the hub was left."""
+    read, errors, refused, here = dict[_Name, Any](), list[str](), set[str](), Path.cwd()
     for name, section in sections():
         for key in keys_of(section):
-            setting = settings.get((name, key.name)) or _Setting(key.default, "", here, _DEFAULT)
+            setting, left = settings.get((name, key.name)) or _Setting(key.default, "", here, _DEFAULT), len(names.left)
             if table := table_of(key):
                 read[name, key.name], problems = _convert_tables(table, setting, names)
             else:
                 read[name, key.name], problem = _convert(key, setting, names)
                 problems = [f"{setting.where} = {shown(setting.value)} {problem}"] if problem else []
             errors += problems
-    return read, errors
+            refused.update([f"{name}.{key.name}"] if problems or len(names.left) > left else [])
+    return read, errors, refused
 
 
 def _moved_run(config_file: str, given: _Setting | None, run_folder: str) -> list[str]:
@@ -139,6 +149,19 @@ def _moved_run(config_file: str, given: _Setting | None, run_folder: str) -> lis
         return []
     problem = f"[job] run_folder is {shown(run_folder)}, but the file is in another run's folder; to resume the run"
     return [f"{config_file}: {problem} that is here: --job.run_folder {shlex.quote(here)}"]
+
+
+def _may_follow(problem: Problem, refused: set[str], unknown: Sequence[Unknown], is_given: bool) -> bool:
+    """Whether a problem may only be a consequence of a setting that was refused; then it is not printed.
+
+    Args:
+        refused: each "section.key" whose value was refused: the checks saw its default.
+        unknown: names that are none of ours: the checks saw the defaults of what they stand for.
+        is_given: whether the user has set the problem's key.
+    """
+    doubtful = refused.union(*(name.meant or () for name in unknown))
+    any_key = bool(problem.key) and not is_given and any(name.meant is None for name in unknown)
+    return any_key or not doubtful.isdisjoint((problem.key, *problem.about))
 
 
 def _replace_alternatives(values: dict[_Name, Any], settings: dict[_Name, _Setting]) -> list[str]:
@@ -155,7 +178,7 @@ def _replace_alternatives(values: dict[_Name, Any], settings: dict[_Name, _Setti
     return notes
 
 
-def _parse_arguments(argv: Sequence[str], errors: list[str]) -> dict[_Name, _Setting]:
+def _parse_arguments(argv: Sequence[str], errors: list[str], unknown: list[Unknown]) -> dict[_Name, _Setting]:
     settings, known = dict[_Name, _Setting](), our_keys()
     tables = {name for name, key in known.items() if table_of(key)}
     rest = list(argv)
@@ -170,7 +193,7 @@ def _parse_arguments(argv: Sequence[str], errors: list[str]) -> dict[_Name, _Set
         if not is_known:  # its values belong to it, so that one mistake gives one message
             while argument.startswith("--") and rest and not rest[0].startswith("--"):
                 words.append(rest.pop(0))
-            errors.append(unknown_option(argument, words))
+            unknown.append(unknown_option(argument, words))
             continue
         section, key = name.split(".")
         before = settings.get((section, key))
@@ -189,7 +212,9 @@ def _parse_arguments(argv: Sequence[str], errors: list[str]) -> dict[_Name, _Set
     return settings
 
 
-def _read_toml(path: Path, settings: dict[_Name, _Setting], errors: list[str], chain: tuple[Path, ...]) -> bool:
+def _read_toml(
+    path: Path, settings: dict[_Name, _Setting], errors: list[str], unknown: list[Unknown], chain: tuple[Path, ...]
+) -> bool:
     """Add the settings of the file, after those of its `base`, which it overrides; whether it could be read."""
     if problem := _refused_path(str(path)):
         errors.append(f"{shown(str(path))}: {problem}")
@@ -212,7 +237,7 @@ def _read_toml(path: Path, settings: dict[_Name, _Setting], errors: list[str], c
     if isinstance(base, str):
         inherited = bundled.or_bundled(base, str(path.parent))
         before = len(errors)
-        is_read = _read_toml(Path(inherited), settings, errors, (*chain, real))
+        is_read = _read_toml(Path(inherited), settings, errors, unknown, (*chain, real))
         if not is_read and len(errors) == before + 1:
             errors[-1] = f"{path}: base = {shown(base)}: {errors[-1]}"
     elif base is not None:
@@ -220,12 +245,12 @@ def _read_toml(path: Path, settings: dict[_Name, _Setting], errors: list[str], c
     known = {name: {key.name for key in keys_of(section)} for name, section in sections()}
     for section, values in document.items():
         if section not in known or not isinstance(values, dict):
-            errors.append(unknown_at_top_level(str(path), section, document, known))
+            unknown.append(unknown_at_top_level(str(path), section, document, known))
             continue
         for key, value in values.items():
             where = f"{path}: [{section}] {as_key(key)}"
             if key not in known[section]:
-                errors.append(unknown_key(where, section, key, value, document))
+                unknown.append(unknown_key(where, section, key, value, document))
             elif (section, key) == ("job", "config_file"):
                 errors.append(f"{where} can only be given on the command line; use `base` to inherit")
             else:

@@ -12,10 +12,12 @@ class Problem(NamedTuple):
     Attributes:
         key: "section.key"; "": a file's, or the whole config's.
         text: what is wrong and the remedy; it goes on behind the key.
+        about: further keys that the check has read. If one of these was refused, this problem may only follow from it.
     """
 
     key: str
     text: str
+    about: tuple[str, ...] = ()
 
     def at(self, where: str) -> str:
         """The message, with the place of the setting in front."""

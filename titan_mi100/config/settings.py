@@ -600,7 +600,7 @@ class Config:
             raise ConfigError([Problem("model.flavor", text)])
         if not flavor and not load:
             text = "is not set; name an HF folder in checkpoint.initial_load_path, or a preset"
-            raise ConfigError([Problem("model.flavor", text)])
+            raise ConfigError([Problem("model.flavor", text, ("checkpoint.initial_load_path",))])
         if preset and not (load and os.path.exists(folder / assets.CONFIG)):
             return preset
         if not os.path.exists(load):
@@ -609,7 +609,7 @@ class Config:
         if preset and (differing := differences(preset, spec)):
             text = f"= {flavor!r} is not the model in {folder} (preset, folder: {'; '.join(differing)}); "
             text += "leave flavor out to take the folder's"
-            raise ConfigError([Problem("model.flavor", text)])
+            raise ConfigError([Problem("model.flavor", text, ("checkpoint.initial_load_path",))])
         return spec
 
     def tokenizer_path(self) -> str:

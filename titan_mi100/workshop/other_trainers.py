@@ -58,11 +58,13 @@ class Advice(NamedTuple):
     """The end of a message about another trainer's option.
 
     Attributes:
+        targets: the keys of ours that it is about.
         written: what it tells the user to write, by key of ours.
         is_exact: the option takes the same value as our key; it is no switch that stands for a value.
     """
 
     text: str
+    targets: set[str]
     written: Mapping[str, str] = MappingProxyType({})
     is_exact: bool = False
 
@@ -145,26 +147,26 @@ def advise(name: str, value: Any, document: Document | None, entry: Entry | None
         meaning(name, value)[2:] or entry.note,
     )
     if setting == "":
-        return Advice(f"{start}; leave it out here{f': {note}' if note else ''}")
+        return Advice(f"{start}; leave it out here{f': {note}' if note else ''}", entry.targets)
     if not entry.exists:
         remedy = note if note == "leave it out" else f"{note}; leave it out"
-        return Advice(f"{start} and does not exist here: {remedy}")
+        return Advice(f"{start} and does not exist here: {remedy}", entry.targets)
     if entry.key == "job.config_file" and document is not None:
-        return Advice(f"{start}; here, at the top of the file: base = {toml_value(str(value))}")
+        return Advice(f"{start}; here, at the top of the file: base = {toml_value(str(value))}", {entry.key})
     if value is None and entry.key and our_keys()[entry.key].type is bool:
         value = True
     is_exact = setting is None
     if setting is None and entry.key and value is not None:
         if refused := _cannot_be(entry.key, value, document):
-            return Advice(f"{start}; {refused}")
+            return Advice(f"{start}; {refused}", entry.targets)
         converted, fetch = _converted(entry.key, value)
         setting = f"{entry.key} = {converted}"
     if setting is None:
-        return Advice(f"{start}; here: {note or entry.key}")
+        return Advice(f"{start}; here: {note or entry.key}", entry.targets)
     here = as_written(setting, document)
     pairs = (one.partition(" = ") for one in setting.split(" and "))
     written = {key: text for key, _, text in pairs}
-    return Advice(f"{start}; here: {here}{f' ({note})' if note else ''}{fetch}", written, is_exact)
+    return Advice(f"{start}; here: {here}{f' ({note})' if note else ''}{fetch}", entry.targets, written, is_exact)
 
 
 def find(name: str) -> Entry | None:
