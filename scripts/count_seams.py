@@ -23,7 +23,7 @@ WORDS = {
     "row": "labels positions document_ids document_ends supervised_columns input_ids",
     "axis": """pp tp dp_shard dp_replicate pipeline_parallel_degree tensor_parallel_degree data_parallel_shard_degree
         data_parallel_replicate_degree""",
-    "kernel": "triton varlen flash_attn flex sdpa chunked eager",
+    "kernel": "triton varlen flash_attn sdpa chunked eager",
 }
 
 

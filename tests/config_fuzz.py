@@ -112,7 +112,7 @@ TEXTS = (
     *(
         "async",
         "GPipe",
-        "ZBVZeroBubble",
+        "Interleaved1F1B",
         "q_proj",
         "full",
         "split",

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forked import ForkServer, fork_for_libraries, wait_for_no_disk
+from forked import ForkServer, wait_for_no_disk
 
 from titan_mi100.planning.hardware import count_gpus
 
@@ -113,8 +113,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _fast_libraries() -> None:
-    fork_for_libraries()
+def _no_waiting_for_the_disk() -> None:
     wait_for_no_disk()
 
 

@@ -7,7 +7,6 @@ module or script as `python` would. `conftest.torchrun` uses it; some tests ask 
 
 import importlib
 import json
-import multiprocessing
 import os
 import runpy
 import signal
@@ -23,50 +22,12 @@ from typing import Any, NoReturn
 import executed
 
 _GRACE = 20  # seconds for the other ranks to end after one has failed
-# What an export takes from transformers; the library imports each on its first use.
-_OF_TRANSFORMERS = ("AutoConfig", "AutoTokenizer", "GenerationConfig", "Qwen3Config", "Qwen3ForCausalLM")
-
-
-def fork_for_libraries() -> None:
-    """From now on, the child that builds transformers' objects first is forked from this process, instead of a new
-    one that imports the library for seconds; test_start.py asks the real one."""
-    from titan_mi100.errors import UserError
-    from titan_mi100.files import child, library
-
-    def call_in_fork(function: str, path: Path, *arguments: Any) -> Any:
-        _import_transformers()
-        ours, theirs = multiprocessing.Pipe(duplex=False)
-        sys.stdout.flush()
-        if (process := os.fork()) == 0:
-            try:
-                theirs.send(child._answer(function, str(path), *arguments))
-            finally:  # whatever happens, this is no second copy of the tests
-                os._exit(0)
-        theirs.close()
-        with ours:
-            try:
-                answer = json.loads(ours.recv())
-            except EOFError:  # a limit has ended it
-                answer = {"refused": f"{path}: {child.TOO_MUCH}"}
-        os.waitpid(process, 0)
-        if answer["refused"]:
-            raise UserError(answer["refused"])
-        return answer["found"]
-
-    library.call_in_child = call_in_fork
-
-
 def wait_for_no_disk() -> None:
     """From now on, this process and those that it forks do not wait until a file is on the disk: nobody cuts the power.
     Tests of what a failing fsync does replace it themselves."""
     os.fsync = lambda file: os.fstat(file if isinstance(file, int) else file.fileno()) and None
 
 
-def _import_transformers() -> None:
-    with suppress(ImportError):
-        library = importlib.import_module("transformers")
-        for name in _OF_TRANSFORMERS:
-            getattr(library, name)
 
 
 class ForkServer:
@@ -114,8 +75,6 @@ def serve() -> None:
     for module in sys.argv[1:]:
         with suppress(ImportError):
             importlib.import_module(module)
-    _import_transformers()
-    fork_for_libraries()
     wait_for_no_disk()
     for line in sys.stdin:
         job = json.loads(line)

@@ -148,10 +148,9 @@ CUDA_12, CUDA_13, CPU = f"torch==2.13.0 {_PYTORCH}/cu126", "torch==2.13.0", f"to
 BLACKWELL_12, FOR_CPU = f"torch==2.8.0 {_PYTORCH}/cu128", "torch 2.13.0 for the CPU (no card that it has code for)"
 RYZEN, MI100, STRIX_HALO, OLD_KERNEL = 100306, 90008, 110501, 0
 OPEN = "Open Kernel Module for x86_64"
-NO_P2P = {"P2P": "export NCCL_P2P_DISABLE=1"}
 KINDS = {
     "Ryzen's graphics and two RTX 4090": Kind(
-        CUDA_12, "NVIDIA's cards (driver 550.54.14: CUDA 12.6's build)", ("sm_89",) * 2, NO_P2P,
+        CUDA_12, "NVIDIA's cards (driver 550.54.14: CUDA 12.6's build)", ("sm_89",) * 2,
         amd=(RYZEN,), nvidia=("NVIDIA GeForce RTX 4090",) * 2, device="0x2684", driver=f"{OPEN}  550.54.14",
     ),
     "Ryzen's graphics and an MI100": Kind(
@@ -205,7 +204,7 @@ KINDS = {
         nvidia=("Tesla V100-PCIE-32GB",), device="0x1db6",
     ),
     "two RTX 5090, old driver": Kind(
-        BLACKWELL_12, "torch 2.8.0 for NVIDIA's cards (driver 575.64: CUDA 12.8's build)", ("sm_120",) * 2, NO_P2P,
+        BLACKWELL_12, "torch 2.8.0 for NVIDIA's cards (driver 575.64: CUDA 12.8's build)", ("sm_120",) * 2,
         nvidia=("NVIDIA GeForce RTX 5090",) * 2, device="0x2b85", driver=f"{OPEN}  575.64",
     ),
     "A100, very old driver": Kind(

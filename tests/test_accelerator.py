@@ -39,16 +39,6 @@ def test_a_run_takes_a_card_then_what_is_registered_then_the_cpu(
     assert (accelerator.kind(), accelerator.count(), accelerator.group_backend()) == (kind, count, backend)
 
 
-@pytest.mark.parametrize(("module", "words"), [("xpu", "Intel's GPU (xpu)"), ("mps", "Apple's GPU (mps)"), ("", "")])
-def test_an_accelerator_that_no_run_takes_is_named(module: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.xpu, "is_available", lambda: module == "xpu")
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: module == "mps")
-    assert accelerator.unsupported_accelerator() == words
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert accelerator.unsupported_accelerator() == ""
-
-
 def test_the_cpu_and_fake_tensors_are_no_gpu() -> None:
     for name, is_gpu, is_cuda in (("cpu", False, False), ("meta", False, False), ("cuda", True, True)):
         found = torch.device(name)

@@ -229,9 +229,8 @@ def verdicts(monkeypatch: pytest.MonkeyPatch, found: dict[str, Trial]) -> list[t
 
 TRIED = {
     "triton": Trial(ms=2.0, kernel="titan_mi100::attention", launch="64.64.4.1 64.64.4.1 64.64.4.1"),
-    "varlen": Trial("needs torch 2.10 or later"),
+    "varlen": Trial("it crashed (SIGSEGV): no message"),
     "flash_attn": Trial(ms=1.0, repeatable=False, kernel="flash_attn"),
-    "flex": Trial("it crashed (SIGSEGV): no message"),
     "sdpa": Trial(ms=0.5, kernel=NO_KERNEL),
     "chunked": Trial(ms=9.0, kernel="explicit scores of a few hundred queries at a time"),
 }
@@ -259,10 +258,9 @@ def test_where_nobody_measured_the_fastest_that_is_right_is_taken(
         "on gfx908"
     )
     assert [line.split(": ", 1)[1] for line in said] == [
-        "varlen is refused: needs torch 2.10 or later",
+        "varlen is refused: it crashed (SIGSEGV): no message",
         "flash_attn is refused: the same call gives other bits each time, so a resumed run would differ; name it to "
         "use it anyway",
-        "flex is refused: it crashed (SIGSEGV): no message",
         f"sdpa is refused: it runs as {NO_KERNEL}",
     ]
 
@@ -282,7 +280,7 @@ def test_a_start_spends_three_minutes_in_trials_and_the_next_one_tries_the_rest(
     monkeypatch.setattr(trial, "_ask_child", ask)
     chosen, said = choose("auto", SHAPE, LENGTHS, CPU, "gfx908", tmp_path)
     assert asked == [("triton", 180), ("varlen", 80), ("flash_attn", 30)] and clock == [180]
-    assert chosen.name == "triton" and sum("the next run's start tries it" in line for line in said) == 4
+    assert chosen.name == "triton" and sum("the next run's start tries it" in line for line in said) == 3
     asked.clear()
     choose("auto", SHAPE, LENGTHS, CPU, "gfx908", tmp_path)
     assert asked == [("flash_attn", 180)]  # the first two are remembered
@@ -292,8 +290,8 @@ def test_a_named_backend_is_tried_and_refused_by_name(tmp_path: Path, monkeypatc
     verdicts(monkeypatch, TRIED)
     assert choose("flash_attn", SHAPE, LENGTHS, CPU, "gfx908", tmp_path)[0].why == "chosen by name"
     assert choose("triton", SHAPE, LENGTHS, CPU, "gfx908", tmp_path)[0].launch == TRIED["triton"].launch
-    with pytest.raises(UserError, match=r"attention_backend = flex: flex is refused on this machine: it crashed"):
-        choose("flex", SHAPE, LENGTHS, CPU, "gfx908", tmp_path)
+    with pytest.raises(UserError, match=r"attention_backend = varlen: varlen is refused on this machine: it crashed"):
+        choose("varlen", SHAPE, LENGTHS, CPU, "gfx908", tmp_path)
 
 
 def test_a_resumed_run_keeps_its_backend_as_long_as_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,13 +302,15 @@ def test_a_resumed_run_keeps_its_backend_as_long_as_it_works(tmp_path: Path, mon
     assert asked == [("triton", before.launch)] * 2
     assert choose("chunked", SHAPE, LENGTHS, CPU, "gfx908", tmp_path, before)[0].name == "chunked"
     assert choose("auto", SHAPE, LENGTHS, CPU, "cpu", tmp_path, before)[0].name == "sdpa"  # another machine
+    gone = replace(before, name="flex")  # older versions had it
+    assert choose("auto", SHAPE, LENGTHS, CPU, "gfx908", tmp_path, gone)[0].name == "triton"
     monkeypatch.setitem(TRIED, "triton", Trial("it crashed"))
     chosen, said = choose("auto", SHAPE, LENGTHS, CPU, "gfx908", tmp_path, before)
     assert chosen.name == "chunked"
     assert said[0] == "attention: triton, which the run used until now, is refused here: it crashed"
 
 
-@pytest.mark.parametrize("name", ["varlen", "flex", "flash_attn", "triton"])
+@pytest.mark.parametrize("name", ["varlen", "flash_attn", "triton"])
 def test_kernels_of_a_gpu_are_refused_where_they_cannot_run(name: str) -> None:
     """Ours on an architecture without a launch table: on a CPU the tests have Triton's interpreter."""
     assert judge(name, SHAPE, LENGTHS, CPU, "gfx1100" if name == "triton" else "cpu", "").refused
@@ -362,7 +362,7 @@ def test_without_a_compiler_the_remedy_is_named_and_the_refusal_ends_with_it(
 ) -> None:
     monkeypatch.setattr(trial, "_ask_child", lambda *_: Trial("RuntimeError: Failed to find C compiler."))
     monkeypatch.setattr(trial, "cannot_compile", lambda: ("no gcc or clang in PATH", "sudo apt install gcc"))
-    for name, remedy in (("triton", "no gcc or clang in PATH: sudo apt install gcc"), ("flex", "C compiler.")):
+    for name, remedy in (("triton", "no gcc or clang in PATH: sudo apt install gcc"), ("varlen", "C compiler.")):
         assert try_backend(name, Case(SHAPE, LENGTHS, CPU, "cpu", tmp_path)).refused.endswith(remedy)
     monkeypatch.setattr(trial, "_ask_child", lambda *_: Trial())
     assert try_backend("triton", Case(SHAPE, LENGTHS, CPU, "cpu", tmp_path)).refused  # remembered

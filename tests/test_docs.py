@@ -339,7 +339,7 @@ def test_the_examples_of_help_are_taken_by_their_parsers(
 
 # Commands, and what their check must say.
 WRONG = {
-    "titan-mi100 generate --model my-model --promt x": "--promt",
+    "titan-mi100 generate --model my-model --prompt x --sed 1": "--sed",
     "titan-mi100 generate --prompt x": "--model",
     "python -m titan_mi100.nothing --help": "nothing",
     "python checkpoint_tools/nothing.py": "nothing.py",

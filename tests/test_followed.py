@@ -247,9 +247,6 @@ FOLLOWED: dict[tuple[str, str], tuple[Call, Call, str, Call, Call, str]] = {
     ("data/build", "[data] is for conversations, and no"): (
         TEXT, rows(**{"data.path": "F/in.jsonl", "data.system_prompt": "x"}), "leave it out",
         NOTHING, rows(**{"data.path": "F/in.jsonl"}), ""),
-    ("weights/convert", "--verify logits needs ; or use"): (
-        PLAIN, command(convert.torch_to_dcp, *CONVERTED, "--verify", "logits"), "or use --verify bytes",
-        NOTHING, command(convert.torch_to_dcp, *CONVERTED, "--verify", "bytes"), ""),
     ("data/corpora/making", "is not empty and is not"): (
         both(TEXT, wrote("out/x")), corpus("out"), "name a new --output_dir", NOTHING, corpus("new"), ""),
     ("generation/engine", "has no config.json beside it, so"): (
@@ -338,11 +335,14 @@ FOLLOWED: dict[tuple[str, str], tuple[Call, Call, str, Call, Call, str]] = {
     ("data/files", "is parquet, which needs pyarrow: pip"): (
         PARQUET, without_pyarrow(lambda f: unpack_parquet(str(f / "in.parquet"), 0)), "or convert to JSONL",
         TEXT, rows(**{"data.path": "F/in.jsonl"}), ""),
+    ("launch/launcher", "one node is started here; for"): (
+        NOTHING, lambda f: launcher.parse(["--nnodes", "2"], ""), "run on each: torchrun --nnodes 2",
+        NOTHING, lambda f: launcher.parse(["--nproc_per_node", "8"], ""), ""),
     ("launch/launcher", "-- is given twice, as and"): (
         NOTHING, lambda f: launcher.parse(["--nproc_per_node", "1", "--nproc_per_node", "2"], ""), "keep one",
         NOTHING, lambda f: launcher.parse(["--nproc_per_node", "1"], ""), ""),
     ("attention/choice", "[model] attention_backend = : is refused"): (
-        NOTHING, run(**{"model.attention_backend": "flex"}), "use auto",
+        NOTHING, run(**{"model.attention_backend": "flash_attn"}), "use auto",
         NOTHING, run(**{"model.attention_backend": "auto"}), ""),
     ("config/check", 'data.earlier_thinking objective.name = "unroll" makes several'): (
         NOTHING, config(*PREFERS, "--data.earlier_thinking", "unroll"), "use template, mask or context",

@@ -149,7 +149,7 @@ def test_the_bits_are_the_same_again_and_if_logits_are_kept(k: int, dtype: torch
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("kept", [0, KEPT])
 def test_backward_can_run_twice(kept: int, k: int) -> None:
-    """As a zero-bubble pipeline runs it; the first call overwrites kept logits."""
+    """As with retain_graph; the first call overwrites kept logits."""
     hidden, weight, ids, factors = case(7, k, torch.bfloat16)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     with only(["head"]):

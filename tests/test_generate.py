@@ -3,20 +3,15 @@
 import io
 import json
 import os
-import pty
 import runpy
-import select
 import shutil
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import ASSETS, REPO
+from conftest import ASSETS
 from safetensors.torch import load_file, save_file
 from test_model import ours
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
@@ -32,7 +27,6 @@ from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.families import to_hf_config
 from titan_mi100.shapes.qwen3 import Qwen3Spec
-from titan_mi100.text.load import load_tokenizer
 from titan_mi100.tools import exact_match, generate
 from titan_mi100.weights import convert
 from titan_mi100.weights.source import open_source
@@ -264,9 +258,7 @@ def opened(folder: Path) -> inference.Model:
     return inference.Model(str(folder), "", "", torch.device("cpu"), torch.float32)
 
 
-def test_what_stops_a_text_and_what_else_its_settings_would_change_is_named(
-    copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_settings_of_generation_say_what_stops_a_text(copy: Path) -> None:
     settings = copy / "generation_config.json"
     settings.unlink()
     assert opened(copy).stop_ids == {700, 702}
@@ -276,15 +268,6 @@ def test_what_stops_a_text_and_what_else_its_settings_would_change_is_named(
     settings.write_text('{"eos_token_id": "x"}')
     with pytest.raises(UserError, match=r"copy/generation_config\.json: eos_token_id"):
         opened(copy)
-    harmless = {"eos_token_id": 5, "do_sample": True, "temperature": 0.6, "num_beams": 1, "suppress_tokens": None}
-    settings.write_text(json.dumps(harmless))
-    capsys.readouterr()
-    opened(copy)
-    assert capsys.readouterr().err == ""
-    settings.write_text(json.dumps({**harmless, "repetition_penalty": 1.05, "min_new_tokens": 9}))
-    opened(copy)
-    said = capsys.readouterr().err
-    assert f"WARNING {settings}: not applied here" in said and "min_new_tokens, repetition_penal" in said
 
 
 def test_prompts_are_as_in_training_unless_an_option_says_otherwise(
@@ -446,7 +429,7 @@ BAD = {
     "filters at 0": (["--prompt", "x", "--top_k", "5"], "top_k and top_p change nothing at temperature 0"),
     "no new tokens": (["--prompt", "x", "--max_new_tokens", "0"], "max_new_tokens = 0 must be at least 1"),
     "no batch": (["--prompt", "x", "--batch_size", "0"], "batch_size = 0 must be at least 1"),
-    "no prompt": ([], "nothing to do: give --prompt or --input"),
+    "no prompt": ([], "one of the arguments --prompt --input is required"),
     "empty raw prompt": (["--raw", "--prompt", ""], "prompt 1: is empty"),
     "long": (["--prompt", "x" * 600], "tokens plus max_new_tokens = 9 exceed the 512 positions"),
     "no file": (["--input", "{tmp}/none.jsonl"], "none.jsonl: cannot be read: No such file"),
@@ -465,8 +448,6 @@ BAD = {
     "no device": (["--prompt", "x", "--device", "cuda:99"], "--device cuda:99: cannot be used here"),
     "nonsense device": (["--prompt", "x", "--device", "gpu"], "--device gpu: cannot be used here"),
     "no output folder": (["--prompt", "x", "--output", "{tmp}/none/o.jsonl"], "o.jsonl: cannot be written (No such"),
-    "chat without rows": (["--output", "{tmp}/o.jsonl"], "nothing to do: give --prompt or --input"),
-    "chat as JSON": (["--json"], "a chat needs a terminal, no --output and no --json"),
     "tensors without values": (["--prompt", "x", "--device", "meta"], "--device meta: cannot be used here"),
 }
 
@@ -561,113 +542,3 @@ def test_a_tokenizer_of_another_model_is_refused(copy: Path) -> None:
     reference(Qwen3Spec(700, 64, 96, 3, 4, 2, 16, True, rope_theta=1e4)).save_pretrained(copy)
     with pytest.raises(UserError, match=r"ids up to 708, the model only 700"):
         opened(copy)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("is_end_of_input", [False, True])
-def test_a_chat_streams_on_a_terminal_with_line_editing_history_and_commands(
-    is_end_of_input: bool, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--model", str(folder), "--prompt", "2 + 2", "--max_new_tokens", "10", "--device", "cpu"]
-    assert generate.main(arguments) == 0
-    expected = capsys.readouterr().out.replace("\n", "\r\n")
-    mine, terminal = pty.openpty()
-    # without taking the terminal, Ctrl-C on it would be no signal
-    code = "import fcntl, runpy, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
-    code += "runpy.run_module('titan_mi100.tools.generate', run_name='__main__')"
-    words = [sys.executable, "-c", code, "--model", str(folder), "--max_new_tokens", "10"]
-    environment = {**os.environ, "PYTHONPATH": str(REPO), "CUDA_VISIBLE_DEVICES": "", "TERM": "xterm"}
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
-    chat = subprocess.Popen(words, **streams, env=environment, start_new_session=True)
-    try:
-
-        def said(typed: bytes) -> str:
-            """What is printed up to the next prompt."""
-            os.write(mine, typed)
-            text = b""
-            while not text.endswith(b"\n> "):
-                assert select.select([mine], [], [], 60)[0], text
-                text += os.read(mine, 1 << 16)
-            return text.decode()
-
-        assert "/reset or an empty line starts a new conversation" in said(b"")
-        assert expected in said(b"2 + 2\n")
-        said(b"/reset\n")
-        assert expected in said(b"\x1b[A\x1b[A\n")  # from the history; the conversation is a new one
-        said(b"\n")
-        os.write(mine, b"half a line")
-        echo = b""
-        while b"half a line" not in echo:
-            echo += os.read(mine, 1 << 16)
-        for _ in range(6):  # Python's readline does not notice a Ctrl-C that comes before it waits for keys again
-            time.sleep(0.3)
-            os.write(mine, b"\x03")
-            if select.select([mine], [], [], 10)[0]:
-                break
-        said(b"")
-        assert expected in said(b"3 + 2\x1b[D\x1b[D\x1b[D\x1b[D\x08" + b"2\n")  # edited to 2 + 2
-        os.write(mine, b"\x04" if is_end_of_input else b"/exit\n")
-        assert chat.wait(30) == 0
-    finally:
-        chat.kill()
-        chat.wait()
-        os.close(mine)
-        os.close(terminal)
-
-
-def chat(folder: Path, monkeypatch: pytest.MonkeyPatch, lines: Iterator[str], say: Callable[..., Any]) -> None:
-    """Type the lines, then end the input; `say` stands for the model."""
-
-    def line(_: str) -> str:
-        if (text := next(lines, None)) is None:
-            raise EOFError
-        return text
-
-    monkeypatch.setattr("builtins.input", line)
-    monkeypatch.setattr(inference, "generate", say)
-    monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda _: True})())
-    assert generate.main(["--model", str(folder)]) == 0
-
-
-def test_a_character_of_several_tokens_is_shown_when_it_is_whole(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tokenizer = opened(folder).tokenizer
-    ids = tokenizer.encode("né 日本 🙂!")
-    assert len(ids) > len("né 日本 🙂!")
-    heard = []
-
-    def say(_: Any, prompts: list[list[int]], *options: Any) -> list[Generated]:
-        heard.append(tokenizer.decode(prompts[0]))
-        seeds.extend(options[3])
-        for token in ids:
-            pieces.append(capsys.readouterr().out)
-            options[-1]([token])
-        return [Generated(ids, True)]
-
-    pieces: list[str] = []
-    seeds: list[str] = []
-    chat(folder, monkeypatch, iter(["first", "second"]), say)
-    pieces.append(capsys.readouterr().out)
-    assert "".join(pieces) == "né 日本 🙂!\n" * 2 and not any("\ufffd" in piece for piece in pieces)
-    assert len([piece for piece in pieces if piece]) > 8  # not all at once
-    assert "second" in heard[1] and "né 日本 🙂!" in heard[1]  # the conversation so far
-    assert seeds == ["42/0", "42/1"]  # the same question twice need not have the same answer
-
-
-def test_ctrl_c_stops_an_answer_and_not_the_chat(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines, heard = iter(["stopped", "second", "/exit", "never read"]), list[str]()
-    tokenizer = load_tokenizer(folder)
-
-    def say(_: Any, prompts: list[list[int]], *options: Any) -> list[Generated]:
-        heard.append(tokenizer.decode(prompts[0]))
-        if len(heard) == 1:
-            raise KeyboardInterrupt
-        return [Generated([5], True)]
-
-    chat(folder, monkeypatch, lines, say)
-    assert "the conversation continues without this question" in capsys.readouterr().err
-    assert len(heard) == 2 and "second" in heard[1] and "stopped" not in heard[1]
-    assert next(lines) == "never read"

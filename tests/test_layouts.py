@@ -12,10 +12,7 @@ from titan_mi100.config.layout import SCHEDULES
 
 def assert_within_the_bars(results: list[parity.Result]) -> None:
     for cell, found in results:
-        if isinstance(found, str):
-            assert SCHEDULES[cell.schedule].zero_bubble and "needs torch 2.13" in found, (cell, found)
-        else:
-            assert parity.holds(cell, found), (cell, found)
+        assert not isinstance(found, str) and parity.holds(cell, found), (cell, found)
 
 
 def cells_of_two_steps(family: str = "qwen3") -> list[parity.Cell]:
@@ -34,9 +31,9 @@ def cells_of_two_steps(family: str = "qwen3") -> list[parity.Cell]:
 
 # (layout, tied, accumulation): each axis with another. test_parity has the axes alone, of Qwen3; CI has every layout.
 CHOSEN = {
-    "qwen3": {("PP2 ZBVZeroBubble", True, 4), ("TP2 x FSDP2", False, 2), ("HSDP 2x2", True, 2)},
+    "qwen3": {("PP2 Interleaved1F1B", True, 4), ("TP2 x FSDP2", False, 2), ("HSDP 2x2", True, 2)},
     "qwen3.5": {("FSDP2 x2", False, 2), ("DDP x2", False, 2), ("PP2 1F1B", True, 2), ("TP2 x PP2", True, 2)},
-    "qwen3_moe": {("FSDP2 x2", False, 2), ("PP2 ZBVZeroBubble", False, 4)},
+    "qwen3_moe": {("FSDP2 x2", False, 2), ("PP2 Interleaved1F1B", False, 4)},
 }  # fmt: skip
 
 
@@ -81,10 +78,3 @@ def test_a_checkpoint_of_another_family_goes_on_in_another_layout(family: str, t
     assert_within_the_bars(
         parity.resume("float64", tmp_path, pairs=pairs, models=(True,), steps=2, layers=2, family=family)
     )
-
-
-@pytest.mark.full
-def test_both_ends_of_a_v_shaped_pipeline_are_restored(tmp_path: Path) -> None:
-    pairs = [("FSDP2 x2", "PP2 ZBVZeroBubble")]
-    (result,) = parity.resume("float64", tmp_path, pairs=pairs, models=(True,), steps=2, layers=4)
-    assert_within_the_bars([result])

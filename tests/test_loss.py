@@ -59,7 +59,7 @@ def test_what_is_kept_changes_no_bit(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kept", [0, 1 << 25])
 def test_backward_can_run_twice(kept: int) -> None:
-    """As a zero-bubble pipeline runs it: for what came in, then for the weights."""
+    """As with retain_graph."""
     hidden, weight, labels = case(torch.float32)
     loss = head_loss(hidden, weight, labels, supervised_of(labels), memory=HeadMemory(1, kept)).sum()
     (first,) = torch.autograd.grad(loss, weight, retain_graph=True)

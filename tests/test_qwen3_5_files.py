@@ -12,6 +12,7 @@ import pytest
 import torch
 from gloo.job_parity import config_of, save
 from safetensors.torch import load_file, save_file
+from same_logits import assert_same_logits, compare
 from test_convert import same, tensors, tool, with_tokenizer
 from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
@@ -31,7 +32,6 @@ from titan_mi100.text.bpe import PATTERNS, QWEN3_5
 from titan_mi100.weights import convert
 from titan_mi100.weights.pieces import read_pieces
 from titan_mi100.weights.source import open_source
-from titan_mi100.weights.verify_logits import compare
 from titan_mi100.workshop.made_up import made_up, random_rows
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
@@ -87,8 +87,9 @@ def opened(folder: Path, world: World, **split: Any) -> Run:
 
 
 def test_a_published_folder_comes_back_bit_for_bit(folder: Path, tmp_path: Path) -> None:
-    tool("hf_to_dcp", "--input_dir", folder, "--output_dir", tmp_path / "dcp", "--verify", "logits")
-    tool("dcp_to_hf", "--input_dir", tmp_path / "dcp", "--output_dir", tmp_path / "hf", "--verify", "logits")
+    tool("hf_to_dcp", "--input_dir", folder, "--output_dir", tmp_path / "dcp")
+    tool("dcp_to_hf", "--input_dir", tmp_path / "dcp", "--output_dir", tmp_path / "hf")
+    assert_same_logits(tmp_path / "hf")
     before, after = tensors(folder), tensors(tmp_path / "hf")
     assert same(before, after) and len([name for name in after if name.startswith("model.visual.")]) > 10
     assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16, torch.float32, torch.float16}
@@ -150,7 +151,8 @@ def test_what_was_trained_is_loaded_by_transformers_and_answers_alike(
     convert.to_hf(source, tmp_path / "bf16", "bfloat16", verify="bytes")
     kinds = {name: tensor.dtype for name, tensor in tensors(tmp_path / "bf16").items()}
     assert kinds == {name: tensor.dtype for name, tensor in tensors(folder).items()}  # each as it was in the base
-    convert.to_hf(source, tmp_path / "hf", "keep", verify="logits")
+    convert.to_hf(source, tmp_path / "hf", "keep")
+    assert_same_logits(tmp_path / "hf")
     before, after = tensors(folder), tensors(tmp_path / "hf")
     assert before.keys() == after.keys()
     carried = {name for name in before if name.startswith(("model.visual.", "mtp."))}
@@ -170,7 +172,7 @@ def test_an_adapter_has_the_same_logits_in_peft(folder: Path, tmp_path: Path, wo
         run.step()
     save(run, tmp_path / "saved")
     source = open_source(tmp_path / "saved" / "step-2", folder)
-    convert.to_hf(source, tmp_path / "adapter", verify="logits")
+    convert.to_hf(source, tmp_path / "adapter")
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     first = "base_model.model.model.language_model.layers.0.linear_attn.in_proj_qkv.lora_"
     assert stored[f"{first}A.weight"].shape == (4, 64) and stored[f"{first}B.weight"].shape == (128, 4)

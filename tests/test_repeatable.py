@@ -1,9 +1,8 @@
-"""PyTorch's attention with kernels that repeat, and FlexAttention's mask made from the documents' lengths."""
+"""PyTorch's attention with kernels that repeat."""
 
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_mi100.attention import choice
 from titan_mi100.attention.base import Documents, Shape
-from titan_mi100.attention.external_backends import Flex, key_blocks
 from titan_mi100.attention.torch_backends import Chunked, Sdpa
 
 CPU = torch.device("cpu")
@@ -80,43 +78,6 @@ def test_on_a_cpu_nothing_is_asked_for() -> None:
         q = torch.randn(1, 8, 2, 16, requires_grad=True)
         Sdpa()(q, q, q, Documents(1, 8, (8,))).sum().backward()
     assert not any(is_on for _, is_on in seen.found)
-
-
-LAYOUTS = {
-    "one document": Documents(1, 256, (256,)),
-    "many": Documents(2, 384, (100, 1, 27, 128, 128, 3, 5, 376)),
-    "cut off": Documents(2, 300, (200, 100, 128, 172)),
-    "shorter than a block": Documents(1, 40, (7, 33)),
-    "edges": Documents(1, 512, (128, 256, 128)),
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_flex_has_the_blocks_that_looking_at_all_pairs_finds(name: str) -> None:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    documents = LAYOUTS[name]
-    number = torch.from_numpy(np.repeat(np.arange(len(documents.lengths)), documents.lengths)).view(documents.batch, -1)
-
-    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (number[batch, query] == number[batch, key])
-
-    theirs = create_block_mask(visible, documents.batch, None, documents.seq, documents.seq, device="cpu")
-    ours = Flex("").prepare(documents, CPU)
-    assert ours.seq_lengths == theirs.seq_lengths and ours.BLOCK_SIZE == theirs.BLOCK_SIZE
-    assert torch.equal(ours.to_dense(), theirs.to_dense())
-    for kind in ("kv", "full_kv", "q", "full_q"):
-        count, mine = getattr(ours, f"{kind}_num_blocks"), getattr(ours, f"{kind}_indices")
-        assert torch.equal(count, getattr(theirs, f"{kind}_num_blocks")), kind
-        used = torch.arange(mine.shape[-1]) < count[..., None]
-        assert torch.equal(mine[used], getattr(theirs, f"{kind}_indices")[used]), kind
-
-
-def test_the_mask_of_a_long_row_is_made_without_its_pairs() -> None:
-    seq = 1 << 17  # all pairs would be 16 GiB of bool
-    partial, _, whole, _ = key_blocks(Documents(1, seq, (seq - 5, 5)), 128)
-    rows = seq // 128  # of the last one no block is whole: its last query sees nothing of the long document
-    assert partial.sum() == rows - 1 + rows and whole.sum() == (rows - 1) * (rows - 2) // 2
 
 
 @pytest.mark.parametrize(("kernel", "expected"), [("_flash_attention_forward", Sdpa), ("", Chunked)])

@@ -168,11 +168,11 @@ def test_the_commands_at_the_end_of_a_run_work(
     config = load_config(settings(folder, **{"training.steps": 1}), 1)
 
     commands = dict(after_run(folder, config, 1))
-    assert list(commands) == ["chat", "export", "report", "data page", "curves"]
+    assert list(commands) == ["ask", "export", "report", "data page", "curves"]
     assert commands["curves"].endswith("/tensorboard --logdir 'a b/tensorboard'")
-    generated = ["--prompt", "1 + 1", "--max_new_tokens", "2", "--device", "cpu"]
+    generated = ["--max_new_tokens", "2", "--device", "cpu"]
     for purpose, program, more in (
-        ("chat", generate.main, generated),
+        ("ask", generate.main, generated),
         ("report", report.main, []),
         ("data page", inspect_data.main, []),
     ):
@@ -185,7 +185,7 @@ def test_the_commands_at_the_end_of_a_run_work(
     dcp_to_hf()
 
     with_export = dict(after_run(folder, config, 1))  # which is what is used from now on, and not made again
-    assert "export" not in with_export and with_export["chat"].endswith("titan-mi100 generate --model 'a b/hf-step-1'")
+    assert "export" not in with_export and "titan-mi100 generate --model 'a b/hf-step-1' --p" in with_export["ask"]
 
 
 def test_only_commands_that_can_work_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,8 +199,8 @@ def test_only_commands_that_can_work_are_named(tmp_path: Path, monkeypatch: pyte
     base = tmp_path / "base"
     base.mkdir()
     config = load_config(settings(tmp_path, **lora, **{"checkpoint.initial_load_path": base}), 1, with_files=False)
-    chat = dict(after_run(tmp_path, config, 3))["chat"]
-    assert chat.endswith("titan-mi100 generate --model base --adapter checkpoint/step-3")
+    asks = dict(after_run(tmp_path, config, 3))["ask"]
+    assert asks.endswith("titan-mi100 generate --model base --adapter checkpoint/step-3 --prompt Hello")
     two = settings(tmp_path, **{"data.path": f"{ASSETS}/arithmetic.jsonl,{ASSETS}/chat.jsonl", "data.weights": "1,2"})
     assert "--source arithmetic" in dict(after_run(tmp_path, load_config(two, 1), 3))["data page"]
     for rank, served in ((1, 8), (8, 8), (9, 16), (65, 128), (512, 512), (600, 512)):

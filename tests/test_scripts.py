@@ -54,7 +54,7 @@ elif argv[1] == "titan_mi100.config.load":
     log("config", argv[2:])
     wait_in("config")
     code = int(os.environ.get("STUB_CONFIG_CODE", "0"))
-    print("bad key" if code else "3600 - " + os.environ["STUB_FOLDER"], file=sys.stderr if code else sys.stdout)
+    print("bad key" if code else "- " + os.environ["STUB_FOLDER"], file=sys.stderr if code else sys.stdout)
     sys.exit(code)
 elif argv[1] == "titan_mi100.data.prepare":
     log("prepare", argv[2:])

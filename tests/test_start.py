@@ -22,7 +22,6 @@ from titan_mi100.config.check import check_start
 from titan_mi100.config.load import config_from_command_line, load_config
 from titan_mi100.config.toml_file import tomllib
 from titan_mi100.errors import UserError
-from titan_mi100.files import child, library
 from titan_mi100.files.patterns import matching_files
 from titan_mi100.files.plain import LFS_POINTER
 from titan_mi100.open_run.start import open_run
@@ -127,10 +126,6 @@ SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "adapter": (adapter, "is a PEFT adapter; name its base model here"),
     "stop token": (spoil(GENERATION, {"eos_token_id": "<|im_end|>"}), "must be a token id or a list"),
     "generation, no JSON": (spoil(GENERATION, b"{,}"), f"{GENERATION}: cannot be read as JSON"),
-    "generation, refused": (
-        spoil(GENERATION, {"max_new_tokens": -1}),
-        f"{GENERATION}: transformers refuses it: `max_new_tokens` must be greater than 0",
-    ),
 }
 
 
@@ -226,21 +221,6 @@ def test_data_that_are_pointers_of_git_lfs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "it's.txt").write_bytes(POINTER)  # as text it would be trained on
     _, (problem,) = matching_files(str(tmp_path / "*.txt"))
     assert problem.endswith(f"fetch the file: git -C {tmp_path} lfs pull")
-
-
-@pytest.mark.full
-def test_a_number_that_makes_transformers_take_any_memory_ends_a_child_process_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("transformers")
-    folder = model(tmp_path / "model")
-    refusal = r"config.json: needs more memory or time than a real file of its size"
-    monkeypatch.setattr(library, "call_in_child", child.call_in_child)  # the real one: see forked.fork_for_libraries
-    assert library.try_library(folder) == ""
-    (folder / "config.json").write_text(json.dumps({**to_hf_config(SPEC), "num_labels": 10**9}))
-    with pytest.raises(UserError, match=refusal):
-        to_hf(open_source(folder), tmp_path / "out", verify="logits")
-    assert not (tmp_path / "out").exists()
 
 
 class Held(Weights):

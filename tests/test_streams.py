@@ -36,7 +36,7 @@ def bash(script: str, cwd: Path, **environment: str) -> subprocess.CompletedProc
             for case in (
                 (f"tools.inspect_data {GOOD} --json", ">/dev/full", 2, FULL),
                 (f"tools.inspect_data {GOOD}", ">&- 2>&-", 0, ""),
-                ("tools.generate --model nowhere", "<&-", 2, "a chat needs a terminal"),
+                ("tools.generate --model nowhere", "<&-", 2, "--prompt --input is required"),
                 ("launch.launcher --help", ">/dev/full", 2, FULL),
             )
         ),

@@ -133,7 +133,6 @@ def test_a_harness_asks_with_the_system_message_of_training(tmp_path: Path, monk
 
     monkeypatch.setattr(harness.subprocess, "run", run)
     monkeypatch.setattr(harness, "find_spec", lambda _: SimpleNamespace(origin="lm_eval"))
-    monkeypatch.setattr(harness, "try_library", lambda _: None)
 
     def added(folder: Path, *options: str) -> list[str]:
         """What the command of lm_eval ends with, after our options."""

@@ -1,7 +1,5 @@
 """Hangs, seen from outside; what a run does about them is tried by tests/chaos/hangs.py (test_chaos.py)."""
 
-import errno
-import fcntl
 import json
 import os
 import shutil
@@ -16,7 +14,6 @@ from conftest import REPO
 
 from titan_mi100.checkpoint import sealed
 from titan_mi100.config.settings import WatchdogConfig
-from titan_mi100.data import cache
 from titan_mi100.launch import launcher as launch
 from titan_mi100.watch import heartbeat as heartbeats
 from titan_mi100.watch import watchdog
@@ -205,7 +202,6 @@ def test_the_rank_that_the_others_wait_for_is_found() -> None:
 
     assert found(seen(0), seen(1, state="T"), seen(2, events=1)) == [1]
     assert found(seen(0), seen(1, state="")) == [1]
-    assert found(seen(0, stack=WAITING), seen(1, stack=WAITING)._replace(wants_gil=True)) == [1]
     agreeing = 'File "/x/torch/nn/parallel/distributed.py", line 1775 in _pre_forward'
     in_forward = 'File "/x/torch/nn/parallel/distributed.py", line 1799 in forward'
     assert found(seen(0, stack=in_forward), seen(1, stack=agreeing)) == [0]
@@ -245,8 +241,6 @@ def test_a_process_writes_its_stacks_also_while_the_gil_is_held(
             process.kill()
     said = next((tmp_path / "logs").glob("hang-*.txt")).read_text()
     assert "in reading_a_row" in said and "rank 0, process" in said
-    # the main thread waits for the GIL only where another thread holds it
-    assert ("while another of its threads holds the GIL" in said) == does.startswith("threading")
     assert watch.outcome is not None and watch.outcome.step == 2
 
 
@@ -296,81 +290,6 @@ def test_a_watcher_ends_with_its_processes_also_if_they_ended_before_it_looked(
         command, env={**os.environ, "PYTHONPATH": str(REPO)}, check=True, stdin=subprocess.DEVNULL, timeout=30
     )
     assert not folder.exists()
-
-
-# the steps before the training
-
-
-def test_a_lock_that_another_process_holds_is_polled(monkeypatch: pytest.MonkeyPatch) -> None:
-    held, asked = [True, True], list[int]()
-
-    def flock(_: int, how: int) -> None:
-        asked.append(how)
-        if held and held.pop():
-            raise BlockingIOError(errno.EWOULDBLOCK, "held")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    monkeypatch.setattr(time, "sleep", lambda _: None)
-    assert cache._acquire_lock(0)
-    assert asked == [fcntl.LOCK_EX | fcntl.LOCK_NB] * 3
-
-
-RUNS_FIRST = """
-import sys
-from titan_mi100.launch.launcher import Launcher
-launcher = Launcher()
-launcher._limit = float(sys.argv[1])
-launcher.run_first("the preparation", "-c", sys.argv[2])
-"""
-STOPS_ITSELF = "import os; os.kill(os.getpid(), 19)"
-STOPS_A_CHILD = "import os, time; pid = os.fork(); pid or os.kill(os.getpid(), 19); os.waitpid(pid, 0)"
-SLEEPS = "import time; time.sleep(100)"
-COMPUTES = "import time; until = time.time() + 3\nwhile time.time() < until: pass"
-
-
-def run_first(limit: float, does: str) -> "subprocess.CompletedProcess[str]":
-    command, environment = [sys.executable, "-c", RUNS_FIRST, str(limit), does], {**os.environ, "PYTHONPATH": str(REPO)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "does",
-    [STOPS_ITSELF, *(pytest.param(does, marks=pytest.mark.full) for does in (STOPS_A_CHILD, SLEEPS))],
-)
-def test_a_preparation_that_uses_no_cpu_time_is_ended_with_code_5(does: str) -> None:
-    ended = run_first(1, does)
-    assert ended.returncode == 5, ended.stderr
-    assert "the preparation hangs: no CPU time was used for " in ended.stderr and "exit code 5" in ended.stderr
-    assert ("stopped by a signal (state T)" in ended.stderr) == ("os.kill" in does)
-    assert ('File "<string>", line 1 in <module>' in ended.stderr) == (does != STOPS_ITSELF)  # the stacks
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("limit", "does"), [(1, COMPUTES), (0, "import time; time.sleep(2)")])
-def test_a_preparation_that_computes_or_is_not_watched_may_take_long(limit: float, does: str) -> None:
-    ended = run_first(limit, does)
-    assert (ended.returncode, ended.stderr) == (0, "")
-
-
-def test_the_cpu_time_of_a_process_is_its_own_user_and_system_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of /proc/PID/stat the 14th and 15th field; children that have ended are in the two behind (proc(5))."""
-    stat = [str(10**number) for number in range(20)]  # from the third field on
-    monkeypatch.setattr(watchdog, "_fields", lambda _: stat)
-    assert watchdog._cpu_seconds(1) == (10**11 + 10**12) / os.sysconf("SC_CLK_TCK")
-
-
-@pytest.mark.full
-def test_waiting_for_another_preparation_is_no_hang(tmp_path: Path) -> None:
-    waits = f"""
-import os, threading
-from titan_mi100.data import cache
-held, other = (os.open({str(tmp_path / "lock")!r}, os.O_CREAT | os.O_RDWR) for _ in range(2))
-cache._acquire_lock(held)
-threading.Timer(30, os.close, [held]).start()
-assert cache._acquire_lock(other)
-"""
-    assert run_first(12, waits).returncode == 0
 
 
 def test_without_an_intact_checkpoint_nobody_is_told_to_resume(tmp_path: Path) -> None:

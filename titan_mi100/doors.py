@@ -20,7 +20,7 @@ COMMANDS = {  # word or words: module, or module:function where it is not `main`
     "outcome": ("watch.outcome", "how a run stands or ended, and what follows, for batch scripts"),
     "report": ("workshop.report", "one page about a run"),
     "score": ("tools.score", "give sampled answers their scores, and keep the right ones"),
-    "generate": ("tools.generate", "generate text with a model, or chat with it"),
+    "generate": ("tools.generate", "let a model answer prompts"),
     "rounds": ("tools.rounds", "sample, score and train again and again: learn from own answers"),
     "sample": ("tools.sample", "write k sampled answers to each prompt, to score them and learn from them"),
     "evaluate exact-match": ("tools.exact_match", "exact match of generated answers, in GSM8K's format"),

@@ -97,7 +97,7 @@ def _first(tiny: bool) -> list[Section]:
     ]  # fmt: skip
     model, tokens, size = ("debug", 64, 512) if tiny else ("0.6B", 4096, 8192)
     shape = dict(zip(("heads", "kv_heads", "head_dim", "dtype"), shapes[0], strict=True), batch=2, seq=timed)
-    backends = sorted(KERNELS.keys() - {EXPLICIT, REFERENCE}, key=lambda name: (name == "flex", name))  # it is compiled
+    backends = sorted(KERNELS.keys() - {EXPLICIT, REFERENCE})
     return [
         Section("environment", 35, [
             _task("environment/doctor", "commands:doctor"),

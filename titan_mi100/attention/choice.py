@@ -63,7 +63,7 @@ def choose(
     arch = arch.split(":")[0]
     case = Case(shape, lengths, device, arch, cache)
     lines: list[str] = []
-    if before and before.arch == arch and wanted in (AUTO, before.name):
+    if before and before.name in KERNELS and before.arch == arch and wanted in (AUTO, before.name):
         problem = _refusal(case, before.name, before.launch)
         if not problem:
             return before, []

@@ -333,8 +333,7 @@ class Checkpointer:
         Raises:
             UserError: the checkpoint belongs to another model, or it cannot be read.
         """
-        everything = list(self._tensors())
-        tensors = dict(everything)
+        tensors = dict(self._tensors())
         with raise_together():
             _, manifest, trainer_state = open_checkpoint(path)
             saved = open_dcp(path, manifest["files"])
@@ -351,9 +350,6 @@ class Checkpointer:
             _check_names(path, saved.others, saved_kinds, own_kinds, unexpected)
             extra = self._empty_extra_state(saved.kinds)
             fill_parameters((tensors | extra).items(), lambda name, _, offset, size: saved.read(name, offset, size))
-        for name, tensor in everything:
-            if tensor is not tensors[name]:  # both copies of a tied weight are on this rank: one name, two tensors
-                tensor.copy_(tensors[name])
         prefix = rank_prefix(self._model.extra_state_name, self.world.rank)
         self._model.restore_extra_state(
             manifest["step"], {name.removeprefix(prefix): tensor for name, tensor in extra.items()}

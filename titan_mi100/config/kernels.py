@@ -15,7 +15,6 @@ KERNELS = {
     "triton": Kernel("triton_backend:Triton", packages=("triton", "pytorch-triton-rocm", "triton-rocm")),
     "varlen": Kernel("external_backends:TorchVarlen"),
     "flash_attn": Kernel("external_backends:FlashAttention", packages=("flash_attn",)),
-    "flex": Kernel("external_backends:Flex"),
     "sdpa": Kernel("torch_backends:Sdpa"),
     "chunked": Kernel("torch_backends:Chunked"),
     "eager": Kernel("torch_backends:Eager"),

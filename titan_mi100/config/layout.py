@@ -41,8 +41,6 @@ class Schedule:
 
     stages_per_rank: int = 1  # the least number; `looped` schedules allow more
     looped: bool = False
-    zero_bubble: bool = False
-    v_shaped: bool = False  # the first and the last stage are on one rank
     forwards_first: bool = False  # all forwards run before the first backward, so all microbatches are kept
 
 
@@ -50,8 +48,6 @@ SCHEDULES = {
     "1F1B": Schedule(),
     "GPipe": Schedule(forwards_first=True),
     "Interleaved1F1B": Schedule(2, looped=True),
-    "InterleavedZeroBubble": Schedule(2, looped=True, zero_bubble=True),
-    "ZBVZeroBubble": Schedule(2, zero_bubble=True, v_shaped=True),
 }
 
 
@@ -274,14 +270,8 @@ def accumulation_for(global_batch_size: int, batch: Batch, saved: Batch) -> int:
 def check_schedule(name: str, ranks: int, microbatches: int) -> Problem | None:
     """Why a pipeline of so many ranks cannot run that many microbatches per step under the schedule; None: it can."""
     wrong, how = "", "the forwards of a step, gradient_accumulation_steps, are its microbatches"
-    if SCHEDULES[name].zero_bubble and is_torch_before_2_13():
-        wrong = (
-            f"needs torch 2.13, this is {version('torch')}: 2.8 cannot split the backward of a Python autograd "
-            "function, as the loss is one, and over gloo ZBV loses its connections (those between were not tried); use "
-            '"Interleaved1F1B"'
-        )
     # with fewer, torch 2.8 computes wrong gradients or hangs under an interleaved schedule
-    elif (name == "1F1B" or SCHEDULES[name].looped) and microbatches < ranks:
+    if (name == "1F1B" or SCHEDULES[name].looped) and microbatches < ranks:
         wrong = f"over {ranks} ranks needs at least {ranks} microbatches, but gets {microbatches}: {how}; "
         wrong += 'raise it, or use "GPipe"'
     elif SCHEDULES[name].looped and microbatches % max(1, microbatches // ranks):
@@ -291,17 +281,13 @@ def check_schedule(name: str, ranks: int, microbatches: int) -> Problem | None:
     return Problem("parallelism.pipeline_parallel_schedule", f'= "{name}" {wrong}', read) if wrong else None
 
 
-def is_torch_before_2_13() -> bool:
-    """Whether the installed torch is older than 2.13, by its metadata: torch is not imported."""
-    return tuple(map(int, version("torch").split(".")[:2])) < (2, 13)
-
-
 def received_per_microbatch(stages: Sequence[Stage]) -> int:
     """Number of hidden-state tensors that torch's pipeline keeps on a rank for each microbatch of a step.
 
     A rank keeps what it receives from the previous stage (up to torch 2.8 also its gradient) and from the next stage.
     """
-    from_before = 2 if is_torch_before_2_13() else 1  # versions between 2.8 and 2.13 were not tried
+    is_old = tuple(map(int, version("torch").split(".")[:2])) < (2, 13)  # versions between 2.8 and 2.13 were not tried
+    from_before = 2 if is_old else 1
     return sum(from_before * (not stage.first) + (not stage.last) for stage in stages)
 
 
@@ -351,8 +337,6 @@ def stages_of(layers_per_stage: Sequence[int]) -> list[Stage]:
     return [Stage(range(start, stop), start == 0, stop == edges[-1]) for start, stop in pairwise(edges)]
 
 
-def stages_on(rank: int, ranks: int, stages: int, v_shaped: bool) -> list[int]:
-    """The stages of a pipeline rank, placed as torch's schedules expect: round-robin, or V-shaped."""
-    if v_shaped:
-        return [rank, stages - 1 - rank]
+def stages_on(rank: int, ranks: int, stages: int) -> list[int]:
+    """The stages of a pipeline rank, placed as torch's schedules expect: round-robin."""
     return list(range(rank, stages, ranks))

@@ -25,7 +25,7 @@ from titan_mi100.config.check import ALTERNATIVES, check, check_start
 from titan_mi100.config.hub import COMMITS_FILE, HubNames, hub_name, known_commits, one_at_a_node
 from titan_mi100.config.problem import Problem
 from titan_mi100.config.settings import Config, JobConfig
-from titan_mi100.config.srun import ASKS_LIMIT, RUN_FOLDER, check_place, srun_ranks
+from titan_mi100.config.srun import ASKS_COMMITS, RUN_FOLDER, check_place, srun_ranks
 from titan_mi100.config.toml_file import read_toml
 from titan_mi100.config.unknown import (
     Unknown,
@@ -103,7 +103,7 @@ def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: boo
                 raise UserError(first_of(errors, "config"))
     if with_files:
         errors += _moved_run(config_file.value, settings.get(("job", "run_folder")), str(values["job", "run_folder"]))
-    notes = [*_replace_alternatives(values, settings), *_local_folders(settings)]
+    notes = _replace_alternatives(values, settings)
     if named is default:
         notes.append(f"no --job.config_file is given: settings from {config_file.value}")
     elif named.value != config_file.value:
@@ -299,19 +299,6 @@ def _paths(item: str, folder: Path, is_list: bool, kind: str, names: HubNames) -
     return [_absolute(item, folder, is_list) if item else item]
 
 
-def _local_folders(settings: dict[_Name, _Setting]) -> list[str]:
-    """A line for the log about each local folder that is called like a name on the hub."""
-    notes = []
-    for name, setting in settings.items():
-        texts = setting.value if isinstance(setting.value, list | tuple) else [setting.value]
-        for text in map(str, texts if our_keys()[".".join(name)].metadata["hub"] else ()):
-            path = os.path.join(setting.folder, text)
-            is_like_name = hub_name(f"{text}@main", setting.folder) and setting.folder != bundled.FOLDER
-            if is_like_name and os.path.isdir(path):
-                notes.append(f"{setting.where} = {shown(text)} is the folder {path}; for the hub's write {text}@main")
-    return notes
-
-
 def _convert_tables(table: type, setting: _Setting, names: HubNames) -> tuple[tuple[Any, ...], list[str]]:
     """The tables as dataclasses, and what is wrong with them."""
     if not isinstance(setting.value, list | tuple) or any(not isinstance(item, dict) for item in setting.value):
@@ -464,7 +451,6 @@ def config_from_command_line(for_this_job: bool = True) -> Config:
 if __name__ == "__main__":
     checked = config_from_command_line()
     sys.stdout.reconfigure(encoding=sys.getfilesystemencoding())  # type: ignore[union-attr]  # whatever the terminal's
-    limit = checked.watchdog.seconds and checked.watchdog.start_seconds
     commits = json.dumps(dict(checked.commits), separators=(",", ":"))  # without a space
-    facts = [limit, commits] if os.environ.get(ASKS_LIMIT) else []
+    facts = [commits] if os.environ.get(ASKS_COMMITS) else []
     sys.exit(cli.exit_code(lambda: print(*facts, make_run_folder(checked.job, checked.checkpoint.fresh))))

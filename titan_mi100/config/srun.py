@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from titan_mi100.errors import UserError
 
 RUN_FOLDER = "TITAN_RUN_FOLDER"  # environment variable: the run folder that the launcher has made
-ASKS_LIMIT = "TITAN_ASKS_LIMIT"  # environment variable: the launcher asks for a time limit before the run folder
+ASKS_COMMITS = "TITAN_ASKS_COMMITS"  # environment variable: the launcher asks for the commits before the run folder
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MPI = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
 _REMEDY = (

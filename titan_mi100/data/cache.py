@@ -157,15 +157,12 @@ def _remove(folder: Path) -> None:
 
 def _acquire_lock(lock: int) -> bool:
     """Acquire the lock; the system releases it when the process ends. Returns whether another process held it."""
-    has_waited = False
-    while True:  # polled: the launcher takes a process that uses no CPU time for one that hangs
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return has_waited
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                return has_waited  # this file system has no locks: build without one
-        if not has_waited:
-            log.info("another process is preparing the same data; waiting for it")
-        has_waited = True
-        time.sleep(0.01)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            return False  # this file system has no locks: build without one
+    log.info("another process is preparing the same data; waiting for it")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return True

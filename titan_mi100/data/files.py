@@ -1,4 +1,4 @@
-"""Reads the records of a data file one after another: JSONL, a JSON array or parquet of any size; gzip and zstd.
+"""Reads the records of a data file one after another: JSONL or parquet of any size, or a JSON array; gzip and zstd.
 
 The file type is detected by content, not by name. This module does not look into the records; `formats` does.
 """
@@ -28,9 +28,7 @@ _UNPACKED = 2**22  # bytes of parquet rows that are unpacked, and sent by the ch
 # Protection against decompression bombs: once this many bytes are unpacked, a file may not exceed so many times its
 # packed size.
 _BOMB, _MOST_UNPACKED = 2**20, 100
-# Bytes. The window that `zstd --long` needs; and the packed bytes that are unpacked at once: zstd can expand them
-# 30,000 times, so the block is small.
-_ZSTD_WINDOW, _ZSTD_BLOCK = 2**27, 2**12
+_ZSTD_BLOCK = 2**16  # bytes unpacked at once; those before a damaged place in the same block are lost
 
 # Harmless oddities that exports contain. They are accepted and counted.
 BLANK, CRLF, BOM = "blank line", "CRLF line end", "byte order mark"
@@ -78,7 +76,7 @@ def expand_patterns(patterns: Sequence[str]) -> list[list[str]]:
 
 
 class RecordReader:
-    """Iterates over the records of one file, holding a bounded part of it in memory.
+    """Iterates over the records of one file, holding a bounded part of it in memory; a JSON array as a whole.
 
     During the iteration `consumed` rises to `size`, the file's bytes on disk; a progress bar shows both. Afterwards
     `oddities` maps each of BLANK, CRLF and BOM that occurred to (its count, the first line with it).
@@ -348,44 +346,28 @@ class _Unzstd(io.RawIOBase):
 
     def __init__(self, path: str, packed: io.BufferedReader) -> None:
         try:
-            import zstandard
+            import pyarrow
         except ImportError:
-            problem = "is packed by zstd, which needs zstandard: pip install zstandard, or unpack it (zstd -d)"
+            problem = "is packed by zstd, which needs pyarrow: pip install pyarrow, or unpack it (zstd -d)"
             raise UserError(f"{path}: {problem}") from None
-        self._path, self._packed, self._error = path, packed, zstandard.ZstdError
-        self._new_frame = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj
-        self._frame: Any = None  # the decompressor of the current frame; None: between two frames
-        # Packed bytes after the end of a frame; unpacked bytes not handed out yet; total bytes read and unpacked.
-        self._packed_left, self._unpacked, self._read, self._written = b"", b"", 0, 0
+        self._path, self._packed, self._written = path, packed, 0
+        self._stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(packed, "r"), "zstd")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._unpacked:
-            block = self._packed_left or self._packed.read(_ZSTD_BLOCK)
-            self._read += 0 if self._packed_left else len(block)
-            if not block:
-                if self._frame is not None:
-                    self._refuse("is damaged or truncated; copy the file again (zstd -t checks it)")
-                return 0
-            self._frame = self._frame or self._new_frame()
-            try:
-                self._unpacked = self._frame.decompress(block)
-            except self._error as error:
-                self._refuse(f"is damaged ({error}); copy the file again (zstd -t checks it)")
-            self._packed_left = b""
-            if self._frame.eof:
-                self._packed_left, self._frame = self._frame.unused_data, None
-            self._written += len(self._unpacked)
-            if self._written > max(_BOMB, _MOST_UNPACKED * self._read):
-                self._refuse(f"is over {_MOST_UNPACKED} times its size; if that is right, unpack it first")
-        chunk, self._unpacked = self._unpacked[: len(buffer)], self._unpacked[len(buffer) :]
-        buffer[: len(chunk)] = chunk
-        return len(chunk)
-
-    def _refuse(self, why: str) -> None:
-        raise UserError(f"{self._path}: the zstd data {why}")
+        try:
+            block = self._stream.read(min(len(buffer), _ZSTD_BLOCK))
+        except OSError as error:
+            problem = f"the zstd data is damaged or truncated ({error}); copy the file again (zstd -t checks it)"
+            raise UserError(f"{self._path}: {problem}") from None
+        self._written += len(block)
+        if self._written > max(_BOMB, _MOST_UNPACKED * self._packed.tell()):
+            problem = f"the zstd data is over {_MOST_UNPACKED} times its size; if that is right, unpack it first"
+            raise UserError(f"{self._path}: {problem}")
+        buffer[: len(block)] = block
+        return len(block)
 
 
 def _size_checked(number: int, raw: bytes, problem: str, element: int = 0) -> Record:
@@ -398,7 +380,7 @@ def _size_checked(number: int, raw: bytes, problem: str, element: int = 0) -> Re
 def _elements(file: io.BufferedReader) -> Iterator[Record]:
     """The records of a JSON array. A syntax error becomes the last record: no element after it can be located."""
     try:
-        for element, (line, raw) in enumerate(array_elements(file, CHUNK, LONGEST_LINE), 1):
+        for element, (line, raw) in enumerate(array_elements(file), 1):
             yield _size_checked(line, raw, "", element)
     except BrokenArray as broken:
         yield Record(broken.line, b"", _BROKEN.format(broken))

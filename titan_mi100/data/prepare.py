@@ -10,12 +10,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from titan_mi100.cli import exit_code, version_of
+from titan_mi100.cli import exit_code
 from titan_mi100.config.load import config_from_command_line, make_run_folder
 from titan_mi100.config.settings import Config, DataConfig, ModelConfig
 from titan_mi100.config.srun import RUN_FOLDER
-from titan_mi100.data.build import CODE_HASH, LIBRARIES, DataRequest, make_folder
-from titan_mi100.data.cache import cached_text, open_or_build_folder
+from titan_mi100.data.build import DataRequest, make_folder
+from titan_mi100.data.cache import open_or_build_folder
 from titan_mi100.data.corpora.opening import open_corpus
 from titan_mi100.data.files import expand_patterns
 from titan_mi100.data.ledger import LEDGER, REFUSED_LEDGER, copy_ledger, has_trained
@@ -56,7 +56,7 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
         target = folder / (REFUSED_LEDGER if has_trained(folder) else LEDGER)
         copy_ledger(error.ledger, target)
         raise UserError(f"{error}\nevery row: {target}") from None
-    fingerprint = prepared.facts.tokenizer if prepared else _fingerprint(path, cache_folder(config.data))
+    fingerprint = prepared.facts.tokenizer if prepared else load_tokenizer(path).fingerprint
     prepared = open_sources(config.data, prepared, fingerprint, seq_len)
     count, size = f"{path}: has {prepared.facts.n_vocab:,} tokens", config.spec().vocab_size
     if prepared.facts.n_vocab > size:
@@ -143,13 +143,6 @@ def _gives_same_ids(*paths: Path) -> bool:
     if contents[0] == contents[1]:  # identical files: no need to load both tokenizers
         return True
     return len({load_tokenizer(path).fingerprint for path in paths}) == 1
-
-
-def _fingerprint(tokenizer_path: str, cache: Path) -> str:
-    """A tokenizer's fingerprint. Cached, because loading a tokenizer takes a second, and every rank asks."""
-    contents = [hashlib.sha256(read_plain(file)).hexdigest() for file in tokenizer_files(tokenizer_path)]
-    depends = [contents, CODE_HASH, *map(version_of, LIBRARIES)]
-    return cached_text(cache / "tokenizers", depends, lambda: load_tokenizer(tokenizer_path).fingerprint)
 
 
 def prepare_data(

@@ -30,12 +30,6 @@ def count() -> int:
     return int(module(kind()).device_count()) if kind() != "cpu" else 0
 
 
-def unsupported_accelerator() -> str:
-    """Name of an accelerator of this machine that is not supported (xpu, mps); "" if there is none."""
-    others = {"Intel's GPU (xpu)": torch.xpu.is_available(), "Apple's GPU (mps)": torch.backends.mps.is_available()}
-    return next((name for name, is_there in others.items() if is_there), "") if kind() == "cpu" else ""
-
-
 def select(index: int) -> torch.device:
     """Make this device the process's."""
     device = torch.device(kind(), index)

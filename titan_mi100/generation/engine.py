@@ -16,7 +16,7 @@ from titan_mi100.attention.base import Shape
 from titan_mi100.attention.choice import without_trial
 from titan_mi100.data.conversation import Message, with_system_prompt
 from titan_mi100.errors import UserError
-from titan_mi100.files.plain import parse_object, read_object
+from titan_mi100.files.plain import read_object
 from titan_mi100.files.templates import template_files
 from titan_mi100.model.decode import Generated, Sampling, generate
 from titan_mi100.model.decoder import CausalLM
@@ -30,17 +30,9 @@ from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights.adapter import MergedWeights, merged_source
 from titan_mi100.weights.pieces import read_pieces
 from titan_mi100.weights.source import open_source, read_manifest, verify_files
-from titan_mi100.wording import printable, shortened, some, with_level
+from titan_mi100.wording import printable, shortened
 
 _SOME = 128  # tokens: which kernel runs does not depend on their number
-# Keys of generation_config.json that are applied here, set by options, or without effect on the text.
-_KNOWN = frozenset(
-    """
-    eos_token_id bos_token_id pad_token_id do_sample temperature top_k top_p max_length max_new_tokens use_cache
-    cache_implementation output_attentions output_hidden_states output_logits output_scores return_dict_in_generate
-    transformers_version _from_model_config
-    """.split()  # noqa: SIM905 (as in shapes/qwen3.py)
-)
 
 
 class Request(NamedTuple):
@@ -84,10 +76,6 @@ class Model:
                 f"{tokenizer_path}: its tokenizer has ids up to {self.tokenizer.n_vocab - 1}, the model only "
                 f"{self.spec.vocab_size}; name the model's own in --tokenizer_path"
             )
-        fields = parse_object(source.assets.get(GENERATION, b"{}"), GENERATION, "correct it, or remove it")
-        if unknown := [key for key in fields if key not in _KNOWN and fields[key] not in (None, False, 0, 1, [], {})]:
-            text = f"{source.assets_folder / GENERATION}: not applied here: {some(sorted(unknown))}"
-            print(with_level("WARNING", text), file=sys.stderr)
         self.prompts = prompt_settings(source.assets, source.assets_folder)
         self.template, config = None, folder_of(tokenizer_path) / "tokenizer_config.json"
         settings = read_object(config, "copy it from the model that you started from") if lexists(config) else {}
@@ -188,9 +176,9 @@ def load_answer(model: Model, sampling: Sampling, seed: int, max_new_tokens: int
     """Load the weights. The draws for a prompt depend on the seed and the prompt's index, not on the batch."""
     network, limited = model.load(), replace(sampling, vocabulary=model.tokenizer.n_vocab)
 
-    def answer_batch(prompts: Sequence[list[int]], indices: Sequence[int], on_step: Any = None) -> list[Generated]:
+    def answer_batch(prompts: Sequence[list[int]], indices: Sequence[int]) -> list[Generated]:
         seeds = [f"{seed}/{index}" for index in indices]
-        return generate(network, prompts, limited, model.stop_ids, max_new_tokens, seeds, on_step)
+        return generate(network, prompts, limited, model.stop_ids, max_new_tokens, seeds)
 
     return answer_batch
 

@@ -22,8 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from titan_mi100.config.hub import COMMITS
-from titan_mi100.config.settings import WatchdogConfig
-from titan_mi100.config.srun import ASKS_LIMIT, PLACE, RUN_FOLDER, srun_tasks
+from titan_mi100.config.srun import ASKS_COMMITS, PLACE, RUN_FOLDER, srun_tasks
 from titan_mi100.errors import UserError
 from titan_mi100.launch.machine_checks import before_start
 from titan_mi100.launch.torch_build import installed
@@ -42,7 +41,7 @@ from titan_mi100.watch.outcome import (
     note_restart,
     read_outcome,
 )
-from titan_mi100.watch.watchdog import LOOK, Idle, Watch, write_end
+from titan_mi100.watch.watchdog import LOOK, Watch, write_end
 from titan_mi100.wording import command_name, printable
 
 TRAINER, TEACHER = ("-m", "titan_mi100.train"), ("-m", "titan_mi100.teacher")
@@ -187,7 +186,6 @@ class Launcher:
     def __init__(self) -> None:
         self.arguments: Sequence[str] = ()
         self.processes, self.folder = 1, Path()
-        self._limit = WatchdogConfig().start_seconds  # without CPU time, for steps before the training
         self._stop_signal: signal.Signals | None = None  # the first stop signal
         self._outcome = Path()
         # Signals that the parent has set to be ignored stay ignored: nohup ignores SIGHUP.
@@ -215,10 +213,10 @@ class Launcher:
         """Check the config once, before any process starts, and make the run folder, which all processes share."""
         os.environ.pop(RUN_FOLDER, None)
         first_rank = {"RANK": "0", "WORLD_SIZE": str(self.processes), "MASTER_ADDR": "", "MASTER_PORT": "0"}
-        label, environment, pipe = "the check of the config", {**first_rank, ASKS_LIMIT: "1"}, subprocess.PIPE
+        label, environment, pipe = "the check of the config", {**first_rank, ASKS_COMMITS: "1"}, subprocess.PIPE
         output = self.run_first(label, *_CONFIG, *self.arguments, stdout=pipe, environment=environment)
-        limit, os.environ[COMMITS], folder = os.fsdecode(output).removesuffix("\n").split(" ", 2)
-        self._limit, self.folder = float(limit), Path(folder)
+        os.environ[COMMITS], folder = os.fsdecode(output).removesuffix("\n").split(" ", 1)
+        self.folder = Path(folder)
         os.environ[RUN_FOLDER] = folder
 
     def _prepare(self) -> None:
@@ -233,7 +231,7 @@ class Launcher:
     def run_first(
         self, what: str, *command: str, stdout: int | None = None, environment: Mapping[str, str] = MappingProxyType({})
     ) -> bytes:
-        """Run a step before the training itself. Exits this process if the step fails or hangs, or after a stop signal.
+        """Run a step before the training itself. Exits this process if the step fails, or after a stop signal.
 
         Args:
             what: name of the step, for messages.
@@ -242,12 +240,8 @@ class Launcher:
         Returns:
             What the step printed, if `stdout` is a pipe.
         """
-        idle, environment = Idle(self._limit), {"PYTHONFAULTHANDLER": "1", **environment}  # stacks at SIGABRT
-        status, output = self._run(what, command, Process.terminate, environment, idle.look, stdout)
+        status, output = self._run(what, command, Process.terminate, environment, lambda: False, stdout)
         self._exit_if_stopped()
-        if idle.message:
-            say(f"{what} hangs: {idle.message}; exit code 5")
-            sys.exit(5)
         if status:
             sys.exit(status if status in _MEANING else 1)
         return output

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from titan_mi100.errors import UserError
-from titan_mi100.launch.machine_facts import ALLOCATOR, HIDING, Card, Facts, System, read
+from titan_mi100.launch.machine_facts import HIDING, Card, Facts, System, read
 from titan_mi100.launch.wheels import PYTORCH_WHEELS, rocm_remedy
 from titan_mi100.planning.cards import CARDS
 from titan_mi100.wording import bytes_in_words, shown, some
@@ -162,15 +162,6 @@ def own_graphics(facts: Facts) -> Result | None:
     return Result("own graphics", WARN, fact, f"export HIP_VISIBLE_DEVICES={numbers}")
 
 
-def peer_access(facts: Facts) -> Result | None:
-    """GeForce cards of the series 40 and 50 do not read each other's memory, but some drivers say that they do."""
-    cards = [card for card in facts.visible() if re.search(r"GeForce RTX [45]0\d\d", card.name)]
-    if len(cards) < 2 or facts.used() < 2 or facts.environ.get("NCCL_P2P_DISABLE") == "1":
-        return None
-    fact = f"{named(cards)} have none; where the driver offers it, NCCL hangs or sends wrong data"
-    return Result("P2P", WARN, fact, "export NCCL_P2P_DISABLE=1, but not with a driver that was changed to allow it")
-
-
 def visibility(facts: Facts) -> Result | None:
     """Which cards are visible, and do the variables that hide cards contradict each other?"""
     cards, name = facts.present(), "visible cards"
@@ -225,24 +216,12 @@ def nccl_algo(facts: Facts) -> Result | None:
     algorithms = facts.environ.get("NCCL_ALGO")
     if not algorithms or not facts.visible():
         return None
-    remedy = "unset NCCL_ALGO: NCCL and RCCL then choose by message size and topology"
-    if {*algorithms} & {*":;^"}:
-        fact = f"NCCL_ALGO={algorithms}: a function that it excludes or does not name may be left without an algorithm"
-        return Result("NCCL_ALGO", WARN, fact, remedy)
-    if not _SERVE_ALL_GATHER & {word.strip() for word in algorithms.lower().split(",")}:
+    is_list = not {*algorithms} & {*":;^"}  # else by function, or of what is excluded
+    if is_list and not _SERVE_ALL_GATHER & {word.strip() for word in algorithms.lower().split(",")}:
         fact = f"NCCL_ALGO={algorithms} leaves no algorithm for all-gather and reduce-scatter, which FSDP uses"
+        remedy = "unset NCCL_ALGO: NCCL and RCCL then choose by message size and topology"
         return Result("NCCL_ALGO", FAIL, fact, remedy)
     return Result("NCCL_ALGO", PASS, f"NCCL_ALGO={algorithms}")
-
-
-def expandable_segments(facts: Facts) -> Result | None:
-    """On ROCm, most builds of torch ignore expandable_segments with a warning, and some hang."""
-    settings = {name: facts.environ[name] for name in ALLOCATOR if name in facts.environ}
-    names = [name for name, setting in settings.items() if re.search(r"expandable_segments\s*:\s*true", setting, re.I)]
-    if facts.vendor() != "amd" or not facts.visible() or not names:
-        return None
-    fact = f"{names[0]}={settings[names[0]]}: ignored by torch for ROCm 6, reported to hang for ROCm 7"
-    return Result("expandable_segments", WARN, fact, f"remove expandable_segments:True from {names[0]}")
 
 
 def iommu(facts: Facts) -> Result | None:
@@ -270,8 +249,8 @@ def shared_memory(facts: Facts) -> Result | None:
 
 
 CHECKS: tuple[Check, ...] = (
-    device_files, driver, visibility, torch_build, architecture, gfx_override, nccl_algo, expandable_segments, iommu,
-    shared_memory, own_graphics, peer_access,
+    device_files, driver, visibility, torch_build, architecture, gfx_override, nccl_algo, iommu,
+    shared_memory, own_graphics,
 )  # fmt: skip
 
 

@@ -16,12 +16,9 @@ from titan_mi100.planning.hardware import NEVER_USED, USED_ALONE, find_gpu
 
 # PCI device ids of AMD Instinct cards
 INSTINCT = {"0x738c": "MI100", "0x738e": "MI100", "0x7408": "MI250X", "0x740c": "MI250X", "0x740f": "MI210"}
-# variables that hide cards from torch; variables that set torch's allocator
+# variables that hide cards from torch
 HIDING = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-VARIABLES = (
-    *HIDING, *ALLOCATOR, "HSA_OVERRIDE_GFX_VERSION", "NCCL_ALGO", "NCCL_P2P_DISABLE",
-)  # fmt: skip
+VARIABLES = (*HIDING, "HSA_OVERRIDE_GFX_VERSION", "NCCL_ALGO")
 
 
 def group_of(path: Path) -> str:

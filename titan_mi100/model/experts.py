@@ -368,7 +368,7 @@ class _RouteCache:
         self.routes, self.is_again = routes, is_again
 
     def __enter__(self) -> None:
-        self.left = iter(self.routes)  # a zero-bubble schedule recomputes twice
+        self.left = iter(self.routes)
         self._token = _KEPT.set(self)
 
     def __exit__(self, *_: object) -> None:

@@ -169,7 +169,7 @@ class _BlockedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, weight, ids, known, log_sum, target, rows = ctx.saved_tensors
-        # ctx.blocks is None if no logits are kept, and when a zero-bubble pipeline calls backward a second time.
+        # ctx.blocks is None if no logits are kept, and when backward is called a second time.
         blocks: _Blocks = ctx.blocks or ctx.form(hidden, weight, ctx.memory)
         gradient = blocks.gradient(_Softmax(ids, known, log_sum, target), torch.where(known, grad, 0.0))
         grad_hidden = torch.zeros(hidden.shape, dtype=log_sum.dtype, device=hidden.device)

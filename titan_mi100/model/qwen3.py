@@ -19,19 +19,25 @@ from titan_mi100.shapes.qwen3 import Qwen3Spec
 class Attention(nn.Module):
     """The projections before and after attention; Block calls the backend between them."""
 
-    def __init__(self, spec: Qwen3Spec) -> None:
+    norm = RMSNorm  # of queries and keys
+    per_query = 1  # outputs of q_proj for each value of a query
+
+    def __init__(self, spec: Any) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
         heads, kv_heads = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
-        self.q_proj = Linear(spec.hidden_size, heads)
+        self.q_proj = Linear(spec.hidden_size, self.per_query * heads)
         self.k_proj = Linear(spec.hidden_size, kv_heads)
         self.v_proj = Linear(spec.hidden_size, kv_heads)
         self.o_proj = Linear(heads, spec.hidden_size)
-        self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
-        self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
-        self.merged: Tensor | None = None  # weights of q, k and v; see Block.merge
+        self.q_norm = self.norm(spec.head_dim, spec.rms_norm_eps)
+        self.k_norm = self.norm(spec.head_dim, spec.rms_norm_eps)
+        self.merged: Tensor | None = None  # weights of q, k and v
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def merge(self) -> None:
+        self.merged = merge_weights((self.q_proj, self.k_proj, self.v_proj))
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         heads = (*x.shape[:2], -1, self.head_dim)  # (batch, seq, heads, head_dim)
         q, k, v = (y.view(heads) for y in outputs_of((self.q_proj, self.k_proj, self.v_proj), x, self.merged))
         return *norm_and_rotate(q, k, (self.q_norm, self.k_norm), cos, sin), v
@@ -81,8 +87,7 @@ class Block(AttentionLayer):
         return x + self.mlp(normed)
 
     def merge(self) -> None:
-        attention = self.self_attn
-        attention.merged = merge_weights((attention.q_proj, attention.k_proj, attention.v_proj))
+        self.self_attn.merge()
         self.mlp.merge()
 
 

@@ -17,7 +17,7 @@ from titan_mi100.model.decoder import AttentionLayer, CausalLM, Layer
 from titan_mi100.model.delta_rule import causal_convolution, convolved, delta_rule, document_ids, gates, recurrence
 from titan_mi100.model.elementwise import at_least_fp32, gated, gated_norm, norm_and_rotate, rms_norm, rotary_tables
 from titan_mi100.model.layers import Linear, RMSNorm, local_weight, merge_weights, multiply, outputs_of
-from titan_mi100.model.qwen3 import MLP
+from titan_mi100.model.qwen3 import MLP, Attention
 from titan_mi100.shapes.base import LayerShape, ModelSpec
 from titan_mi100.shapes.qwen3_5 import FULL, LINEAR, Qwen3_5Spec
 
@@ -66,20 +66,10 @@ class Decay(nn.Module):
         return gates(a, b, rate, bias)
 
 
-class GatedAttention(nn.Module):
-    """The projections before and after attention."""
+class GatedAttention(Attention):
+    """The projections before and after attention. q_proj gives of each head its query and its gate."""
 
-    def __init__(self, spec: Qwen3_5Spec) -> None:
-        super().__init__()
-        self.head_dim = spec.head_dim
-        heads, kv_heads = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
-        self.q_proj = Linear(spec.hidden_size, 2 * heads)  # of each head its query and its gate
-        self.k_proj = Linear(spec.hidden_size, kv_heads)
-        self.v_proj = Linear(spec.hidden_size, kv_heads)
-        self.o_proj = Linear(heads, spec.hidden_size)
-        self.q_norm = ZeroCentredNorm(spec.head_dim, spec.rms_norm_eps)
-        self.k_norm = ZeroCentredNorm(spec.head_dim, spec.rms_norm_eps)
-        self.merged: Tensor | None = None  # weights of q, k and v
+    norm, per_query = ZeroCentredNorm, 2
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         both, k, v = outputs_of((self.q_proj, self.k_proj, self.v_proj), x, self.merged)
@@ -174,8 +164,7 @@ class AttentionBlock(GatedBlock, AttentionLayer):
         return self.add(x, self.self_attn.o_proj(gated(outputs, gate).flatten(2)))
 
     def merge(self) -> None:
-        attention = self.self_attn
-        attention.merged = merge_weights((attention.q_proj, attention.k_proj, attention.v_proj))
+        self.self_attn.merge()
         self.mlp.merge()
 
 

@@ -10,12 +10,11 @@ from titan_mi100.checkpoint.resume import FoundCheckpoint, find_checkpoint, open
 from titan_mi100.config.check_layout import check_layout
 from titan_mi100.config.layout import Batch, Layout, accumulation_for
 from titan_mi100.config.problem import ConfigError
-from titan_mi100.config.settings import Config, LRSchedulerConfig, OptimizerConfig, TrainingConfig
+from titan_mi100.config.settings import Config, TrainingConfig
 from titan_mi100.data.ledger import LEDGER, copy_ledger
 from titan_mi100.data.prepare import prepare_run
 from titan_mi100.data.prepared import Prepared
 from titan_mi100.log import log
-from titan_mi100.optim.optimizer import lr_factor
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World, raise_together, same_on_all_ranks
 from titan_mi100.run.progress import Progress
@@ -88,7 +87,7 @@ def keep_global_batch(config: Config, world: World, manifest: dict[str, Any]) ->
     return config
 
 
-def log_layout(layout: Layout, batch: Batch, training: TrainingConfig, offload: str = "nothing") -> None:
+def log_layout(layout: Layout, batch: Batch, training: TrainingConfig) -> None:
     tokens, target = batch.global_batch_size * training.seq_len, training.target_tokens_per_step
     log.info(
         f"layout: {layout.describe()}; a step is {plural(batch.global_batch_size, 'row')} = local_batch_size "
@@ -99,33 +98,8 @@ def log_layout(layout: Layout, batch: Batch, training: TrainingConfig, offload: 
         log.warning(f"target_tokens_per_step = {target:,}: one forward on all ranks has more; lower local_batch_size")
     if layout.inside_a_node > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         log.warning("tensor parallel reaches across nodes: every layer waits for the network; keep it inside a node")
-    if offload == "weights" and batch.gradient_accumulation_steps > 1:  # FSDP2 adds the later ones on the host
-        log.warning(
-            'memory.offload = "weights": each microbatch after the first waits for the host to add its gradients; '
-            "raise local_batch_size instead of gradient_accumulation_steps if memory allows"
-        )
 
 
 def log_if_done(progress: Progress, steps: int) -> None:
     if progress.step and progress.step >= steps:
         log.info(f"step {progress.step} of {steps} was reached before; raise training.steps or epochs to train on")
-
-
-def warn_of_higher_rate(
-    optimizer: OptimizerConfig, schedule: LRSchedulerConfig, last: dict[str, Any], step: int, steps: int
-) -> None:
-    """Warn if the schedule gives a step that was taken a higher learning rate than it had: with more steps than until
-    now, a run goes back up its schedule.
-
-    Args:
-        last: a step of an earlier start in metrics.jsonl; empty: there is none.
-        step: the last step that was taken. steps: of the run, as it is configured now.
-    """
-    if step < steps and 0 < last.get("step", 0) <= steps:
-        would, now = (optimizer.lr * lr_factor(schedule, n, steps) for n in (last["step"], step + 1))
-        if min(would, now) > 1.01 * last["lr"]:
-            message = (
-                f"the learning rate rises from {last['lr']:.3g} to {now:.3g}, as the schedule's length or keys changed"
-            )
-            flat = " --lr_scheduler.min_lr_factor 1" if schedule.decay_type != "constant" else ""
-            log.warning(f"{message}; to keep it: --optimizer.lr {last['lr']:.3g}{flat}")

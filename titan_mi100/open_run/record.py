@@ -25,7 +25,6 @@ from titan_mi100.device import accelerator
 from titan_mi100.files import durable
 from titan_mi100.files.plain import LARGEST_CONFIG, read_plain
 from titan_mi100.log import log
-from titan_mi100.open_run.data import warn_of_higher_rate
 from titan_mi100.open_run.inputs import RunInputs
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel, documents_of
@@ -66,9 +65,7 @@ def open_record(inputs: RunInputs, model: ParallelModel, rows: RowSource, steps:
             peak = tflops * 1e12 * world.size if tflops else None
             flops, printed = flops_of_steps(spec, config.lora), model.objective.printed
             figures = RunFigures(steps, rows.rows_per_epoch, flops, peak, dtype, printed)
-            reporter = Reporter(folder, config.metrics, figures, progress.step, progress.validation_due, sinks)
-            warn_of_higher_rate(config.optimizer, config.lr_scheduler, reporter.last_entry, progress.step, steps)
-            return reporter
+            return Reporter(folder, config.metrics, figures, progress.step, progress.validation_due, sinks)
     return None
 
 
@@ -141,7 +138,5 @@ def log_machine(dtype: str, world: World) -> None:
     """Log the device, and advice on the dtype of the computation."""
     log.info(f"{plural(world.size, 'process')}, each on {distributed.device_name(world.device)[0]}")
     is_cpu = world.device.type == "cpu"
-    if other := accelerator.unsupported_accelerator():
-        log.warning(f"{other} is left alone: runs compute on CUDA, ROCm or the CPU")
     if advice := hardware.dtype_advice(dtype, distributed.data_sheet(world.device), is_cpu):
         log.warning(advice)

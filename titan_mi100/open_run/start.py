@@ -185,7 +185,7 @@ def read_inputs(
         progress = Progress.of_trainer_state(start.trainer_state, start.path / TRAINER)
         config = keep_stages(config, world, spec, data, start.manifest)
     workload = Workload(config, world.size, spec)
-    log_layout(workload.layout, workload.batch, config.training, config.memory.offload)
+    log_layout(workload.layout, workload.batch, config.training)
     return RunInputs(workload, world, folder, data, columns={}, found=start, progress=progress)
 
 

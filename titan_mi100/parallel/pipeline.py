@@ -63,8 +63,8 @@ class PipelinedModel(ParallelModel):
         cuts, schedule, microbatches, tied = plan.cuts, plan.schedule, plan.microbatches, plan.tied
         boundary, dtype = plan.boundary, plan.dtype
         self.device, self._pp, self._tp = device, mesh["pp"], tensor_parallel_ranks(mesh)
-        self._v_shaped, self._stages = SCHEDULES[schedule].v_shaped, len(cuts)
-        self._mine = stages_on(self._pp.get_local_rank(), self._pp.size(), len(cuts), self._v_shaped)
+        self._stages = len(cuts)
+        self._mine = stages_on(self._pp.get_local_rank(), self._pp.size(), len(cuts))
         self.parts = [part(cuts[index]) for index in self._mine]
         self._tied = tied
         self._tied_ranks_group = self._tied_group(mesh) if tied else None
@@ -109,19 +109,12 @@ class PipelinedModel(ParallelModel):
             group=self._pp.get_group(),
         )
 
-    def _rank_of(self, stage: int) -> int:
-        """The pipeline rank that holds a stage."""
-        pp = self._pp.size()
-        return min(stage, self._stages - 1 - stage) if self._v_shaped else stage % pp
-
     def _tied_group(self, mesh: DeviceMesh) -> dist.ProcessGroup | None:
         """The group of the two ranks that hold the tied weight, with this rank's data- and tensor-parallel position.
 
-        None: this rank holds none of it, or both copies are on one rank. A collective.
+        None: this rank holds none of it. A collective.
         """
-        ends = (self._rank_of(0), self._rank_of(self._stages - 1))
-        if ends[0] == ends[1]:
-            return None
+        ends = (0, self._pp.size() - 1)
         own_group = None
         columns = mesh.size() // self._pp.size()  # the pipeline is the mesh's outermost axis
         for column in range(columns):  # new_group is a collective: every rank must create every group
@@ -156,36 +149,31 @@ class PipelinedModel(ParallelModel):
 
     def _sum_tied_gradients(self) -> None:
         """Give both copies of a tied weight the sum of the embedding's and the head's gradient."""
-        local = [_local(weight.grad) for weight in self._tied_weights()]
-        if len(local) == 2:  # this rank holds the first and the last stage
-            local[0] += local[1]
-            local[1].copy_(local[0])
-        elif local:
-            dist.all_reduce(local[0], group=self._tied_ranks_group)
+        for weight in self._tied_weights():
+            dist.all_reduce(_local(weight.grad), group=self._tied_ranks_group)
 
     def replicated_parameters(self) -> list[nn.Parameter]:
         """The head's copy of a tied weight: the norm counts the weight once, as the embedding."""
-        return self._tied_weights()[-1:] if self._stages - 1 in self._mine else []
+        return self._tied_weights() if self._stages - 1 in self._mine else []
 
     def _forward(self, inputs: Microbatch) -> Tensor | None:
         """Run a forward without backward through all stages, with point-to-point transfers between ranks.
 
         A rank returns as soon as its stages are done, so several microbatches can be in the pipeline at once.
         """
-        group, here = self._pp.get_group(), self._pp.get_local_rank()
+        group, pp = self._pp.get_group(), self._pp.size()
         ranks = dist.get_process_group_ranks(group)
         rest = {name: tensor for name, tensor in inputs.items() if name != TOKENS}
         ids = inputs[TOKENS]
         boundary = (len(ids), ids.shape[1] // self._tp.size(), self._hidden.shape[2])
         x: Tensor | None = ids
         for index, part in zip(self._mine, self.parts, strict=True):
-            before, after = self._rank_of(index - 1), self._rank_of(index + 1)
-            if index > 0 and before != here:
+            if index > 0:
                 x = torch.empty(boundary, dtype=self._hidden.dtype, device=self.device)
-                _send_or_receive(dist.irecv, x, ranks[before], group)
+                _send_or_receive(dist.irecv, x, ranks[(index - 1) % pp], group)
             x = part(x, **rest)
-            if index < self._stages - 1 and after != here:
-                _send_or_receive(dist.isend, x.contiguous(), ranks[after], group)
+            if index < self._stages - 1:
+                _send_or_receive(dist.isend, x.contiguous(), ranks[(index + 1) % pp], group)
                 x = None
         return x
 

@@ -81,8 +81,7 @@ def shares_copies(workload: Workload, device_memory: int) -> bool:
     config, layout, mode = workload.config, workload.layout, workload.config.activation_checkpoint.mode
     is_alone = layout.dp_degree == 1 and layout.zero_stage > 0 and config.memory.offload == "nothing"
     is_cast = config.optimizer.master_bytes[0] > _BYTES[config.training.mixed_precision_param]
-    is_split = SCHEDULES[config.parallelism.pipeline_parallel_schedule].zero_bubble  # asks for the weights' gradients
-    is_plain = is_alone and is_cast and not is_split and not config.compile.enable
+    is_plain = is_alone and is_cast and not config.compile.enable
     if mode == "none" or not is_plain:
         return is_plain and workload.batch.gradient_accumulation_steps > 1
     counts = layers_per_stage(workload, 1.0, device_memory)
@@ -107,8 +106,8 @@ def with_overhead(peak: float) -> float:
 
 def _on_ranks(workload: Workload, stages: int) -> list[list[int]]:
     """The numbers of each pipeline rank's stages."""
-    schedule, ranks = workload.config.parallelism.pipeline_parallel_schedule, workload.layout.pipeline_ranks
-    return [stages_on(rank, ranks, stages, SCHEDULES[schedule].v_shaped) for rank in range(ranks)]
+    ranks = workload.layout.pipeline_ranks
+    return [stages_on(rank, ranks, stages) for rank in range(ranks)]
 
 
 def layers_per_stage(workload: Workload, supervised_share: float, card: int = 0) -> Sequence[int]:

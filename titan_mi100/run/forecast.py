@@ -1,11 +1,10 @@
-"""The planned memory and time of a step: refuses a run that does not fit; later compares the plan with a real step."""
+"""The planned memory and time of a step: refuses a run that does not fit."""
 
 import json
 import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from titan_mi100.config.settings import MemoryConfig
 from titan_mi100.device import accelerator
@@ -17,15 +16,14 @@ from titan_mi100.planning.costs import flops_of_steps
 from titan_mi100.planning.memory import CATEGORIES
 from titan_mi100.planning.plan import GIB, make_plan, remedy
 from titan_mi100.planning.workload import Workload
-from titan_mi100.trainer import StepResult, peak_memory_gib
+from titan_mi100.trainer import StepResult
 
 FILE = "plan.json"
 _OWN = 1 << 30  # bytes that this process may hold on the card before the model: its context and libraries
-_COMPARED = 3  # number of the step to compare with: the first two also allocate optimizer state and choose kernels
 
 
 class Forecast:
-    """The plan of a run's memory and time, and its comparison with a measured step. An observer of steps."""
+    """The plan of a run's memory and time. An observer of steps."""
 
     def __init__(self, workload: Workload, world: World, folder: Path | None) -> None:
         """Make the plan, and set the config's memory limit for the device. A collective.
@@ -47,9 +45,7 @@ class Forecast:
         self.plan = make_plan(workload, card if is_gpu else 0, gpu)
         tflops = gpu.tflops.get(config.training.mixed_precision_param, 0) if gpu else 0
         self._flops, self._peak_flops = flops_of_steps(workload.spec, config.lora), tflops * 1e12 * world.size
-        self._card, self._folder, self._steps = card, folder if world.rank == 0 else None, 0
-        # memory of the process and its libraries before the model
-        self._before = 0.0 if is_gpu else peak_memory_gib(world.device)
+        self._card, self._folder = card, folder if world.rank == 0 else None
         with raise_together():  # cards may differ
             self._check_host()
             if card:
@@ -81,24 +77,20 @@ class Forecast:
         log.warning(f"{needs}; {advice}")
 
     def after_step(self, step: int, result: StepResult) -> None:
-        self._steps += 1
-        if self._steps == 1:  # not before: a run that is refused leaves its folder as it was
-            self._write({})
-        if self._steps != _COMPARED:
+        """Write the plan after the first step: a run that is refused leaves its folder as it was."""
+        folder, self._folder = self._folder, None
+        if folder is None:
             return
-        peak, worst = result.peak_memory_gib - self._before, self.plan.fullest
-        planned = (worst.peak + (worst.host if self._before else 0)) / GIB
-        measured: dict[str, Any] = {"step": step, "peak_memory_gib": peak, "step_seconds": result.seconds}
-        scope = ", of the process" if self._before else ""
-        comparisons = [f"memory {planned:.2f} GiB planned, {peak:.2f} measured ({peak / planned - 1:+.0%}{scope})"]
-        if self.plan.step:
-            off = result.seconds / self.plan.step - 1
-            comparisons.append(f"{self.plan.step:.2f} s per step planned, {result.seconds:.2f} measured ({off:+.0%})")
-            measured["mfu"] = self.mfu(result)
-            comparisons.append(f"mfu {self._planned_mfu():.1%} planned, {measured['mfu']:.1%} measured")
-        if self._folder is not None and self._card:  # without a card, or a limit, there is nothing that it must fit
-            log.info(f"plan: {'; '.join(comparisons)}")
-        self._write(measured)
+        plan = self.plan
+        record = {
+            "memory": [asdict(memory) for memory in plan.memory], "least": plan.least, "most": plan.most,
+            "card": self._card, "flops": plan.flops, "sent": plan.sent, "bubble": plan.bubble,
+            "step_seconds": plan.step, "mfu": self._planned_mfu(),
+        }  # fmt: skip
+        try:
+            replace(folder / FILE, json.dumps(record, indent=1) + "\n")
+        except OSError as error:
+            log.warning(f"{folder / FILE}: cannot be written to: {error.strerror}")
 
     def mfu(self, result: StepResult) -> float | None:
         """A step's share of the data sheet's rate; None: the device is not known."""
@@ -113,17 +105,3 @@ class Forecast:
         worst = self.plan.fullest
         parts = ", ".join(f"{name} {worst.categories[name] / GIB:.2f}" for name in CATEGORIES)
         return f"planned {worst.peak / GIB:.2f} GiB ({worst.moment}): {parts}; measured so far {measured_gib:.2f} GiB"
-
-    def _write(self, measured: dict[str, Any]) -> None:
-        if self._folder is None:
-            return
-        plan = self.plan
-        record = {
-            "memory": [asdict(memory) for memory in plan.memory], "least": plan.least, "most": plan.most,
-            "card": self._card, "flops": plan.flops, "sent": plan.sent, "bubble": plan.bubble,
-            "step_seconds": plan.step, "mfu": self._planned_mfu(), "measured": measured,
-        }  # fmt: skip
-        try:
-            replace(self._folder / FILE, json.dumps(record, indent=1) + "\n")
-        except OSError as error:
-            log.warning(f"{self._folder / FILE}: cannot be written to: {error.strerror}")

@@ -86,14 +86,11 @@ class Reporter:
             last_step: step of the checkpoint that the run resumes from; 0: none.
             validation_due: the validation of that step is still to be done.
             sinks: receive the same values.
-
-        Attributes:
-            last_entry: the last step in metrics.jsonl, of an earlier start; empty: there is none.
         """
         self._config, self._steps, self._rows_per_epoch = config, figures.steps, figures.rows_per_epoch
         self._flops, self._peak_flops, self._dtype = figures.flops, figures.peak_flops, figures.dtype
         path, self._samples = folder / "metrics.jsonl", folder / SAMPLES
-        self.last_entry = _drop_after(path, last_step, validation_due)
+        _drop_after(path, last_step, validation_due)
         _drop_after(self._samples, last_step, validation_due, _LONGEST_SAMPLE)
         self._file = path.open("a", encoding="utf-8")
         self._writes = True
@@ -215,21 +212,18 @@ class Reporter:
                 sink.close(is_done=stopped_early or self._step == self._steps)
 
 
-def _drop_after(path: Path, last_step: int, validation_due: bool, longest: int = _LONGEST_LINE) -> dict[str, Any]:
+def _drop_after(path: Path, last_step: int, validation_due: bool, longest: int = _LONGEST_LINE) -> None:
     """Remove the lines of steps that will be repeated, and an incomplete last line that a kill left.
 
     Args:
         longest: bytes of a line.
 
-    Returns:
-        The last line that stays and has a learning rate; empty: there is none.
-
     Raises:
         UserError: it is no regular file, or a line was not written by us.
     """
-    kept, last = list[bytes](), dict[str, Any]()
+    kept = list[bytes]()
     if not os.path.lexists(path):
-        return last
+        return
     with open_plain(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(longest), b""), 1):
             try:
@@ -242,9 +236,7 @@ def _drop_after(path: Path, last_step: int, validation_due: bool, longest: int =
             again = validation_due and is_validations and record["step"] == last_step
             if record["step"] <= last_step and not again:
                 kept.append(line.rstrip(b"\n") + b"\n")
-                last = record if isinstance(record.get("lr"), float) else last
     replace(path, b"".join(kept))
-    return last
 
 
 def _entry(content: Any, where: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The commands that make sense after a run: to chat, export, report, look at the data, or resume.
+"""The commands that make sense after a run: to ask the model, export, report, look at the data, or resume.
 
 Each is printed as it can be pasted into a shell: with the run's paths, quoted where needed. A command that cannot work
 for this run is left out.
@@ -29,7 +29,7 @@ def after_run(folder: Path, config: Config, step: int) -> list[tuple[str, str]]:
     model = _model_options(config.lora, base, checkpoint, export)
     commands = []
     if model:
-        commands.append(("chat", command("generate", *model)))
+        commands.append(("ask", command("generate", *model, "--prompt", "Hello")))
     if export.exists():
         commands.append(("serve", _serve(config.lora, base, shown_path(export))))
         repository = re.sub(r"[^\w.-]", "-", folder.name, flags=re.ASCII)  # of the user who is logged in

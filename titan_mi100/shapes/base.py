@@ -162,7 +162,6 @@ class ModelSpec:
 
     Attributes:
         pad_token_id: its row of the input embedding gets no gradient, as in transformers.
-        logits_error: what programs that compute the same in fp32 may differ by, relative to the largest logit.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -171,7 +170,6 @@ class ModelSpec:
     of_files: ClassVar[Collection[str]] = ()  # fields that say how files are written
     kernels: ClassVar[Collection[str]] = ()  # kinds of our fused kernels that only some families have
     experts_fused: bool = False  # see experts.py
-    logits_error: ClassVar[float] = 1e-5  # the order of sums of thousands of products matters
     vocab_size: int
     hidden_size: int
     intermediate_size: int

@@ -45,7 +45,6 @@ class Qwen3_5Spec(ModelSpec):
     kernels: ClassVar[Collection[str]] = ("delta",)
     architecture: ClassVar[str] = "Qwen3_5"  # begins the names of transformers' classes
     renamed: ClassVar[Mapping[str, str]] = MappingProxyType({})  # keys of config.json -> our fields
-    logits_error: ClassVar[float] = 2e-4  # transformers sums the decay of a chunk in fp32, and takes differences
     vocab_size: int
     hidden_size: int
     intermediate_size: int

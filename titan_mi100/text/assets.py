@@ -9,13 +9,11 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from titan_mi100.errors import UserError
-from titan_mi100.files.library import try_library
 from titan_mi100.files.plain import LARGEST_CONFIG, LARGEST_TABLE, parse_object, read_plain
 from titan_mi100.files.templates import TEMPLATE, read_template, template_files
 from titan_mi100.shapes.base import ModelSpec
@@ -40,8 +38,6 @@ _IN_VERSION_4 = ("qwen3", "qwen3_moe")  # model types that transformers 4 has
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # the key in transformers 5 and later, and the key before
 
 # Keys of generation_config.json that transformers accepts with any value.
-_PLAIN_GENERATION = {"bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "temperature", "top_k", "top_p"}
-_PLAIN_GENERATION |= {"repetition_penalty", "transformers_version"}
 _REMEDY = "correct it, or remove it"
 VARIABLES = {"enable_thinking": bool, "preserve_thinking": bool, "reasoning_effort": str}  # of chat templates
 _DEFAULT = "{{%- if {0} is not defined %}}{{%- set {0} = {1} %}}{{%- endif %}}"
@@ -284,9 +280,6 @@ def check_generation(folder: Path) -> None:
     stop_ids(assets, folder / GENERATION)
     config = parse_object(assets.get(CONFIG, b"{}"), folder / CONFIG, _REMEDY)
     stop_ids({GENERATION: _json(text_part(config))}, folder / CONFIG)
-    others = parse_object(assets.get(GENERATION, b"{}"), folder / GENERATION, _REMEDY).keys() - _PLAIN_GENERATION
-    if others and find_spec("transformers") and (problem := try_library(folder, GENERATION)):
-        raise UserError(f"{problem}; {_REMEDY}")
 
 
 def check_export(spec: ModelSpec, base: str, tokenizer: str, chat_template: str) -> None:

@@ -48,7 +48,7 @@ def merge_lora() -> None:
     add("--adapter", required=True, help="PEFT folder, or a LoRA run's RUN/checkpoint/step-500")
     add("--output_dir", type=Path, required=True, help=_NEW_HF)
     add("--dtype", choices=convert.DTYPES, default="keep", help="dtype of the written weights (default: the base's)")
-    add("--verify", choices=convert.VERIFY, default="auto", help=convert.VERIFY_HELP)
+    add("--verify", choices=convert.VERIFY, default="bytes", help=convert.VERIFY_HELP)
     options = parser.parse_args()
 
     def merge() -> None:

@@ -1,34 +1,25 @@
-"""Generate text: `titan-mi100 generate --model PATH` with --prompt or --input; without both it is a chat.
+"""Generate text: `titan-mi100 generate --model PATH` with --prompt or --input.
 
 Invalid options and prompts are reported before any weights are loaded.
 """
 
 import argparse
-import codecs
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from functools import partial
-from itertools import count
 from typing import Any
 
 from titan_mi100 import cli as tool
 from titan_mi100.data.conversation import Message, check_order, drop_keys, message_list, tool_list
 from titan_mi100.data.strict_json import BadRecord, listed
-from titan_mi100.errors import UserError
 from titan_mi100.generation.batch import Row, command_parser, generate_all, open_model, read_rows, template_variables
 from titan_mi100.generation.engine import PromptBuilder, full_memory_is_an_error, load_answer
 from titan_mi100.model.decode import Sampling
-from titan_mi100.text.base import Tokenizer
-from titan_mi100.wording import printable, with_level
+from titan_mi100.wording import printable
 
 _PROMPT_KEYS = ("messages", "prompt", "question")
-_CHAT_HELP = (
-    "/reset or an empty line starts a new conversation; Ctrl-C stops an answer; /exit or Ctrl-D ends the chat.\n"
-    "Everything else is sent to the model, /think and /no_think too."
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,8 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = command_parser("generate", __doc__.splitlines()[0], f"In a chat: {_CHAT_HELP}")
-    prompts, add = parser.add_mutually_exclusive_group(), parser.add_argument
+    parser = command_parser("generate", __doc__.splitlines()[0])
+    prompts, add = parser.add_mutually_exclusive_group(required=True), parser.add_argument
     prompts.add_argument("--prompt", metavar="TEXT", action="append", help="may be given several times")
     prompts.add_argument("--input", metavar="FILE.jsonl", help="rows with prompt, question or messages")
     add("--json", action="store_true", help="print the rows as JSON, a line each, instead of text")
@@ -51,16 +42,10 @@ def _parser() -> argparse.ArgumentParser:
 
 @full_memory_is_an_error()
 def _run(options: argparse.Namespace) -> None:
-    is_chat = options.prompt is None and options.input is None
-    if is_chat and (options.output or options.json or not sys.stdin.isatty()):
-        raise UserError("nothing to do: give --prompt or --input; a chat needs a terminal, no --output and no --json")
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     model = open_model(options)
     build = PromptBuilder(model, options.system, template_variables(options), options.raw)
     load = partial(load_answer, model, sampling, options.seed, options.max_new_tokens)
-    if is_chat:
-        _chat(model.tokenizer, build, load)
-        return
     if options.prompt is not None:
         requests = [build(f"prompt {number}", text) for number, text in enumerate(options.prompt, 1)]
     else:
@@ -95,49 +80,6 @@ def _prompt_of(row: Row) -> tuple[str | list[Message], list[Any] | None]:
     if messages[-1]["role"] == "assistant":
         raise BadRecord("nothing to answer", "the last message is the assistant's; leave it out")
     return messages, tools
-
-
-def _chat(tokenizer: Tokenizer, build: PromptBuilder, load: Callable[[], Any]) -> None:
-    """Read a line, print the answer as it is generated, until the input ends."""
-    answer_batch = load()
-    with suppress(ImportError):  # some builds of Python lack it
-        import readline  # noqa: F401  # gives input() line editing and a history
-    print(_CHAT_HELP, file=sys.stderr)
-    messages: list[Message] = []
-    for turn in count():
-        try:
-            text = input("> ")
-        except EOFError:
-            print(file=sys.stderr)
-            return
-        except KeyboardInterrupt:
-            print(f"\n{_CHAT_HELP}", file=sys.stderr)
-            continue
-        if text == "/exit":
-            return
-        if text in ("", "/reset"):
-            messages = []
-            print("(a new conversation)", file=sys.stderr)
-            continue
-        asked = [*messages, {"role": "user", "content": text}]
-        characters = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end inside a character
-        try:
-            prompt = build("the conversation", text if build.template is None else asked)
-            [answer] = answer_batch([prompt.ids], [turn], partial(_show, tokenizer, characters))
-        except UserError as error:  # the conversation has grown too long, or its template refuses it
-            print(with_level("ERROR", f"{error}; /reset starts a new conversation"), file=sys.stderr)
-            continue
-        except KeyboardInterrupt:
-            print("\n(stopped; the conversation continues without this question and answer)", file=sys.stderr)
-            continue
-        print(characters.decode(b"", final=True))
-        if not answer.stopped:
-            print("(stopped by length; see --max_new_tokens)", file=sys.stderr)
-        messages = [*asked, {"role": "assistant", "content": tokenizer.decode(answer.ids)}]
-
-
-def _show(tokenizer: Tokenizer, characters: codecs.IncrementalDecoder, tokens: list[int]) -> None:
-    print(printable(characters.decode(tokenizer.token_bytes(tokens[0]))), end="", flush=True)
 
 
 if __name__ == "__main__":

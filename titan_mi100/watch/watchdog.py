@@ -29,9 +29,7 @@ LOOK = 1.0  # seconds between two looks
 _LONGEST_LOOK = 4.0  # seconds counted at most between two looks: after a longer gap the watcher itself was stopped
 _FIRST_SIGN = 1800.0  # seconds until each process must have started: thousands may load Python from one file system
 _DUMP = 3.0  # seconds to write stacks
-_IDLE = 5e-5  # seconds of CPU time per second that are no progress
 _STOPPED = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "in a call that the kernel does not end"}
-_OF_GIL = 50  # waits per second of a thread that waits for the GIL, at least
 _INNER = 6  # innermost frames of a stack that may show a collective
 # Where a thread is that waits for other ranks. Below `_pre_forward` DDP's ranks agree on their buckets, in C++.
 _WAITS = re.compile(r'".*(torch/distributed/|titan_mi100/parallel/distributed\.py|/multiprocessing/)|in _pre_forward$')
@@ -45,14 +43,12 @@ class ProcessSnapshot(NamedTuple):
         state: letter in /proc: R running, S sleeping, T stopped, D in the kernel; "": the process is gone.
         waits_in: kernel function that it waits in; "": unknown.
         stacks: Python stacks of its threads, innermost call first; "": it could not write them.
-        wants_gil: whether its main thread waits for the GIL, which another of its threads holds.
     """
 
     beat: Beat
     state: str
     waits_in: str
     stacks: str
-    wants_gil: bool = False
 
     def main_stack(self) -> list[str]:
         """The main thread's calls, the innermost first."""
@@ -74,7 +70,7 @@ class ProcessSnapshot(NamedTuple):
 
     def where(self) -> str:
         """What it is doing, and where, in words."""
-        words = self.doing() + ", while another of its threads holds the GIL" * self.wants_gil
+        words = self.doing()
         if self.state in _STOPPED:
             return f"{words}: {_STOPPED[self.state]} (state {self.state})"
         if not self.state:
@@ -91,11 +87,11 @@ class ProcessSnapshot(NamedTuple):
 def behind(processes: Sequence[ProcessSnapshot]) -> list[ProcessSnapshot]:
     """The processes that the others wait for; empty: all wait, for a rank on another node or for each other.
 
-    These are the processes that are gone or stopped, or whose main thread waits for the GIL. If there are none: the
-    ones with the fewest events in their record, since all ranks pass the same events in the same order. If all have
-    equally many: those that are in no collective.
+    These are the processes that are gone or stopped. If there are none: the ones with the fewest events in their
+    record, since all ranks pass the same events in the same order. If all have equally many: those that are in no
+    collective.
     """
-    if ill := [seen for seen in processes if not seen.state or seen.state in _STOPPED or seen.wants_gil]:
+    if ill := [seen for seen in processes if not seen.state or seen.state in _STOPPED]:
         return ill
     least = min(seen.beat.events for seen in processes)
     last = [seen for seen in processes if seen.beat.events == least]
@@ -223,19 +219,17 @@ def _examine(folder: Path, beats: Sequence[Beat], files: OpenFiles) -> list[Proc
         with suppress(OSError):  # it is gone
             sizes[beat.rank] = stacks(beat.rank).seek(0, os.SEEK_END)
             os.kill(beat.pid, WRITE_STACKS)
-    began, switches = time.monotonic(), [_switches(beat.pid) for beat in beats]
-    until, before = began + _DUMP, dict[int, int]()
+    until, before = time.monotonic() + _DUMP, dict[int, int]()
     while time.monotonic() < until:
         time.sleep(0.3)
         now = {rank: stacks(rank).seek(0, os.SEEK_END) for rank in sizes}
         if now == before and all(now[rank] > sizes[rank] for rank in sizes):
             break
         before = now
-    processes, seconds = list[ProcessSnapshot](), time.monotonic() - began
-    for beat, at_first in zip(beats, switches, strict=True):
-        wants_gil = (_switches(beat.pid) - at_first) / seconds > _OF_GIL
+    processes = list[ProcessSnapshot]()
+    for beat in beats:
         content = stacks(beat.rank).read()[sizes[beat.rank] :] if beat.rank in sizes else b""
-        processes.append(ProcessSnapshot(beat, *_state(beat.pid), content.decode(errors="replace"), wants_gil))
+        processes.append(ProcessSnapshot(beat, *_state(beat.pid), content.decode(errors="replace")))
     return processes
 
 
@@ -247,69 +241,11 @@ def _state(pid: int) -> tuple[str, str]:
     return ("" if letter in "ZX" else letter), waits
 
 
-def _switches(pid: int) -> int:
-    """How often the main thread has waited so far. One that waits for the GIL wakes up every 5 ms to ask for it."""
-    with suppress(OSError):
-        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
-        return int(status.rpartition("\nvoluntary_ctxt_switches:")[2].split()[0])
-    return 0
-
-
 def _fields(pid: int) -> list[str]:
     """The fields of /proc/PID/stat from the state on; [""] for a process that is gone."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return [""]
-
-
-class Idle:
-    """Watches the process that the launcher runs before the training. It hangs if it and its descendants use no CPU
-    time for too long. Tokenising may take hours but computes all the time; a process that waits for a lock polls it.
-
-    Attributes:
-        message: why the process was ended; "": it was not.
-    """
-
-    message = ""
-
-    def __init__(self, limit: float) -> None:
-        """Args: limit: seconds without CPU time; 0: no limit."""
-        self._limit, self._waited, self._used, self._looked = limit, 0.0, -1.0, time.monotonic()
-
-    def look(self) -> bool:
-        """Whether the process hangs. If so, it writes its stacks to standard error if it can, and is killed."""
-        now, processes = time.monotonic(), _descendants(os.getpid())
-        self._waited += min(now - self._looked, _LONGEST_LOOK)
-        self._looked, used = now, sum(map(_cpu_seconds, processes))
-        # a timer that wakes up now and then, such as a progress bar's, is no progress
-        if not processes or abs(used - self._used) > _IDLE * self._limit:
-            self._waited, self._used = 0.0, used
-        if not 0 < self._limit < self._waited:
-            return False
-        states = ((pid, _state(pid)[0]) for pid in processes)
-        stopped = [
-            f"; process {pid} is {_STOPPED[state]} (state {state})" for pid, state in states if state in _STOPPED
-        ]
-        self.message = f"no CPU time was used for {self._waited:.0f} s (watchdog.start_seconds){''.join(stopped)}"
-        for number, pid in ((signal.SIGABRT, processes[0]), *((signal.SIGKILL, pid) for pid in processes)):
-            with suppress(OSError):
-                os.kill(pid, number)
-            time.sleep(1.0 if number == signal.SIGABRT else 0)
-        return True
-
-
-def _descendants(pid: int) -> list[int]:
-    """The process's children, each followed by its own; none where Linux does not list them."""
-    with suppress(OSError):
-        children = [
-            child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-        ]
-        return [pid for child in map(int, children) for pid in (child, *_descendants(child))]
-    return []
-
-
-def _cpu_seconds(pid: int) -> float:
-    return sum(map(int, _fields(pid)[11:13])) / os.sysconf("SC_CLK_TCK")  # user and system time
 
 
 def how_to_start_again(folder: Path | None) -> str:

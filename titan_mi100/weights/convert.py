@@ -4,14 +4,12 @@ Works tensor by tensor, so that memory holds few of them. The output is read aga
 appears under its name only when it is complete.
 """
 
-import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from importlib.util import find_spec
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,41 +23,31 @@ from titan_mi100.checkpoint.hashed_files import HashedFiles
 from titan_mi100.config.settings import LoRAConfig, lora_identity
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.files.durable import atomic_output_folder, sync
-from titan_mi100.files.library import try_library
 from titan_mi100.log import ByteProgress, log
 from titan_mi100.parallel.distributed import raise_together, wait_for_all
-from titan_mi100.shapes.base import EXPERTS, ModelSpec, differences, modules_of, parameter_count
+from titan_mi100.shapes.base import EXPERTS, ModelSpec, differences, modules_of
 from titan_mi100.shapes.families import to_hf_config
 from titan_mi100.text import assets as asset_files
 from titan_mi100.text.assets import CONFIG, GENERATION, Assets, config_dtype, export_assets, naming_dtype, read_assets
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights import peft as peft_io
-from titan_mi100.weights.adapter import merged_source
 from titan_mi100.weights.base import Kind, Kinds, Weights, dtype_name, raw_bytes
 from titan_mi100.weights.dcp import MODEL_FILE, DCPWeights, read_torch_weights, write_dcp, write_torch
 from titan_mi100.weights.experts import in_files
 from titan_mi100.weights.hf import is_hf_folder, write_hf
 from titan_mi100.weights.pieces import joined
 from titan_mi100.weights.source import ModelSource, open_source, verify_files, warn_of_missing_draft
-from titan_mi100.wording import shortened, some
+from titan_mi100.wording import some
 
 DTYPES = ("keep", "bfloat16", "float16", "float32")
-VERIFY = ("auto", "logits", "bytes", "off")
-VERIFY_HELP = (
-    "how to check the output. bytes: read every tensor again and compare; logits: also load the HF folder with "
-    "transformers and compare the logits; auto: logits for weights below 4 GB if transformers is installed, else bytes"
-)
+VERIFY = ("bytes", "off")
+VERIFY_HELP = "how to check the output. bytes (default): read every tensor again and compare"
 _DTYPE_HELP = (
     "dtype of the written weights (default: %(default)s). keep: unchanged; auto (dcp_to_hf): for a run's checkpoint "
     "the dtype that its config.json names, otherwise unchanged"
 )
 SHARD_BYTES = 5_000_000_000  # bytes of a safetensors file, as transformers writes them
-_LOGITS_BELOW = 4_000_000_000  # bytes of weights up to which `auto` compares logits: it holds the model in fp32
-_VERIFIED = {
-    "off": "not verified",
-    "bytes": "every tensor read again and equal",
-    "logits": "every tensor read again and equal, and the same logits from transformers",
-}
+_VERIFIED = {"off": "not verified", "bytes": "every tensor read again and equal"}
 
 
 class Digest(NamedTuple):
@@ -73,20 +61,7 @@ class Digest(NamedTuple):
 Digests = dict[str, Digest]
 
 
-@dataclass
-class Checks:
-    """How an output is checked.
-
-    Attributes:
-        mode: "off", "bytes" or "logits"; logits become bytes if transformers cannot compute them.
-        is_asked: --verify logits was given: if they cannot be computed, the output is refused.
-    """
-
-    mode: str
-    is_asked: bool
-
-
-def to_dcp(source: ModelSource, output: Path, dtype: str = "keep", verify: str = "auto") -> None:
+def to_dcp(source: ModelSource, output: Path, dtype: str = "keep", verify: str = "bytes") -> None:
     """Write the weights as a DCP folder with the model's other files, sealed by a manifest.
 
     Args:
@@ -95,28 +70,23 @@ def to_dcp(source: ModelSource, output: Path, dtype: str = "keep", verify: str =
         verify: one of VERIFY.
 
     Raises:
-        UserError: the output exists, or something that --verify needs is missing.
+        UserError: the output exists.
         SaveError: the written tensors differ from the source.
     """
     kinds = _output_kinds(source, dtype)
-    comparable = is_hf_folder(source.path) and source.spec is not None
-    # Checked before anything is written, so that a wrong option does not cost the time of a conversion.
-    needed = "" if comparable else "an HF folder to compare with"
-    checks = _checks(verify, _total(kinds), needed)
-    with _new_folder(source, output, kinds, checks) as aside:
+    with _new_folder(source, output, kinds, verify) as aside:
         files, digests = HashedFiles(), Digests()
         write_dcp(files, aside, in_files(source.spec, _tensors_to_write(source, kinds, digests)))
         for name, content in naming_dtype(source.assets, dtype).items():
             files.write(aside / name, content)
         written: Weights = DCPWeights(aside)
         written = joined(written, source.spec) if source.spec else written
-        _compare(written, digests, checks)
-        _compare_logits(checks, source.path, lambda: written, source.spec)
+        _compare(written, digests, verify)
         # Step 0: the trainer starts from it, but does not resume from it (see resume.check_is_run_checkpoint).
         sealed.write_manifest(aside, files.written, {"step": 0, "torch": torch.__version__})
 
 
-def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = "auto") -> None:
+def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = "bytes") -> None:
     """Write the weights as an HF folder that transformers and vLLM load. A LoRA run's checkpoint becomes a PEFT folder.
 
     Args:
@@ -137,8 +107,7 @@ def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = 
         dtype = named if named in DTYPES else "keep"  # config.json may name a dtype that we do not write
     kinds = _output_kinds(source, dtype)
     warn_of_missing_draft(output, source.assets, kinds)
-    checks = _checks(verify, _total(kinds))
-    with _new_folder(source, output, kinds, checks) as aside:
+    with _new_folder(source, output, kinds, verify) as aside:
         _write_assets(aside, asset_files.for_all_versions(_assets_of_export(source, source.spec, kinds)))
         digests = Digests()
         stored, tensors = source.spec.stored_name, in_files(source.spec, _tensors_to_write(source, kinds, digests))
@@ -146,7 +115,7 @@ def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = 
         write_hf(aside, there, ((stored(name), tensor) for name, tensor in tensors), SHARD_BYTES)
         for file in aside.glob("*.safetensors"):
             safe_open(file, framework="pt")  # the reader that other programs use accepts the file as well
-        if checks.mode != "off":
+        if verify != "off":
             try:
                 written = open_source(aside)
             except UserError as error:
@@ -154,44 +123,35 @@ def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = 
             assert written.spec is not None
             if differing := differences(written.spec, source.spec):
                 raise SaveError(f"the export's config.json describes another model: {'; '.join(differing)}")
-            _compare(written.weights, digests, checks)
-            _compare_logits(checks, aside, lambda: written.weights, source.spec, texts=True)
+            _compare(written.weights, digests, verify)
 
 
-def to_torch(source: ModelSource, output: Path, dtype: str = "keep", verify: str = "auto") -> None:
+def to_torch(source: ModelSource, output: Path, dtype: str = "keep", verify: str = "bytes") -> None:
     """Write the weights as a dict of tensors in `output/model.pt`, with the model's other files. Args: see to_dcp.
 
     Raises:
         UserError, SaveError: as to_dcp.
     """
     kinds = _output_kinds(source, dtype)
-    checks = _checks(verify, _total(kinds), "an HF folder to compare with")
-    with _new_folder(source, output, kinds, checks) as aside:
+    with _new_folder(source, output, kinds, verify) as aside:
         digests, spec = Digests(), source.spec
         tensors = in_files(spec, _tensors_to_write(source, kinds, digests))
         write_torch(aside, ((spec.stored_name(name) if spec else name, tensor) for name, tensor in tensors))
         written: Weights = read_torch_weights(aside / MODEL_FILE)
-        _compare(joined(written, spec) if spec else written, digests, checks)
+        _compare(joined(written, spec) if spec else written, digests, verify)
         _write_assets(aside, naming_dtype(source.assets, dtype))
 
 
 def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, verify: str) -> None:
-    """Write an adapter as a PEFT folder, with the tokenizer's files.
-
-    With verify = "logits", peft loads it onto its base, and its logits are compared with those of our merge.
-    """
+    """Write an adapter as a PEFT folder, with the tokenizer's files."""
     assert source.spec is not None
     base, kinds = source.manifest["lora"]["base"], _output_kinds(source, dtype)
-    comparable = bool(base) and is_hf_folder(base) and find_spec("peft") is not None
-    needed = f"peft and the HF folder that the adapter was trained on ({base or 'none'})"
-    # The comparison loads the base, so its size decides: 2 bytes per parameter in bf16.
-    checks = _checks(verify, 2 * parameter_count(source.spec), "" if comparable else needed)
     name = source.manifest["lora"].get("base_model_name_or_path", "")
     if base and not name and not is_hf_folder(base):
         log.warning(
             f"{output}: peft cannot load its base: {base} is not an HF folder; export that, and name the export"
         )
-    with _new_folder(source, output, kinds, checks) as aside:
+    with _new_folder(source, output, kinds, verify) as aside:
         digests = Digests()
         tensors = {source.spec.stored_name(own): tensor for own, tensor in _tensors_to_write(source, kinds, digests)}
         peft_io.write_adapter(aside, tensors, lora, name or base)
@@ -201,14 +161,12 @@ def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, ve
         again, written = peft_io.read_adapter(aside)
         modules = modules_of(kinds)
         lora = replace(lora, dropout=again.dropout) if EXPERTS in modules else lora
-        if checks.mode != "off" and lora_identity(again, modules) != lora_identity(lora, modules):
+        if verify != "off" and lora_identity(again, modules) != lora_identity(lora, modules):
             raise SaveError("the adapter's settings differ from those that were written")
-        _compare(written, digests, checks)
+        _compare(written, digests, verify)
         of_base = (CONFIG, GENERATION, *asset_files.PROCESSORS)
         kept = {name: content for name, content in source.assets.items() if name not in of_base}
         _write_assets(aside, asset_files.for_all_versions(asset_files.naming_class(kept, source.assets)))
-        merged = lambda: merged_source(open_source(base), aside).weights  # noqa: E731
-        _compare_logits(checks, Path(base), merged, source.spec, adapter=aside)
 
 
 def export(folder: Path, step: int, dtype: str, lora: LoRAConfig, rank: int) -> None:
@@ -258,28 +216,8 @@ def _output_kinds(source: ModelSource, dtype: str) -> Kinds:
     return {name: Kind(kind.shape, target) if name in cast else kind for name, kind in kinds.items()}
 
 
-def _checks(verify: str, nbytes: int, needed: str = "") -> Checks:
-    """What the output is checked with; "auto" becomes "logits" or "bytes".
-
-    Args:
-        nbytes: the size of the weights.
-        needed: what is missing for a comparison of logits, other than transformers; "": nothing.
-
-    Raises:
-        UserError: logits are asked for, but something is missing.
-    """
-    if not needed and find_spec("transformers") is None:
-        needed = "transformers: pip install transformers"
-    mode = verify
-    if verify == "auto":
-        mode = "logits" if nbytes < _LOGITS_BELOW and not needed else "bytes"
-    if mode == "logits" and needed:
-        raise UserError(f"--verify logits needs {needed}; or use --verify bytes")
-    return Checks(mode, verify == "logits")
-
-
 @contextmanager
-def _new_folder(source: ModelSource, output: Path, kinds: Kinds, checks: Checks) -> Iterator[Path]:
+def _new_folder(source: ModelSource, output: Path, kinds: Kinds, verify: str) -> Iterator[Path]:
     """Yield a temporary folder for the output. It is synced and renamed at the end, or removed after an error."""
     if source.path.is_dir() and output.resolve().is_relative_to(source.path.resolve()):
         raise UserError(f"{output}: is inside {source.path}; name a folder elsewhere")
@@ -288,7 +226,7 @@ def _new_folder(source: ModelSource, output: Path, kinds: Kinds, checks: Checks)
         for file in aside.iterdir():
             sync(file)
     dtypes = " and ".join(sorted({dtype_name(kind.dtype) for kind in kinds.values()}))
-    log.info(f"{output}: {len(kinds)} tensors, {_total(kinds) / 1e6:,.1f} MB, {dtypes}, {_VERIFIED[checks.mode]}")
+    log.info(f"{output}: {len(kinds)} tensors, {_total(kinds) / 1e6:,.1f} MB, {dtypes}, {_VERIFIED[verify]}")
 
 
 def _total(kinds: Kinds) -> int:
@@ -339,46 +277,14 @@ def _is_finite(values: Tensor) -> bool:
     return all(torch.isfinite(extreme).item() for extreme in torch.aminmax(wide))
 
 
-def _compare(written: Weights, digests: Digests, checks: Checks) -> None:
+def _compare(written: Weights, digests: Digests, verify: str) -> None:
     """Read the written tensors again and compare their digests, unless --verify is off. Raises SaveError."""
-    if checks.mode == "off":
+    if verify == "off":
         return
     read_digests = Digests()
     deque(_tensors(written, written.kinds, read_digests, "verifying"), maxlen=0)  # runs the iterator, keeps no tensor
     if wrong := [name for name in {**digests, **read_digests} if digests.get(name) != read_digests.get(name)]:
         raise SaveError(f"{len(wrong)} written tensors differ from the source: {some(wrong)}")
-
-
-def _compare_logits(
-    checks: Checks, folder: Path, weights: Callable[[], Weights], spec: ModelSpec | None, texts: bool = False,
-    adapter: Path | None = None,
-) -> None:  # fmt: skip
-    """Compare the logits of transformers with ours, if asked for. If transformers cannot compute them, a warning says
-    so. Args: see verify_logits.compare. Raises SaveError.
-    """
-    if checks.mode != "logits":
-        return
-    assert spec is not None
-    try:
-        # imported here, because transformers takes seconds to load
-        from titan_mi100.weights.verify_logits import compare
-
-        try_library(folder)
-        with warnings.catch_warnings():  # deprecation warnings between transformers and peft, of no use to our users
-            warnings.simplefilter("ignore")
-            problems, difference = compare(folder, weights(), spec, texts, adapter)
-    except Exception as error:  # a library's, of any type
-        reason = shortened(" ".join(f"{type(error).__name__}: {error}".split()), 300)
-        if checks.is_asked and isinstance(error, UserError):
-            raise
-        if checks.is_asked:
-            raise SaveError(f"transformers, reading {folder.name}: cannot compute logits: {reason}") from None
-        log.warning(f"{folder}: only bytes are compared, because transformers cannot compute logits: {reason}")
-        checks.mode = "bytes"
-        return
-    if problems:
-        raise SaveError("\n".join(f"transformers, reading {folder.name}: {problem}" for problem in problems))
-    log.info(f"logits of transformers and ours: largest difference {difference:.1e}")
 
 
 def _write_assets(folder: Path, assets: Assets) -> None:
@@ -412,7 +318,7 @@ def command(
     parser.add_argument("--output_dir", type=Path, required=True, help=output_help)
     dtypes = DTYPES if dtype == "keep" else (dtype, *DTYPES)
     parser.add_argument("--dtype", choices=dtypes, default=dtype, help=_DTYPE_HELP)
-    parser.add_argument("--verify", choices=VERIFY, default="auto", help=VERIFY_HELP)
+    parser.add_argument("--verify", choices=VERIFY, default="bytes", help=VERIFY_HELP)
     parser.add_argument(
         "--hf_assets_path", default="", help="folder with config.json and tokenizer, if not the input's"
     )

@@ -24,7 +24,6 @@ from pathlib import Path
 
 from titan_mi100 import cli
 from titan_mi100.errors import UserError
-from titan_mi100.files.library import try_library
 from titan_mi100.files.plain import read_object
 from titan_mi100.text.assets import PromptSettings, prompt_settings, read_assets
 
@@ -57,7 +56,6 @@ def _run(arguments: Sequence[str]) -> int:
     if not getattr(find_spec("lm_eval"), "origin", None):
         raise UserError("lm_eval is not installed; pip install 'lm-eval[hf]'")
     model = _hf_folder(checkpoint)
-    try_library(model)
     trained = prompt_settings(read_assets(model), model)
     model_args = ",".join([f"pretrained={model}", *options.model_args])
     rest += _system_as_trained(trained, rest)

@@ -5,7 +5,6 @@ before it.
 """
 
 import argparse
-import codecs
 import csv
 import os
 import re
@@ -173,30 +172,8 @@ def shown_row(data: Prepared, source: SourceRows, tokenizer: Tokenizer, index: i
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """Each token of a document as readable text. Invisible characters other than spaces become ↵, ⇥ or ⟨U+00A0⟩.
-
-    A token can hold a part of a character. Its bytes are shown, ⟨F0 9F⟩; the last part also shows the character:
-    ⟨98 80⟩→😀.
-    """
-    decoder, texts = codecs.getincrementaldecoder("utf-8")("replace"), []
-    for token_id in ids:
-        spelled = tokenizer.token_bytes(token_id)
-        pending = decoder.getstate()[0]  # bytes of an incomplete character from the tokens before
-        character = decoder.decode(spelled)[:1]
-        completed = f"→{visible(character)}" if pending and character not in ("", "\ufffd") else ""
-        texts.append(_readable(spelled) + completed)
-    return texts
-
-
-def _readable(spelled: bytes) -> str:
-    """The bytes of a token as readable text; bytes that are no complete character in hexadecimal."""
-    try:
-        return visible(spelled.decode())
-    except UnicodeDecodeError as error:
-        # Continuation bytes (0x80 to 0xBF) after the error belong to the same incomplete character.
-        rest = spelled[error.end :].lstrip(bytes(range(0x80, 0xC0)))
-        part = spelled[error.start : len(spelled) - len(rest)].hex(" ").upper()
-        return visible(spelled[: error.start].decode()) + f"⟨{part}⟩" + _readable(rest)
+    """Each token as readable text. The bytes of a token that holds a part of a character are shown as \\xf0\\x9f."""
+    return [visible(tokenizer.token_bytes(token_id).decode(errors="backslashreplace")) for token_id in ids]
 
 
 def visible(text: str) -> str:
