@@ -10,13 +10,13 @@ from titan_mi100.config.toml_file import read_toml
 
 
 def wrong_kernel(shape: dict[str, Any], fault: str) -> dict[str, Any]:
-    """What measure.attention.measure returns for a backend that is wrong as `fault` says."""
+    """What gpu_check.backends.measure returns for a backend that is wrong as `fault` says."""
     import torch
+    from gpu_check.backends import judged
     from torch import Tensor
 
     from titan_mi100.attention.base import Documents, Shape
     from titan_mi100.attention.torch_backends import Sdpa
-    from titan_mi100.workshop.measure.attention import judged
 
     class Wrong(Sdpa):
         def prepare(self, documents: Documents, device: torch.device) -> Documents:

@@ -22,12 +22,12 @@ from typing import Any, NoReturn
 import executed
 
 _GRACE = 20  # seconds for the other ranks to end after one has failed
+
+
 def wait_for_no_disk() -> None:
     """From now on, this process and those that it forks do not wait until a file is on the disk: nobody cuts the power.
     Tests of what a failing fsync does replace it themselves."""
     os.fsync = lambda file: os.fstat(file if isinstance(file, int) else file.fileno()) and None
-
-
 
 
 class ForkServer:

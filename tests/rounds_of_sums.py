@@ -6,8 +6,8 @@ A small model that has learned to forget most carries, so that it gets some of t
 answers by `titan-mi100 rounds`: `policy` from their scores; `shuffled` from scores that are drawn without looking,
 which must not help; `on_policy` from what a better model thinks of them. `offline` learns as many tokens of the better
 model's answers instead, to the same prompts, with that model's distributions.
-Held-out exact match after each round (greedy): a line each, and results.jsonl. Sums of training, prompts and test are
-disjoint.
+Held-out exact match after each round, of answers that are drawn as in training, and of greedy ones: a line each, and
+results.jsonl. Sums of training, prompts and test are disjoint. Started again with more rounds, it goes on.
 """
 
 import argparse
@@ -78,16 +78,25 @@ def main() -> None:
                 "--validation.freq", 0)  # fmt: skip
         return next(out.glob("hf-step-*"))
 
-    def note(arm: str, number: int, model: Path, started: float = 0.0) -> None:
+    def note(arm: str, number: int, model: Path, seconds: float = 0.0) -> None:
         said = run("evaluate", "exact-match", "--model", model, "--data", tested, "--max_new_tokens", LONGEST,
                    "--batch_size", 100, "--json")  # fmt: skip
-        score, took = float(json.loads(said)["score"]), time.monotonic() - started if started else 0.0
-        print(f"seed {seed}, {arm}, round {number}: {score:.1%}, {took:.0f} s", flush=True)
+        row = {
+            "seed": seed,
+            "arm": arm,
+            "round": number,
+            "greedy": float(json.loads(said)["score"]),
+            "seconds": seconds,
+        }
+        drawn = folder / arm / f"round-{number}" / "held-out"
+        if drawn.exists():
+            said = run("score", drawn, "--by", "number", "--out", drawn / "by-number", "--json")
+            row["drawn"] = json.loads(said)["scorers"]["score"]["mean"]
+        print(row, flush=True)
         with (options.folder / "results.jsonl").open("a") as file:
-            file.write(json.dumps({"seed": seed, "arm": arm, "round": number, "score": score, "seconds": took}) + "\n")
+            file.write(json.dumps(row) + "\n")
 
     base = trained("base", write(folder / "forgetful.jsonl", make_additions.forgetful(seed)), 700)
-    note("base", 0, base)
     arms, sampled = options.arms.split(","), f"--max_new_tokens {LONGEST} --batch_size 64 --device cpu"
     if {"on_policy", "offline"} & {*arms}:
         teacher = trained("teacher", REPO / "train_configs" / "debug" / "additions.jsonl", 1000)
@@ -102,8 +111,10 @@ def main() -> None:
                 "--data.validation_path", tested, f"--rounds.count={options.rounds}", "--rounds.patience", 0,
                 "--rounds.most_drift", 0, f"--rounds.prompts={ASKED}", f"--rounds.k={K}", f"--rounds.sample={sampled}",
                 f"--rounds.score={scored}", *common, *named, *options.settings.split())  # fmt: skip
-            for number in range(1, options.rounds + 1):
-                note(arm, number, next((out / f"round-{number}" / "run").glob("hf-step-*")), started)
+            for number in range(options.rounds + 1):
+                parts = json.loads((out / f"round-{number}" / "parts.json").read_text())
+                model = next((out / f"round-{number}" / "run").glob("hf-step-*"), base)
+                note(arm, number, model, sum(part["seconds"] for part in parts.values()))
             continue
         out.mkdir(exist_ok=True)
         write(out / "prompts.jsonl", prompts[: ASKED * options.rounds])
@@ -118,7 +129,7 @@ def main() -> None:
         run("teach", *config, "--model", teacher, "--out", out / "teacher")
         run("train", *config, "--job.run_folder", out / "run", "--objective.name", "distill", "--objective.teacher",
             out / "teacher", "--objective.teacher_weight", 1, *common[2:])  # fmt: skip
-        note(arm, options.rounds, next((out / "run").glob("hf-step-*")), started)
+        note(arm, options.rounds, next((out / "run").glob("hf-step-*")), time.monotonic() - started)
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ def test_where_no_file_can_be_written_the_traceback_itself_is_shown(monkeypatch:
 @pytest.mark.parametrize(
     ("module", "name", "arguments"),
     [
-        (generate, "_run", ["--model", "m"]),
+        (generate, "_run", ["--model", "m", "--prompt", "p"]),
         (exact_match, "_run", ["--model", "m", "--data", "d"]),
         (inspect_data, "_show", []),
     ],

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import REPO
+from gpu_check.page import page
 from torch.distributed import TCPStore
 
 from titan_mi100.parallel import distributed
@@ -18,7 +19,6 @@ from titan_mi100.run import machine
 from titan_mi100.run.machine import Machine, describe
 from titan_mi100.workshop.measure import children, products, training
 from titan_mi100.workshop.measure.children import Task, reserved_port
-from titan_mi100.workshop.measure.page import page
 from titan_mi100.workshop.measure.parts import Header, Part, best_dtype, conclusions, parity, rankings, read, summary
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ SHAPE = {"batch": 2, "seq": 40, "heads": 4, "kv_heads": 2, "head_dim": 16, "dtyp
 TWO = Machine("MI100", "gfx908:sramecc+", 120, 32 << 30, 2, "", "2.8.0+rocm6.4", "hip 6.4", "", "", "", "")
 SDPA = Task(
     "attention/sdpa/debug/float32/40",
-    "titan_mi100.workshop.measure.attention:measure",
+    "gpu_check.backends:measure",
     {"name": "sdpa", "shape": SHAPE},
 )
 

@@ -22,6 +22,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from gpu_check.page import page
 from gpu_check.sections import CALLS, RESULTS, WORK, Section, sections_of
 from titan_mi100 import cli
 from titan_mi100.errors import UserError
@@ -29,7 +30,6 @@ from titan_mi100.files import durable, isolated
 from titan_mi100.run.machine import Machine
 from titan_mi100.workshop.measure import children, parts
 from titan_mi100.workshop.measure.children import MEASURED, Outcome, Task
-from titan_mi100.workshop.measure.page import page
 from titan_mi100.workshop.measure.parts import NOT_RUN, PASS, UNAVAILABLE, Header, Part
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -73,7 +73,7 @@ def sections_of(call: str, tiny: bool, beginnings: tuple[str, ...] = ("",)) -> l
 def _task(name: str, target: str, /, **arguments: Any) -> Task:
     """A task of this check, or of the workshop. An error in optional ones means that they are not available here."""
     own = "" if target.startswith(_WORKSHOP) else "gpu_check."
-    optional = target.split(":")[0] in (f"{_WORKSHOP}.attention", "plain_loop")
+    optional = target.split(":")[0] in ("backends", "plain_loop")
     return Task(name, own + target, arguments, optional=optional)
 
 
@@ -110,7 +110,7 @@ def _first(tiny: bool) -> list[Section]:
         Section("kernels", 75, [
             _task("kernels", "kernels:tasks", tiny=tiny),
             _task("kernels/optimizer", "kernels:optimizer", rows=size, columns=size),
-            *(_task(f"attention/{name}/{model}/{shape['dtype']}/{timed}", f"{_WORKSHOP}.attention:measure", name=name,
+            *(_task(f"attention/{name}/{model}/{shape['dtype']}/{timed}", "backends:measure", name=name,
                     shape=shape) for name in backends),
         ]),
         _steps("steps of 0.6B", 70, tiny),
