@@ -324,7 +324,7 @@ def test_the_shipped_configs_are_sound(tmp_path: Path) -> None:
         arguments = ["--job.config_file", str(path), *(given if has_files else given[:2]), *model]
         config = load_config(arguments, world_size=cards, with_files=has_files)
         rows = config.batch(cards).global_batch_size
-        others = {"debug": 2, "finetune": 32, "qwen3_0.6b_ddp_powersgd": 100, **CLUSTER}
+        others = {"debug": 2, "debug_rounds": 16, "finetune": 32, "qwen3_0.6b_ddp_powersgd": 100, **CLUSTER}
         usual = (
             96 if not path.stem.startswith(("qwen3.5", "qwen3.6", "qwen3_30b")) else 8 * config.layout(cards).dp_degree
         )
