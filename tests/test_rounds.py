@@ -368,7 +368,7 @@ def test_a_signal_stops_the_command_that_runs_or_the_rounds_between_two() -> Non
             time.sleep(30)
         assert ended.value.code == 3
         with pytest.raises(rounds.Ended) as ended:
-            rounds.Commands()(["generate", "--nonsense"], True)
+            rounds.Commands()(["configs", "--nonsense"], True)
         assert ended.value.code == 2
     finally:
         for each, handler in before.items():

@@ -240,6 +240,7 @@ class Launcher:
         Returns:
             What the step printed, if `stdout` is a pipe.
         """
+        environment = {"PYTHONFAULTHANDLER": "1", **environment}  # stacks of what crashes
         status, output = self._run(what, command, Process.terminate, environment, lambda: False, stdout)
         self._exit_if_stopped()
         if status:
