@@ -424,8 +424,7 @@ class Rounds:
 
     def _told(self, words: Sequence[Any]) -> dict[str, Any]:
         """What a command with --json says."""
-        told: dict[str, Any] = json.loads(self._run([*map(str, words)], True))
-        return told
+        return dict(json.loads(self._run([*map(str, words)], True)))
 
     def _made(self, words: Sequence[Any], look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Run a command, then look at what it has made."""
