@@ -47,7 +47,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # inherited, where a scri
 # by one; the last ones are short.
 ORDER = (
     "layouts", "docs", "simgpu", "compile_report", "machine_code", "machine_code_others", "generate", "prepare",
-    "train", "scripts", "parity", "hub", "policy", "corpus", "watchdog", "run_folder", "new_config", "tokenizer",
+    "train", "scripts", "parity", "hub", "policy", "rounds", "corpus", "watchdog", "run_folder", "new_config",
+    "tokenizer",
     "convert", "adapter", "safe_read", "rehearsal", "prompts_as_trained", "lean_optimizer", "offload", "lora",
     "ruined_weights",
     "convert_refusals", "inspect_data", "attention_choice", "measure", "samples", "trainer", "conformance", "child",

@@ -201,7 +201,7 @@ def test_every_form_and_its_gradients_equal_a_loop_over_answers_alone(full: bool
 
 
 def test_policy_on_two_processes(full: bool, tmp_path: Path) -> None:
-    layouts = [("dapo", 4, 2, {}), ("gspo", 8, 2, TP), ("grpo", 2, 8, PP), ("teacher", 4, 2, {})]
+    layouts = [("dapo", 4, 2, {}), ("gspo", 8, 2, TP), ("grpo", 2, 8, PP)]
     if full:
         layouts += [(form, 4, 2, {}) for form in FORMS] + [(form, 2, 8, PP) for form in FORMS]
         layouts += [("cispo", 4, 2, {"zero_stage": stage}) for stage in (0, 1, 2)]
