@@ -95,8 +95,7 @@ def report(folder: Path, summaries: Sequence[dict[str, Any]], why: str) -> dict[
         told["model"] = str(run / f"hf-step-{summaries[best]['step']}") if best else ""
         where = f": {told['model']}" if best else ", the model before them"
         lines += [f"best: round {best}, held-out score {summaries[best]['held_out']:.3f}{where}"]
-    lines += [f"ended: {why}"] * bool(why)
-    lines += [f"WARNING {text}" for text in told["warnings"]]
+    lines += [*[f"ended: {why}"] * bool(why), *(f"WARNING {text}" for text in told["warnings"])]
     for name in ("best", "worst") if summaries else ():
         lines += [
             "",
@@ -113,7 +112,8 @@ def _table(summaries: Sequence[dict[str, Any]]) -> list[str]:
     rows = [[*_COLUMNS, *(f"{name}: s, tokens" for name in parts)]]
     for each in summaries:
         cells = ["" if (own := each.get(key)) is None else f"{own:{'.3g' if own < 1e3 else '.0f'}}" for key in _COLUMNS]
-        times = [f"{each['seconds'].get(name, 0):.0f}, {each['tokens'].get(name, '')}" for name in parts]
+        seconds, tokens = each["seconds"], each["tokens"]
+        times = [f"{seconds[name]:.0f}, {tokens.get(name, '')}" if name in seconds else "" for name in parts]
         rows.append([*cells, *(time.rstrip(", ") for time in times)])
     rows.insert(1, ["---"] * len(rows[0]))
     return [f"| {' | '.join(row)} |".replace("_", " ") for row in rows]
