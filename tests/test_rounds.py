@@ -326,6 +326,9 @@ def test_equal_scores_of_all_answers_end_the_rounds(settings: dict[str, Any]) ->
     later = {**settings, "job.run_folder": settings["job.run_folder"].parent / "later"}
     code, told = run(later, made_up(lambda folder, prompt, answer: 1.0 if "round-2" in folder else answer % 2))
     assert code == 0 and told["why"].startswith("round 2: all answers") and len(told["rounds"]) == 2
+    shaped = {"objective.cut_off": "shape", "objective.cut_off_tokens": 2, "objective.longest_answer": 8}
+    shaped |= {"job.run_folder": later["job.run_folder"].parent / "shaped"}
+    assert run({**settings, **shaped}, made_up(lambda *_: 1.0))[1]["why"] == "2 rounds were asked for"  # lengths differ
 
 
 def test_held_out_prompts_without_a_right_answer_are_refused(settings: dict[str, Any]) -> None:
@@ -368,6 +371,8 @@ def test_a_signal_stops_the_command_that_runs_or_the_rounds_between_two() -> Non
         with pytest.raises(rounds.Ended) as ended:
             time.sleep(30)
         assert ended.value.code == 3
+        with pytest.raises(rounds.Ended):  # nothing is started any more
+            commands(["--version"], True)
         with pytest.raises(rounds.Ended) as ended:
             rounds.Commands()(["configs", "--nonsense"], True)
         assert ended.value.code == 2

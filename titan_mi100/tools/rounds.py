@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from titan_mi100 import cli as tool
-from titan_mi100.checkpoint.sealed import list_checkpoints
+from titan_mi100.checkpoint.sealed import MANIFEST, list_checkpoints
 from titan_mi100.config.as_text import settings_parser, to_toml
 from titan_mi100.config.check import check
 from titan_mi100.config.hub import COMMITS_FILE
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config, ObjectiveConfig, RoundsConfig, ValidationConfig
 from titan_mi100.config.srun import srun_tasks
+from titan_mi100.data.answer_store import SAMPLED
 from titan_mi100.data.files import expand_patterns
 from titan_mi100.data.prepare import check_teacher
 from titan_mi100.data.prompts import asked_of
@@ -42,6 +43,7 @@ from titan_mi100.files.plain import read_object, read_plain
 from titan_mi100.files.pool import end_with_parent
 from titan_mi100.generation.batch import read_rows
 from titan_mi100.log import log, setup_logging
+from titan_mi100.open_run.reference import APART
 from titan_mi100.tools import sample, score
 from titan_mi100.tools.rounds_report import drift, finished, report, summary_of, why_over
 from titan_mi100.watch.outcome import STATE, read_outcome
@@ -110,6 +112,8 @@ class Commands:
     def __call__(self, words: Sequence[str], is_read: bool) -> bytes:
         """Run a command to its end; its output if it is read, else that goes to stderr. Raises Ended."""
         path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        if self._is_stopped:  # while the command before ended by itself
+            raise Ended(3)
         self._is_starting = True
         self._child = subprocess.Popen(
             [sys.executable, "-m", "titan_mi100", *words], stdout=subprocess.PIPE if is_read else sys.stderr,
@@ -271,14 +275,14 @@ class Rounds:
         Raises:
             UserError: the first round cannot be trained.
         """
-        folder, config = self._folder(number), self._settings_of(number)
+        folder, seed = self._folder(number), self._config.training.seed + number
         prompts, samples, run = folder / "prompts.jsonl", folder / "samples", folder / "run"
         self._part(number, "prompts", partial(self._choose, number, prompts))
-        words = partial(self._sample_words, number - 1, prompts, samples, self._of.k, config.training.seed + number)
+        words = partial(self._sample_words, number - 1, prompts, samples, self._of.k, seed)
         self._part(number, "sample", lambda: {**self._told(words()), "by_server": bool(self._of.server)})
-        self._part(number, "score", partial(self._score, samples, config.data.path))
-        config = self._settings_of(number)  # they depend on who has sampled
-        scored, needs_spread = self._parts(number)["score"], not (self._of.teacher or config.objective.kl_weight)
+        self._part(number, "score", partial(self._score, samples))
+        scored, config = self._parts(number)["score"], self._settings_of(number)
+        needs_spread = not (self._of.teacher or config.objective.kl_weight or config.objective.cut_off == "shape")
         if needs_spread and scored["dead_prompts"] == scored["prompts"]:
             problem = f"round {number}: all answers to each prompt have the same score, so nothing can be learned"
             if number > 1:
@@ -309,10 +313,8 @@ class Rounds:
                 f"{prompts}: no answer has a score; name the key of the right answer: rounds.score = '--gold KEY'"
             )
 
-    def _score(self, samples: Path, wanted: Sequence[str]) -> dict[str, Any]:
-        told = self._told(self._score_words(samples))
-        store = GroupStore.open(samples / "scored", Scored)
-        assert [str(store.folder / "part-*.jsonl")] == [*wanted]
+    def _score(self, samples: Path) -> dict[str, Any]:
+        told, store = self._told(self._score_words(samples)), GroupStore.open(samples / "scored", Scored)
         told["dead"] = list[int]()
         for group in (group for part in range(store.count) for group in store.read(part)):
             known = {answer.score for answer in group.answers} - {None}
@@ -342,7 +344,7 @@ class Rounds:
     def _settings_of(self, number: int) -> Config:
         """The config of a round's training."""
         config, folder = self._config, self._folder(number)
-        model, adapter = self._weights(number - 1)
+        scored, (model, adapter) = str(folder / "samples" / "scored" / "part-*.jsonl"), self._weights(number - 1)
         objective, export = config.objective, config.checkpoint.export_dtype
         if self._of.teacher:
             objective = replace(objective, advantage="teacher", teacher=str(folder / "teacher"))
@@ -357,12 +359,7 @@ class Rounds:
             config,
             job=replace(config.job, run_folder=str(folder / "run")),
             model=replace(config.model, tokenizer_path=config.tokenizer_path()),
-            data=replace(
-                config.data,
-                path=(str(folder / "samples" / "scored" / "part-*.jsonl"),),
-                validation_path=(),
-                validation_fraction=0.0,
-            ),
+            data=replace(config.data, path=(scored,), validation_path=(), validation_fraction=0.0),
             lora=replace(config.lora, initial_load_path=adapter),
             checkpoint=replace(config.checkpoint, initial_load_path=model, export_hf=True, export_dtype=export),
             objective=objective,
@@ -445,9 +442,9 @@ def _trained(run: Path) -> dict[str, Any]:
     outcome = read_outcome(run / STATE)
     assert outcome is not None and outcome.state == "done", outcome
     step = int(list_checkpoints(run / "checkpoint")[-1].name.removeprefix("step-"))
-    seal = hashlib.sha256(read_plain(run / "checkpoint" / f"step-{step}" / "manifest.json")).hexdigest()
+    seal = hashlib.sha256(read_plain(run / "checkpoint" / f"step-{step}" / MANIFEST)).hexdigest()
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "log_ratio" in line]
-    apart = read_object(run / "sampler" / "apart.json", "start again")
+    apart = read_object(run / SAMPLED / APART, "start again")
     tokens = sum(line["tokens"] for line in steps)
     return {"step": step, "name": f"titan-round-{seal[:12]}", "tokens": tokens, "apart": apart["mean"], **drift(steps)}
