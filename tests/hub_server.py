@@ -31,6 +31,7 @@ class Hub:
         broken: path of a file -> how often it is sent with other bytes of the same size.
         cut: path of a file -> how often it is cut off in the middle.
         rate: bytes per second; 0: as fast as it goes.
+        held: paths of files whose second half is not sent.
     """
 
     repositories: dict[str, dict[str, bytes]]
@@ -40,6 +41,7 @@ class Hub:
     broken: dict[str, int] = field(default_factory=dict)
     cut: dict[str, int] = field(default_factory=dict)
     rate: float = 0
+    held: set[str] = field(default_factory=set)
     endpoint: str = ""
 
     def commit(self, repository: str) -> str:
@@ -132,6 +134,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         block = 1 << 16
         for start in range(0, len(content), block):
+            while start >= len(content) // 2 and any(self.path.endswith(name) for name in self.hub.held):
+                sleep(0.05)
             self.wfile.write(content[start : start + block])
             if self.hub.rate:
                 sleep(block / self.hub.rate)

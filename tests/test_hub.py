@@ -260,7 +260,7 @@ def test_strays_of_killed_downloads_are_removed_and_those_of_running_ones_stay(h
 def test_a_killed_download_keeps_finished_files_and_starts_the_broken_one_again(hub: Hub, tmp_path: Path) -> None:
     model = hub.repositories[f"models/{MODEL_NAME}"]
     model["model.safetensors"] = os.urandom(4 << 20)
-    hub.rate = 4 << 20
+    hub.held.add("model.safetensors")
     command = [sys.executable, "-m", "titan_mi100.config.load", "--checkpoint.initial_load_path", MODEL_NAME]
     environment = {**job_environment(), "HF_ENDPOINT": hub.endpoint, "HF_HUB_CACHE": str(tmp_path / "cache")}
     environment |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
@@ -268,13 +268,14 @@ def test_a_killed_download_keeps_finished_files_and_starts_the_broken_one_again(
     with subprocess.Popen([*command, "--data.path", ROWS_NAME], env=environment, stderr=subprocess.PIPE) as job:
         until = time.monotonic() + 60
         finished = [blobs / git_oid(model[name]) for name in ("config.json", "tokenizer.json")]
-        while time.monotonic() < until and not all(blob.exists() for blob in finished):
+        while not (all(blob.exists() for blob in finished) and list(blobs.glob("*.incomplete"))):
+            assert time.monotonic() < until and job.poll() is None
             sleep(0.01)
         job.send_signal(signal.SIGKILL)
         job.communicate()
     assert list(blobs.glob("*.incomplete"))
     hub.requests.clear()
-    hub.rate = 0
+    hub.held.clear()
     [folder] = fetched(MODEL_NAME)
     assert content(folder)["model.safetensors"] == model["model.safetensors"] and not list(blobs.glob("*.incomplete"))
     assert [r.rpartition("/")[2] for r in hub.requests if "resolve" in r and "GET" in r] == ["model.safetensors"]
@@ -311,14 +312,15 @@ def test_two_names_to_an_export_killed_in_the_download_and_resumed_without_the_h
     program += ["--nproc_per_node", "2", *(["-m", "titan_mi100.train"] * (not is_launched))]
     command = [sys.executable, *program, "--job.config_file", str(tmp_path / "my.toml"), "--job.run_folder"]
     command += [str(tmp_path / "run")]
-    hub.rate = 1 << 20
+    hub.held.add("model.safetensors")
     with subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.DEVNULL) as job:
         until = time.monotonic() + 60
-        while time.monotonic() < until and not list((tmp_path / "cache").glob("models--*/blobs/*.incomplete")):
+        while not list((tmp_path / "cache").glob("models--*/blobs/*.incomplete")):
+            assert time.monotonic() < until and job.poll() is None
             sleep(0.01)
         kill_all(environment["HF_ENDPOINT"])
         job.wait()
-    hub.rate = 0
+    hub.held.clear()
     hub.requests.clear()
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
