@@ -31,7 +31,7 @@ def run(world: World, case: dict, split: dict, folder: Path) -> dict[str, Any]:
     if "save" in split:
         save(run, folder / split["save"])
     after = {name: whole(p) for name, p in run.model.named_parameters()}
-    distributed.seed_dropout(0, 1, run.mesh)
+    distributed.seed_dropout(0, 1, run.stream.dp_rank, run.mesh)
     return {
         "losses": losses,
         "sent": sent,

@@ -125,6 +125,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP2 x PP2": (4, _pp(tensor_parallel_degree=2)),
     "TP2 x PP2 x FSDP2": (8, _pp(tensor_parallel_degree=2)),
     "PP2 x HSDP 2x2": (8, _pp(data_parallel_replicate_degree=2)),
+    "CP2": (2, {"context_parallel_degree": 2}),
+    "CP4": (4, {"context_parallel_degree": 4}),
+    "CP2 x FSDP2": (4, {"context_parallel_degree": 2}),
+    "CP2 x HSDP": (4, {"context_parallel_degree": 2, "data_parallel_replicate_degree": 2}),
+    "CP2 x TP2": (4, {"context_parallel_degree": 2, "tensor_parallel_degree": 2}),
+    "CP2 x PP2": (4, _pp(context_parallel_degree=2)),
 }
 
 

@@ -13,7 +13,7 @@ from titan_mi100.config.settings import (
     ParallelismConfig,
     TrainingConfig,
 )
-from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.shapes.base import EXPERTS, ModelSpec
 from titan_mi100.wording import some
 
 MODEL_KEYS = ("model.flavor", "checkpoint.initial_load_path")  # settings that name the model's shape
@@ -68,6 +68,7 @@ def check_split(p: ParallelismConfig, lora: LoRAConfig, training: TrainingConfig
         yield Problem(
             "parallelism.tensor_parallel_degree", f"{text}must be a multiple", (*MODEL_KEYS, "training.seq_len")
         )
+    yield from _check_context(p, lora, training, spec)
     if pp == 1:
         return
     schedule, counts = SCHEDULES[p.pipeline_parallel_schedule], p.pipeline_parallel_layers_per_stage
@@ -83,6 +84,35 @@ def check_split(p: ParallelismConfig, lora: LoRAConfig, training: TrainingConfig
     elif stages > layers:
         text = f"= {pp} makes {stages} stages of {layers} layers; lower it"
         yield Problem("parallelism.pipeline_parallel_degree", text, read)
+
+
+def _check_context(
+    p: ParallelismConfig, lora: LoRAConfig, training: TrainingConfig, spec: ModelSpec
+) -> Iterator[Problem]:
+    """Problems of sharing the tokens of a row: each rank computes with as many heads of whole rows."""
+    cp, tp, key = p.context_parallel_degree, p.tensor_parallel_degree, "parallelism.context_parallel_degree"
+    heads, kv_heads = spec.mixing_heads(), spec.num_key_value_heads
+    read = (*MODEL_KEYS, "parallelism.tensor_parallel_degree")
+
+    def fits(degree: int) -> bool:
+        each = kv_heads // tp
+        is_shared = each and (each % degree == 0 or degree % each == 0)  # else each rank has a copy of a head
+        return bool(is_shared) and all(n % (tp * degree) == 0 for n in heads.values())
+
+    if cp == 1:
+        return
+    if not fits(cp):
+        sizes = ", ".join(f"{name} = {n}" for name, n in {**heads, "num_key_value_heads": kv_heads}.items())
+        possible = ", ".join(str(n) for n in range(1, max(heads.values()) + 1) if fits(n))
+        with_tp = f" with tensor_parallel_degree = {tp}" if tp > 1 else ""
+        yield Problem(key, f"= {cp} does not fit {sizes}{with_tp}; possible: {possible or 'none'}", read)
+    if training.seq_len % (cp * tp) and not training.seq_len % tp:
+        text = f"= {cp}{f' x tensor_parallel_degree = {tp}' if tp > 1 else ''} does not divide seq_len = "
+        text += f"{training.seq_len}; use {-(-training.seq_len // (cp * tp)) * cp * tp}"
+        yield Problem(key, text, (*read, "training.seq_len"))
+    if lora.dropout and lora.rank and EXPERTS in lora.target_modules and any(layer.slots for layer in spec.layers):
+        text = f"= {cp} does not go with dropout of experts' adapters, whose tokens lie on several ranks; set [lora] "
+        yield Problem(key, f"{text}dropout = 0", (*read, "lora.dropout", "lora.target_modules"))
 
 
 def _not_in_blocks(spec: ModelSpec, tp: int) -> str:

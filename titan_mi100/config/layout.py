@@ -26,11 +26,13 @@ AXES = {
     "pp": Axis("pipeline_parallel_degree", "pipeline"),
     "dp_replicate": Axis("data_parallel_replicate_degree", "data parallel", reads_rows=True),
     "dp_shard": Axis("data_parallel_shard_degree", "data parallel", reads_rows=True),
+    "cp": Axis("context_parallel_degree", "context parallel"),
     "tp": Axis("tensor_parallel_degree", "tensor parallel"),
 }
 ALL_SHARDED = {AXES["dp_shard"].key: -1, AXES["dp_replicate"].key: 1}  # no replicas
 PIPELINE = "pp"  # the outermost axis
 DATA_PARALLEL = [name for name, axis in AXES.items() if axis.reads_rows]
+CONTEXT_PARALLEL = "cp"  # in the mesh a part of the axis before it: its ranks share weights as dp_shard's do
 _DEGREES = (*(f"parallelism.{axis.key}" for axis in AXES.values()), "parallelism.zero_stage")
 IGNORE = -100  # label of a token that is not learned, as in PyTorch and Hugging Face
 
@@ -60,6 +62,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     zero_stage: int = 3
+    cp: int = 1
 
     @property
     def dp_degree(self) -> int:
@@ -71,7 +74,12 @@ class Layout:
     @property
     def weight_shards(self) -> int:
         """Ranks over which FSDP2 shards each weight."""
-        return self.dp_shard
+        return self.dp_shard * self.cp
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Ranks whose gradients of a weight are summed."""
+        return self.dp_degree * self.cp
 
     @property
     def replicas(self) -> int:
@@ -86,7 +94,12 @@ class Layout:
     @property
     def row_parts(self) -> int:
         """Parts of a row's hidden states, one of which a rank keeps."""
-        return self.tp
+        return self.tp * self.cp
+
+    @property
+    def context_ranks(self) -> int:
+        """Ranks among which the tokens of a row are divided, in attention its heads."""
+        return self.cp
 
     @property
     def pipeline_ranks(self) -> int:
@@ -119,15 +132,22 @@ class Layout:
 
     def local(self, attention: AttentionShape) -> AttentionShape:
         """The heads that each rank has."""
-        return attention._replace(heads=attention.heads // self.tp, kv_heads=attention.kv_heads // self.tp)
+        kv_heads = max(1, attention.kv_heads // self.tp // self.cp)  # fewer than the ranks: each rank has a copy of one
+        return attention._replace(heads=attention.heads // self.tp // self.cp, kv_heads=kv_heads)
 
     def shape(self) -> tuple[int, ...]:
         """The sizes of the axes, in the order of AXES."""
         return tuple(getattr(self, name) for name in AXES)
 
+    def mesh(self) -> dict[str, int]:
+        """The axes of the mesh and their sizes: context-parallel ranks are neighbours on the axis dp_shard."""
+        sizes = dict(zip(AXES, self.shape(), strict=True))
+        sizes["dp_shard"] *= sizes.pop(CONTEXT_PARALLEL)
+        return sizes
+
     def twin(self, rank: int) -> int:
         """The rank in the first replica that holds the same shard; the rank itself if it is in the first replica."""
-        replica = self.dp_shard * self.tp  # ranks of a replica in one pipeline stage
+        replica = self.dp_shard * self.cp * self.tp  # ranks of a replica in one pipeline stage
         return rank - rank // replica % self.dp_replicate * replica
 
     def describe(self) -> str:
@@ -141,8 +161,10 @@ class Layout:
             parts.append(f"{self.dp_replicate} replicas")
         elif self.dp_replicate > 1:
             parts.append(f"HSDP, {self.dp_replicate} replicas of FSDP2 over {self.dp_shard} (ZeRO-{self.zero_stage})")
-        elif self.dp_shard > 1 or (self.pp == 1 and self.tp == 1):
-            parts.append(f"FSDP2 over {self.dp_shard} (ZeRO-{self.zero_stage})")
+        elif self.weight_shards > 1 or (self.pp == 1 and self.tp == 1):
+            parts.append(f"FSDP2 over {self.weight_shards} (ZeRO-{self.zero_stage})")
+        if self.cp > 1:
+            parts.append(f"of them context parallel over {self.cp}")
         if self.tp > 1:
             parts.append(f"tensor parallel over {self.tp}")
         return " x ".join(parts)
@@ -171,7 +193,13 @@ class Stage:
 
 
 def resolve_layout(
-    world_size: int, dp_shard: int = -1, dp_replicate: int = 1, tp: int = 1, pp: int = 1, zero_stage: int = -1
+    world_size: int,
+    dp_shard: int = -1,
+    dp_replicate: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    zero_stage: int = -1,
+    cp: int = 1,
 ) -> Layout:
     """The layout of `world_size` processes; dp_shard = -1: all processes that the other degrees leave.
 
@@ -184,11 +212,11 @@ def resolve_layout(
     if dp_shard == 0:
         raise _refused("data_parallel_shard_degree", "= 0 must be -1 (all processes) or at least 1")
     if zero_stage == 0:
-        dp_shard, dp_replicate = _replicas_only(world_size, dp_shard, dp_replicate, tp, pp)
-    degrees = {"pp": pp, "dp_replicate": dp_replicate, "tp": tp}
+        dp_shard, dp_replicate = _replicas_only(world_size, dp_shard, dp_replicate, {"tp": tp, "pp": pp, "cp": cp})
+    degrees = {"pp": pp, "dp_replicate": dp_replicate, "cp": cp, "tp": tp}
     used_degrees = [(AXES[name].key, degree) for name, degree in degrees.items() if degree > 1]
     others = "".join(f" x {name} = {degree}" for name, degree in used_degrees)
-    product = pp * dp_replicate * tp
+    product = math.prod(degrees.values())
     processes = f"{world_size} started process{'es' if world_size > 1 else ''}"
     if dp_shard == -1:
         if world_size % product:
@@ -200,22 +228,21 @@ def resolve_layout(
         text = f"= {dp_shard}{others} does not fill the {processes}; use -1 (all that the others leave) or start with "
         raise _refused("data_parallel_shard_degree", f"{text}./run_train.sh --nproc_per_node {product * dp_shard}")
     if zero_stage == -1:
-        only_replicas = dp_shard == 1 and dp_replicate > 1 and tp == 1
+        only_replicas = dp_shard == 1 and dp_replicate > 1 and tp * cp == 1
         zero_stage = 1 if pp > 1 else 0 if only_replicas else 3
     elif pp > 1 and zero_stage != 1:
         text = f"= {zero_stage} does not go with a pipeline, which keeps weights and gradients whole "
         raise _refused("zero_stage", f"{text}until the end of the step; use 1, or leave it out")
-    return Layout(dp_shard, dp_replicate, tp, pp, zero_stage)
+    return Layout(dp_shard, dp_replicate, tp, pp, zero_stage, cp)
 
 
 def _refused(key: str, text: str) -> ConfigError:
     return ConfigError([Problem(f"parallelism.{key}", text, _DEGREES)])
 
 
-def _replicas_only(world_size: int, dp_shard: int, dp_replicate: int, tp: int, pp: int) -> tuple[int, int]:
-    if tp > 1 or pp > 1:
-        text = "(DDP) goes with neither tensor_parallel_degree nor pipeline_parallel_degree above 1; leave it out"
-        raise _refused("zero_stage", f"= 0 {text}")
+def _replicas_only(world_size: int, dp_shard: int, dp_replicate: int, others: dict[str, int]) -> tuple[int, int]:
+    if wrong := [f"{AXES[name].key} = {degree}" for name, degree in others.items() if degree > 1]:
+        raise _refused("zero_stage", f"= 0 (DDP) does not go with {' and '.join(wrong)}; leave it out")
     if dp_shard > 1:
         text = f"(DDP) shards nothing, but data_parallel_shard_degree = {dp_shard}; leave one of them out"
         raise _refused("zero_stage", f"= 0 {text}")

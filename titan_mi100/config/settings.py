@@ -270,6 +270,9 @@ class ParallelismConfig:
         1, "replicas (HSDP), each of data_parallel_shard_degree ranks; with shard degree 1: DDP", low=1
     )
     tensor_parallel_degree: int = _key(1, "ranks that share each layer's heads and matrices; inside a node", low=1)
+    context_parallel_degree: int = _key(
+        1, "ranks that share the tokens of each row (Ulysses), and the weights as FSDP2's ranks do", low=1
+    )
     pipeline_parallel_degree: int = _key(
         1, "ranks that share the layers; a step's gradient_accumulation_steps forwards are its microbatches", low=1
     )

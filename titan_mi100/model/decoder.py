@@ -7,7 +7,7 @@ mapping.
 Legend: activations are (batch, seq, ...); hidden = spec.hidden_size.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
@@ -19,9 +19,23 @@ from titan_mi100.attention.base import Backend, Documents
 from titan_mi100.attention.torch_backends import Eager, cached
 from titan_mi100.config.layout import Stage
 from titan_mi100.model.layers import RMSNorm, local_weight, multiply
-from titan_mi100.model.loss import head_loss
+from titan_mi100.model.loss import SharedTokens, head_loss
 from titan_mi100.model.token_rows import rows_of
 from titan_mi100.shapes.base import LayerShape, ModelSpec
+
+
+def whole_rows(mix: Callable[..., Tensor], parts: Sequence[Tensor], by_channel: Sequence[Tensor] = ()) -> Tensor:
+    """Mix the tokens of rows that this rank has whole. Context parallel replaces it, see parallel/context_parallel.py.
+
+    Args:
+        mix: a function of the parts, and of weights with a row for each channel of a part.
+        parts: (batch, seq, heads, size) or (batch, seq, heads) each.
+        by_channel: (channels, ...) each.
+
+    Returns:
+        (batch, seq, heads, size).
+    """
+    return mix(*parts, *by_channel)
 
 
 class Layer(nn.Module):
@@ -39,12 +53,14 @@ class Layer(nn.Module):
         routers: modules that are not trained unless training.train_router is set.
         compiled: methods that torch.compile can compile, each as one graph.
         recompute_contexts: torch.utils.checkpoint's context_fn.
+        mix_rows: calls what mixes the tokens of a row, see whole_rows.
     """
 
     in_fp32: ClassVar[Collection[str]] = ()
     routers: ClassVar[Collection[str]] = ()
     compiled: ClassVar[Collection[str]] = ("forward", "project", "output")
     recompute_contexts: Callable[[], Any] = staticmethod(noop_context_fn)
+    mix_rows: Callable[..., Tensor] = staticmethod(whole_rows)
     is_dynamic: ClassVar[bool | None] = None  # torch.compile's `dynamic`; False: a graph for each batch and length
     sequence_gathered_after: ClassVar[Collection[str]]
     sequence_scattered_after: ClassVar[Collection[str]]
@@ -109,8 +125,7 @@ class AttentionLayer(Layer):
         return backend.prepare(documents, device)
 
     def mix(self, parts: tuple[Tensor, ...], prepared: Any) -> Any:
-        q, k, v = parts
-        return self.backend(q, k, v, prepared)
+        return self.mix_rows(lambda q, k, v: self.backend(q, k, v, prepared), parts)
 
     def new_decode_state(self, spec: ModelSpec, batch: int, seq: int, dtype: torch.dtype, device: torch.device) -> Any:
         """Keys and values, (2, batch, kv_heads, seq, size)."""
@@ -192,7 +207,7 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
 
     def forward(
-        self, hidden: Tensor, labels: Tensor | None, supervised: Tensor | None, columns: Columns, loss: HeadLoss
+        self, hidden: Tensor, labels: Tensor | None, supervised: Tensor | SharedTokens | None, columns: Columns, loss: HeadLoss
     ) -> Tensor:
         return logits_or_loss(hidden, self, labels, supervised, columns, loss)
 
@@ -201,7 +216,7 @@ def logits_or_loss(
     hidden: Tensor,
     table: nn.Module,
     labels: Tensor | None,
-    supervised: Tensor | None,
+    supervised: Tensor | SharedTokens | None,
     columns: Columns,
     loss: HeadLoss,
 ) -> Tensor:
@@ -217,10 +232,15 @@ def logits_or_loss(
     if labels is None and supervised is None:
         return multiply(hidden, local_weight(weight, hidden.dtype))
     if labels is None:  # few tokens of a model in training: cast its fp32 head in blocks, never the full (V, hidden)
-        few, blocks = hidden.flatten(0, 1)[supervised], local_weight(weight, weight.dtype).split(_CAST_ROWS)
-        return torch.cat([multiply(few, block.to(few.dtype)) for block in blocks], dim=-1)
+        shared = supervised if isinstance(supervised, SharedTokens) else None
+        few = hidden.flatten(0, 1)[supervised if shared is None else shared.own]
+        blocks = local_weight(weight, weight.dtype).split(_CAST_ROWS)
+        logits = torch.cat([multiply(few, block.to(few.dtype)) for block in blocks], dim=-1)
+        return logits if shared is None else shared.gathered(logits)
     assert supervised is not None, "labels need the index of the supervised tokens"
     weight, options = local_weight(weight, weight.dtype), {"rows": rows} if rows else {}
+    if isinstance(supervised, SharedTokens):
+        supervised, options = supervised.every, {**options, "shared": supervised}
     return loss(hidden, weight, labels, supervised, columns, **options)  # it casts the weight in blocks
 
 
@@ -257,7 +277,7 @@ class CausalLM(nn.Module):
         positions: Tensor | None = None,
         documents: Any = None,
         labels: Tensor | None = None,
-        supervised: Tensor | None = None,
+        supervised: Tensor | SharedTokens | None = None,
         **columns: Tensor,
     ) -> Tensor:
         """Compute the logits, or the summed loss if labels are given.
@@ -300,7 +320,7 @@ class CausalLM(nn.Module):
         self,
         hidden: Tensor,
         labels: Tensor | None = None,
-        supervised: Tensor | None = None,
+        supervised: Tensor | SharedTokens | None = None,
         columns: Columns = MappingProxyType({}),
     ) -> Tensor:
         """Logits of the last stage's hidden states, (batch, seq, hidden), or the summed loss if labels are given."""

@@ -100,6 +100,7 @@ class LoRALinear(Linear):
     """A frozen linear layer with an adapter."""
 
     part = 0, 1  # its part of the inputs, of how many: tensor parallel splits those of some layers
+    tokens = 0, 1  # its part of a row's tokens, of how many: context parallel
 
     def __init__(self, base: Linear, config: LoRAConfig) -> None:
         super().__init__(base.in_features, base.out_features)
@@ -123,7 +124,7 @@ class LoRAExpertLinear(ExpertLinear):
     (experts x rank, outputs).
     """
 
-    part = 0, 1
+    part = tokens = 0, 1
 
     def __init__(self, base: ExpertLinear, config: LoRAConfig) -> None:
         super().__init__(*base.sizes)
@@ -150,14 +151,17 @@ class NF4LoRAExpertLinear(LoRAExpertLinear, NF4ExpertLinear):  # type: ignore[mi
 
 
 def _dropped(x: Tensor, layer: LoRALinear | LoRAExpertLinear) -> Tensor:
-    """An adapter's input after dropout. A rank with some of the columns draws for all: it drops what one rank would."""
+    """An adapter's input after dropout. A rank with some of the columns or tokens draws for all: it drops what one rank
+    would.
+    """
     if not (layer.dropout and layer.training):
         return x
-    number, parts = layer.part
-    if parts == 1:
+    (number, parts), (first, step) = layer.part, layer.tokens
+    if parts * step == 1:
         return F.dropout(x, layer.dropout)
-    factors = F.dropout(x.new_ones(*x.shape[:-1], parts * x.shape[-1]), layer.dropout)
-    return x * factors.chunk(parts, dim=-1)[number].contiguous()
+    *batch, tokens, columns = x.shape
+    factors = F.dropout(x.new_ones(*batch, step * tokens, parts * columns), layer.dropout)
+    return x * factors[..., first::step, number * columns : (number + 1) * columns].contiguous()
 
 
 _WITH_ADAPTER: dict[tuple[type[Linear], bool], Callable[[Any, LoRAConfig], Linear]] = {  # (layer, is it in 4 bits)

@@ -69,6 +69,47 @@ class Targets(NamedTuple):
     ids: Tensor
 
 
+class SharedTokens(NamedTuple):
+    """Supervised tokens of rows whose tokens the ranks of a group share (context parallel).
+
+    Attributes:
+        every: (n,): their index in the flattened rows.
+        place: (m,), m > 0: the numbers of those that this rank has; [n]: it has none.
+        own: (m,): the index of these in this rank's part of the flattened rows.
+    """
+
+    every: Tensor
+    place: Tensor
+    own: Tensor
+    group: dist.ProcessGroup
+
+    def of_rank(self, values: Tensor, missing: float = 0) -> Tensor:
+        """This rank's of the values of all tokens: (n, k) -> (m, k). Args: missing: if it has none."""
+        return torch.cat((values, values.new_full((1, values.shape[1]), missing)))[self.place]
+
+    def gathered(self, values: Tensor) -> Tensor:
+        """The values of all tokens: (m, k) of each rank -> (n, k), on every rank. A gradient goes back to the rank that
+        has the token: each rank computes the same loss of them, so it is not summed over the ranks.
+        """
+        return _Gathered.apply(values, self)  # type: ignore[no-any-return]
+
+
+class _Gathered(torch.autograd.Function):
+    """See SharedTokens.gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, tokens: SharedTokens) -> Tensor:
+        ctx.tokens = tokens
+        every = values.new_zeros(len(tokens.every) + 1, values.shape[1]).index_put((tokens.place,), values)
+        dist.all_reduce(every, group=tokens.group)
+        return every[:-1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.tokens.of_rank(grad), None
+
+
 class Predicted(NamedTuple):
     """Predictions of the model for tokens, in fp32 or fp64.
 
@@ -95,6 +136,7 @@ def token_losses(
     group: dist.ProcessGroup | None = None,
     memory: HeadMemory = HeadMemory(),
     rows: TokenRows | None = None,
+    shared: SharedTokens | None = None,
 ) -> Predicted:
     """The cross-entropy of each token with each of its targets.
 
@@ -105,13 +147,18 @@ def token_losses(
             rank's shard, (V / ranks, H). The gradient of `hidden` is then a partial sum; the caller sums it over ranks.
         memory: how many logits are held; it changes results only by rounding.
         rows: trained rows that stand for the weight's own.
+        shared: the tokens of `targets`; `hidden` is then this rank's part of the rows, and the result that of all.
 
     The head runs only on these tokens. A batch without supervised tokens passes one such
     token, so backward reaches the same parameters on every rank and every rank starts the same collectives.
     """
-    chosen = hidden.flatten(0, 1)[targets.tokens]
+    chosen = hidden.flatten(0, 1)[targets.tokens if shared is None else shared.own]
+    ids = targets.ids if shared is None else shared.of_rank(targets.ids, IGNORE)
     trained = None if rows is None else rows.rows(hidden.dtype)
-    losses, best = _BlockedCrossEntropy.apply(chosen, weight, targets.ids, _Shard(group, rows), memory, trained)
+    losses, best = _BlockedCrossEntropy.apply(chosen, weight, ids, _Shard(group, rows), memory, trained)
+    if shared is not None:
+        every = shared.gathered(torch.cat((losses, best[:, None]), 1))
+        losses, best = every[:, :-1], every[:, -1].detach()
     return Predicted(losses, best, targets.ids != IGNORE)
 
 
@@ -413,25 +460,29 @@ def _columns(ids: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
 def likeliest(
     hidden: Tensor,
     weight: Tensor,
+    tokens: Tensor,
     predicted: Predicted,
     k: int,
     vocabulary: int,
     group: dist.ProcessGroup | None = None,
     memory: HeadMemory = HeadMemory(),
+    shared: SharedTokens | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k likeliest ids to follow each token, and their log probabilities: (n, k) int64, (n, k), best first.
 
     Args:
-        hidden: (n, hidden).
+        tokens: (n,): the tokens' index in the flattened batch.
         predicted: of these tokens, any ids.
         k: at most `vocabulary`, below which the ids are.
 
     Others: see token_losses. Ties at the k-th place are broken arbitrarily.
     """
+    hidden = hidden.flatten(0, 1)[tokens if shared is None else shared.own]
+    likely = predicted.best if shared is None else shared.of_rank(predicted.best[:, None])[:, 0]
     blocks = _Blocks(hidden, weight, memory)
     best = torch.empty(len(hidden), 0, dtype=blocks.wide, device=hidden.device)
     ids = torch.empty(len(hidden), 0, dtype=torch.long, device=hidden.device)
-    highest = torch.full_like(predicted.best, -torch.inf)
+    highest = torch.full_like(likely, -torch.inf)
     first = 0 if group is None else dist.get_rank(group) * len(weight)
     for start, stop in blocks:
         logits = blocks.in_fp32(blocks.compute(blocks.weight(start, stop), start))
@@ -446,7 +497,8 @@ def likeliest(
         for every, own in zip(both, (best, ids), strict=True):
             dist.all_gather(every, own.contiguous(), group)
         best, ids = _best_of(torch.cat(both[0], 1), torch.cat(both[1], 1), k)
-    return ids, best - (highest - predicted.best)[:, None]
+    log_p = best - (highest - likely)[:, None]
+    return (ids, log_p) if shared is None else (shared.gathered(ids), shared.gathered(log_p))
 
 
 def _best_of(logits: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -98,25 +98,22 @@ class DeltaNet(nn.Module):
         wide = outputs_of((*self.in_proj_qkv, self.in_proj_z), x, self.merged)  # type: ignore[arg-type]
         return *wide, self.in_proj_b(x), self.in_proj_a(x)
 
-    def convolved(self, parts: tuple[Tensor, ...], ids: Tensor) -> list[Tensor]:
-        """Queries, keys and values of whole rows, (batch, seq, heads, size)."""
-        return self._heads(convolved(parts[:3], self._taps(parts[0].dtype), ids))
-
     def next_convolved(
         self, parts: tuple[Tensor, ...], ids: Tensor | None, last: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The same of tokens that follow others, and the inputs that the next token's need."""
         outputs, after = [], []
-        for number, (x, weight) in enumerate(zip(parts[:3], self._taps(parts[0].dtype), strict=True)):
+        for number, (x, weight) in enumerate(zip(parts[:3], self.taps(parts[0].dtype), strict=True)):
             y, newest = causal_convolution(x, weight, ids, None if last is None else last[number])
             outputs.append(F.silu(y))
             after.append(newest)
-        return self._heads(outputs), after
+        return self.by_head(outputs), after
 
-    def _taps(self, dtype: torch.dtype) -> list[Tensor]:
+    def taps(self, dtype: torch.dtype) -> list[Tensor]:
         return [local_weight(conv.weight, dtype) for conv in self.conv1d]  # type: ignore[arg-type]
 
-    def _heads(self, parts: Sequence[Tensor]) -> list[Tensor]:
+    def by_head(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Queries, keys and values, (batch, seq, channels) -> (batch, seq, heads, size)."""
         return [x.unflatten(-1, (-1, size)) for x, size in zip(parts, self.dims, strict=True)]
 
 
@@ -193,11 +190,14 @@ class DeltaBlock(GatedBlock):
 
     def mix(self, parts: tuple[Tensor, ...], prepared: Any) -> Any:
         net, (z, b, a) = self.linear_attn, parts[3:]
-        q, k, v = net.convolved(parts, prepared)
-        # On a CPU memory is no shortage, and launches cost nothing. Tensors without values are counted for a GPU.
-        on_cpu = q.device.type == "cpu" and not isinstance(q, FakeTensor)
-        decay, strength = net.decay(a, b)
-        return delta_rule(q, k, v, decay, strength, prepared, chunk=self.chunk, keeps=on_cpu, divides=on_cpu)[0], z
+
+        def rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor, *taps: Tensor) -> Tensor:
+            qkv = net.by_head(convolved((q, k, v), taps, prepared))
+            # On a CPU memory is no shortage, and launches cost nothing. Tensors without values are counted for a GPU.
+            on_cpu = q.device.type == "cpu" and not isinstance(q, FakeTensor)
+            return delta_rule(*qkv, decay, strength, prepared, chunk=self.chunk, keeps=on_cpu, divides=on_cpu)[0]
+
+        return self.mix_rows(rule, (*parts[:3], *net.decay(a, b)), net.taps(parts[0].dtype)), z
 
     def new_decode_state(self, spec: ModelSpec, batch: int, seq: int, dtype: torch.dtype, device: torch.device) -> Any:
         """The convolutions' last inputs, and the rule's state; empty before the first token."""

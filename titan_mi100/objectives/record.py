@@ -50,7 +50,7 @@ class Record(Objective):
         self, hidden: Tensor, weight: Tensor, labels: Tensor, tokens: Tensor, predicted: Predicted, **options: Any
     ) -> tuple[Tensor, Tensor]:
         """The ids of each token and their log p, (n, k) each."""
-        return likeliest(hidden.flatten(0, 1)[tokens], weight, predicted, self._k, self._vocabulary, **options)
+        return likeliest(hidden, weight, tokens, predicted, self._k, self._vocabulary, **options)
 
 
 class SampledLogp(Record):

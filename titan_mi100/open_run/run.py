@@ -94,7 +94,7 @@ class Run:
         self.supervision.heartbeat.begin_step(number)
         scale_lr(self.optimizer, lr_factor(config.lr_scheduler, number, self.steps))
         if config.lora.dropout:
-            distributed.seed_dropout(config.training.seed, number, self.mesh)
+            distributed.seed_dropout(config.training.seed, number, self.stream.dp_rank, self.mesh)
         with self.profiler.around(number) if self.profiler else nullcontext():
             result = self.trainer.step()
             if MOVED in result.flags:  # before anything is written, or removed, under the folder's path

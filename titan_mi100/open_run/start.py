@@ -101,7 +101,8 @@ def open_run(
     trained, seed = model.trained_parameters(), config.training.seed
     ratio = config.lora.b_lr_ratio
     optimizer = build_optimizer(trained, config.optimizer, seed, model.weights_device, model.host_gradients, ratio)
-    stream = RowStream(rows, inputs.batch, distributed.data_parallel_rank(mesh), with_padding=inputs.layout.is_pipeline)
+    dp_rank = distributed.data_parallel_rank(mesh, inputs.layout)
+    stream = RowStream(rows, inputs.batch, dp_rank, with_padding=inputs.layout.is_pipeline)
     reference = None
     if config.objective.has_reference:
         reference = open_reference(inputs, stream.dp_rank, attention.name)

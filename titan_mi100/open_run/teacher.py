@@ -55,7 +55,7 @@ def write_teacher(
     optimizer = build_optimizer(trained, config.optimizer, seed, model.weights_device)
     load_weights(model, optimizer, inputs.workload, None)
     child.end()  # no more files from elsewhere are read
-    reading = LogprobPass(inputs, distributed.data_parallel_rank(mesh))
+    reading = LogprobPass(inputs, distributed.data_parallel_rank(mesh, inputs.layout))
     about = reading.about(k, attention.name, SAMPLED * is_of_samples)
     with raise_together():
         store = LogprobStore(folder, about, "name another folder with --out, or delete this one")

@@ -26,6 +26,7 @@ from titan_mi100.model.layers import StepCopies
 from titan_mi100.model.lora import is_adapter
 from titan_mi100.objectives.base import Objective
 from titan_mi100.objectives.sft import SFT
+from titan_mi100.parallel.context_parallel import ContextRanks
 from titan_mi100.parallel.distributed import Gradients, measure_gradients
 from titan_mi100.parallel.offload import HostGradients
 from titan_mi100.parallel.tensor_parallel import gather_vocabulary, sum_replicated_gradients
@@ -47,6 +48,7 @@ class ParallelModel(ABC):
         host_gradients: gradients that are accumulated in host memory instead of `grad`.
         wrapped: what forward and backward of a step call: the model, or torch's wrapper around it.
         loss_factor: the loss is multiplied by it, because the layout's collectives divide by it.
+        context: the ranks that share the tokens of each row; None: this rank has whole rows.
         objective: what is learned.
         passed_through: on rank 0: tensors of the model's folder that are not used, see ModelSpec.passes_through.
     """
@@ -65,6 +67,7 @@ class ParallelModel(ABC):
     host_gradients: HostGradients | None = None
     copies: StepCopies | None = None
     loss_factor = 1
+    context: ContextRanks | None = None
     wrapped: Any
 
     def forward_backward(self, microbatches: Sequence[Microbatch], weight: float) -> Tensor:
@@ -147,7 +150,7 @@ class ParallelModel(ABC):
 
         Args:
             microbatch: without labels; its supervised_columns choose the tokens. Its shape may differ from that of a
-                training step; seq must be a multiple of the tensor-parallel degree.
+                training step; seq must be a multiple of row_multiple.
 
         Returns:
             (n, vocabulary), in the order of the rows, the same on all tensor-parallel ranks; None on ranks without the
@@ -175,6 +178,16 @@ class ParallelModel(ABC):
     @property
     def tp_degree(self) -> int:
         return self._tp.size()
+
+    @property
+    def row_multiple(self) -> int:
+        """What the tokens of a row must be a multiple of."""
+        return self._tp.size() * (self.context.size if self.context else 1)
+
+    def share_rows(self, context: ContextRanks) -> None:
+        """Share the tokens of each row with the other ranks, all of which compute the loss of whole rows."""
+        self.context = context
+        self.counts_rows, self.counts_loss = (counts and context.rank == 0 for counts in (self.counts_rows, self.counts_loss))
 
     def measure_gradients(self) -> Gradients:
         """Norm and finiteness of this rank's gradients, as tensors on `device`. Not a collective."""
@@ -235,7 +248,8 @@ class ParallelModel(ABC):
         return losses if self.counts_loss else torch.zeros_like(losses)
 
     def _on_device(self, microbatch: Microbatch) -> Microbatch:
-        return model_inputs(for_the_model(microbatch, self.objective.columns), self.device)
+        inputs = for_the_model(microbatch, self.objective.columns)
+        return model_inputs(inputs if self.context is None else self.context.cut(inputs), self.device)
 
 
 @contextmanager
@@ -273,7 +287,7 @@ def supervised_index(columns: Tensor) -> Tensor:
     return torch.from_numpy(flat if len(flat) else np.zeros(1, dtype=np.int64))
 
 
-def read_on_host(model: CausalLM, device: torch.device) -> None:
+def read_on_host(model: CausalLM, device: torch.device, context: ContextRanks | None = None) -> None:
     """Add a pre-hook that converts `document_ends` and `supervised_columns` to the model's arguments on the CPU.
 
     Call it after `fully_shard`: a hook that is prepended later runs first, and FSDP2's own pre-hook moves every tensor
@@ -286,18 +300,24 @@ def read_on_host(model: CausalLM, device: torch.device) -> None:
 
     def describe(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if ENDS in kwargs:  # a microbatch of the loader; other callers pass `documents` themselves
-            kwargs = describe_on_host(model.model, kwargs, device)
+            kwargs = describe_on_host(model.model, kwargs, device, context)
         return args, kwargs
 
     model.register_forward_pre_hook(describe, prepend=True, with_kwargs=True)
 
 
-def describe_on_host(model: Decoder, inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def describe_on_host(
+    model: Decoder, inputs: Mapping[str, Any], device: torch.device, context: ContextRanks | None = None
+) -> dict[str, Any]:
     """Replace `document_ends` and `supervised_columns` by `documents` and `supervised`; see CausalLM.forward."""
     described = {name: argument for name, argument in inputs.items() if name not in READ_ON_HOST}
     described["documents"] = model.prepare(documents_of(inputs), device)
-    described["supervised"] = to_device(supervised_index(inputs[SUPERVISED]), device)
-    return described
+    supervised: Any = supervised_index(inputs[SUPERVISED])
+    if context is None:
+        return {**described, "supervised": to_device(supervised, device)}
+    shared = context.share(supervised, inputs[SUPERVISED].shape[1])
+    moved = {name: to_device(getattr(shared, name), device) for name in ("every", "place", "own")}
+    return {**described, "supervised": shared._replace(**moved)}
 
 
 def documents_of(microbatch: Mapping[str, Any]) -> Documents:

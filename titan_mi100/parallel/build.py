@@ -20,6 +20,7 @@ from titan_mi100.model.loss import HeadMemory
 from titan_mi100.objectives.base import Objective
 from titan_mi100.objectives.sft import SFT
 from titan_mi100.parallel.base import ParallelModel, read_on_host
+from titan_mi100.parallel.context_parallel import ContextRanks, apply_context_parallel, context_ranks
 from titan_mi100.parallel.ddp import ReplicatedModel
 from titan_mi100.parallel.dtypes import compute_dtype, master_dtype
 from titan_mi100.parallel.fsdp import ShardedModel, apply_fsdp
@@ -78,14 +79,15 @@ def build_model(
         kept = head_memory.kept_elements // batch.gradient_accumulation_steps
         head_memory = replace(head_memory, kept_elements=kept)
     loss = functools.partial(objective, memory=head_memory)
+    context = context_ranks(mesh, layout)
 
     def build(stage: Stage | None) -> CausalLM:
         with torch.device("meta"):
             model = MODELS[spec.model_type](spec, computation.backend, stage)
         model.head_loss, model.columns = loss, objective.columns
-        parallelize(model, config, layout, mesh)
+        parallelize(model, config, layout, mesh, context)
         check_names(model, spec, config.lora)
-        read_on_host(model, device)  # last: a hook prepended later runs first, and this one must run before FSDP2's
+        read_on_host(model, device, context)  # last: a hook prepended later runs first, and this one must run before FSDP2's
         return model
 
     def part(stage: Stage | None = None) -> CausalLM:
@@ -110,6 +112,8 @@ def build_model(
     else:
         model = UnshardedModel(part(), mesh, device, placement.is_gpu)
     model.objective = objective
+    if context is not None:
+        model.share_rows(context)
     if shares_copies(workload, placement.memory):
         model.copy_weights()
     if config.memory.offload == "optimizer":  # pipelines and DDP do not have it
@@ -129,12 +133,14 @@ def check_names(model: CausalLM, spec: ModelSpec, lora: LoRAConfig) -> None:
 
 
 def is_sharded(layout: Layout, memory: MemoryConfig) -> bool:
-    """Whether `fully_shard` wraps the model. A single data-parallel rank needs it only for offloaded weights."""
-    return layout.zero_stage > 0 and (layout.dp_degree > 1 or memory.offload == "weights")
+    """Whether `fully_shard` wraps the model. A rank that no other shares gradients with needs it only for offloaded weights."""
+    return layout.zero_stage > 0 and (layout.gradient_ranks > 1 or memory.offload == "weights")
 
 
-def parallelize(model: CausalLM, config: Config, layout: Layout, mesh: DeviceMesh) -> None:
-    """Apply LoRA, tensor parallel, compile, activation checkpointing and FSDP2 to a model, in place, in this order.
+def parallelize(
+    model: CausalLM, config: Config, layout: Layout, mesh: DeviceMesh, context: ContextRanks | None = None
+) -> None:
+    """Apply LoRA, tensor and context parallel, compile, activation checkpointing and FSDP2 to a model, in place, in this order.
 
     Args:
         model: the model or a pipeline stage, on the meta device. No parameter changes its name.
@@ -157,6 +163,8 @@ def parallelize(model: CausalLM, config: Config, layout: Layout, mesh: DeviceMes
         parameter.data = parameter.data.to(dtype)
     if layout.matrix_parts > 1:
         apply_tensor_parallel(model, tensor_parallel_ranks(mesh))
+    if context is not None:
+        apply_context_parallel(model, context)
     # Checkpointing wraps the compiled functions: these are then alike in all blocks, and torch compiles them once.
     mode = config.activation_checkpoint.mode
     apply_compile(model, config.compile, is_whole=mode != "selective")

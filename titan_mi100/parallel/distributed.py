@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titan_mi100.config.layout import AXES, DATA_PARALLEL, PIPELINE, Layout
+from titan_mi100.config.layout import DATA_PARALLEL, PIPELINE, Layout
 from titan_mi100.config.srun import device_index
 from titan_mi100.device import accelerator
 from titan_mi100.device.accelerator import to_device
@@ -156,18 +157,25 @@ def _keep_freed_memory() -> None:
 
 
 def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """Build the mesh of all ranks, with the axes of layout.AXES."""
-    return init_device_mesh(device.type, layout.shape(), mesh_dim_names=tuple(AXES))
+    """Build the mesh of all ranks."""
+    axes = layout.mesh()
+    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-def data_parallel_rank(mesh: DeviceMesh) -> int:
-    """The data-parallel rank, which decides which rows a rank reads. The ranks of a pipeline and of a tensor-parallel
-    group have the same one.
+def named_group(name: str) -> tuple[dist.ProcessGroup, int]:
+    """The process group with this name, and its size. Custom operators take strings, not groups."""
+    group = _resolve_process_group(name)  # type: ignore[arg-type]
+    return group, dist.get_world_size(group)
+
+
+def data_parallel_rank(mesh: DeviceMesh, layout: Layout) -> int:
+    """The data-parallel rank, which decides which rows a rank reads. The ranks of a pipeline, of a tensor-parallel and
+    of a context-parallel group have the same one.
     """
     rank = 0
     for name in DATA_PARALLEL:
         rank = rank * mesh[name].size() + mesh.get_local_rank(name)
-    return rank
+    return rank // layout.context_ranks
 
 
 def device_name(device: torch.device) -> tuple[str, str, int]:
@@ -195,13 +203,13 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def seed_dropout(seed: int, step: int, mesh: DeviceMesh) -> None:
+def seed_dropout(seed: int, step: int, dp_rank: int, mesh: DeviceMesh) -> None:
     """Seed torch for a step's dropout.
 
-    Data-parallel ranks and pipeline ranks draw different numbers, the ranks of a tensor-parallel group the same. The
+    Data-parallel ranks and pipeline ranks draw different numbers, those that share a row's tokens or heads the same. The
     seed is a pure function of these and the step, so a resumed run draws what an uninterrupted run would.
     """
-    where = f"{seed}/dropout/{step}/{data_parallel_rank(mesh)}/{mesh.get_local_rank(PIPELINE)}"
+    where = f"{seed}/dropout/{step}/{dp_rank}/{mesh.get_local_rank(PIPELINE)}"
     torch.manual_seed(zlib.crc32(where.encode()))
 
 

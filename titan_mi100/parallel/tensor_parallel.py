@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from titan_mi100.device.operators import custom_operator
@@ -25,7 +24,7 @@ from titan_mi100.model.decoder import CausalLM
 from titan_mi100.model.layers import local_weight
 from titan_mi100.model.lora import LoRAExpertLinear, LoRALinear
 from titan_mi100.model.token_rows import rows_of
-from titan_mi100.parallel.distributed import all_gather_tensor, reduce_scatter_tensor
+from titan_mi100.parallel.distributed import all_gather_tensor, named_group, reduce_scatter_tensor
 
 
 def apply_tensor_parallel(model: CausalLM, mesh: DeviceMesh) -> None:
@@ -160,7 +159,7 @@ def gather_sequence(x: Tensor, group_name: str) -> Tensor:
 
     Its backward is scatter_sequence.
     """
-    group, ranks = _group(group_name)
+    group, ranks = named_group(group_name)
     # The collective concatenates along dim 0, (ranks x batch, ...); the sequence is dim 1.
     parts = x.new_empty(ranks * len(x), *x.shape[1:])
     all_gather_tensor(parts, x.contiguous(), group)
@@ -173,7 +172,7 @@ def scatter_sequence(x: Tensor, group_name: str) -> Tensor:
 
     Its backward is gather_sequence.
     """
-    group, ranks = _group(group_name)
+    group, ranks = named_group(group_name)
     own = x.new_empty(len(x), x.shape[1] // ranks, x.shape[2])
     reduce_scatter_tensor(own, torch.cat(x.chunk(ranks, dim=1)), group=group)
     return own
@@ -181,18 +180,12 @@ def scatter_sequence(x: Tensor, group_name: str) -> Tensor:
 
 @gather_sequence.operator.register_fake
 def _(x: Tensor, group_name: str) -> Tensor:
-    return x.new_empty(len(x), x.shape[1] * _group(group_name)[1], x.shape[2])
+    return x.new_empty(len(x), x.shape[1] * named_group(group_name)[1], x.shape[2])
 
 
 @scatter_sequence.operator.register_fake
 def _(x: Tensor, group_name: str) -> Tensor:
-    return x.new_empty(len(x), x.shape[1] // _group(group_name)[1], x.shape[2])
-
-
-def _group(name: str) -> tuple[dist.ProcessGroup, int]:
-    """The process group with this name, and its size. Custom operators take strings, not groups."""
-    group = _resolve_process_group(name)  # type: ignore[arg-type]
-    return group, dist.get_world_size(group)
+    return x.new_empty(len(x), x.shape[1] // named_group(group_name)[1], x.shape[2])
 
 
 def _keep_group(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:

@@ -79,7 +79,7 @@ def shares_copies(workload: Workload, device_memory: int) -> bool:
     Args: device_memory: see estimate.
     """
     config, layout, mode = workload.config, workload.layout, workload.config.activation_checkpoint.mode
-    is_alone = layout.dp_degree == 1 and layout.zero_stage > 0 and config.memory.offload == "nothing"
+    is_alone = layout.gradient_ranks == 1 and layout.zero_stage > 0 and config.memory.offload == "nothing"
     is_cast = config.optimizer.master_bytes[0] > _BYTES[config.training.mixed_precision_param]
     is_plain = is_alone and is_cast and not config.compile.enable
     if mode == "none" or not is_plain:
@@ -166,7 +166,7 @@ class _RankMemory:
         self.layers = [spec.layers[number] for number in sorted(numbers)]
         self.tied, self.lora_rank = spec.tie_word_embeddings, config.lora.rank
         self.offload, self.inputs_on_host = config.memory.offload, config.memory.offload_activations
-        self.is_fsdp = layout.zero_stage > 0 and (layout.dp_degree > 1 or self.offload == "weights")
+        self.is_fsdp = layout.zero_stage > 0 and (layout.gradient_ranks > 1 or self.offload == "weights")
         self.shards = layout.weight_shards if self.is_fsdp else 1
         self.layer_values = sum(layer.size for layer in self.layers) / layout.matrix_parts
         small = (p.size for layer in self.layers for p in layer.parameters.values() if p.role == "router")

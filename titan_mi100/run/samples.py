@@ -220,7 +220,7 @@ def _answer_by_forwards(
             own_numbers = [number for number in open_ if number % batch.dp_degree == dp_rank]
             rows = [prompts[number] + answers[number] for number in own_numbers]
             # without rows: to join the collectives
-            logits = model.logits(of_prompts(rows or [[0]], _ROUNDED_TO * model.tp_degree))
+            logits = model.logits(of_prompts(rows or [[0]], _ROUNDED_TO * model.row_multiple))
             # The rank that chose a token sends its id + 1, all others send 0: the sum tells every rank. The last
             # element counts the ranks that were told to stop.
             chosen = torch.zeros(len(prompts) + 1, dtype=torch.long, device=model.device)

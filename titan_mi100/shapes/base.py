@@ -207,6 +207,10 @@ class ModelSpec:
         names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
         return {name: getattr(self, name) for name in names}
 
+    def mixing_heads(self) -> dict[str, int]:
+        """Names and numbers of the heads that context parallel shares out, besides those of keys and values."""
+        return {"num_attention_heads": self.num_attention_heads}
+
     def input_sizes(self) -> dict[str, tuple[int, bool]]:
         """Names and input sizes of the matrices, which 4-bit blocks must divide; whether tensor parallel splits it."""
         heads = self.num_attention_heads * self.head_dim

@@ -169,6 +169,9 @@ class Qwen3_5Spec(ModelSpec):
     def tensor_parallel_sizes(self) -> dict[str, int]:
         return {"linear_num_key_heads": self.linear_num_key_heads, **super().tensor_parallel_sizes()}
 
+    def mixing_heads(self) -> dict[str, int]:
+        return {**super().mixing_heads(), "linear_num_key_heads": self.linear_num_key_heads}
+
     def input_sizes(self) -> dict[str, tuple[int, bool]]:
         return {**super().input_sizes(), "linear_num_value_heads x linear_value_head_dim": (self.values, True)}
 
