@@ -343,7 +343,7 @@ def supervised_of(labels):
     from titan_mi100.data.rows import columns_where
     from titan_mi100.parallel.base import supervised_index
 
-    return supervised_index(torch.from_numpy(columns_where((labels != IGNORE).numpy())))
+    return torch.from_numpy(supervised_index(torch.from_numpy(columns_where((labels != IGNORE).numpy()))))
 
 
 def records_of(job: str, given: dict, folder: Path, processes: int) -> Iterator[tuple[dict, list[dict]]]:

@@ -159,8 +159,8 @@ def spec_of(cell: Cell) -> ModelSpec:
     size = 2 if cell.is_lean else 1  # wide enough for blocks of the optimizer's state
     mixture = {"moe_intermediate_size": 32 * size**2, "num_experts": 5, "num_experts_per_tok": 2}
     if cell.family.startswith("qwen3.5"):
-        kinds, heads = every_fourth(cell.layers, 2), (4, 2, 2, 4)
-        sizes = {"head_dim": 16, "linear_key_head_dim": 8 * size, "linear_value_head_dim": 16}
+        kinds, heads = every_fourth(cell.layers, 2), (4, 2, 4, 8)
+        sizes = {"head_dim": 16, "linear_key_head_dim": 8 * size, "linear_value_head_dim": 8}
         dims = (320, 64 * size, 128 * size if cell.is_lean else 96, cell.layers, *heads, cell.tied, kinds)
         if cell.family == "qwen3.5_moe":
             return Qwen3_5MoeSpec(*dims, **sizes, **rest, **mixture)

@@ -157,14 +157,14 @@ class Layout:
             parts.append(f"pipeline of {self.pp}")
         if self.zero_stage == 0:
             parts.append(f"DDP over {self.dp_replicate}")
-        elif self.dp_replicate > 1 and self.dp_shard == 1:
+        elif self.dp_replicate > 1 and self.weight_shards == 1:
             parts.append(f"{self.dp_replicate} replicas")
         elif self.dp_replicate > 1:
-            parts.append(f"HSDP, {self.dp_replicate} replicas of FSDP2 over {self.dp_shard} (ZeRO-{self.zero_stage})")
+            parts.append(f"HSDP, {self.dp_replicate} replicas of FSDP2 over {self.weight_shards} (ZeRO-{self.zero_stage})")
         elif self.weight_shards > 1 or (self.pp == 1 and self.tp == 1):
             parts.append(f"FSDP2 over {self.weight_shards} (ZeRO-{self.zero_stage})")
         if self.cp > 1:
-            parts.append(f"of them context parallel over {self.cp}")
+            parts[-1] += f", {self.cp} of them context parallel"
         if self.tp > 1:
             parts.append(f"tensor parallel over {self.tp}")
         return " x ".join(parts)

@@ -269,14 +269,14 @@ def model_inputs(microbatch: dict[str, Tensor], device: torch.device) -> dict[st
     return {name: tensor if name in READ_ON_HOST else to_device(tensor, device) for name, tensor in microbatch.items()}
 
 
-def supervised_index(columns: Tensor) -> Tensor:
+def supervised_index(columns: Tensor) -> np.ndarray:
     """Positions of the supervised tokens in the flattened batch.
 
     Args:
         columns: (batch, seq) integers on the CPU: the supervised columns of each row, padded with -1.
 
     Returns:
-        (n,) int64 on the CPU; [0] if no token is supervised.
+        (n,) int64; [0] if no token is supervised.
 
     The index is never empty: every rank must run the head and its collectives. The token in [0] then has the label
     IGNORE, so it adds nothing to the loss.
@@ -284,7 +284,7 @@ def supervised_index(columns: Tensor) -> Tensor:
     assert columns.device.type == "cpu", "the supervised columns are read on the host"
     positions = columns.numpy().astype(np.int64)
     flat = (positions + positions.shape[1] * np.arange(len(positions))[:, None])[positions >= 0]
-    return torch.from_numpy(flat if len(flat) else np.zeros(1, dtype=np.int64))
+    return flat if len(flat) else np.zeros(1, dtype=np.int64)
 
 
 def read_on_host(model: CausalLM, device: torch.device, context: ContextRanks | None = None) -> None:
@@ -312,12 +312,9 @@ def describe_on_host(
     """Replace `document_ends` and `supervised_columns` by `documents` and `supervised`; see CausalLM.forward."""
     described = {name: argument for name, argument in inputs.items() if name not in READ_ON_HOST}
     described["documents"] = model.prepare(documents_of(inputs), device)
-    supervised: Any = supervised_index(inputs[SUPERVISED])
-    if context is None:
-        return {**described, "supervised": to_device(supervised, device)}
-    shared = context.share(supervised, inputs[SUPERVISED].shape[1])
-    moved = {name: to_device(getattr(shared, name), device) for name in ("every", "place", "own")}
-    return {**described, "supervised": shared._replace(**moved)}
+    index = supervised_index(inputs[SUPERVISED])
+    shared = to_device(torch.from_numpy(index), device) if context is None else context.share(index, device)
+    return {**described, "supervised": shared}
 
 
 def documents_of(microbatch: Mapping[str, Any]) -> Documents:

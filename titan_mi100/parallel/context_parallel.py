@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_mi100.config.layout import Layout
 from titan_mi100.data.microbatch import TOKENS, Microbatch
+from titan_mi100.device.accelerator import to_device
 from titan_mi100.device.operators import custom_operator
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.model.lora import LoRALinear
@@ -39,17 +41,18 @@ class ContextRanks:
         cut = {name: microbatch[name][:, self.rank :: self.size].contiguous() for name in (TOKENS, "positions")}
         return {**microbatch, **cut}
 
-    def share(self, supervised: Tensor, seq: int) -> SharedTokens:
+    def share(self, supervised: np.ndarray, device: torch.device) -> SharedTokens:
         """Find the supervised tokens that this rank has.
 
         Args:
-            supervised: (n,) on the CPU: their index in the flattened rows. seq: of whole rows, a multiple of `size`.
+            supervised: (n,): their index in the flattened rows, whose length is a multiple of `size`.
         """
-        place = (supervised % seq % self.size == self.rank).nonzero()[:, 0]
-        own = supervised[place] // self.size  # rows end at multiples of `size`
+        place = np.flatnonzero(supervised % self.size == self.rank)
+        own = supervised[place] // self.size
         if not len(place):  # every rank must run the head: on any token, whose loss is not read
-            place, own = torch.tensor([len(supervised)]), torch.tensor([0])
-        return SharedTokens(supervised, place, own, self.group)
+            place, own = np.array([len(supervised)]), np.zeros(1, np.int64)
+        every, *of_rank = (to_device(torch.from_numpy(index), device) for index in (supervised, place, own))
+        return SharedTokens(every, *of_rank, self.group)
 
 
 def context_ranks(mesh: DeviceMesh, layout: Layout) -> ContextRanks | None:
@@ -60,7 +63,7 @@ def context_ranks(mesh: DeviceMesh, layout: Layout) -> ContextRanks | None:
     size, inner = layout.context_ranks, layout.matrix_parts
     if size == 1:
         return None
-    groups = torch.arange(mesh.size()).view(-1, size, inner).transpose(1, 2).reshape(-1, size).tolist()
+    groups = np.arange(mesh.size()).reshape(-1, size, inner).swapaxes(1, 2).reshape(-1, size).tolist()
     own = next(ranks for ranks in groups if dist.get_rank() in ranks)
     group, _ = dist.new_subgroups_by_enumeration(groups)
     return ContextRanks(size, own.index(dist.get_rank()), group)

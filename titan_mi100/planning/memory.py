@@ -160,6 +160,7 @@ class _RankMemory:
         self.stages, self.rank, self.device_memory, self.shares_copies = stages, rank, device_memory, shares_copies
         training = config.training
         self.tokens = training.local_batch_size * training.seq_len
+        self.own_tokens = self.tokens / layout.context_ranks  # that the rank computes with where it has all values
         self.compute_bytes = _BYTES[training.mixed_precision_param]
         self.has_first, self.has_last = any(s.first for s in stages), any(s.last for s in stages)
         self.mode, numbers = config.activation_checkpoint.mode, {n for stage in stages for n in stage.layers}
@@ -213,7 +214,7 @@ class _RankMemory:
         is_kept = self.mode == "none" or self.shares_copies
         layers_on_card = self.layers[-2 if self.inputs_on_host else 0 :]
         kept_by_layer = [self._bytes(x.kept[self.mode]) + self._added_by_lora(x, "none") for x in layers_on_card]
-        rotary = self._bytes(self.spec.per_forward) * self.layout.row_parts  # each rank has all of it
+        rotary = self._bytes(self.spec.per_forward) * self.layout.matrix_parts  # of all tokens that its heads have
         kept = sum(kept_by_layer) * self._in_flight() + rotary
         kept += self.layer_values * copy_bytes if is_kept else 0.0
         kept += self.adapter_values * self.compute_bytes if self.shares_copies else 0.0
@@ -348,7 +349,7 @@ class _RankMemory:
             elif name.split(".")[-2] in targets and not p.experts:
                 dropped += p.shape[1] / (self.layout.matrix_parts if p.split.dim == 1 else 1)
         for_norms = ValuesPerToken.of(tensor for tensor in layer.saved if tensor.is_for_norm)
-        return self.tokens * dropped * (self.compute_bytes + 1) - self._bytes(for_norms)
+        return self.own_tokens * dropped * (self.compute_bytes + 1) - self._bytes(for_norms)
 
     def _inside(self, layer: LayerShape) -> float:
         """Bytes that a layer's backward needs besides what was kept."""
@@ -366,13 +367,13 @@ class _RankMemory:
 
     def _head(self) -> float:
         """Buffers of the head's loss, see model/loss.py."""
-        c, logits = self.compute_bytes, self.tokens * self.spec.vocab_size // self.layout.matrix_parts
-        block = min(max(HEAD_COLUMNS * self.tokens, HEAD_BLOCK if self.device_memory else HEAD_BLOCK_CPU), logits)
+        c, logits = self.compute_bytes, self.own_tokens * self.spec.vocab_size // self.layout.matrix_parts
+        block = min(max(HEAD_COLUMNS * self.own_tokens, HEAD_BLOCK if self.device_memory else HEAD_BLOCK_CPU), logits)
         wide, kept_logits = max(4, c), self.device_memory // HEAD_BYTES_PER_LOGIT
         schedule = SCHEDULES[self.config.parallelism.pipeline_parallel_schedule]
         keeps_all = schedule.forwards_first and self.layout.is_pipeline
         microbatches = self.batch.gradient_accumulation_steps if keeps_all else 1
-        rows = self.tokens * self.spec.hidden_size * (2 * c + 4)
+        rows = self.own_tokens * self.spec.hidden_size * (2 * c + 4)
         if logits <= kept_logits // microbatches:
             return rows + microbatches * (logits * c + block * wide)
         return rows + block * (c + (wide if c < 4 else 0))

@@ -36,7 +36,7 @@ class Plan:
         memory: the peak of each pipeline rank.
         card: bytes of a card's memory.
         flops: FLOPs of a step on all ranks together, recomputation not counted.
-        sent: bytes that a rank sends in a step: for data parallel, tensor parallel, pipeline.
+        sent: bytes that a rank sends in a step: for data parallel, tensor parallel, pipeline, context parallel.
         bubble: share of the step in which a pipeline's rank waits.
         step: seconds of a step; None: the device's speed is not known.
         tokens: tokens of a step.
@@ -203,7 +203,19 @@ def _sent(workload: Workload) -> tuple[dict[str, float], float]:
     passes = 3 if config.activation_checkpoint.mode != "none" else 2
     tensor = passes * 4 * layers * microbatches * hidden * (layout.matrix_parts - 1) / layout.matrix_parts
     pipeline = 2 * microbatches * hidden / layout.row_parts if layout.is_pipeline else 0.0
-    return {"data parallel": gathered + reduced + replicas, "tensor parallel": tensor, "pipeline": pipeline}, once
+    by_axis = {"data parallel": gathered + reduced + replicas, "tensor parallel": tensor, "pipeline": pipeline}
+    return {**by_axis, "context parallel": _exchanged(workload, c)}, once
+
+
+def _exchanged(workload: Workload, compute_bytes: int) -> float:
+    """Bytes that a rank sends in a step by context parallel's all-to-alls: in forward, backward and recomputation."""
+    spec, layout, tokens = workload.spec, workload.layout, workload.config.training.seq_len
+    ranks, heads_of = layout.context_ranks, layout.matrix_parts * layout.context_ranks
+    each = [layer.exchanged(spec.attention, heads_of) for layer in spec.layers]
+    values = sum(x.compute * compute_bytes + x.fp32 * 4 for x in each) / layout.matrix_parts / layout.pipeline_ranks
+    rows = workload.batch.local_batch_size * workload.batch.gradient_accumulation_steps
+    passes = 3 if workload.config.activation_checkpoint.mode == "full" else 2
+    return passes * rows * tokens * values * (ranks - 1) / ranks**2
 
 
 _RANDOM = {"state": "8bit", "master": "bf16_sr"}
@@ -230,6 +242,10 @@ def _changes(layout: Layout, batch: Batch, rank: int) -> Iterator[tuple[str, dic
         degree = layout.matrix_parts * times
         change = {"parallelism": {"tensor_parallel_degree": degree, **ALL_SHARDED}}
         yield f"split each matrix over {degree} cards", {**change, "training": rows(batch.local_batch_size, times)}
+        degree = layout.context_ranks * times
+        change = {"parallelism": {"context_parallel_degree": degree, **ALL_SHARDED}}
+        words = f"share each row's tokens over {degree} cards"
+        yield words, {**change, "training": rows(batch.local_batch_size, times)}
     lora = {"rank": rank or 16}
     quantised = "train adapters only, base weights in 4 bits (QLoRA)", {"lora": {**lora, "base": "nf4"}}
     if rank:
@@ -280,17 +296,21 @@ def search(workload: Workload, rows: int, card: int, gpu: Gpu | None, efficiency
     sizes = [size for size in (1, 2, 4, 8, 16) if rows % size == 0]
     modes, reductions = ("none", "selective", "full"), ("float32", "bfloat16")
     kinds = _KINDS if not workload.config.lora.rank else _KINDS[:1]
-    for pp, tp, size, mode, kind, reduction in itertools.product(degrees, degrees, sizes, modes, kinds, reductions):
-        per_forward = size * (ranks // (pp * tp))
+    layouts = [x for x in itertools.product(degrees, repeat=3) if ranks % math.prod(x) == 0]
+    for (pp, tp, cp), size, mode, kind, reduction in itertools.product(layouts, sizes, modes, kinds, reductions):
+        per_forward = size * (ranks // (pp * tp * cp))
         is_reduced = ranks > pp * tp
-        if ranks % (pp * tp) or rows % per_forward or (reduction == "bfloat16" and not is_reduced):
+        if cp > 1 < size:  # data parallel shares several rows without an exchange
+            continue
+        if rows % per_forward or (reduction == "bfloat16" and not is_reduced):
             continue
         training = {
             "local_batch_size": size, "target_tokens_per_step": 0, "gradient_accumulation_steps": rows // per_forward,
             "mixed_precision_reduce": reduction,
         }  # fmt: skip
         parallelism = {
-            "pipeline_parallel_degree": pp, "tensor_parallel_degree": tp, **ALL_SHARDED, "zero_stage": -1,
+            "pipeline_parallel_degree": pp, "tensor_parallel_degree": tp, "context_parallel_degree": cp,
+            **ALL_SHARDED, "zero_stage": -1,
             "pipeline_parallel_layers_per_stage": (), "pipeline_parallel_schedule": "1F1B",
         }  # fmt: skip
         optimizer = {"state": kind[0], "master": kind[1]}

@@ -91,6 +91,14 @@ class Piece(NamedTuple):
     whole_shape: tuple[int, ...]
 
 
+class AttentionShape(NamedTuple):
+    """Sizes that an attention backend has to support: query heads, heads of keys and values, size of a head."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
 @dataclass(frozen=True)
 class LayerShape:
     """A layer.
@@ -106,6 +114,7 @@ class LayerShape:
         saved: what it keeps for its backward if nothing is recomputed.
         temporaries: what its backward allocates besides.
         slots: experts that a token goes to.
+        mixed: values per token that context parallel exchanges, there and back, besides those of attention.
     """
 
     kind: str
@@ -118,6 +127,7 @@ class LayerShape:
     saved: tuple[Saved, ...]
     temporaries: tuple[Saved, ...]
     slots: int = 0
+    mixed: ValuesPerToken = ValuesPerToken(0)
 
     @cached_property
     def kept(self) -> Mapping[str, ValuesPerToken]:
@@ -138,6 +148,16 @@ class LayerShape:
         """Number of values of its parameters."""
         return sum(parameter.size for parameter in self.parameters.values())
 
+    def exchanged(self, attention: AttentionShape, ranks: int) -> ValuesPerToken:
+        """Values per token that context parallel exchanges: the inputs of the mixing, and its output.
+
+        Args: attention: of the model. ranks: that share the heads; each has a copy of a head of keys that are fewer.
+        """
+        if not self.pair_flops:
+            return self.mixed
+        heads = attention.heads + max(attention.kv_heads, ranks)
+        return ValuesPerToken(2 * heads * attention.head_dim)
+
     @property
     def largest(self) -> int:
         """Number of values of its largest matrix; of experts each is one."""
@@ -147,14 +167,6 @@ class LayerShape:
     def largest_stack(self) -> int:
         """Number of values of all experts of a projection; 0: it has none."""
         return max((p.size for p in self.parameters.values() if p.experts), default=0)
-
-
-class AttentionShape(NamedTuple):
-    """Sizes that an attention backend has to support: query heads, heads of keys and values, size of a head."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
 
 
 class ModelSpec:

@@ -149,7 +149,8 @@ class Qwen3_5Spec(ModelSpec):
         adapted = ("in_proj_qkv", "in_proj_z", "out_proj", "gate_proj", "up_proj", "down_proj")
         temporaries = Saved("qkv in fp32", 3 * channels, MIX, FP32), Saved("states again", 2 * states, MIX, FP32)
         layer = with_mlp(self, LINEAR, parameters, adapted, saved, 0, temporaries)
-        return replace(layer, products=layer.products + rule)
+        mixed = ValuesPerToken(channels + heads + values, heads)  # with the strengths, and the decays in fp32
+        return replace(layer, products=layer.products + rule, mixed=mixed)
 
     @property
     def per_forward(self) -> ValuesPerToken:

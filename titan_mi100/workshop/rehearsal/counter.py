@@ -12,10 +12,11 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed._tools.fake_collectives  # collectives on fake tensors, for torch 2.8
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ from titan_mi100.optim.lean import LeanAdamW, rows_at_a_time
 from titan_mi100.optim.optimizer import build_optimizer
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
+from titan_mi100.parallel.context_parallel import ContextRanks
 from titan_mi100.parallel.build import Computation, Placement, build_model
 from titan_mi100.parallel.ddp import ReplicatedModel
 from titan_mi100.parallel.distributed import build_mesh
@@ -319,6 +321,9 @@ def as_rank(
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             computation = Computation(backend or FusedKernel(), head, choose(config.objective))
             model = build_model(workload.changed(change), computation, _FakePlacement(mesh, CPU, device_memory), layers)
+            for part in model.parts if model.context else ():
+                share = partial(_share_supervised, model.context)
+                part.register_forward_pre_hook(share, prepend=True, with_kwargs=True)
             if isinstance(model, ReplicatedModel):
                 no_others.patch_ddp(model.ddp)
             where = HOST if config.memory.offload == "weights" else PARAMETERS
@@ -332,6 +337,14 @@ def as_rank(
                 patch.object(Tensor, "to", copying) if where == HOST else nullcontext(),
             ):
                 yield FakeRank(workload, microbatches, device_memory, model, ledger, mode)
+
+
+def _share_supervised(context: ContextRanks, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """As parallel.base.read_on_host does it with the loader's columns, which `inputs` does not have."""
+    with unset_fake_temporarily():
+        count = len(kwargs["supervised"])
+        index = np.arange(count)
+    return args, {**kwargs, "supervised": context.share(index, CPU)}
 
 
 def first_rows_only() -> AbstractContextManager[object]:

@@ -25,9 +25,10 @@ _COLLECTIVES: dict[str, tuple[str, int]] = {
     "c10d::send": ("send", 0),
     "c10d::recv_": ("receive", 0),
     "c10d::barrier": ("barrier", 0),
-    # tensor parallel's custom operators: a dispatch mode does not see the collectives inside them
+    # custom operators of tensor and context parallel: a dispatch mode does not see the collectives inside them
     "titan_mi100::gather_sequence": ("all-gather", 0),
     "titan_mi100::scatter_sequence": ("reduce-scatter", 0),
+    "titan_mi100::exchange_tokens_for_heads": ("all-to-all", 0),
 }
 _FLOPS = {str(operator).replace(".", "::"): formula for operator, formula in flop_registry.items()}
 _NO_TRAFFIC = ("c10d::wait_tensor", "_c10d_functional::wait_tensor")
@@ -76,7 +77,7 @@ class Tally(TorchDispatchMode):
         ranks = _as_range(members)
         if name == "titan_mi100::gather_sequence":
             payload *= len(ranks)  # the argument is this rank's part; the payload is the full tensor
-        axis = WORLD if self.is_beside_mesh else axis_of(ranks, self._layout)
+        axis = WORLD if self.is_beside_mesh else axis_of(ranks, self._layout, operation)
         self.traffic[Transfer(axis, operation, ranks, payload if operation != "barrier" else 0)] += 1
 
 

@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from titan_mi100.config.layout import AXES, Layout
+from titan_mi100.config.layout import AXES, CONTEXT_PARALLEL, Layout
 from titan_mi100.planning.scaling import is_inside
 
 WORLD = "world"
-_RING = {"all-gather": 1.0, "reduce-scatter": 1.0, "all-reduce": 2.0, "broadcast": 1.0}
+_RING = {"all-gather": 1.0, "reduce-scatter": 1.0, "all-reduce": 2.0, "broadcast": 1.0, "all-to-all": 1.0}
 OPERATIONS = (*_RING, "send", "receive", "barrier")
 
 
@@ -58,13 +58,15 @@ class Work:
     by_microbatch: Traffic
 
 
-def axis_of(group: range, layout: Layout) -> str:
-    """The mesh axis along which a group of several ranks lies; WORLD if it lies along no single axis."""
+def axis_of(group: range, layout: Layout, operation: str) -> str:
+    """The axis along which a group of several ranks lies; WORLD if it lies along no single axis of the mesh. Context
+    parallel's ranks lie along dp_shard, where FSDP2 gathers and reduce-scatters.
+    """
     stride = 1
-    for name in reversed(AXES):
-        size = getattr(layout, name)
+    for name, size in reversed(layout.mesh().items()):
         if stride <= group.step and group[-1] - group[0] < stride * size:
-            return name
+            is_context = name == "dp_shard" and operation in ("all-to-all", "all-reduce")
+            return CONTEXT_PARALLEL if is_context else name
         stride *= size
     return WORLD
 
