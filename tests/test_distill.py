@@ -43,6 +43,7 @@ from titan_mi100.workshop import vllm_answers
 SPEC = Qwen3Spec(320, 32, 48, 4, 4, 2, 8, False, rope_theta=1e4)
 SEQ_LEN, ROWS, VOCABULARY = 32, 8, 320
 TP, PP = {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}
+CP = {"context_parallel_degree": 2}
 
 
 @cache
@@ -192,6 +193,7 @@ def test_distillation_and_the_pass_on_two_processes(full: bool, tmp_path: Path) 
     write_store(tmp_path / "teacher", 5)
     teacher = tmp_path / "teacher"
     splits = [split(teacher, 2, parallelism=TP, k=7), split(teacher, 4, parallelism=PP, k=7)]
+    splits.append(split(teacher, 2, parallelism=CP, k=7))
     if full:
         splits += [split(teacher, 2, 2, parallelism={"zero_stage": stage}, k=3) for stage in (0, 3)]
         splits += [
@@ -205,6 +207,7 @@ def test_distillation_and_the_pass_on_two_processes(full: bool, tmp_path: Path) 
 def test_distillation_and_the_pass_on_four_processes(tmp_path: Path) -> None:
     write_store(tmp_path / "teacher", 5)
     layouts = ((4, {"data_parallel_replicate_degree": 2}), (2, TP), (2, PP), (1, {**TP, **PP}))
+    layouts += ((2, CP), (1, {**CP, **TP}), (1, {**CP, **PP}), (1, {"context_parallel_degree": 4}))
     run_job(4, [split(tmp_path / "teacher", 2, n, parallelism=each, k=7) for n, each in layouts], tmp_path, 5)
 
 

@@ -142,7 +142,7 @@ def run_processes(processes: int, options: list[dict], runs: dict[str, dict], fo
     for option in options:
         degrees = option.get("parallelism", {})
         ranks = processes // max(degrees.get("pipeline_parallel_degree", 1), 1)
-        ranks //= degrees.get("tensor_parallel_degree", 1)
+        ranks //= degrees.get("tensor_parallel_degree", 1) * degrees.get("context_parallel_degree", 1)
         splits.append({"local_batch_size": ROWS // (2 * ranks), "accumulation": 2, **FP64, **option})
     torch.save({"cases": cases, "splits": splits, "runs": runs}, folder / "job.pt")
     torchrun(str(REPO / "tests/gloo/job_lora.py"), str(folder / "job.pt"), str(folder), processes=processes)
@@ -164,6 +164,7 @@ def run_processes(processes: int, options: list[dict], runs: dict[str, dict], fo
 
 
 TP2 = {"tensor_parallel_degree": 2}
+CP2 = {"context_parallel_degree": 2}
 
 
 @pytest.mark.full
@@ -176,6 +177,7 @@ def test_two_processes_have_pefts_gradients_and_train_save_and_resume_adapters_o
         {"case": "tied", **WITH_ROWS},
         {"case": "untied", **WITH_ROWS, "parallelism": TP2},
         {"case": "tied", **WITH_ROWS, "parallelism": pipeline()},
+        {"case": "untied", **WITH_ROWS, "parallelism": CP2},
     ]
     more: list[dict] = [
         {"case": "tied"},
@@ -230,7 +232,9 @@ def test_two_processes_have_pefts_gradients_and_train_save_and_resume_adapters_o
             assert record["copies"] == (len(record["weights"]) if replicated and index else second_copy), name
             dtype = torch.float64 if runs[name]["param"] == "float64" else torch.float32
             base = torch.float64 if runs[name]["param"] == "float64" else torch.bfloat16
-            assert all(is_adapter(changed) for changed in record["changed"]), name
+            # trained rows are written into the memory of the table, whose own nobody reads
+            table = {"model.embed_tokens.weight"} if name.startswith("rows") else set()
+            assert all(is_adapter(changed) for changed in record["changed"] - table), name
             assert {dtype} == {record["dtypes"][weight] for weight in record["weights"]}, name
             assert {base} == {d for weight, d in record["dtypes"].items() if weight not in record["weights"]}, name
             assert not record["validation_drew"], name

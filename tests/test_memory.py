@@ -110,6 +110,7 @@ REAL = {
     "4 bits": (UNTIED, 1, {"lora.rank": 8, "lora.base": "nf4", **FULL}),
     "state on the host": (UNTIED, 1, {**LEAN, **FULL, **STATE_ON_HOST}),
     "state on the host, FSDP2": (WIDE, 2, {**FULL, **STATE_ON_HOST}),
+    "context parallel": (WIDE, 2, {"parallelism.context_parallel_degree": 2}),
     "tensor parallel x FSDP2, LoRA": (WIDE, 4, {**TP, "lora.rank": 8}),
     "experts": (EXPERTS, 1, {**LEAN, "activation_checkpoint.mode": "none"}),
     "experts in 4 bits, with adapters": (EXPERTS, 1, {**QLORA, **OF_EXPERTS, **FULL}),

@@ -140,6 +140,7 @@ def compare(processes: int, options: list[dict], folder: Path) -> None:
     for option in options:
         degrees = option.get("parallelism", {})
         ranks = processes // degrees.get("pipeline_parallel_degree", 1) // degrees.get("tensor_parallel_degree", 1)
+        ranks //= degrees.get("context_parallel_degree", 1)
         splits.append({"local_batch_size": ROWS // (2 * ranks), "accumulation": 2, **NF4, **option})
     torch.save({"cases": cases, "splits": splits, "runs": {}}, folder / "job.pt")
     torchrun(str(REPO / "tests/gloo/job_lora.py"), str(folder / "job.pt"), str(folder), processes=processes)
@@ -157,6 +158,7 @@ def test_two_processes_have_pefts_gradients(full: bool, tmp_path: Path) -> None:
         {"case": "untied", "checkpointing": "full"},
         {"case": "untied", "parallelism": TP2},
         {"case": "tied", "parallelism": pipeline()},
+        {"case": "untied", "parallelism": {"context_parallel_degree": 2}},
     ]
     more: list[dict] = [
         {"case": "tied", "parallelism": {"zero_stage": 1}},

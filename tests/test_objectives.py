@@ -25,6 +25,7 @@ from titan_mi100.workshop.made_up import made_up
 SPEC = Qwen3Spec(320, 32, 48, 4, 4, 2, 8, False, rope_theta=1e4)
 ROWS = 8
 TP, PP = {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}
+CP = {"context_parallel_degree": 2}
 
 
 def documents() -> list[tuple[np.ndarray, np.ndarray]]:
@@ -104,7 +105,7 @@ def test_pairs_on_one_process_and_after_a_resume(world: World, tmp_path: Path, m
 
 
 def test_pairs_on_two_processes(full: bool, tmp_path: Path) -> None:
-    splits = [split(2, 2), split(2, parallelism=TP), split(4, parallelism=PP)]
+    splits = [split(2, 2), split(2, parallelism=TP), split(4, parallelism=PP), split(2, parallelism=CP)]
     if full:
         names = ["GPipe", "Interleaved1F1B"]
         splits += [split(4, parallelism={**PP, "pipeline_parallel_schedule": name}) for name in names]
@@ -116,6 +117,7 @@ def test_pairs_on_two_processes(full: bool, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_pairs_on_four_processes(tmp_path: Path) -> None:
     layouts = ((4, {"data_parallel_replicate_degree": 2}), (2, TP), (2, PP), (1, {**TP, **PP}))
+    layouts += ((2, CP), (1, {**CP, **TP}), (1, {**CP, **PP}), (1, {"context_parallel_degree": 4}))
     run_job(4, [split(2, ranks, parallelism=each) for ranks, each in layouts], tmp_path)
 
 

@@ -15,7 +15,7 @@ from conftest import records_of
 from gloo.job_answers import data_of
 from gloo.job_parity import open_split, run_split
 from test_model import reference as transformers_model
-from test_preferences import PP, TP, log_p
+from test_preferences import CP, PP, TP, log_p
 from torch import Tensor
 
 from titan_mi100.config.settings import KL_FORMS, ObjectiveConfig
@@ -201,9 +201,10 @@ def test_every_form_and_its_gradients_equal_a_loop_over_answers_alone(full: bool
 
 
 def test_policy_on_two_processes(full: bool, tmp_path: Path) -> None:
-    layouts = [("dapo", 4, 2, {}), ("gspo", 8, 2, TP), ("grpo", 2, 8, PP)]
+    layouts = [("dapo", 4, 2, {}), ("gspo", 8, 2, TP), ("gspo", 8, 2, CP), ("grpo", 2, 8, PP)]
     if full:
         layouts += [(form, 4, 2, {}) for form in FORMS] + [(form, 2, 8, PP) for form in FORMS]
+        layouts += [(form, 8, 2, CP) for form in FORMS]
         layouts += [("cispo", 4, 2, {"zero_stage": stage}) for stage in (0, 1, 2)]
     for form in dict.fromkeys(form for form, *_ in layouts):
         (folder := tmp_path / form).mkdir()

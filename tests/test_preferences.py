@@ -27,6 +27,7 @@ from titan_mi100.shapes.qwen3 import Qwen3Spec
 SPEC = Qwen3Spec(320, 32, 48, 4, 4, 2, 8, False, rope_theta=1e4)
 SEQ_LEN, ROWS, SFT = 32, 8, 0.25
 TP, PP = {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}
+CP = {"context_parallel_degree": 2}
 
 
 @cache
@@ -178,6 +179,7 @@ def run_job(processes: int, splits: list[dict], folder: Path, name: str = "dpo")
 
 def test_preferences_on_two_processes(full: bool, tmp_path: Path) -> None:
     splits = [split("dpo", 2, 2, SFT), split("dpo", 2, parallelism=TP), split("dpo", 4, parallelism=PP)]
+    splits.append(split("dpo", 2, 1, SFT, parallelism=CP))
     if full:
         names = ["GPipe", "Interleaved1F1B"]
         splits += [split("dpo", 4, parallelism={**PP, "pipeline_parallel_schedule": name}) for name in names]
@@ -190,6 +192,7 @@ def test_preferences_on_two_processes(full: bool, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_preferences_on_four_processes(tmp_path: Path) -> None:
     layouts = ((4, {"data_parallel_replicate_degree": 2}), (2, TP), (2, PP), (1, {**TP, **PP}))
+    layouts += ((2, CP), (1, {**CP, **TP}), (1, {**CP, **PP}), (1, {"context_parallel_degree": 4}))
     run_job(4, [split("dpo", 2, ranks, SFT, parallelism=each) for ranks, each in layouts], tmp_path)
 
 

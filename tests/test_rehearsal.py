@@ -59,6 +59,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "GPipe PP2 x DP2": {"parallelism": {**PP, "pipeline_parallel_schedule": "GPipe"}, "accumulation": 3},
     "DDP": {"parallelism": {"zero_stage": 0}, "accumulation": 2},
     "LoRA, FSDP2": {"lora": {"rank": 4}},
+    "CP2 x FSDP2": {"parallelism": {"context_parallel_degree": 2}, "accumulation": 2, "checkpointing": "full"},
+    "CP4, one head of keys a rank": {"parallelism": {"context_parallel_degree": 4}, "accumulation": 2},
+    "CP2 x TP2": {"parallelism": {**TP, "context_parallel_degree": 2}, "accumulation": 2},
+    "CP2 x PP2": {"parallelism": {**PP, "context_parallel_degree": 2}, "accumulation": 4},
 }  # fmt: skip
 
 
@@ -135,6 +139,7 @@ def drawn(draws: random.Random) -> Config:
         "parallelism": {
             "zero_stage": draws.choice((0, 1, 2, 3)), "data_parallel_replicate_degree": draws.choice((1, 2)),
             "tensor_parallel_degree": draws.choice((1, 2)), "pipeline_parallel_degree": draws.choice((1, 1, 2)),
+            "context_parallel_degree": draws.choice((1, 2, 4)),
         },
         "training": {
             "gradient_accumulation_steps": draws.choice((1, 2)), "local_batch_size": draws.choice((1, 2)),
@@ -164,6 +169,7 @@ def test_the_planner_sends_on_each_axis_what_a_rehearsal_counts(full: bool, monk
         for axis, name, least, most in (
             ("dp", "data parallel", 1.0, 1.3 if layout.zero_stage == 3 else 1.0),
             ("tp", "tensor parallel", 0.75, 1.0), ("pp", "pipeline", 1.0, 1.0),
+            ("cp", "context parallel", 0.98, 1.0),
         ):  # fmt: skip
             assert 0.99 * least * counted[axis] <= planned[name] <= 1.01 * most * counted[axis], (axis, config)
 
@@ -181,7 +187,7 @@ def test_a_ring_sends_what_it_must() -> None:
     sent = {name: [transfer(name, group).ring_bytes for group in (pair, four)] for name in OPERATIONS}
     assert sent == {
         "all-gather": [500, 750], "reduce-scatter": [500, 750], "all-reduce": [1000, 1500], "broadcast": [500, 750],
-        "send": [1000, 1000], "receive": [0, 0], "barrier": [0, 0],
+        "send": [1000, 1000], "receive": [0, 0], "barrier": [0, 0], "all-to-all": [500, 750],
     }  # fmt: skip
 
 
@@ -204,9 +210,12 @@ def test_a_group_lies_along_an_axis() -> None:
     layout = Layout(dp_shard=4, dp_replicate=2, tp=8, pp=3)
     groups = {"tp": range(8, 16), "dp_shard": range(5, 32, 8), "dp_replicate": range(3, 64, 32)}
     groups |= {"pp": range(0, 192, 64), "world": range(192)}
-    assert {name: axis_of(group, layout) for name, group in groups.items()} == {name: name for name in groups}
-    assert axis_of(range(0, 129, 128), layout) == "pp"  # both ends of a pipeline
-    assert axis_of(range(4), Layout(dp_shard=4)) == "dp_shard"
+    assert {name: axis_of(group, layout, "all-gather") for name, group in groups.items()} == {name: name for name in groups}
+    assert axis_of(range(0, 129, 128), layout, "send") == "pp"  # both ends of a pipeline
+    assert axis_of(range(4), Layout(dp_shard=4), "all-gather") == "dp_shard"
+    shared = Layout(dp_shard=2, cp=2, tp=2)
+    assert axis_of(range(0, 8, 2), shared, "all-gather") == "dp_shard"
+    assert axis_of(range(1, 5, 2), shared, "all-to-all") == axis_of(range(4, 8, 2), shared, "all-reduce") == "cp"
 
 
 def test_a_step_waits_for_what_nothing_hides() -> None:

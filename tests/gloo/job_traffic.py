@@ -32,6 +32,7 @@ METHODS = {
     "send": ("send", 0),
     "recv": ("receive", 0),
     "barrier": ("barrier", None),
+    "alltoall_base": ("all-to-all", 1),
 }
 FOUND: Counter[tuple[str, tuple[int, ...], int]] = Counter()  # (operation, ranks, bytes)
 

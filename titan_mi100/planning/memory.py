@@ -250,17 +250,21 @@ class _RankMemory:
             computing = max(map(self._inside, self.layers)) + (0.0 if is_kept else self.block_values * copy_bytes)
             block_gradient = 0.0 if self.lora_rank else self.block_values * self.compute_bytes
             gathered = self._gathered(2 * self.block_bytes, self.vocab_bytes if self.tied else 0.0)
-            gathered += self._reduced(self.block_values)
+            block_reduced = self._reduced(self.block_values)
+            is_head_reduced = self.has_last and not self.tied and self.layout.zero_stage > 1 and block_reduced
+            head_reduced = self.vocab_values * self.reduce_bytes if is_head_reduced else 0.0  # until the next reduction
             is_head_summed = self.has_last and not self.tied and not self.lora_rank
             head_sum = self._gradient_sums(self.vocab_values) if is_head_summed else 0.0
             gradients = max(earlier_sums, head_sum) + waiting + block_gradient
-            yield "backward of the last block", moment_with(gradients, kept + computing, communication=gathered)
+            last = gathered + max(block_reduced, head_reduced)
+            yield "backward of the last block", moment_with(gradients, kept + computing, communication=last)
             # From here on as many gradients wait as may, while each block frees what it has kept; else the last moment.
             count, gradients = len(kept_by_layer), sums + waiting + block_gradient
             done = int(sums / self._gradient_sums(self.block_values)) if self.offload == "optimizer" else count
             for name, left in (("a block in the middle", max(1, count - done)), ("the first block", 1)):
                 activations = kept - sum(kept_by_layer[left:]) + computing
-                yield f"backward of {name}", moment_with(gradients, activations, communication=gathered)
+                communication = gathered + block_reduced
+                yield f"backward of {name}", moment_with(gradients, activations, communication=communication)
         if self.has_first and vocab_gradient:
             gradients = sums + (3 if waiting else 1) * vocab_gradient  # head's, embedding's and their sum
             gathered = self._gathered(self.vocab_bytes if self.tied else 0.0)
