@@ -153,7 +153,7 @@ def drawn(draws: random.Random) -> Config:
 
 def test_the_planner_sends_on_each_axis_what_a_rehearsal_counts(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In layouts drawn at random. Of ZeRO-3 it gathers the last block and the head once more than is done; of tensor
-    parallel it leaves out what is summed for the norms and the head."""
+    parallel it leaves out what is summed for the norms and the head; of context parallel the losses of tokens."""
     monkeypatch.setattr(Config, "spec", lambda _: SPEC)
     draws, seen = random.Random(0), set()
     while len(seen) < (24 if full else 1):
@@ -169,7 +169,7 @@ def test_the_planner_sends_on_each_axis_what_a_rehearsal_counts(full: bool, monk
         for axis, name, least, most in (
             ("dp", "data parallel", 1.0, 1.3 if layout.zero_stage == 3 else 1.0),
             ("tp", "tensor parallel", 0.75, 1.0), ("pp", "pipeline", 1.0, 1.0),
-            ("cp", "context parallel", 0.98, 1.0),
+            ("cp", "context parallel", 0.9, 1.0),
         ):  # fmt: skip
             assert 0.99 * least * counted[axis] <= planned[name] <= 1.01 * most * counted[axis], (axis, config)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_mi100.config.check import check
-from titan_mi100.config.layout import ALL_SHARDED, Batch, Layout
+from titan_mi100.config.layout import ALL_SHARDED, SCHEDULES, Batch, Layout
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
 from titan_mi100.planning.cards import Gpu
@@ -198,11 +198,13 @@ def _sent(workload: Workload) -> tuple[dict[str, float], float]:
     gathered, reduced = others * gathers * weights * c, others * reductions * trained * r
     replicas = 2 * (among - 1) / among * trained * r / (layout.weight_shards if layout.zero_stage else 1)
     once = replicas + (gathered if layout.zero_stage < 3 else 0) + (reduced if layout.zero_stage < 2 else 0)
-    hidden = batch.local_batch_size * training.seq_len * spec.hidden_size * c
+    hidden = batch.local_batch_size * training.seq_len // layout.context_ranks * spec.hidden_size * c
     layers = spec.num_hidden_layers / layout.pipeline_ranks
     passes = 3 if config.activation_checkpoint.mode != "none" else 2
     tensor = passes * 4 * layers * microbatches * hidden * (layout.matrix_parts - 1) / layout.matrix_parts
-    pipeline = 2 * microbatches * hidden / layout.row_parts if layout.is_pipeline else 0.0
+    stages = layout.pipeline_ranks * SCHEDULES[config.parallelism.pipeline_parallel_schedule].stages_per_rank
+    borders = (stages - 1) / layout.pipeline_ranks if layout.is_pipeline else 0.0  # for each rank
+    pipeline = 2 * borders * microbatches * hidden / layout.matrix_parts  # hidden states, and their gradients
     by_axis = {"data parallel": gathered + reduced + replicas, "tensor parallel": tensor, "pipeline": pipeline}
     return {**by_axis, "context parallel": _exchanged(workload, c)}, once
 

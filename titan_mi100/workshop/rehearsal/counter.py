@@ -342,8 +342,8 @@ def as_rank(
 def _share_supervised(context: ContextRanks, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """As parallel.base.read_on_host does it with the loader's columns, which `inputs` does not have."""
     with unset_fake_temporarily():
-        count = len(kwargs["supervised"])
-        index = np.arange(count)
+        batch, seq = kwargs["labels"].shape
+        index = np.arange(batch * seq).reshape(batch, seq)[:, :-1].flatten()
     return args, {**kwargs, "supervised": context.share(index, CPU)}
 
 
