@@ -361,6 +361,10 @@ def test_the_shipped_configs_are_sound(tmp_path: Path) -> None:
         ("powersgd_rank = 1", 2, "powersgd_rank = 1 needs DDP; set [parallelism] zero_stage = 0"),
         ("zero_stage = 4", 2, "zero_stage = 4 must be -1, 0, 1, 2 or 3"),
         ("zero_stage = 2\npipeline_parallel_degree = 2", 2, "zero_stage = 2 does not go with a pipeline"),
+        ("zero_stage = 0\ncontext_parallel_degree = 2", 2, "(DDP) does not go with context_parallel_degree = 2; leave"),
+        ("context_parallel_degree = 3", 3, "context_parallel_degree = 3 does not fit num_attention_heads = 4, "
+         "num_key_value_heads = 2; possible: 1, 2, 4"),
+        ("context_parallel_degree = 4\ntensor_parallel_degree = 2", 8, "with tensor_parallel_degree = 2; possible: 1"),
     ],
 )  # fmt: skip
 def test_layouts_that_do_not_fit_say_what_would(

@@ -1,5 +1,7 @@
 """Context parallel: rows of any documents, dropout and isolation on real processes; which tokens each rank has."""
 
+import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -12,11 +14,13 @@ from gloo.job_parity import run_split
 from parity import table as parity
 from test_layouts import assert_within_the_bars
 
-from titan_mi100.config.settings import LoRAConfig
+from titan_mi100.config.check_layout import check_split
+from titan_mi100.config.settings import LoRAConfig, ParallelismConfig, TrainingConfig
 from titan_mi100.model.families import MODELS
-from titan_mi100.parallel.context_parallel import ContextRanks, _repeated
+from titan_mi100.parallel.context_parallel import ContextRanks, repeated
 from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.shapes.families import PRESETS
 from titan_mi100.shapes.qwen3 import Qwen3Spec
 from titan_mi100.shapes.qwen3_5 import Qwen3_5Spec, every_fourth
 
@@ -107,6 +111,25 @@ def test_a_run_goes_on_with_another_degree(tmp_path: Path) -> None:
     assert_within_the_bars(parity.resume("float64", tmp_path, pairs=pairs, models=(True,), steps=2, layers=2))
 
 
+def test_degrees_that_heads_cannot_share_are_refused() -> None:
+    spec, training = replace(QWEN3, num_attention_heads=12, num_key_value_heads=4), TrainingConfig(seq_len=96)
+    delta = replace(QWEN3_5, linear_num_key_heads=2)
+
+    def problems(spec: ModelSpec, cp: int, tp: int = 1, training: TrainingConfig = training, **lora: Any) -> list[str]:
+        parallelism = ParallelismConfig(context_parallel_degree=cp, tensor_parallel_degree=tp)
+        found = check_split(parallelism, LoRAConfig(**lora), training, spec)
+        return [problem.text for problem in found if problem.key == "parallelism.context_parallel_degree"]
+
+    assert not any(problems(spec, cp) for cp in (1, 2, 4, 12)) and not problems(spec, 6, 2) and not problems(delta, 2)
+    assert problems(spec, 3)[0].endswith("num_key_value_heads = 4; possible: 1, 2, 4, 12")
+    assert problems(spec, 4, 2)[0].endswith("with tensor_parallel_degree = 2; possible: 1, 2, 6")
+    assert "linear_num_key_heads = 2" in problems(delta, 4)[0]
+    assert problems(spec, 4, training=TrainingConfig(seq_len=90)) == ["= 4 does not divide seq_len = 90; use 92"]
+    experts = {"rank": 2, "target_modules": ("experts",), "dropout": 0.1}
+    assert "set [lora] dropout = 0" in problems(PRESETS["30B-A3B"], 2, **experts)[0]
+    assert not problems(PRESETS["30B-A3B"], 2, **{**experts, "dropout": 0.0})
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_each_supervised_token_is_on_one_rank_and_they_are_spread_evenly(size: int) -> None:
     ranks = [ContextRanks(size, rank, Mock()) for rank in range(size)]
@@ -116,8 +139,8 @@ def test_each_supervised_token_is_on_one_rank_and_they_are_spread_evenly(size: i
     for index in (np.arange(40, 61), np.array([3, 33]), np.array([0])):  # an answer at a row's end; fewer than ranks
         shared = [rank.share(index, torch.device("cpu")) for rank in ranks]
         assert all((each.every.numpy() == index).all() for each in shared)
-        has = [[] if each.place[0] == len(index) else each.place.tolist() for each in shared]
-        assert sorted(sum(has, [])) == [*range(len(index))] and all(len(each.own) for each in shared)
+        has = [[] if each.numbers[0] == len(index) else each.numbers.tolist() for each in shared]
+        assert sorted(itertools.chain(*has)) == [*range(len(index))] and all(len(each.own) for each in shared)
         if len(index) > size:
             assert max(map(len, has)) - min(map(len, has)) <= 1
         for tokens, each, places in zip(cut, shared, has, strict=True):
@@ -126,7 +149,7 @@ def test_each_supervised_token_is_on_one_rank_and_they_are_spread_evenly(size: i
 
 def test_gradients_of_copied_heads_are_summed_in_fp32() -> None:
     x = torch.ones(1, 1, 2, 1, dtype=torch.bfloat16, requires_grad=True)
-    copies = _repeated(x, 3)
+    copies = repeated(x, 3)
     assert copies.shape == (1, 1, 6, 1)
     copies.backward(torch.tensor([256.0, 0.75, 0.75, 1, 2, 3], dtype=torch.bfloat16).view(1, 1, 6, 1))
     assert x.grad is not None and x.grad.flatten().tolist() == [258, 6]  # in bf16 256 + 0.75 + 0.75 is 256

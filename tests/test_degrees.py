@@ -58,7 +58,8 @@ def test_degrees_fill_the_processes_or_say_what_would() -> None:
         ({"world_size": 4, "dp_shard": 2, "dp_replicate": 4}, "does not fill the 4 started processes; .* 8"),
         ({"world_size": 2, "pp": 2, "tp": 2}, "pipeline_parallel_degree = 2 x tensor_parallel_degree = 2 does not"),
         ({"world_size": 4, "pp": 2, "zero_stage": 3}, "zero_stage = 3 does not go with a pipeline.*use 1"),
-        ({"world_size": 2, "tp": 2, "zero_stage": 0}, "goes with neither tensor_parallel_degree nor"),
+        ({"world_size": 2, "tp": 2, "zero_stage": 0}, "does not go with tensor_parallel_degree = 2; leave it out"),
+        ({"world_size": 2, "cp": 4}, "context_parallel_degree = 4 does not divide the 2 started"),
         ({"world_size": 2, "dp_shard": 2, "zero_stage": 0}, "shards nothing, but data_parallel_shard_degree = 2"),
     ):
         with pytest.raises(ValueError, match=remedy):

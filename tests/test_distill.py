@@ -218,12 +218,12 @@ def test_the_likeliest_ids_of_blocks_of_the_vocabulary(memory: HeadMemory) -> No
     weight[2400] = weight[3]  # equal logits in different blocks: the least id comes first
     predicted = token_losses(hidden, weight, of_labels(torch.zeros(1, 9, dtype=torch.long), tokens), memory=memory)
     for k in (1, 20, 2500):
-        ids, log_p = likeliest(hidden[0, tokens], weight, predicted, k, 2500, memory=memory)
+        ids, log_p = likeliest(hidden[0, tokens], weight, predicted.best, k, 2500, memory=memory)
         exact = (hidden[0, tokens] @ weight.T).log_softmax(-1)
         order = exact.argsort(stable=True, dim=1, descending=True)[:, :k]
         assert (ids == order).float().mean() > 0.99  # neighbours may differ by rounding
         torch.testing.assert_close(log_p, exact.gather(1, order), rtol=1e-5, atol=1e-5)
-    ids, log_p = likeliest(hidden[0, tokens], weight, predicted, 100, 100, memory=memory)  # the others are padding
+    ids, log_p = likeliest(hidden[0, tokens], weight, predicted.best, 100, 100, memory=memory)  # the others are padding
     assert ids.sort(1).values.tolist() == [list(range(100))] * 3
     torch.testing.assert_close(log_p, exact.gather(1, ids), rtol=1e-5, atol=1e-5)
 

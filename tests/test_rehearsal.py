@@ -210,7 +210,7 @@ def test_a_group_lies_along_an_axis() -> None:
     layout = Layout(dp_shard=4, dp_replicate=2, tp=8, pp=3)
     groups = {"tp": range(8, 16), "dp_shard": range(5, 32, 8), "dp_replicate": range(3, 64, 32)}
     groups |= {"pp": range(0, 192, 64), "world": range(192)}
-    assert {name: axis_of(group, layout, "all-gather") for name, group in groups.items()} == {name: name for name in groups}
+    assert all(axis_of(group, layout, "all-gather") == name for name, group in groups.items())
     assert axis_of(range(0, 129, 128), layout, "send") == "pp"  # both ends of a pipeline
     assert axis_of(range(4), Layout(dp_shard=4), "all-gather") == "dp_shard"
     shared = Layout(dp_shard=2, cp=2, tp=2)

@@ -160,7 +160,9 @@ class Layout:
         elif self.dp_replicate > 1 and self.weight_shards == 1:
             parts.append(f"{self.dp_replicate} replicas")
         elif self.dp_replicate > 1:
-            parts.append(f"HSDP, {self.dp_replicate} replicas of FSDP2 over {self.weight_shards} (ZeRO-{self.zero_stage})")
+            parts.append(
+                f"HSDP, {self.dp_replicate} replicas of FSDP2 over {self.weight_shards} (ZeRO-{self.zero_stage})"
+            )
         elif self.weight_shards > 1 or (self.pp == 1 and self.tp == 1):
             parts.append(f"FSDP2 over {self.weight_shards} (ZeRO-{self.zero_stage})")
         if self.cp > 1:

@@ -195,6 +195,7 @@ _CAST_ROWS = 1 << 14  # rows of the head (tokens of the vocabulary) that are cas
 # (hidden, head's weight, labels, index of the supervised tokens, further columns) -> (1 + measures,); see objectives/
 HeadLoss = Callable[..., Tensor]
 Columns = Mapping[str, Tensor]
+Supervised = Tensor | SharedTokens | None  # the index of the supervised tokens, see CausalLM.forward
 
 
 class Head(nn.Module):
@@ -207,7 +208,12 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
 
     def forward(
-        self, hidden: Tensor, labels: Tensor | None, supervised: Tensor | SharedTokens | None, columns: Columns, loss: HeadLoss
+        self,
+        hidden: Tensor,
+        labels: Tensor | None,
+        supervised: Supervised,
+        columns: Columns,
+        loss: HeadLoss,
     ) -> Tensor:
         return logits_or_loss(hidden, self, labels, supervised, columns, loss)
 
@@ -216,7 +222,7 @@ def logits_or_loss(
     hidden: Tensor,
     table: nn.Module,
     labels: Tensor | None,
-    supervised: Tensor | SharedTokens | None,
+    supervised: Supervised,
     columns: Columns,
     loss: HeadLoss,
 ) -> Tensor:
@@ -232,15 +238,16 @@ def logits_or_loss(
     if labels is None and supervised is None:
         return multiply(hidden, local_weight(weight, hidden.dtype))
     if labels is None:  # few tokens of a model in training: cast its fp32 head in blocks, never the full (V, hidden)
-        shared = supervised if isinstance(supervised, SharedTokens) else None
-        few = hidden.flatten(0, 1)[supervised if shared is None else shared.own]
+        shared, own = (supervised, supervised.own) if isinstance(supervised, SharedTokens) else (None, supervised)
+        few = hidden.flatten(0, 1)[own]
         blocks = local_weight(weight, weight.dtype).split(_CAST_ROWS)
         logits = torch.cat([multiply(few, block.to(few.dtype)) for block in blocks], dim=-1)
         return logits if shared is None else shared.gathered(logits)
     assert supervised is not None, "labels need the index of the supervised tokens"
-    weight, options = local_weight(weight, weight.dtype), {"rows": rows} if rows else {}
+    weight = local_weight(weight, weight.dtype)
+    options: dict[str, Any] = {"rows": rows} if rows else {}
     if isinstance(supervised, SharedTokens):
-        supervised, options = supervised.every, {**options, "shared": supervised}
+        options["shared"], supervised = supervised, supervised.every
     return loss(hidden, weight, labels, supervised, columns, **options)  # it casts the weight in blocks
 
 
@@ -277,7 +284,7 @@ class CausalLM(nn.Module):
         positions: Tensor | None = None,
         documents: Any = None,
         labels: Tensor | None = None,
-        supervised: Tensor | SharedTokens | None = None,
+        supervised: Supervised = None,
         **columns: Tensor,
     ) -> Tensor:
         """Compute the logits, or the summed loss if labels are given.
@@ -288,8 +295,8 @@ class CausalLM(nn.Module):
             positions: (batch, seq), restarting per document; default: 0, 1, ...
             documents: what `Decoder.prepare` returned for this microbatch; default: one document per row.
             labels: (batch, seq), already shifted; IGNORE for unsupervised tokens.
-            supervised: (n,), on the device: index of the supervised tokens in the flattened batch. Without labels: the
-                tokens whose logits are wanted; default: all.
+            supervised: (n,), on the device: index of the supervised tokens in the flattened batch; SharedTokens under
+                context parallel. Without labels: the tokens whose logits are wanted; default: all.
             columns: (batch, seq) each, that the objective reads.
 
         A microbatch of the loader has `document_ends` and `supervised_columns` instead of `documents` and `supervised`;
@@ -320,7 +327,7 @@ class CausalLM(nn.Module):
         self,
         hidden: Tensor,
         labels: Tensor | None = None,
-        supervised: Tensor | SharedTokens | None = None,
+        supervised: Supervised = None,
         columns: Columns = MappingProxyType({}),
     ) -> Tensor:
         """Logits of the last stage's hidden states, (batch, seq, hidden), or the summed loss if labels are given."""

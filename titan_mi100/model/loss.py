@@ -74,18 +74,18 @@ class SharedTokens(NamedTuple):
 
     Attributes:
         every: (n,): their index in the flattened rows.
-        place: (m,), m > 0: the numbers of those that this rank has; [n]: it has none.
+        numbers: (m,), m > 0: the numbers of those that this rank has; [n]: it has none.
         own: (m,): the index of these in this rank's part of the flattened rows.
     """
 
     every: Tensor
-    place: Tensor
+    numbers: Tensor
     own: Tensor
     group: dist.ProcessGroup
 
     def of_rank(self, values: Tensor, missing: float = 0) -> Tensor:
         """This rank's of the values of all tokens: (n, k) -> (m, k). Args: missing: if it has none."""
-        return torch.cat((values, values.new_full((1, values.shape[1]), missing)))[self.place]
+        return torch.cat((values, values.new_full((1, values.shape[1]), missing)))[self.numbers]
 
     def gathered(self, values: Tensor) -> Tensor:
         """The values of all tokens: (m, k) of each rank -> (n, k), on every rank. A gradient goes back to the rank that
@@ -100,7 +100,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, tokens: SharedTokens) -> Tensor:
         ctx.tokens = tokens
-        every = values.new_zeros(len(tokens.every) + 1, values.shape[1]).index_put((tokens.place,), values)
+        every = values.new_zeros(len(tokens.every) + 1, values.shape[1]).index_put((tokens.numbers,), values)
         dist.all_reduce(every, group=tokens.group)
         return every[:-1]
 
@@ -460,29 +460,24 @@ def _columns(ids: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
 def likeliest(
     hidden: Tensor,
     weight: Tensor,
-    tokens: Tensor,
-    predicted: Predicted,
+    likeliest_log_p: Tensor,
     k: int,
     vocabulary: int,
     group: dist.ProcessGroup | None = None,
     memory: HeadMemory = HeadMemory(),
-    shared: SharedTokens | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k likeliest ids to follow each token, and their log probabilities: (n, k) int64, (n, k), best first.
 
     Args:
-        tokens: (n,): the tokens' index in the flattened batch.
-        predicted: of these tokens, any ids.
+        likeliest_log_p: (n,): Predicted.best of these tokens.
         k: at most `vocabulary`, below which the ids are.
 
     Others: see token_losses. Ties at the k-th place are broken arbitrarily.
     """
-    hidden = hidden.flatten(0, 1)[tokens if shared is None else shared.own]
-    likely = predicted.best if shared is None else shared.of_rank(predicted.best[:, None])[:, 0]
     blocks = _Blocks(hidden, weight, memory)
     best = torch.empty(len(hidden), 0, dtype=blocks.wide, device=hidden.device)
     ids = torch.empty(len(hidden), 0, dtype=torch.long, device=hidden.device)
-    highest = torch.full_like(likely, -torch.inf)
+    highest = torch.full_like(likeliest_log_p, -torch.inf)
     first = 0 if group is None else dist.get_rank(group) * len(weight)
     for start, stop in blocks:
         logits = blocks.in_fp32(blocks.compute(blocks.weight(start, stop), start))
@@ -497,8 +492,7 @@ def likeliest(
         for every, own in zip(both, (best, ids), strict=True):
             dist.all_gather(every, own.contiguous(), group)
         best, ids = _best_of(torch.cat(both[0], 1), torch.cat(both[1], 1), k)
-    log_p = best - (highest - likely)[:, None]
-    return (ids, log_p) if shared is None else (shared.gathered(ids), shared.gathered(log_p))
+    return ids, best - (highest - likeliest_log_p)[:, None]
 
 
 def _best_of(logits: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:

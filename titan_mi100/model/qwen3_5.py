@@ -192,10 +192,10 @@ class DeltaBlock(GatedBlock):
         net, (z, b, a) = self.linear_attn, parts[3:]
 
         def rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor, *taps: Tensor) -> Tensor:
-            qkv = net.by_head(convolved((q, k, v), taps, prepared))
+            q, k, v = net.by_head(convolved((q, k, v), taps, prepared))
             # On a CPU memory is no shortage, and launches cost nothing. Tensors without values are counted for a GPU.
             on_cpu = q.device.type == "cpu" and not isinstance(q, FakeTensor)
-            return delta_rule(*qkv, decay, strength, prepared, chunk=self.chunk, keeps=on_cpu, divides=on_cpu)[0]
+            return delta_rule(q, k, v, decay, strength, prepared, chunk=self.chunk, keeps=on_cpu, divides=on_cpu)[0]
 
         return self.mix_rows(rule, (*parts[:3], *net.decay(a, b)), net.taps(parts[0].dtype)), z
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from titan_mi100.data.microbatch import Microbatch
-from titan_mi100.model.loss import Predicted, likeliest, of_labels, token_losses
+from titan_mi100.model.loss import Predicted, SharedTokens, likeliest, of_labels, token_losses
 from titan_mi100.objectives.base import Objective
 from titan_mi100.objectives.preference import DOCUMENT, sums_of_documents
 
@@ -50,7 +50,11 @@ class Record(Objective):
         self, hidden: Tensor, weight: Tensor, labels: Tensor, tokens: Tensor, predicted: Predicted, **options: Any
     ) -> tuple[Tensor, Tensor]:
         """The ids of each token and their log p, (n, k) each."""
-        return likeliest(hidden, weight, tokens, predicted, self._k, self._vocabulary, **options)
+        shared: SharedTokens | None = options.pop("shared", None)
+        own = tokens if shared is None else shared.own
+        best = predicted.best if shared is None else shared.of_rank(predicted.best[:, None])[:, 0]
+        ids, log_p = likeliest(hidden.flatten(0, 1)[own], weight, best, self._k, self._vocabulary, **options)
+        return (ids, log_p) if shared is None else (shared.gathered(ids), shared.gathered(log_p))
 
 
 class SampledLogp(Record):

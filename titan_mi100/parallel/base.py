@@ -187,7 +187,8 @@ class ParallelModel(ABC):
     def share_rows(self, context: ContextRanks) -> None:
         """Share the tokens of each row with the other ranks, all of which compute the loss of whole rows."""
         self.context = context
-        self.counts_rows, self.counts_loss = (counts and context.rank == 0 for counts in (self.counts_rows, self.counts_loss))
+        if context.rank > 0:
+            self.counts_rows = self.counts_loss = False
 
     def measure_gradients(self) -> Gradients:
         """Norm and finiteness of this rank's gradients, as tensors on `device`. Not a collective."""

@@ -87,7 +87,9 @@ def build_model(
         model.head_loss, model.columns = loss, objective.columns
         parallelize(model, config, layout, mesh, context)
         check_names(model, spec, config.lora)
-        read_on_host(model, device, context)  # last: a hook prepended later runs first, and this one must run before FSDP2's
+        read_on_host(
+            model, device, context
+        )  # last: a hook prepended later runs first, and this one must run before FSDP2's
         return model
 
     def part(stage: Stage | None = None) -> CausalLM:
@@ -133,14 +135,14 @@ def check_names(model: CausalLM, spec: ModelSpec, lora: LoRAConfig) -> None:
 
 
 def is_sharded(layout: Layout, memory: MemoryConfig) -> bool:
-    """Whether `fully_shard` wraps the model. A rank that no other shares gradients with needs it only for offloaded weights."""
+    """Whether `fully_shard` wraps the model. Without other ranks to reduce with, only offloaded weights need it."""
     return layout.zero_stage > 0 and (layout.gradient_ranks > 1 or memory.offload == "weights")
 
 
 def parallelize(
     model: CausalLM, config: Config, layout: Layout, mesh: DeviceMesh, context: ContextRanks | None = None
 ) -> None:
-    """Apply LoRA, tensor and context parallel, compile, activation checkpointing and FSDP2 to a model, in place, in this order.
+    """Apply LoRA, tensor and context parallel, compile, activation checkpointing, FSDP2, in place, in this order.
 
     Args:
         model: the model or a pipeline stage, on the meta device. No parameter changes its name.

@@ -1,4 +1,4 @@
-"""Context parallel by Ulysses (Jacobs et al., 2023): ranks share the tokens of each row, and in what mixes tokens the heads.
+"""Context parallel by Ulysses (Jacobs et al., 2023): ranks share the tokens of a row, and where tokens mix the heads.
 
 Rank r of c has the tokens r, c + r, 2 c + r, ... of each row: answers, and so the work of the head, are spread evenly.
 Before attention or the delta rule an all-to-all exchanges tokens for heads: each rank then has whole rows of its heads,
@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_mi100.config.layout import Layout
@@ -37,7 +36,7 @@ class ContextRanks:
     group: dist.ProcessGroup
 
     def cut(self, microbatch: Microbatch) -> Microbatch:
-        """The microbatch with this rank's tokens and positions; the head and the mixing read whole rows of the others."""
+        """The microbatch with this rank's tokens and positions; of the rest the model reads whole rows."""
         cut = {name: microbatch[name][:, self.rank :: self.size].contiguous() for name in (TOKENS, "positions")}
         return {**microbatch, **cut}
 
@@ -47,12 +46,12 @@ class ContextRanks:
         Args:
             supervised: (n,): their index in the flattened rows, whose length is a multiple of `size`.
         """
-        place = np.flatnonzero(supervised % self.size == self.rank)
-        own = supervised[place] // self.size
-        if not len(place):  # every rank must run the head: on any token, whose loss is not read
-            place, own = np.array([len(supervised)]), np.zeros(1, np.int64)
-        every, *of_rank = (to_device(torch.from_numpy(index), device) for index in (supervised, place, own))
-        return SharedTokens(every, *of_rank, self.group)
+        numbers = np.flatnonzero(supervised % self.size == self.rank)
+        own = supervised[numbers] // self.size
+        if not len(numbers):  # every rank must run the head: on any token, whose loss is not read
+            numbers, own = np.array([len(supervised)]), np.zeros(1, np.int64)
+        on_device = [to_device(torch.from_numpy(index), device) for index in (supervised, numbers, own)]
+        return SharedTokens(on_device[0], on_device[1], on_device[2], self.group)
 
 
 def context_ranks(mesh: DeviceMesh, layout: Layout) -> ContextRanks | None:
@@ -88,24 +87,24 @@ class _MixByHeads:
         self, mix: Callable[..., Tensor], parts: Sequence[Tensor], by_channel: Sequence[Tensor] = ()
     ) -> Tensor:
         size = self._ranks.size
-        parts = [_repeated(x, size // x.shape[2]) if x.shape[2] < size else x for x in parts]
-        whole = self._to_heads(parts)
-        mixed = mix(*whole, *(weight.chunk(size)[self._ranks.rank] for weight in by_channel))
+        parts = [repeated(x, size // x.shape[2]) if x.shape[2] < size else x for x in parts]
+        by_heads = self._to_heads(parts)
+        mixed = mix(*by_heads, *(weight.chunk(size)[self._ranks.rank] for weight in by_channel))
         batch, seq, heads, width = mixed.shape
         shards = exchange(mixed.reshape(batch, seq // size, size, -1), self._ranks.group.group_name)
         return shards.reshape(batch, seq // size, size * heads, width)
 
     def _to_heads(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Exchange (batch, seq / size, heads, ...) for (batch, seq, heads / size, ...): one all-to-all for each dtype."""
-        size, whole = self._ranks.size, dict[int, Tensor]()
+        """Exchange (batch, seq / size, heads, ...) for (batch, seq, heads / size, ...): one all-to-all a dtype."""
+        size, by_heads = self._ranks.size, dict[int, Tensor]()
         for dtype in dict.fromkeys(x.dtype for x in parts):
             numbers = [number for number, x in enumerate(parts) if x.dtype == dtype]
             flat = [parts[number].reshape(*parts[number].shape[:2], size, -1) for number in numbers]
             received = exchange(torch.cat(flat, -1), self._ranks.group.group_name)
             for number, y in zip(numbers, received.split([x.shape[-1] for x in flat], -1), strict=True):
                 batch, own, heads, *rest = parts[number].shape
-                whole[number] = y.reshape(batch, own * size, heads // size, *rest)
-        return [whole[number] for number in range(len(parts))]
+                by_heads[number] = y.reshape(batch, own * size, heads // size, *rest)
+        return [by_heads[number] for number in range(len(parts))]
 
 
 @custom_operator("titan_mi100::exchange_tokens_for_heads")
@@ -134,20 +133,9 @@ def _keep_group(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
 exchange.differentiable(lambda ctx, gradient: (exchange(gradient, ctx.group_name), None), _keep_group)
 
 
-class _Repeated(torch.autograd.Function):
-    """Copies of heads of keys or values, which are fewer than the ranks; their gradients are summed in fp32 or wider."""
+def repeated(x: Tensor, copies: int) -> Tensor:
+    """Copies of heads of keys or values: (batch, seq, heads, size) -> (batch, seq, heads x copies, size).
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, copies: int) -> Tensor:  # (batch, seq, heads, size) -> heads x copies
-        ctx.copies = copies
-        return x.repeat_interleave(copies, dim=2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        return grad.unflatten(2, (-1, ctx.copies)).sum(3, dtype=wide).to(grad.dtype), None
-
-
-def _repeated(x: Tensor, copies: int) -> Tensor:
-    return _Repeated.apply(x, copies)  # type: ignore[no-any-return]
+    Backward sums their gradients in fp32 or wider and rounds once; that of repeat_interleave may round each time.
+    """
+    return x[:, :, :, None].expand(-1, -1, -1, copies, -1).flatten(2, 3)

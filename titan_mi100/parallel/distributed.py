@@ -206,8 +206,8 @@ def seed_everything(seed: int) -> None:
 def seed_dropout(seed: int, step: int, dp_rank: int, mesh: DeviceMesh) -> None:
     """Seed torch for a step's dropout.
 
-    Data-parallel ranks and pipeline ranks draw different numbers, those that share a row's tokens or heads the same. The
-    seed is a pure function of these and the step, so a resumed run draws what an uninterrupted run would.
+    Data-parallel ranks and pipeline ranks draw different numbers, ranks that share a row's tokens or heads the
+    same. The seed is a pure function of these and the step, so a resumed run draws what an uninterrupted run would.
     """
     where = f"{seed}/dropout/{step}/{dp_rank}/{mesh.get_local_rank(PIPELINE)}"
     torch.manual_seed(zlib.crc32(where.encode()))

@@ -10,7 +10,7 @@ from dataclasses import Field, asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
-from titan_mi100.shapes.saved import MIX, OUTPUT, Saved, ValuesPerToken
+from titan_mi100.shapes.saved import MIX, NOTHING, OUTPUT, Saved, ValuesPerToken
 
 ALL_LINEAR = "all-linear"  # peft's word for all linear layers that can have an adapter
 ROWS = ".token_adapter.trainable_tokens_delta"  # peft's name of trained rows of tokens, behind the table's
@@ -127,7 +127,7 @@ class LayerShape:
     saved: tuple[Saved, ...]
     temporaries: tuple[Saved, ...]
     slots: int = 0
-    mixed: ValuesPerToken = ValuesPerToken(0)
+    mixed: ValuesPerToken = NOTHING
 
     @cached_property
     def kept(self) -> Mapping[str, ValuesPerToken]:
@@ -212,7 +212,7 @@ class ModelSpec:
     @property
     def per_forward(self) -> ValuesPerToken:
         """Values that a forward computes once for all layers, such as rotary tables, and keeps until its backward."""
-        return ValuesPerToken(0)
+        return NOTHING
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
         """Names and sizes that the tensor-parallel degree must divide."""

@@ -37,3 +37,6 @@ class ValuesPerToken(NamedTuple):
         """The sum of the tensors."""
         sizes = [(tensor.values, tensor.dtype) for tensor in tensors]
         return cls(*(sum(count for count, dtype in sizes if dtype == wanted) for wanted in (COMPUTE, FP32)))
+
+
+NOTHING = ValuesPerToken(0)

@@ -41,8 +41,8 @@ from titan_mi100.optim.lean import LeanAdamW, rows_at_a_time
 from titan_mi100.optim.optimizer import build_optimizer
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
-from titan_mi100.parallel.context_parallel import ContextRanks
 from titan_mi100.parallel.build import Computation, Placement, build_model
+from titan_mi100.parallel.context_parallel import ContextRanks
 from titan_mi100.parallel.ddp import ReplicatedModel
 from titan_mi100.parallel.distributed import build_mesh
 from titan_mi100.parallel.offload import HostGradients
@@ -321,9 +321,10 @@ def as_rank(
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             computation = Computation(backend or FusedKernel(), head, choose(config.objective))
             model = build_model(workload.changed(change), computation, _FakePlacement(mesh, CPU, device_memory), layers)
-            for part in model.parts if model.context else ():
+            if model.context is not None:
                 share = partial(_share_supervised, model.context)
-                part.register_forward_pre_hook(share, prepend=True, with_kwargs=True)
+                for part in model.parts:
+                    part.register_forward_pre_hook(share, prepend=True, with_kwargs=True)
             if isinstance(model, ReplicatedModel):
                 no_others.patch_ddp(model.ddp)
             where = HOST if config.memory.offload == "weights" else PARAMETERS
