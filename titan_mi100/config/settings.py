@@ -661,9 +661,6 @@ class Config:
         Raises:
             UserError: unknown preset, unreadable config.json, or the two disagree.
         """
-        return self.model.extended(self._published())
-
-    def _published(self) -> ModelSpec:
         flavor, load = self.model.flavor, self.checkpoint.initial_load_path
         preset, folder = families.PRESETS.get(flavor), assets.folder_of(load)
         if flavor and not preset:
@@ -673,7 +670,7 @@ class Config:
             text = "is not set; name an HF folder in checkpoint.initial_load_path, or a preset"
             raise ConfigError([Problem("model.flavor", text, ("checkpoint.initial_load_path",))])
         if preset and not (load and os.path.exists(folder / assets.CONFIG)):
-            return preset
+            return self.model.extended(preset)
         if not os.path.exists(load):
             raise ConfigError([no_such_model(load)])
         spec = families.read_hf_config(folder)
@@ -681,7 +678,7 @@ class Config:
             text = f"= {flavor!r} is not the model in {folder} (preset, folder: {'; '.join(differing)}); "
             text += "leave flavor out to take the folder's"
             raise ConfigError([Problem("model.flavor", text, ("checkpoint.initial_load_path",))])
-        return spec
+        return self.model.extended(spec)
 
     def tokenizer_path(self) -> str:
         load = self.checkpoint.initial_load_path

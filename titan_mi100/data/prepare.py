@@ -78,7 +78,9 @@ def _beyond_trained(spec: ModelSpec, prepared: Prepared) -> list[str]:
     sets = [source.rows for source in (*prepared.sources, *prepared.validation)]
     tables = [rows.documents.starts for rows in sets if isinstance(rows, PackedDataset)]
     # those of a corpus are as long as its rows: it keeps no lengths
-    longest = max(np.diff(starts).max() for starts in tables) if len(tables) == len(sets) else prepared.facts.seq_len
+    longest = (
+        max(np.diff(starts).max(initial=0) for starts in tables) if len(tables) == len(sets) else prepared.facts.seq_len
+    )
     if longest <= spec.reach:
         return []
     text = f"the longest document has {longest:,} tokens, and the model is made for {spec.reach:,} positions"
