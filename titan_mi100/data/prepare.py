@@ -83,7 +83,7 @@ def _beyond_trained(spec: ModelSpec, prepared: Prepared) -> list[str]:
     )
     if longest <= spec.reach:
         return []
-    text = f"the longest document has {longest:,} tokens, and the model is made for {spec.reach:,} positions"
+    text = f"documents have up to {longest:,} tokens, and the model is made for {spec.reach:,} positions"
     if spec.rope_scaling and spec.rope_scaling.rope_type == DYNAMIC:
         reason = "beyond them its rope type 'dynamic' makes each document depend on the others of its batch"
         raise UserError(f"{text}: {reason}; set training.seq_len = {spec.reach}, or give config.json another rope type")

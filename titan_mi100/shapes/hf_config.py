@@ -139,7 +139,7 @@ def read_rope(
             positions = raw.get("max_position_embeddings", 32_768)  # the default of all families
             try:
                 scaling = read_scaling(rope, kinds[0], positions if type(positions) is int else 1)
-            except ValueError as error:
+            except (ValueError, ZeroDivisionError) as error:
                 found.append(f"{key}: {error}")
     return {name: value for name, value in rope_of(raw).items() if name in values} | {"rope_scaling": scaling}
 

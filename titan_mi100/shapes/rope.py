@@ -68,7 +68,7 @@ class RopeScaling:
             f"rope type {self.rope_type!r} is not known here": self.rope_type in TYPES,
             f"factor = {self.factor} must be from 1 to {_MOST:.0f}": 1 <= self.factor <= _MOST,
             f"attention_factor = {self.attention_factor} must be above 0; remove it": 0 < self.magnitude < _MOST,
-            f"{betas} must be above 0 and in this order; remove both": 0 < self.beta_slow <= self.beta_fast,
+            f"{betas} must fall, from 1e6 to 1e-6; remove both": 1e-6 <= self.beta_slow <= self.beta_fast <= 1e6,
             f"{length} = {positions}; it is the length before scaling": not is_yarn or 0 < original <= positions,
             f"rope_theta = {theta} must be above 1 for yarn": not is_yarn or theta > 1,
         }
