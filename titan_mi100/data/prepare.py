@@ -75,12 +75,11 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
 
 def _beyond_trained(spec: ModelSpec, prepared: Prepared) -> list[str]:
     """A warning if documents have more positions than the model is made for. Raises UserError: it computes none."""
-    sets = [source.rows for source in (*prepared.sources, *prepared.validation)]
-    tables = [rows.documents.starts for rows in sets if isinstance(rows, PackedDataset)]
-    # those of a corpus are as long as its rows: it keeps no lengths
-    longest = (
-        max(np.diff(starts).max(initial=0) for starts in tables) if len(tables) == len(sets) else prepared.facts.seq_len
-    )
+    longest = 0
+    for source in (*prepared.sources, *prepared.validation):
+        of_corpus = [prepared.facts.seq_len]  # it keeps no lengths
+        lengths = np.diff(source.rows.documents.starts) if isinstance(source.rows, PackedDataset) else of_corpus
+        longest = max(longest, np.max(lengths, initial=0))
     if longest <= spec.reach:
         return []
     text = f"documents have up to {longest:,} tokens, and the model is made for {spec.reach:,} positions"
