@@ -2,7 +2,6 @@
 
 import io
 import re
-from collections.abc import Iterable
 from contextlib import redirect_stdout
 
 from titan_mi100.config.bundled import FOLDER
@@ -34,11 +33,11 @@ def table() -> list[str]:
     return lines
 
 
-def longest(models: Iterable[str] = OF_LENGTHS) -> list[str]:
+def longest() -> list[str]:
     """One line per model and method: what `titan-mi100 plan --longest` prints for cards of several sizes."""
     lines = [f"| model | method | {' | '.join(f'{card} GB' for card in CARD_SIZES)} |"]
     lines.append("|---" * (2 + len(CARD_SIZES)) + "|")
-    for model in models:
+    for model in OF_LENGTHS:
         with redirect_stdout(io.TextIOWrapper(io.BytesIO(), "utf-8")) as output:
             plan.main(["--model.flavor", model, "--longest"])
             output.seek(0)

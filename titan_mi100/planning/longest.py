@@ -34,7 +34,9 @@ def longest(workload: Workload, card: int) -> Plan | None:
 
     # From here on a card does not keep its logits, so a step may need less; on either side longer rows need more.
     turn = card // HEAD_BYTES_PER_LOGIT * workload.layout.matrix_parts // workload.spec.vocab_size // UNIT + 1
-    low, high = (turn, 1 << 14) if plan(turn).fits else (0, turn)
+    low, high = 0, turn
+    while plan(high).fits:
+        low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if plan(middle).fits else (low, middle)
