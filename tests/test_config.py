@@ -167,7 +167,6 @@ mode = "some"
     [
         ("steps = 3\nepochs = 2", "[training] steps and epochs are both set"),
         ("gradient_accumulation_steps = 2\ntarget_tokens_per_step = 9", "[training] gradient_accumulation_steps and"),
-        ("seq_len = 5000", "[training] seq_len = 5000 is more than the model's max_position_embeddings = 4096"),
         ("steps = 3\n[lr_scheduler]\nwarmup_steps = 4", "[lr_scheduler] warmup_steps = 4 is more than"),
         ("[lr_scheduler]\ndecay_ratio = 1.5", "[lr_scheduler] decay_ratio = 1.5 must be at most 1"),
         ("[data]\nmax_lost_share = 1.5", "[data] max_lost_share = 1.5 must be at most 1"),

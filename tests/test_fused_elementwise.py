@@ -27,6 +27,7 @@ from titan_mi100.parallel.distributed import World
 from titan_mi100.parallel.fsdp import apply_fsdp
 from titan_mi100.parallel.tensor_parallel import apply_tensor_parallel
 from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.shapes.rope import RopeScaling
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 KINDS = ["elementwise"]
@@ -142,7 +143,8 @@ def test_gated_norm(size: int, dtype: torch.dtype) -> None:
 def test_norm_and_rotation(size: int, rotated: int, kind: type[RMSNorm], dtype: torch.dtype) -> None:
     tokens = (1, 37) if size == 64 else (2, 7)
     norms = norm_of(kind, size), norm_of(kind, size)
-    cos, sin = elementwise.rotary_tables(torch.arange(tokens[1], device=DEVICE).expand(tokens), rotated, 1e4)
+    positions = torch.arange(tokens[1], device=DEVICE).expand(tokens)
+    cos, sin = elementwise.rotary_tables(positions, rotated, 1e4, RopeScaling("yarn", 4.0, 16))
     q = drawn(*tokens, 3, 2 * size, dtype=dtype)  # in two parts, as Qwen3.5's queries and gates are
     k, gain = drawn(*tokens, 2, size, dtype=dtype), norms[0].weight.detach().to(dtype)
 

@@ -24,6 +24,7 @@ from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.shapes.base import parameter_shapes
 from titan_mi100.shapes.families import PRESETS, fingerprint, of_fingerprint, read_hf_config, to_hf_config
 from titan_mi100.shapes.hf_config import ONLY, ROPES, WITHOUT_EFFECT
+from titan_mi100.shapes.rope import TYPES
 from titan_mi100.weights.hf import HFWeights
 
 BASE = to_hf_config(SPECS["tied"])
@@ -44,6 +45,12 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_theta": 300.0, "rope_scaling": {"rope_type": "default", "factor": None}},
         "",
     ),
+    "linear": ({"rope_theta": 300.0, "rope_scaling": {"type": "linear", "factor": 3}}, ""),
+    "yarn": (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 2}},
+        "",
+    ),
+    "dynamic": ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, ""),
     "no padding token": ({"pad_token_id": None}, ""),
     "another padding token": ({"pad_token_id": 0}, ""),
     "layer_types": ({"layer_types": FULL * 3}, ""),
@@ -66,9 +73,15 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 300.0}}},
         "rope_parameters: full_attention = {",
     ),
-    "yarn": ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling: rope type 'yarn' is not supported"),
-    "linear": ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters: rope type 'linear' is not supported"),
-    "two types": ({"rope_scaling": {"type": "linear", "rope_type": "default"}}, "rope type 'linear' is not supported"),
+    "llama3": (
+        {"rope_scaling": {"type": "llama3", "factor": 4.0}},
+        "rope_scaling: rope type 'llama3' is not supported",
+    ),
+    "linear without a factor": ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters: factor is missing"),
+    "two types": (
+        {"rope_scaling": {"type": "linear", "rope_type": "default"}},
+        "rope_type is 'default', and type is 'linear'",
+    ),
     "a factor of no type": ({"rope_parameters": {"factor": 4.0}}, "rope_parameters: factor = 4.0 is not known"),
     "no object": ({"rope_parameters": 5}, "rope_parameters = 5 is not a JSON object"),
     "not causal": ({"is_causal": False}, "is_causal = False is not supported; only True"),
@@ -227,6 +240,8 @@ def test_no_value_of_any_key_makes_a_difference_in_silence(
     values = VALUES if key not in WITHOUT_EFFECT else (None, "silu", [])
     if key in ROPES:
         values += tuple({name: value} for name in ("rope_type", "type", "rope_theta", "factor") for value in VALUES)
+        yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8}
+        values += tuple({**yarn, name: value} for name in TYPES["yarn"] for value in VALUES)
     for number, value in enumerate(values):
         (tmp_path / str(number)).mkdir()
         folder = folder_of(tmp_path / str(number), weights, {key: value})

@@ -1,7 +1,9 @@
 """The plan before a run: what the command says, what is refused before the start, what is said when memory runs out."""
 
+import dataclasses
 import json
 import re
+import runpy
 import socket
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import torch
 from conftest import REPO, ending_of
 from test_measure import TWO, passed, step
 
+from titan_mi100.config.check import check
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import (
     ActivationCheckpointConfig,
@@ -29,6 +32,9 @@ from titan_mi100.config.settings import (
 from titan_mi100.errors import is_out_of_memory
 from titan_mi100.parallel.distributed import World
 from titan_mi100.planning.cards import DEVICES
+from titan_mi100.planning.longest import METHODS as ON_CARDS
+from titan_mi100.planning.longest import longest
+from titan_mi100.planning.memory import ABOVE, BELOW, with_overhead
 from titan_mi100.planning.plan import GIB, make_plan, search
 from titan_mi100.planning.workload import Workload, with_settings
 from titan_mi100.run import forecast
@@ -36,6 +42,7 @@ from titan_mi100.run.machine import Machine
 from titan_mi100.tools import plan as planner
 from titan_mi100.workshop.measure import training
 from titan_mi100.workshop.measure.parts import Header
+from titan_mi100.workshop.rehearsal.counter import as_rank
 from titan_mi100.workshop.sweep.published import PUBLISHED
 
 SFT = ["--job.config_file", str(REPO / "train_configs" / "qwen3_0.6b_sft.toml")]
@@ -100,6 +107,90 @@ def test_the_table_of_what_fits_one_card_is_the_planners() -> None:
         for method in METHODS:
             lines.append(f"| {gib} GB | {method} | " + " | ".join(cell(method, model, gib) for model in MODELS) + " |")
     assert "\n".join(lines) + "\n" in (REPO / "docs" / "MEMORY.md").read_text(), "\n".join(lines)
+
+
+@pytest.mark.full
+def test_the_table_of_the_longest_rows_is_the_planners() -> None:
+    """No figure is written by hand: scripts/what_fits.py prints it."""
+    lines = runpy.run_path(str(REPO / "scripts" / "what_fits.py"))["longest"]()
+    assert "\n".join(lines) + "\n" in (REPO / "docs" / "MODELS.md").read_text(), "\n".join(lines)
+
+
+def test_a_cell_of_that_table_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    planner.main(["--model.flavor", "8B", "--longest", "--memory", "24GB"])
+    printed = capsys.readouterr().out.splitlines()[6].removeprefix("QLoRA").strip()
+    row = re.search(r"\| 8B \| QLoRA \|(.*)\|", (REPO / "docs" / "MODELS.md").read_text())
+    assert row is not None and row[1].split("|")[3].strip() == printed
+
+
+ONE_LONG = {"local_batch_size": 1, "gradient_accumulation_steps": 2, "target_tokens_per_step": 0}
+
+
+def of_method(model: str, method: str, on_host: bool = False) -> Workload:
+    config = load_config(["--model.flavor", model], None, with_files=False)
+    change: dict[str, Any] = {"memory": {"offload_activations": True}} if on_host else {}
+    return Workload.of(config, 1).changed(ON_CARDS[method]).changed(change)
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "gib", "fitting"),
+    [
+        ("4B", "QLoRA", 12, [*range(1, 18)]),
+        ("qwen3.5-0.8B", "8-bit", 8, [*range(1, 8)]),
+        # rows of 4,096 and 5,120 tokens keep their logits, longer ones compute them again
+        ("8B", "8-bit", 53, [1, 2, 3, 6]),
+        ("8B", "8-bit", 40, []),
+    ],
+)
+def test_the_longest_row_is_the_longest_of_all(model: str, method: str, gib: int, fitting: list[int]) -> None:
+    work, full = of_method(model, method), {"activation_checkpoint": {"mode": "full"}}
+
+    def fits(count: int) -> bool:
+        change = {"training": {**ONE_LONG, "seq_len": 1024 * count}, **full}
+        return make_plan(work.changed(change), gib * GIB).fits
+
+    assert [count for count in range(1, 100) if fits(count)] == fitting
+    plan = longest(work, gib * GIB)
+    assert (plan.config.training.seq_len if plan else 0) == 1024 * max(fitting, default=0)
+    assert plan is None or not check(plan.config, 1, with_files=False)
+
+
+def test_the_longest_rows_of_a_card_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    one = ["--model.flavor", "4B", "--longest", "--memory", "24GB"]
+    assert planner.main([*one, "--lora.rank", "64"]) == 0  # a method sets what is its own
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["24", "GB"] and [line[:20].rstrip() for line in lines[2:7]] == [*ON_CARDS]
+    assert lines[2].split() == ["all", "weights", "-"] and lines[-1].startswith("*: beyond the 40,960 positions")
+    assert planner.main([*one, "--json"]) == 0
+    entries = json.loads(capsys.readouterr().out)
+    assert all(entry["card"] == 24 * GIB and entry["most"] <= 24 * GIB for entry in entries)
+    found = {(entry["method"], entry["inputs_on_host"]): entry for entry in entries}
+    alone, moved = found["QLoRA", False], found["QLoRA", True]
+    words = [f"{e['seq_len'] // 1024}k{'*' * (e['seq_len'] > 40960)}" for e in (alone, moved)]
+    assert lines[6].split() == ["QLoRA", f"{words[0]},", words[1], f"[{moved['host'] / GIB:.0f}]"]
+    assert moved["seq_len"] > alone["seq_len"] and moved["host"] > alone["host"] == 0
+    assert planner.main(["--model.flavor", "32B", "--longest", "--memory", "8GB"]) == 1
+    assert planner.main([*one, "--search", "--device", "mi100"]) == 2
+    assert "--longest plans memory alone, of methods of its own; leave --search" in capsys.readouterr().err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("model", "method", "on_host", "gib"),
+    [("4B", "QLoRA", False, 24), ("8B", "8-bit, on the host", True, 32), ("30B-A3B", "QLoRA", False, 32)],
+)
+def test_the_counter_finds_what_the_longest_rows_need(model: str, method: str, on_host: bool, gib: int) -> None:
+    """Counted of four and five layers, as each more adds as much; of fewer, fewer gradients are on their way."""
+    plan = longest(of_method(model, method, on_host), gib * GIB)
+    assert plan is not None
+    counted = []
+    for layers in (4, 5):
+        smaller = dataclasses.replace(plan.workload.spec, num_hidden_layers=layers)
+        with as_rank(Workload(plan.config, 1, smaller), 0, 2, gib * GIB) as fake:
+            counted.append(fake.count_step().peak)
+    whole = counted[1] + (plan.workload.spec.num_hidden_layers - 5) * (counted[1] - counted[0])
+    assert 1 - BELOW <= plan.fullest.peak / whole <= 1 + ABOVE, (plan.fullest.peak / GIB, whole / GIB)
+    assert with_overhead(whole) <= gib * GIB
 
 
 @pytest.mark.parametrize("gib", [8, 12, 16, 24, 32])

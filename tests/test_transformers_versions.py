@@ -51,6 +51,7 @@ def test_a_folder_of_transformers_5_is_read_alike_after_its_export(tmp_path: Pat
 
 IDS = torch.arange(40)[None] * 7 % 600
 ROPE = {"rope_type": "default", "rope_theta": 123456.0}  # not the default of any version
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 SIZES = {
     "vocab_size": 709, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.1, "rope_parameters": ROPE,
@@ -70,6 +71,7 @@ def make(folder: Path) -> None:
     torch.manual_seed(0)
     models = {
         "qwen3": t.Qwen3ForCausalLM(t.Qwen3Config(**SIZES)),
+        "qwen3-yarn": t.Qwen3ForCausalLM(t.Qwen3Config(**{**SIZES, "rope_parameters": {**ROPE, **YARN}})),
         "qwen3_moe": t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**SIZES, **EXPERTS)),
         "qwen3_5": t.Qwen3_5ForCausalLM(t.Qwen3_5TextConfig(**{**SIZES, **OF_FOUR_LAYERS})),
     }

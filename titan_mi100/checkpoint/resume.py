@@ -215,4 +215,5 @@ def _short(value: Any) -> str:
     if re.fullmatch("[0-9a-f]{32,64}", text):  # a hash says nothing to a reader
         return ""
     # A path is recognised by its end.
-    return text if len(text) <= 60 else shortened(text, 12) + (text[-40:] if "/" in text else "")
+    is_short = len(text) <= (60 if isinstance(value, str) else 80)
+    return text if is_short else shortened(text, 12) + (text[-40:] if "/" in text else "")

@@ -55,6 +55,7 @@ _TAKEN = ("checkpoint", "tensorboard", "logs")  # names that the run folder need
 _SWITCHES: dict[tuple[str, str], tuple[str, ...]] = {
     ("parallelism", AXES[PIPELINE].key): ("pipeline_parallel_schedule", "pipeline_parallel_layers_per_stage"),
     ("parallelism", "powersgd_rank"): ("powersgd_start_step", "powersgd_warm_start", "powersgd_error_feedback"),
+    ("model", "yarn_factor"): ("yarn_original_max_position_embeddings",),
     ("validation", "prompts"): ("prompt_tokens",),
     ("validation", "metric"): ("judge",),
     ("profiling", "enable_profiling"): ("profile_freq", "profile_steps", "save_traces_folder"),
@@ -238,15 +239,11 @@ def _check_metric(validation: ValidationConfig, data: DataConfig, answers: str) 
 
 def _check_model(lora: LoRAConfig, training: TrainingConfig, spec: ModelSpec) -> Iterator[Problem]:
     """Problems with the model's shape."""
-    seq_len = training.seq_len
     for key, rank in (("rank", lora.rank), ("expert_rank", lora.expert_rank)):
         if rank > spec.hidden_size:
             yield Problem(
                 f"lora.{key}", f"= {rank} is more than hidden_size = {spec.hidden_size}; lower it", MODEL_KEYS
             )
-    if seq_len > (most := spec.max_position_embeddings):
-        text = f"= {seq_len} is more than the model's max_position_embeddings = {most}; use at most {most}"
-        yield Problem("training.seq_len", text, MODEL_KEYS)
     targets = lora.target_modules
     if lora.rank and targets != LINEARS and (absent := [name for name in targets if name not in spec.adapted]):
         text = f"names {some(absent)}, which this model does not have; it has {', '.join(spec.adapted)}"

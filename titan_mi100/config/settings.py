@@ -20,6 +20,7 @@ from titan_mi100.files.plain import read_object
 from titan_mi100.losses import LOSSES, Loss, LossSettings
 from titan_mi100.shapes import families
 from titan_mi100.shapes.base import ALL_LINEAR, EXPERTS, ModelSpec, adapter_shapes, differences, row_shapes
+from titan_mi100.shapes.rope import YARN, RopeScaling
 from titan_mi100.text import assets
 
 # what must not change on resume
@@ -53,9 +54,28 @@ class ModelConfig:
     tokenizer_path: str = _key("", "HF folder or name, or .model file; empty: that of initial_load_path", hub=TOKENIZER)
     allow_other_tokenizer: bool = _key(False, "allow another tokenizer_path than checkpoint.initial_load_path's")
     chat_template: str = _key("", "Jinja file to use instead of the tokenizer's own chat template", path=True)
+    yarn_factor: float = _key(0.0, "YaRN: times that documents may be longer than trained; 0: as config.json says")
+    yarn_original_max_position_embeddings: int = _key(0, "positions before YaRN; 0: config.json's", high=10**8)
     attention_backend: str = _key(
         "auto", "attention kernel; auto: the fastest that works here; eager: the reference", choices=(AUTO, *KERNELS)
     )
+
+    def extended(self, spec: ModelSpec) -> ModelSpec:
+        """The shape with the YaRN that the keys add, if they do. Raises ConfigError: it cannot be added."""
+        if not self.yarn_factor:
+            return spec
+        before, most = spec.rope_scaling, spec.max_position_embeddings
+        original = before.original_max_position_embeddings if before else most
+        made = RopeScaling(YARN, self.yarn_factor, self.yarn_original_max_position_embeddings or original)
+        if before == made:  # a folder that such a run has exported
+            return spec
+        problems = made.problems(most, spec.rope_theta)
+        if before:
+            problems = [f"the model's config.json has {before.written()} already; leave yarn_factor out"]
+        if problems:
+            named = [f"= {self.yarn_factor}: {problem}" for problem in problems]
+            raise ConfigError([Problem("model.yarn_factor", text, ("checkpoint.initial_load_path",)) for text in named])
+        return replace(spec, rope_scaling=made, max_position_embeddings=max(most, made.reach))  # type: ignore[type-var]
 
 
 _SWITCH = ("", "true", "false")
@@ -638,7 +658,8 @@ class Config:
     commits: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def spec(self) -> ModelSpec:
-        """The model's shape: the preset, or the `config.json` beside the weights that are loaded.
+        """The model's shape: the preset, or the `config.json` beside the weights that are loaded; with YaRN, if the
+        config adds it.
 
         Raises:
             UserError: unknown preset, unreadable config.json, or the two disagree.
@@ -652,7 +673,7 @@ class Config:
             text = "is not set; name an HF folder in checkpoint.initial_load_path, or a preset"
             raise ConfigError([Problem("model.flavor", text, ("checkpoint.initial_load_path",))])
         if preset and not (load and os.path.exists(folder / assets.CONFIG)):
-            return preset
+            return self.model.extended(preset)
         if not os.path.exists(load):
             raise ConfigError([no_such_model(load)])
         spec = families.read_hf_config(folder)
@@ -660,7 +681,7 @@ class Config:
             text = f"= {flavor!r} is not the model in {folder} (preset, folder: {'; '.join(differing)}); "
             text += "leave flavor out to take the folder's"
             raise ConfigError([Problem("model.flavor", text, ("checkpoint.initial_load_path",))])
-        return spec
+        return self.model.extended(spec)
 
     def tokenizer_path(self) -> str:
         load = self.checkpoint.initial_load_path

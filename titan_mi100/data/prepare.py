@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from titan_mi100.cli import exit_code
 from titan_mi100.config.load import config_from_command_line, make_run_folder
 from titan_mi100.config.settings import Config, DataConfig, ModelConfig
@@ -19,12 +21,14 @@ from titan_mi100.data.cache import open_or_build_folder
 from titan_mi100.data.corpora.opening import open_corpus
 from titan_mi100.data.files import expand_patterns
 from titan_mi100.data.ledger import LEDGER, REFUSED_LEDGER, copy_ledger, has_trained
-from titan_mi100.data.prepared import DataFacts, Prepared, RefusedData, SourceRows, open_prepared
+from titan_mi100.data.prepared import DataFacts, PackedDataset, Prepared, RefusedData, SourceRows, open_prepared
 from titan_mi100.data.sets import HELD_OUT, file_sources, patterns, set_name
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import FolderLock
 from titan_mi100.files.plain import read_plain
 from titan_mi100.log import log, setup_logging
+from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.shapes.rope import DYNAMIC
 from titan_mi100.text.assets import folder_of, has_tokenizer
 from titan_mi100.text.load import load_tokenizer, tokenizer_files
 from titan_mi100.wording import some
@@ -58,13 +62,31 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
         raise UserError(f"{error}\nevery row: {target}") from None
     fingerprint = prepared.facts.tokenizer if prepared else load_tokenizer(path).fingerprint
     prepared = open_sources(config.data, prepared, fingerprint, seq_len)
-    count, size = f"{path}: has {prepared.facts.n_vocab:,} tokens", config.spec().vocab_size
+    spec = config.spec()
+    count, size = f"{path}: has {prepared.facts.n_vocab:,} tokens", spec.vocab_size
     if prepared.facts.n_vocab > size:
         problem = f"{count}, more than the model's vocab_size = {size:,}"
         raise UserError(f"{problem}; name the model's own tokenizer in model.tokenizer_path, or another model")
     if prepared.facts.n_vocab < _FEW_TOKENS * size:
         prepared.facts.warnings.append(f"{count}, but the model's vocab_size is {size:,}: is it the model's tokenizer?")
+    prepared.facts.warnings.extend(_beyond_trained(spec, prepared))
     return prepared
+
+
+def _beyond_trained(spec: ModelSpec, prepared: Prepared) -> list[str]:
+    """A warning if documents have more positions than the model is made for. Raises UserError: it computes none."""
+    longest = 0
+    for source in (*prepared.sources, *prepared.validation):
+        of_corpus = [prepared.facts.seq_len]  # it keeps no lengths
+        lengths = np.diff(source.rows.documents.starts) if isinstance(source.rows, PackedDataset) else of_corpus
+        longest = max(longest, np.max(lengths, initial=0))
+    if longest <= spec.reach:
+        return []
+    text = f"documents have up to {longest:,} tokens, and the model is made for {spec.reach:,} positions"
+    if spec.rope_scaling and spec.rope_scaling.rope_type == DYNAMIC:
+        reason = "beyond them its rope type 'dynamic' makes each document depend on the others of its batch"
+        raise UserError(f"{text}: {reason}; set training.seq_len = {spec.reach}, or give config.json another rope type")
+    return [f"{text} (max_position_embeddings): it was not trained beyond; see model.yarn_factor"]
 
 
 def open_sources(config: DataConfig, files: Prepared | None, tokenizer: str, seq_len: int) -> Prepared:

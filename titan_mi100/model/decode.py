@@ -128,7 +128,7 @@ def check_lengths(spec: ModelSpec, lengths: Mapping[str, int], max_new_tokens: i
     """
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens = {max_new_tokens} must be at least 1")
-    limit = spec.max_position_embeddings
+    limit = spec.reach
     for name, length in lengths.items():
         if not length:
             raise UserError(f"{name}: is empty; the model needs at least one token to continue")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from titan_mi100.model.fused.running import only, runs_unwatched
 from titan_mi100.model.layers import RMSNorm, local_weight
+from titan_mi100.shapes.rope import LINEAR, YARN, RopeScaling
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
@@ -54,7 +55,9 @@ class _CPUNorm(torch.autograd.Function):
         return (grad * gain).mul_(factor).addcmul_(x, along), grad_gain, None
 
 
-def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+def rotary_tables(
+    positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary angles (RoPE; Su et al., 2021).
 
     Args:
@@ -66,9 +69,24 @@ def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tenso
     They are computed in every forward instead of being kept in a buffer: there is nothing to initialise, save or cast.
     """
     exponents = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
-    angles = positions[..., None].float() * (1.0 / theta**exponents)  # (batch, seq, head_dim / 2)
+    turns = 1.0 / theta**exponents  # of a pair of dimensions, in radians per position
+    if scaling is not None:
+        turns = _scaled(turns, theta**exponents, theta, scaling)
+    angles = positions[..., None].float() * turns  # (batch, seq, head_dim / 2)
     cos, sin = angles.cos(), angles.sin()
+    if scaling is not None:
+        cos, sin = cos * scaling.magnitude, sin * scaling.magnitude
     return torch.cat((cos, cos), dim=-1)[:, :, None], torch.cat((-sin, sin), dim=-1)[:, :, None]
+
+
+def _scaled(turns: Tensor, powers: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """Angles per position, (head_dim / 2,), after scaling; in transformers' order of operations, so in its bits."""
+    if scaling.rope_type != YARN:  # dynamic: as they are, up to the positions that are not refused
+        return turns / scaling.factor if scaling.rope_type == LINEAR else turns
+    low, high = scaling.ramp(2 * len(turns), theta)
+    pairs = torch.arange(len(turns), dtype=torch.float32, device=turns.device)
+    kept = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (scaling.factor * powers) * (1 - kept) + turns * kept
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -145,7 +145,7 @@ class AttentionBlock(GatedBlock, AttentionLayer):
     @staticmethod
     def rotary_tables(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, ...]:
         assert isinstance(spec, Qwen3_5Spec)
-        return rotary_tables(positions, spec.rotated, spec.rope_theta)
+        return rotary_tables(positions, spec.rotated, spec.rope_theta, spec.rope_scaling)
 
     def project(self, x: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self.self_attn.project(self.input_layernorm(x), *tables)

@@ -85,7 +85,8 @@ class LogprobPass:
         config, layout, make = self._inputs.config, self._inputs.layout.describe(), self.wanted.about
         adapters = from_rank_zero(partial(_adapters_of, config.lora))
         base = base_identity(config.checkpoint.initial_load_path, config.training.seed, self._inputs.spec)
-        weights, dtype = base + adapters, config.training.mixed_precision_param
+        scaling = self._inputs.spec.rope_scaling  # changes what the same weights compute
+        weights, dtype = base + adapters + (str(scaling) if scaling else ""), config.training.mixed_precision_param
         tokenizer = self._inputs.data.facts.tokenizer
         about: Identity = from_rank_zero(lambda: make(weights, tokenizer, k, dtype, attention, layout))
         return replace(about, kind=kind or about.kind)

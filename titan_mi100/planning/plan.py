@@ -18,6 +18,7 @@ from titan_mi100.planning.workload import Workload
 from titan_mi100.shapes.base import parameter_shapes
 
 GIB = 1 << 30
+Change = dict[str, dict[str, Any]]  # section -> key -> value
 # share of the peak rate that a step reaches while it computes: assumed, as long as nothing was measured
 EFFICIENCY = 0.35
 # Seconds of the host per layer and microbatch, forward and backward, without recomputation: of plain operations, and

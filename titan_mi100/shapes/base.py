@@ -10,6 +10,7 @@ from dataclasses import Field, asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
+from titan_mi100.shapes.rope import RopeScaling
 from titan_mi100.shapes.saved import MIX, NOTHING, OUTPUT, Saved, ValuesPerToken
 
 ALL_LINEAR = "all-linear"  # peft's word for all linear layers that can have an adapter
@@ -194,6 +195,8 @@ class ModelSpec:
     max_position_embeddings: int
     initializer_range: float
     pad_token_id: int | None
+    rope_theta: float
+    rope_scaling: RopeScaling | None = None
 
     @cached_property
     def layers(self) -> tuple[LayerShape, ...]:
@@ -238,7 +241,19 @@ class ModelSpec:
         ]
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
             messages.append(f"pad_token_id = {self.pad_token_id} is not in the vocabulary; set it to null")
-        return messages
+        scaling, positions = self.rope_scaling, self.max_position_embeddings
+        return messages + (scaling.problems(positions, self.rope_theta) if scaling else [])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields; rope_scaling as in config.json, and only if there is one."""
+        own: dict[str, Any] = asdict(self)  # type: ignore[call-overload]  # of a dataclass
+        own.pop("rope_scaling", None)
+        return own | ({"rope_scaling": self.rope_scaling.written()} if self.rope_scaling else {})
+
+    @property
+    def reach(self) -> int:
+        """Positions that the model is made for, by what it was trained on and how they are scaled."""
+        return max(self.max_position_embeddings, self.rope_scaling.reach if self.rope_scaling else 0)
 
     def uneven(self, more: str, fewer: str) -> list[str]:
         """A problem if a number of heads is not a multiple of another."""

@@ -1,7 +1,7 @@
 """The families of models, and the shape of a model on disk. Imports no torch."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -91,7 +91,7 @@ def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
 
 def fingerprint(spec: ModelSpec) -> dict[str, Any]:
     """The shape as JSON, for a checkpoint's manifest."""
-    as_json = {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(spec).items()}
+    as_json = {name: list(x) if isinstance(x, tuple) else x for name, x in spec.as_dict().items()}
     return ({} if spec.model_type == _FIRST else {"model_type": spec.model_type}) | as_json
 
 

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from titan_mi100.errors import UserError
 from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.shapes.rope import TYPES, read_scaling
 from titan_mi100.wording import as_key, first_of, shortened, shown
 
 Spec = TypeVar("Spec", bound=ModelSpec)
@@ -107,26 +108,40 @@ def rope_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     return next((raw[key] for key in ROPES if raw.get(key) and isinstance(raw[key], dict)), {})
 
 
-def rope_problems(raw: Mapping[str, Any], values: Collection[str], harmless: Collection[str] = ()) -> list[str]:
-    """Problems of the rotary embedding's dict.
+def read_rope(
+    raw: Mapping[str, Any], values: Collection[str], found: list[str], harmless: Collection[str] = ()
+) -> dict[str, Any]:
+    """The fields of a shape that the rotary embedding's dict gives: `values`, and `rope_scaling`.
 
     Args:
-        values: keys that may also stand outside of it, where they must not contradict. harmless: others.
+        values: keys that may also stand outside of it, where they must not contradict. found: receives problems.
+        harmless: others.
     """
-    problems, ropes = [], {key: raw[key] for key in ROPES if raw.get(key) not in (None, {})}
+    scaling, ropes = None, {key: raw[key] for key in ROPES if raw.get(key) not in (None, {})}
     if len(ropes) > 1:
-        problems.append(f"{' and '.join(ROPES)} are both set, and programs read either; remove one")
+        found.append(f"{' and '.join(ROPES)} are both set, and programs read either; remove one")
     for key, rope in ropes.items():
         if not isinstance(rope, dict):
-            problems.append(f"{key} = {shortened(repr(rope))} is not a JSON object")
-        elif kinds := [rope[name] for name in ("rope_type", "type") if rope.get(name, "default") != "default"]:
-            problems.append(f"{key}: rope type {shown(kinds[0])} is not supported; only 'default'")
+            found.append(f"{key} = {shortened(repr(rope))} is not a JSON object")
+            continue
+        kinds = [rope[name] for name in ("rope_type", "type") if name in rope] or ["default"]
+        if kinds[0] != kinds[-1]:
+            found.append(f"{key}: rope_type is {shown(kinds[0])}, and type is {shown(kinds[1])}; remove one")
+        elif kinds[0] not in [*TYPES]:
+            only = ", ".join(map(repr, TYPES))
+            found.append(f"{key}: rope type {shown(kinds[0])} is not supported; only {only}")
         else:
-            problems += [f"{key}: {problem}" for problem in unknown(rope, {"rope_type", "type", *values, *harmless})]
+            known = {"rope_type", "type", *values, *harmless, *TYPES[kinds[0]]}
+            found += [f"{key}: {problem}" for problem in unknown(rope, known)]
             for name in values:
                 if name in rope and rope[name] != raw.get(name, rope[name]):
-                    problems.append(f"{name} is {raw[name]!r}, and {rope[name]!r} in {key}; remove one")
-    return problems
+                    found.append(f"{name} is {raw[name]!r}, and {rope[name]!r} in {key}; remove one")
+            positions = raw.get("max_position_embeddings", 32_768)  # the default of all families
+            try:
+                scaling = read_scaling(rope, kinds[0], positions if type(positions) is int else 1)
+            except (ValueError, ZeroDivisionError) as error:
+                found.append(f"{key}: {error}")
+    return {name: value for name, value in rope_of(raw).items() if name in values} | {"rope_scaling": scaling}
 
 
 def unknown(given: Mapping[str, Any], known: Collection[str]) -> list[str]:

@@ -1,13 +1,14 @@
 """The dense Qwen3 as data: presets, HF `config.json`, its layers. Imports no torch."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
 from titan_mi100.shapes import hf_config
 from titan_mi100.shapes.base import INPUTS, OUTPUTS, WHOLE, LayerShape, ModelSpec, Parameter
+from titan_mi100.shapes.rope import RopeScaling
 from titan_mi100.shapes.saved import FP32, MIX, PROJECT, Saved, ValuesPerToken
 from titan_mi100.wording import shortened
 
@@ -33,6 +34,7 @@ class Qwen3Spec(ModelSpec):
     max_position_embeddings: int = 40960
     initializer_range: float = 0.02
     pad_token_id: int | None = None
+    rope_scaling: RopeScaling | None = None
 
     @cached_property
     def layers(self) -> tuple[LayerShape, ...]:
@@ -138,18 +140,17 @@ def read(path: Path, raw: Mapping[str, Any]) -> Qwen3Spec:
     """
     only = {**hf_config.ONLY, "partial_rotary_factor": 1.0}
     problems = hf_config.unsupported(raw, [field.name for field in fields(Qwen3Spec)], only)
-    return hf_config.build(path, Qwen3Spec, {**DEFAULTS, **checked_rope(raw, problems), **raw}, problems)
+    return hf_config.build(path, Qwen3Spec, {**DEFAULTS, **raw, **checked_rope(raw, problems)}, problems)
 
 
 def checked_rope(raw: Mapping[str, Any], found: list[str]) -> dict[str, Any]:
-    """Reads rope_theta, if the rotary embedding's dict has it. Args: found: receives problems, also of layer_types."""
+    """Reads the rotary embedding's dict. Args: found: receives problems, also of layer_types."""
     layers, count = raw.get("layer_types"), raw.get("num_hidden_layers")
     is_full = isinstance(layers, list) and len(layers) == count and {*map(str, layers)} == {"full_attention"}
     if layers is not None and not is_full:
         problem = f"layer_types = {shortened(repr(layers))} is not supported"
         found.append(f"{problem}; only 'full_attention' for each of the num_hidden_layers")
-    found += hf_config.rope_problems(raw, ["rope_theta"])
-    return {name: theta for name, theta in hf_config.rope_of(raw).items() if name == "rope_theta"}
+    return hf_config.read_rope(raw, ["rope_theta"], found)
 
 
 def to_hf(spec: Qwen3Spec) -> dict[str, Any]:
@@ -160,5 +161,5 @@ def to_hf(spec: Qwen3Spec) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": False,
         "use_sliding_window": False,
-        **asdict(spec),
+        **spec.as_dict(),
     }

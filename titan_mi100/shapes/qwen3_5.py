@@ -4,7 +4,7 @@ Three of four layers mix positions by the gated delta rule, the fourth by attent
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +14,7 @@ from titan_mi100.shapes import hf_config
 from titan_mi100.shapes.base import INPUTS, OUTPUTS, WHOLE, LayerShape, ModelSpec, Parameter, Split
 from titan_mi100.shapes.delta_rule import CHUNK, products_of_chunk
 from titan_mi100.shapes.qwen3 import with_mlp
+from titan_mi100.shapes.rope import RopeScaling
 from titan_mi100.shapes.saved import FP32, MIX, PROJECT, Saved, ValuesPerToken
 from titan_mi100.wording import shortened, shown
 
@@ -65,6 +66,7 @@ class Qwen3_5Spec(ModelSpec):
     max_position_embeddings: int = 262_144
     initializer_range: float = 0.02
     pad_token_id: int | None = None
+    rope_scaling: RopeScaling | None = None
     is_wrapped: bool = False
 
     @property
@@ -267,9 +269,8 @@ def read(
     known = [*(field.name for field in fields(family) if field.name not in family.of_files), *known]
     problems += hf_config.unsupported(text, [*known, *_WITHOUT_EFFECT, "full_attention_interval", *_OF_IMAGES], _ONLY)
     problems += hf_config.loss_problems(text)
-    problems += hf_config.rope_problems(text, ["rope_theta", "partial_rotary_factor"], _OF_IMAGES)
-    rope = {name: setting for name, setting in hf_config.rope_of(text).items() if name not in _OF_IMAGES}
-    settings = {**_DEFAULTS, **rope, **text, "is_wrapped": is_wrapped}
+    rope = hf_config.read_rope(text, ["rope_theta", "partial_rotary_factor"], problems, _OF_IMAGES)
+    settings = {**_DEFAULTS, **text, **rope, "is_wrapped": is_wrapped}
     settings["layer_types"] = _layer_types(text, problems)
     return hf_config.build(path, family, settings, problems)
 
@@ -292,7 +293,8 @@ def _layer_types(text: Mapping[str, Any], found: list[str]) -> tuple[str, ...]:
 def to_hf(spec: Qwen3_5Spec) -> dict[str, Any]:
     """The `config.json` that transformers reads back into the same model; without what it says of a vision tower."""
     rope = {"rope_type": "default", "rope_theta": spec.rope_theta, "partial_rotary_factor": spec.partial_rotary_factor}
-    own = {**asdict(spec), "layer_types": list(spec.layer_types)}
+    own = {**spec.as_dict(), "layer_types": list(spec.layer_types)}
+    rope |= own.pop("rope_scaling", {})
     text = {"model_type": f"{spec.model_type}_text", "hidden_act": "silu", "attention_bias": False}
     text["rope_parameters"] = rope
     stored = {name: key for key, name in spec.renamed.items()}

@@ -76,7 +76,7 @@ def read(path: Path, raw: Mapping[str, Any]) -> Qwen3MoeSpec:
     """The shape that a `config.json` describes; see qwen3.read."""
     known = [field.name for field in fields(Qwen3MoeSpec) if field.name not in Qwen3MoeSpec.of_files]
     problems = hf_config.unsupported(raw, [*known, *_KNOWN], _ONLY) + hf_config.loss_problems(raw)
-    settings = {**qwen3.DEFAULTS, **qwen3.checked_rope(raw, problems), **raw}
+    settings = {**qwen3.DEFAULTS, **raw, **qwen3.checked_rope(raw, problems)}
     if "num_local_experts" in raw:  # as transformers 5 names it
         settings.setdefault("num_experts", raw["num_local_experts"])
     hidden, heads = raw.get("hidden_size"), raw.get("num_attention_heads")

@@ -18,7 +18,8 @@ from titan_mi100.files.plain import LARGEST_CONFIG, LARGEST_TABLE, parse_object,
 from titan_mi100.files.templates import TEMPLATE, read_template, template_files
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.families import read_hf_config, to_hf_config
-from titan_mi100.shapes.hf_config import rope_of
+from titan_mi100.shapes.hf_config import ROPES, rope_of
+from titan_mi100.shapes.rope import TYPES, YARN
 from titan_mi100.text.classes import QWEN_CLASSES, class_of
 from titan_mi100.wording import shown
 
@@ -122,6 +123,8 @@ def run_assets(
     """
     own = _read_files(folder_of(base), _OF_MODEL) if base else {}
     assets = {CONFIG: _json(to_hf_config(spec)), **own, **tokenizer_files(Path(tokenizer))}
+    if spec.rope_scaling:
+        assets[CONFIG] = _json(_scaled(parse_object(assets[CONFIG], folder_of(base) / CONFIG, _REMEDY), spec))
     assets = naming_class(assets, _read_files(folder_of(tokenizer), (CONFIG,)))
     if chat_template:
         assets[TEMPLATE] = read_plain(Path(os.path.realpath(chat_template)), LARGEST_CONFIG)
@@ -318,7 +321,7 @@ def export_assets(folder: Path, assets: Assets, spec: ModelSpec, dtype: str | No
         ends: ids of the tokens that end a text, the end of a turn first; empty: unknown.
     """
     config = parse_object(assets.get(CONFIG, b"{}"), folder / CONFIG, _REMEDY) or to_hf_config(spec)
-    config["architectures"] = to_hf_config(spec)["architectures"]
+    config = {**_scaled(config, spec), "architectures": to_hf_config(spec)["architectures"]}
     generation = parse_object(assets.get(GENERATION, b"{}"), folder / GENERATION, _REMEDY)
     stops = stop_ids(assets, folder / GENERATION)
     if ends:
@@ -329,6 +332,19 @@ def export_assets(folder: Path, assets: Assets, spec: ModelSpec, dtype: str | No
     kept = {name: content for name, content in assets.items() if name != GENERATION}
     kept |= {name: _json(made) for name, made in ((CONFIG, config), (GENERATION, generation)) if made}
     return naming_dtype(kept, dtype or "keep")
+
+
+def _scaled(config: dict[str, Any], spec: ModelSpec) -> dict[str, Any]:
+    """The config.json with the shape's rope scaling under the one key that all versions read, with all that vLLM needs
+    of it: transformers 4 knows only rope_scaling, and rope_theta outside of it.
+    """
+    if spec.rope_scaling:
+        part, name = text_part(config), ROPES[config.get("model_type") not in _IN_VERSION_4]
+        others = {key: x for key, x in rope_of(part).items() if key not in ("rope_type", "type", *TYPES[YARN])}
+        for key in ROPES:
+            part.pop(key, None)
+        part |= {name: spec.rope_scaling.written() | others, "max_position_embeddings": spec.max_position_embeddings}
+    return config
 
 
 def for_all_versions(assets: Assets) -> Assets:

@@ -36,32 +36,24 @@ from titan_mi100.files.hub_files import TRAIN
 from titan_mi100.files.patterns import matching_files
 from titan_mi100.planning.device import positive, size_gib
 from titan_mi100.planning.hardware import count_gpus, dtype_advice
-from titan_mi100.planning.plan import GIB, Plan, make_plan, remedy
+from titan_mi100.planning.longest import METHODS as ON_CARDS
+from titan_mi100.planning.plan import GIB, Change, Plan, make_plan, remedy
 from titan_mi100.planning.workload import Workload, with_settings
 from titan_mi100.run.next_commands import command
 from titan_mi100.shapes.families import read_hf_config
 from titan_mi100.text.assets import has_tokenizer
 from titan_mi100.wording import as_key, plural
 
-Change = dict[str, dict[str, Any]]  # section -> key -> value
-
-_ADAPTERS: Change = {
-    "lora": {"rank": 16, "alpha": 32.0, "dropout": 0.05},
-    "optimizer": {"lr": 2e-4, "weight_decay": 0.0},
-}
-_NF4: Change = {**_ADAPTERS, "lora": {**_ADAPTERS["lora"], "base": "nf4"}}
-_LEAN = {"state": "8bit", "master": "bf16_sr"}
-_IN_HOST: Change = {"optimizer": _LEAN, "memory": {"offload": "optimizer"}}
 # method -> what to try in this order, each with a word about what it changes; the first that fits is taken
 METHODS: dict[str, tuple[tuple[str, Change], ...]] = {
     "full": (
         ("", {}),
         ("optimizer state in 8 bits", {"optimizer": {"state": "8bit"}}),
-        ("optimizer state in 8 bits, weights in bf16 with stochastic rounding", {"optimizer": _LEAN}),
-        ("the same, with gradients and optimizer state in the host's memory", _IN_HOST),
+        ("optimizer state in 8 bits, weights in bf16 with stochastic rounding", ON_CARDS["8-bit"]),
+        ("the same, with gradients and optimizer state in the host's memory", ON_CARDS["8-bit, on the host"]),
     ),
-    "lora": (("", _ADAPTERS), ("the frozen weights in 4 bits (QLoRA)", _NF4)),
-    "qlora": (("", _NF4),),
+    "lora": (("", ON_CARDS["LoRA"]), ("the frozen weights in 4 bits (QLoRA)", ON_CARDS["QLoRA"])),
+    "qlora": (("", ON_CARDS["QLoRA"]),),
 }
 
 
@@ -387,7 +379,9 @@ def _first_fitting(
     plans, refused = [], list[Problem]()
     for words, change in METHODS[method]:
         if given:  # which has the adapters' settings, too
-            rest = {name: settings.items() - _ADAPTERS.get(name, {}).items() for name, settings in change.items()}
+            rest = {
+                name: settings.items() - ON_CARDS["LoRA"].get(name, {}).items() for name, settings in change.items()
+            }
             change = {name: {**dict(rest.get(name, ())), **given.get(name, {})} for name in {**given, **rest}}
         elif config.objective.answers:
             change = _of_pairs(config.optimizer.lr, change)

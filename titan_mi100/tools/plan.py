@@ -4,6 +4,7 @@ With --rehearse N the run's own code counts it instead, see rehearse.py.
 """
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -15,18 +16,21 @@ from typing import Any
 from titan_mi100 import cli as tool
 from titan_mi100.config.as_text import settings_parser, to_toml
 from titan_mi100.config.load import load_config
+from titan_mi100.config.settings import LoRAConfig, MemoryConfig, OptimizerConfig
 from titan_mi100.doors import door
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import check_output, write_output
 from titan_mi100.log import setup_logging
 from titan_mi100.planning.cards import Gpu
 from titan_mi100.planning.device import NAMES, find_card, positive, positive_float, size_gib
+from titan_mi100.planning.longest import CARD_SIZES, METHODS, UNIT, longest
 from titan_mi100.planning.memory import ABOVE, BELOW, CATEGORIES
 from titan_mi100.planning.plan import EFFICIENCY, GIB, Plan, make_plan, measured_efficiency, remedy, search
 from titan_mi100.planning.workload import Workload
 from titan_mi100.wording import bytes_in_words, duration_in_words, plural
 
 _SHOWN = 10  # layouts that --search prints
+_HEADING = "k = 1,024 tokens of the longest row; behind the comma with inputs in the host's memory [GiB of that]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,10 +49,19 @@ def _plan(options: argparse.Namespace, settings: Sequence[str]) -> int:
     if options.search and options.tokens:
         raise UserError("--tokens is for one config, not for --search; leave it out")
     gpu, card = find_card(options.device, options.memory, "mi100")
+    if options.longest and (options.search or options.tokens or options.measured):
+        raise UserError(
+            "--longest plans memory alone, of methods of its own; leave --search, --tokens and --measured out"
+        )
     if (options.search or options.tokens) and not gpu.tflops:
         raise UserError(f"--search and --tokens need the speed of the card, too; add --device: {NAMES}")
-    config = load_config(settings, None if options.search else options.gpus, with_files=False)
+    options.gpus = options.gpus or (1 if options.longest else 2)
+    config = load_config(settings, None if options.search or options.longest else options.gpus, with_files=False)
     workload = Workload.of(config, options.gpus)
+    if options.longest:
+        return _longest(
+            options, workload, [card] if options.device or options.memory else [n * GIB for n in CARD_SIZES]
+        )
     efficiency, origin = _efficiency(options.measured, workload, card, gpu)
     if options.search:
         return _search(options, workload, card, gpu, efficiency, origin)
@@ -195,6 +208,36 @@ def _search(
     return 0
 
 
+def _longest(options: argparse.Namespace, workload: Workload, cards: Sequence[int]) -> int:
+    """Print the longest rows that fit, by method and bytes of a card. A method sets the parts of the config that are
+    its own.
+    """
+    parts: dict[str, Any] = {"lora": LoRAConfig(), "optimizer": OptimizerConfig(), "memory": MemoryConfig()}
+    workload, entries = replace(workload, config=replace(workload.config, **parts)), list[dict[str, Any]]()
+    lines = [f"{'':<20}" + "".join(f"{f'{card / GIB:g} GB':>20}" for card in cards)]
+    for method, change in METHODS.items():
+        alone = workload.changed(change)
+        moved = alone.changed({"memory": {"offload_activations": True}})
+        pairs = [(longest(alone, card), longest(moved, card)) for card in cards]
+        lines.append(f"{method:<20}" + "".join(f"{_cell(*pair):>20}" for pair in pairs))
+        entries += [
+            {"method": method, "card": plan.card, "seq_len": plan.config.training.seq_len, "most": plan.most}
+            | {"host": plan.host, "inputs_on_host": plan.config.memory.offload_activations}
+            for plan in itertools.chain(*pairs)
+            if plan
+        ]
+    note = f"*: beyond the {workload.spec.reach:,} positions that the model is made for, see model.yarn_factor"
+    print(json.dumps(entries) if options.json else "\n".join([_HEADING, *lines, note]))
+    return 0 if entries else 1
+
+
+def _cell(plan: Plan | None, on_host: Plan | None) -> str:
+    """The lengths of two plans, and the host's memory of the second."""
+    lengths = [(x.config.training.seq_len, x.workload.spec.reach) if x else (0, 0) for x in (plan, on_host)]
+    words = [f"{count // UNIT}k{'*' * (count > reach)}" if count else "-" for count, reach in lengths]
+    return f"{words[0]}, {words[1]} [{on_host.host / GIB:.0f}]" if on_host else words[0]
+
+
 def _words(plan: Plan) -> str:
     """A plan's layout in one line; the columns are those of the heading in _search."""
     c, batch = plan.config, plan.config.batch(plan.ranks)
@@ -211,13 +254,14 @@ def _parser() -> argparse.ArgumentParser:
     epilog = "Exit code: 0 it fits, 1 it does not fit, 2 a mistake. Settings are those of training; data and tokenizer "
     parser = settings_parser("titan-mi100 plan", __doc__.splitlines()[0], f"{epilog}need not exist.")
     add = parser.add_argument
-    add("--gpus", type=positive, default=2, metavar="N", help="number of cards, one process each (default 2)")
+    add("--gpus", type=positive, metavar="N", help="number of cards, one process each (default 2; --longest: 1)")
     add("--device", default="", metavar="NAME", help=f"{NAMES}; default mi100, with --memory none")
     add("--memory", type=size_gib, default=0, metavar="32GB", help="memory of a card, in GiB; default: the device's")
     add("--tokens", type=positive_float, default=0, metavar="N", help="tokens of the data: print how long they take")
     text = "tokens/s that this config reached, or a certificate of this card: replaces the assumed share of its rate"
     add("--measured", type=_rate_or_certificate, metavar="N", help=text)
     add("--search", action="store_true", help="compare layouts, batch sizes, recomputation and optimizer state")
+    add("--longest", action="store_true", help="the longest rows that fit, by method; without a card of several sizes")
     add("--write", default="", metavar="X.toml", help="with --search: write the fastest layout as a config")
     add("--json", action="store_true", help="print JSON, with sizes in bytes")
     text = "count memory and collectives of N devices by the run's own code on fake tensors, see --rehearse --help"

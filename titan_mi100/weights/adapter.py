@@ -42,12 +42,12 @@ def merged_source(base: ModelSource, adapter: str | Path) -> ModelSource:
         raise UserError(f"{base.path}: has no config.json; name the base's HF folder")
     if base.lora is not None:
         raise UserError(f"{base.path}: is an adapter; name its base model here, and this folder as the adapter")
-    lora, matrices = _open_adapter(Path(adapter), base, base.spec)
+    lora, matrices, trained = _open_adapter(Path(adapter), base, base.spec)
     matrices.check(lora.shapes(base.spec))
     if beyond := [token for token in lora.token_ids if token >= base.spec.vocab_size]:
         raise UserError(f"{adapter}: trains row {beyond[0]}, but {base.path} has {base.spec.vocab_size}; name its base")
     weights = MergedWeights(base.weights, matrices, lora)
-    return replace(base, weights=weights, assets=_assets_as_trained(base, Path(adapter)))
+    return replace(base, weights=weights, assets=_assets_as_trained(base, Path(adapter)), spec=trained)
 
 
 def _assets_as_trained(base: ModelSource, adapter: Path) -> Assets:
@@ -63,8 +63,8 @@ def _assets_as_trained(base: ModelSource, adapter: Path) -> Assets:
     return ending_turns(assets, token, end) if end >= 0 else assets
 
 
-def _open_adapter(path: Path, base: ModelSource, spec: ModelSpec) -> tuple[LoRAConfig, Weights]:
-    """An adapter's settings and matrices.
+def _open_adapter(path: Path, base: ModelSource, spec: ModelSpec) -> tuple[LoRAConfig, Weights, ModelSpec]:
+    """An adapter's settings and matrices, and the base's shape with the rope scaling that a run has added.
 
     A run's checkpoint stores a fingerprint of its base, so it is refused on other weights. A PEFT folder names its base
     only, so there is only a warning.
@@ -74,7 +74,7 @@ def _open_adapter(path: Path, base: ModelSource, spec: ModelSpec) -> tuple[LoRAC
         is_other = cached not in ("", named) and is_hub_name(named)
         if not base.path.samefile(named) if named and Path(named).is_dir() else is_other:
             log.warning(f"{path}: was trained on {named}, but is merged into {base.path}")
-        return peft_io.read_adapter(path)
+        return *peft_io.read_adapter(path), spec
     source = open_source(path)
     if source.lora is None:
         raise UserError(f"{path}: is neither a PEFT folder ({peft_io.CONFIG}) nor a checkpoint of a LoRA run")
@@ -83,7 +83,10 @@ def _open_adapter(path: Path, base: ModelSource, spec: ModelSpec) -> tuple[LoRAC
     # named is empty if the run started from random weights; then there is nothing to compare with
     if named and trained_on != base_fingerprint(base.weights.read, parameter_shapes(spec)):
         raise UserError(f"{path}: was not trained on the weights in {base.path}; name its base ({named})")
-    return source.lora, source.weights
+    if source.spec is not None and source.spec.rope_scaling:
+        own = {name: getattr(source.spec, name) for name in ("rope_scaling", "max_position_embeddings")}
+        spec = replace(spec, **own)  # type: ignore[type-var]
+    return source.lora, source.weights, spec
 
 
 class MergedWeights(Weights):

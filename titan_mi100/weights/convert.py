@@ -151,6 +151,9 @@ def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, ve
         log.warning(
             f"{output}: peft cannot load its base: {base} is not an HF folder; export that, and name the export"
         )
+    if scaling := source.spec.rope_scaling:
+        problem = f"an adapter has no config.json: its base's must have rope_scaling = {scaling.written()}"
+        log.warning(f"{output}: {problem}; or merge {source.path} (titan-mi100 convert merge-lora)")
     with _new_folder(source, output, kinds, verify) as aside:
         digests = Digests()
         tensors = {source.spec.stored_name(own): tensor for own, tensor in _tensors_to_write(source, kinds, digests)}

@@ -117,7 +117,7 @@ def meaning(name: str, value: object) -> str:
 
 def setting_of(entry: Entry, value: Any) -> str | None:
     """The setting that stands for the option's value; "": nothing needs to be set; None: there is none."""
-    text = "true" if value is None else str(value).strip().lower()
+    text = "true" if value is None else (value if isinstance(value, str) else shown(value)).strip().lower()
     words = [text, *text.split()[:1]]  # "full_shard auto_wrap"
     return next((entry.settings[word] for word in words if word in entry.settings), None)
 
