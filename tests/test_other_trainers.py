@@ -185,13 +185,13 @@ def test_an_option_of_another_trainer_is_answered_with_ours_to_paste(arguments: 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("--parallelism.context_parallel_degree 2", "does not exist here: for long rows use"),
-        ("--parallelism.context_parallel_degree 1", "leave it out here"),
+        ("--parallelism.expert_parallel_degree 2", "does not exist here: its experts are divided as all weights are"),
+        ("--parallelism.expert_parallel_degree 1", "leave it out here"),
         ("--checkpoint.enable", "leave it out here: checkpoints are always on"),
         ("--deepspeed ds.json", "does not exist here: FSDP2 shards the run"),
         ("--float8.recipe_name rowwise", "is an option of torchtitan and does not exist here: no float8"),
         ("--packing", "does not exist here: documents are always packed"),
-        ("--context_parallel_degree 2", "does not exist here: for long rows use"),
+        ("--sequence_parallel_degree 2", "here: --parallelism.context_parallel_degree 2"),
         ("--save_steps 0.1", "0.1 is a share of the steps; write a number of steps"),
         ("--val_size 100", "100 is a number of rows, which cannot be given here; write a share"),
         ("--gradient_accumulation_steps auto", "leave it out here"),
@@ -257,7 +257,7 @@ def test_a_config_of_torchtitan_gets_messages_that_lead_to_one_that_loads(
     said = {line.removeprefix(start).partition(" is ")[0].partition(" = ")[0]: line for line in found}
     assert said.keys() == {
         *("[metrics] save_tb_folder", "[model] name", "[model] hf_assets_path", "[optimizer] name"),
-        *("[training] dataset", "[parallelism] fsdp_reshard_after_forward", "[parallelism] context_parallel_degree"),
+        *("[training] dataset", "[parallelism] fsdp_reshard_after_forward"),
         *("[checkpoint] enable", "[checkpoint] folder", "[checkpoint] last_save_model_only", "[quantize]"),
         *("[activation_checkpoint] selective_ac_option", "[compile] components"),
         *("[profiling] profile_freq", "[profiling] save_traces_folder", "[checkpoint] export_dtype"),

@@ -246,7 +246,7 @@ def test_for_scripts_it_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert planner.main([*BIG, *LEAN, *pipeline, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert len(found["memory"]) == 2 and found["fits"] is True and found["bubble"] == pytest.approx(1 / 97)
-    assert found["sent"]["pipeline"] == 2 * 96 * 1024 * 4096 * 2 and found["sent"]["data parallel"] == 0
+    assert found["sent"]["pipeline"] == 96 * 1024 * 4096 * 2 and found["sent"]["data parallel"] == 0
     assert all(sum(m["categories"].values()) == pytest.approx(m["peak"]) for m in found["memory"])
 
 

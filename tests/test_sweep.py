@@ -69,6 +69,7 @@ def test_layouts_are_what_their_names_say() -> None:
         "hsdp": (1, 2, 2, 1, 3),
         "tp": (1, 1, 1, 4, 3),
         "fsdp2+tp": (1, 1, 2, 2, 3),
+        "cp": (1, 1, 1, 1, 3),
     }
     assert configs[next(row for row in configs if row.layout == "ddp+powersgd")].parallelism.powersgd_start_step == 2
 

@@ -70,7 +70,7 @@ def key_figures(run: dict[str, Any]) -> dict[str, str]:
     }
     # a hostile file can hold any number
     with suppress(KeyError, ValueError, ArithmeticError):
-        degrees = {name: int(config[f"parallelism.{axis.key}"]) for name, axis in AXES.items()}
+        degrees = {name: int(config.get(f"parallelism.{axis.key}", 1)) for name, axis in AXES.items()}
         layout = resolve_layout(int(known["N"]), zero_stage=int(config["parallelism.zero_stage"]), **degrees)
         sizes = {key: int(config[f"training.{key}"]) for key in _SIZES}
         batch = resolve_batch(dp_degree=layout.dp_degree, **sizes)

@@ -88,6 +88,7 @@ LAYOUTS: dict[str, tuple[int, Callable[[int], dict[str, Any]]]] = {
     "hsdp": (4, lambda n: {"data_parallel_replicate_degree": 2}),
     "tp": (2, lambda n: {"tensor_parallel_degree": n}),
     "fsdp2+tp": (4, lambda n: {"tensor_parallel_degree": 2}),
+    "cp": (2, lambda n: {"context_parallel_degree": n}),
 }
 
 
