@@ -109,3 +109,6 @@ def check_offload(config: Config) -> Iterator[Problem]:
     if config.memory.offload_activations and config.activation_checkpoint.mode != "full":
         text = 'keeps blocks\' inputs; set [activation_checkpoint] mode = "full"'
         yield Problem("memory.offload_activations", text, ("activation_checkpoint.mode",))
+    if config.memory.piece_tokens > 0 and config.compile.enable:
+        text = "computes in pieces, which are not compiled; set it to 0, or [compile] enable = false"
+        yield Problem("memory.piece_tokens", text, ("compile.enable",))

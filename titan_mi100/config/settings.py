@@ -317,6 +317,12 @@ class MemoryConfig:
     offload_activations: bool = _key(
         False, "keep blocks' inputs in the host's memory until backward; with activation_checkpoint.mode = 'full'"
     )
+    piece_tokens: int = _key(
+        -1,
+        "tokens that MLPs and norms compute at a time, and again in backward; 0: all of a forward; -1: the same where a "
+        "step then fits the device, else the largest pieces with which it does",
+        low=-1,
+    )
     on_overflow: str = _key("refuse", "if a step is predicted not to fit: refuse, or warn", choices=("refuse", "warn"))
 
 

@@ -27,9 +27,8 @@ class ZeroCentredNorm(RMSNorm):
 
     is_centred = True
 
-    def plain(self, x: Tensor) -> Tensor:
-        wide = at_least_fp32(x)  # in 16 bits, 1 + weight would lose most bits of the weight
-        return rms_norm(wide, 1 + local_weight(self.weight, wide.dtype), self.eps).to(x.dtype)
+    def plain(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(at_least_fp32(x), 1 + weight, self.eps).to(x.dtype)
 
 
 class GatedNorm(nn.Module):
@@ -139,7 +138,7 @@ class GatedBlock(Layer):
 class AttentionBlock(GatedBlock, AttentionLayer):
     """Attention whose output is multiplied by a gate."""
 
-    sequence_scattered_after = ("self_attn.o_proj", "mlp.down_proj")
+    sequence_scattered_after = ("self_attn.o_proj", "mlp")
 
     def __init__(self, spec: Qwen3_5Spec, shape: LayerShape, backend: Backend) -> None:
         super().__init__(spec, shape, backend)
@@ -171,7 +170,7 @@ class AttentionBlock(GatedBlock, AttentionLayer):
 class DeltaBlock(GatedBlock):
     """A layer whose positions mix by the gated delta rule."""
 
-    sequence_scattered_after = ("linear_attn.out_proj", "mlp.down_proj")
+    sequence_scattered_after = ("linear_attn.out_proj", "mlp")
     in_fp32 = ("linear_attn.decay", "linear_attn.norm")
     is_dynamic = False  # torch 2.8 has no loop over parts of a row whose length it does not know
 

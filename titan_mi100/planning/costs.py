@@ -68,14 +68,16 @@ def flops_of_steps(spec: ModelSpec, lora: LoRAConfig) -> Callable[[int, int, int
     return partial(train_flops, spec, adapter_values=sum(sizes))
 
 
-def recomputed_flops(spec: ModelSpec, tokens: int, attention_pairs: int, mode: str) -> int:
+def recomputed_flops(spec: ModelSpec, tokens: int, attention_pairs: int, mode: str, in_pieces: bool = False) -> int:
     """FLOPs of recomputing the blocks in backward, by activation_checkpoint.mode.
 
-    A block's last matrix product is not recomputed: no backward needs its result.
+    A block's last matrix product is not recomputed: no backward needs its result. Pieces are recomputed in any mode,
+    and a block that is recomputed does not compute them once more.
     """
     blocks, attention = _forward_flops(spec, tokens, attention_pairs)
-    blocks -= 2 * sum(layer.last_product for layer in spec.layers) * tokens
-    return {"none": 0, "selective": blocks, "full": blocks + attention}[mode]
+    last = 2 * sum(layer.last_product for layer in spec.layers) * tokens
+    blocks -= last
+    return {"none": 2 * last * in_pieces, "selective": blocks, "full": blocks + attention}[mode]
 
 
 def _forward_flops(spec: ModelSpec, tokens: int, attention_pairs: int) -> tuple[int, int]:

@@ -68,8 +68,33 @@ def estimate(workload: Workload, device_memory: int) -> list[Memory]:
     Args:
         device_memory: bytes of a card; 0: a CPU.
     """
+    workload = _with_pieces(workload, piece_tokens(workload, device_memory))
     counts = layers_per_stage(workload, 1.0, device_memory)
     return _peaks(workload, device_memory, counts, shares_copies(workload, device_memory))
+
+
+def piece_tokens(workload: Workload, device_memory: int) -> int:
+    """Tokens of a piece that MLPs and norms compute at a time; 0: all of a forward. The largest with which a step fits,
+    if the config leaves it open.
+
+    Args: device_memory: see estimate.
+    """
+    training, asked = workload.config.training, workload.config.memory.piece_tokens
+    tokens = training.local_batch_size * training.seq_len
+    if asked >= 0:
+        return asked if asked < tokens else 0
+    if not device_memory or workload.config.compile.enable:
+        return 0
+    sizes = [0, *(size for n in range(16, 9, -1) if (size := 1 << n) < tokens)]
+    for size in sizes:
+        peaks = [memory.peak for memory in estimate(_with_pieces(workload, size), device_memory)]
+        if with_overhead(max(peaks) * (1 + BELOW)) <= device_memory:
+            return size
+    return sizes[-1]
+
+
+def _with_pieces(workload: Workload, tokens: int) -> Workload:
+    return workload.changed({"memory": {"piece_tokens": tokens}})
 
 
 def shares_copies(workload: Workload, device_memory: int) -> bool:
@@ -84,6 +109,7 @@ def shares_copies(workload: Workload, device_memory: int) -> bool:
     is_plain = is_alone and is_cast and not config.compile.enable
     if mode == "none" or not is_plain:
         return is_plain and workload.batch.gradient_accumulation_steps > 1
+    workload = _with_pieces(workload, piece_tokens(workload, device_memory))
     counts = layers_per_stage(workload, 1.0, device_memory)
     peaks = [memory.peak for memory in _peaks(workload, device_memory, counts, shares_copies=True)]
     return with_overhead(max(peaks) * (1 + BELOW)) <= device_memory
@@ -127,7 +153,7 @@ def layers_per_stage(workload: Workload, supervised_share: float, card: int = 0)
     rows, is_frozen = training.local_batch_size, config.lora.rank > 0
     costs = stage_costs(spec, rows, training.seq_len, supervised_share, recompute, is_frozen)
     counts = split_layers(*costs, ranks * SCHEDULES[parallelism.pipeline_parallel_schedule].stages_per_rank)
-    return _by_bytes(workload, card, counts) if card else counts
+    return _by_bytes(_with_pieces(workload, piece_tokens(workload, card)), card, counts) if card else counts
 
 
 def _by_bytes(workload: Workload, card: int, counts: list[int]) -> list[int]:
@@ -160,6 +186,8 @@ class _RankMemory:
         self.stages, self.rank, self.device_memory, self.shares_copies = stages, rank, device_memory, shares_copies
         training = config.training
         self.tokens = training.local_batch_size * training.seq_len
+        asked = config.memory.piece_tokens
+        self.piece = asked if 0 < asked < self.tokens else 0
         self.compute_bytes = _BYTES[training.mixed_precision_param]
         self.has_first, self.has_last = any(s.first for s in stages), any(s.last for s in stages)
         self.mode, numbers = config.activation_checkpoint.mode, {n for stage in stages for n in stage.layers}
@@ -211,7 +239,7 @@ class _RankMemory:
         is_cast = not self.is_fsdp and not self.lora_rank and self.master_bytes != self.compute_bytes
         copy_bytes = self.compute_bytes if is_cast else 0.0
         is_kept = self.mode == "none" or self.shares_copies
-        layers_on_card = self.layers[-2 if self.inputs_on_host else 0 :]
+        layers_on_card = [self._uncut(layer) for layer in self.layers[-2 if self.inputs_on_host else 0 :]]
         kept_by_layer = [self._bytes(x.kept[self.mode]) + self._added_by_lora(x, "none") for x in layers_on_card]
         rotary = self._bytes(self.spec.per_forward) * self.layout.row_parts  # each rank has all of it
         kept = sum(kept_by_layer) * self._in_flight() + rotary
@@ -284,7 +312,7 @@ class _RankMemory:
     def on_host(self) -> float:
         """Bytes that are in the host's memory instead of the device's."""
         trained, weights, state = self._held()
-        each = (self._pinned(self._bytes(layer.kept[self.mode])) for layer in self.layers)
+        each = (self._pinned(self._bytes(layer.kept["full"])) for layer in self.layers)
         total = sum(each) * self._in_flight() if self.inputs_on_host else 0.0
         if self.offload == "optimizer":
             total += trained * self.master_bytes / self.shards + state
@@ -340,24 +368,40 @@ class _RankMemory:
         if not self.lora_rank or self.mode != mode:
             return 0.0
         targets = self.config.lora.target_modules if self.config.lora.dropout else ()
-        dropped = 0.0  # where outputs are split, each rank has all inputs
+        dropped = masks = 0.0  # where outputs are split, each rank has all inputs
         for name, p in layer.parameters.items():
             if p.experts and EXPERTS in targets:
                 inputs = p.shape[0] / p.experts if p.is_transposed else p.shape[1] / self.layout.matrix_parts
                 dropped += 1.5 * layer.slots * inputs  # half: the gradient of one, which waits for its mask
             elif name.split(".")[-2] in targets and not p.experts:
-                dropped += p.shape[1] / (self.layout.matrix_parts if p.split.dim == 1 else 1)
+                inputs = p.shape[1] / (self.layout.matrix_parts if p.split.dim == 1 else 1)
+                if self.piece and name.startswith("mlp."):
+                    masks += inputs
+                else:
+                    dropped += inputs
         for_norms = ValuesPerToken.of(tensor for tensor in layer.saved if tensor.is_for_norm)
-        return self.tokens * dropped * (self.compute_bytes + 1) - self._bytes(for_norms)
+        return self.tokens * (dropped * (self.compute_bytes + 1) + masks) - self._bytes(for_norms)
+
+    def _uncut(self, layer: LayerShape) -> LayerShape:
+        """The layer as far as it does not compute in pieces, if it does."""
+        return layer.in_pieces if self.piece else layer
 
     def _inside(self, layer: LayerShape) -> float:
         """Bytes that a layer's backward needs besides what was kept."""
-        total = self._bytes(layer.inside[self.mode]) + self._added_by_lora(layer, "full")
+        uncut, mlp = self._uncut(layer), 0.0
+        total = self._bytes(uncut.inside[self.mode]) + self._added_by_lora(uncut, "full")
+        if self.piece:
+            of_piece = self._bytes(layer.inside["full"]) - self._bytes(uncut.inside["full"])
+            total += of_piece * self.piece / self.tokens
+            mlp = sum(p.size for n, p in layer.parameters.items() if n.startswith("mlp.") and p.role == "matrix")
+            total += 0.0 if self.lora_rank else 4 * mlp / self.layout.matrix_parts  # the pieces' gradients are summed
         if not self.is_nf4:
             return total
-        # one dequantised matrix, and the indices of its lookup; on a card all experts of a projection, by a kernel
+        # one dequantised matrix, and the indices of its lookup; on a card all experts of a projection, by a kernel;
+        # for pieces all of an MLP
         of_experts = layer.largest_stack * self.compute_bytes if self.device_memory else 0.0
-        return total + max(layer.largest * (self.compute_bytes + 2), of_experts) / self.layout.matrix_parts
+        restored = max(mlp, layer.largest) * self.compute_bytes + layer.largest * 2
+        return total + max(restored, of_experts) / self.layout.matrix_parts
 
     def _received(self) -> float:
         """Bytes of receive buffers: torch's pipeline keeps hidden states and gradients of each microbatch."""

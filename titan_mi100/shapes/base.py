@@ -133,6 +133,12 @@ class LayerShape:
         again = {"none": (), "selective": after, "full": self.saved}
         return {mode: ValuesPerToken.of((*tensors, *self.temporaries)) for mode, tensors in again.items()}
 
+    @cached_property
+    def in_pieces(self) -> "LayerShape":
+        """The layer as far as it does not compute in pieces."""
+        saved, temporaries = (tuple(each.in_pieces for each in of) for of in (self.saved, self.temporaries))
+        return replace(self, saved=saved, temporaries=temporaries)
+
     @property
     def size(self) -> int:
         """Number of values of its parameters."""
