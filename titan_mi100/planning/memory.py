@@ -257,7 +257,9 @@ class _RankMemory:
         bytes_each = 0.0 if self.lora_rank else self.compute_bytes if self.is_fsdp else self.master_bytes
         vocab_gradient = self.vocab_values * bytes_each
         if self.has_last:
-            final = kept + 24 * self.spec.hidden_size * self.tokens / self.layout.row_parts
+            # the final norm's input, output and gradient; if it does not compute in pieces also copies in fp32
+            around = (6 if self.piece else 24) * self.spec.hidden_size * self.tokens / self.layout.row_parts
+            final = kept + around
             by_head, logits = self.vocab_bytes + self.block_bytes, self._head()
             gathered = self._gathered(by_head, 0.0 if self.tied else self.vocab_bytes)
             yield "forward of the head", moment_with(earlier_sums, final, head_loss=logits, communication=gathered)
