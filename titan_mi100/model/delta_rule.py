@@ -35,6 +35,7 @@ from titan_mi100.device.accelerator import to_device
 from titan_mi100.device.operators import custom_operator
 from titan_mi100.model.elementwise import at_least_fp32
 from titan_mi100.model.fused.running import only, runs, runs_unwatched
+from titan_mi100.model.pieces import in_pieces
 from titan_mi100.shapes.delta_rule import CHUNK, SUBSTITUTED, tokens_at_once
 
 _EPS = 1e-6  # of the norms of queries and keys
@@ -70,13 +71,27 @@ def causal_convolution(
     return _Convolution.apply(x, weight, ids).to(x.dtype)[:, -seq:], x[:, -before:] * own[..., None]
 
 
-def convolved(parts: Sequence[Tensor], weights: Sequence[Tensor], ids: Tensor) -> Sequence[Tensor]:
-    """Convolve queries, keys and values, whole rows, and apply SiLU. Args: as of `causal_convolution`, of each."""
+def convolved(parts: Sequence[Tensor], weights: Sequence[Tensor], ids: Tensor, piece: int = 0) -> Sequence[Tensor]:
+    """Convolve queries, keys and values, whole rows, and apply SiLU. Args: as of `causal_convolution`, of each.
+
+    Args:
+        piece: tokens of a piece, see in_pieces. It has all tokens of some channels instead, as many values.
+    """
     if runs_unwatched("delta", parts[0]) and weights[0].shape[1] == 4:
         from titan_mi100.model.fused.convolution_launch import Convolution
 
         return Convolution.apply(ids, *parts, *weights)
-    return [F.silu(causal_convolution(x, weight, ids)[0]) for x, weight in zip(parts, weights, strict=True)]
+    share = min(piece / ids.numel(), 1.0)
+    return [
+        in_pieces(_channels, math.ceil(share * x.shape[2]), [x.permute(2, 0, 1)[None], weight[None]], [ids])[0]
+        .permute(1, 2, 0)
+        for x, weight in zip(parts, weights, strict=True)
+    ]
+
+
+def _channels(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    """Convolve and apply SiLU. Args: x: (1, channels, batch, seq). weight: (1, channels, width)."""
+    return F.silu(causal_convolution(x[0].permute(1, 2, 0), weight[0], ids)[0]).permute(2, 0, 1)[None]
 
 
 class _Convolution(torch.autograd.Function):

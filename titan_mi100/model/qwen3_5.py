@@ -5,6 +5,7 @@ compares it with transformers' Qwen3.5.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,7 @@ from titan_mi100.model.decoder import AttentionLayer, CausalLM, Layer
 from titan_mi100.model.delta_rule import causal_convolution, convolved, delta_rule, document_ids, gates, recurrence
 from titan_mi100.model.elementwise import at_least_fp32, gated, gated_norm, norm_and_rotate, rms_norm, rotary_tables
 from titan_mi100.model.layers import Linear, RMSNorm, local_weight, merge_weights, multiply, outputs_of
+from titan_mi100.model.pieces import in_pieces
 from titan_mi100.model.qwen3 import MLP, Attention
 from titan_mi100.shapes.base import LayerShape, ModelSpec
 from titan_mi100.shapes.qwen3_5 import FULL, LINEAR, Qwen3_5Spec
@@ -34,12 +36,15 @@ class ZeroCentredNorm(RMSNorm):
 class GatedNorm(nn.Module):
     """RMSNorm times silu(gate), of each head."""
 
+    piece_tokens = 0
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        return gated_norm(x, gate, local_weight(self.weight, self.weight.dtype), self.eps)
+        norm, weight = partial(gated_norm, eps=self.eps), local_weight(self.weight, self.weight.dtype)
+        return in_pieces(norm, self.piece_tokens, [x, gate], [weight])
 
 
 class Weight(nn.Module):
@@ -68,7 +73,7 @@ class Decay(nn.Module):
 class GatedAttention(Attention):
     """The projections before and after attention. q_proj gives of each head its query and its gate."""
 
-    norm, per_query = ZeroCentredNorm, 2
+    norm, per_query, piece_tokens = ZeroCentredNorm, 2, 0
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         both, k, v = outputs_of((self.q_proj, self.k_proj, self.v_proj), x, self.merged)
@@ -79,6 +84,8 @@ class GatedAttention(Attention):
 
 class DeltaNet(nn.Module):
     """The projections, the convolutions and the rule of Gated DeltaNet."""
+
+    piece_tokens = 0
 
     def __init__(self, spec: Qwen3_5Spec, parts: tuple[int, ...]) -> None:
         """Args: parts: values of a token's queries, keys and values."""
@@ -99,7 +106,7 @@ class DeltaNet(nn.Module):
 
     def convolved(self, parts: tuple[Tensor, ...], ids: Tensor) -> list[Tensor]:
         """Queries, keys and values of whole rows, (batch, seq, heads, size)."""
-        return self._heads(convolved(parts[:3], self._taps(parts[0].dtype), ids))
+        return self._heads(convolved(parts[:3], self._taps(parts[0].dtype), ids, self.piece_tokens))
 
     def next_convolved(
         self, parts: tuple[Tensor, ...], ids: Tensor | None, last: list[Tensor] | None
@@ -160,7 +167,8 @@ class AttentionBlock(GatedBlock, AttentionLayer):
 
     def output(self, x: Tensor, mixed: Any) -> Tensor:
         outputs, gate = mixed
-        return self.add(x, self.self_attn.o_proj(gated(outputs, gate).flatten(2)))
+        outputs = in_pieces(gated, self.self_attn.piece_tokens, [outputs, gate])
+        return self.add(x, self.self_attn.o_proj(outputs.flatten(2)))
 
     def merge(self) -> None:
         self.self_attn.merge()
@@ -196,7 +204,8 @@ class DeltaBlock(GatedBlock):
         # On a CPU memory is no shortage, and launches cost nothing. Tensors without values are counted for a GPU.
         on_cpu = q.device.type == "cpu" and not isinstance(q, FakeTensor)
         decay, strength = net.decay(a, b)
-        return delta_rule(q, k, v, decay, strength, prepared, chunk=self.chunk, keeps=on_cpu, divides=on_cpu)[0], z
+        divides = on_cpu or 0 < net.piece_tokens < prepared.numel()
+        return delta_rule(q, k, v, decay, strength, prepared, chunk=self.chunk, keeps=on_cpu, divides=divides)[0], z
 
     def new_decode_state(self, spec: ModelSpec, batch: int, seq: int, dtype: torch.dtype, device: torch.device) -> Any:
         """The convolutions' last inputs, and the rule's state; empty before the first token."""
