@@ -13,7 +13,7 @@ from titan_mi100.config.settings import (
     ParallelismConfig,
     TrainingConfig,
 )
-from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.shapes.base import EXPERTS, ModelSpec
 from titan_mi100.wording import some
 
 MODEL_KEYS = ("model.flavor", "checkpoint.initial_load_path")  # settings that name the model's shape
@@ -91,6 +91,15 @@ def _not_in_blocks(spec: ModelSpec, tp: int) -> str:
     return next((f"{name} = {size} over {n} ranks" for name, size, n in inputs if size % (NF4_BLOCK * n)), "")
 
 
+def uncuttable(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Why a config's tokens cannot be computed in pieces, and the other keys that say so."""
+    if config.compile.enable:
+        yield "is for pieces, which are not compiled; set it to 0, or [compile] enable = false", ("compile.enable",)
+    if config.lora.rank and config.lora.dropout and EXPERTS in config.lora.target_modules:
+        text = "is for pieces, for which the adapters of experts have no dropout; set it to 0, or [lora] dropout = 0"
+        yield text, ("lora.dropout", "lora.target_modules")
+
+
 def check_offload(config: Config) -> Iterator[Problem]:
     """Problems of keeping things in the host's memory."""
     offload, p, conflicts = config.memory.offload, config.parallelism, list[tuple[str, str]]()
@@ -109,6 +118,5 @@ def check_offload(config: Config) -> Iterator[Problem]:
     if config.memory.offload_activations and config.activation_checkpoint.mode != "full":
         text = 'keeps blocks\' inputs; set [activation_checkpoint] mode = "full"'
         yield Problem("memory.offload_activations", text, ("activation_checkpoint.mode",))
-    if config.memory.piece_tokens > 0 and config.compile.enable:
-        text = "computes in pieces, which are not compiled; set it to 0, or [compile] enable = false"
-        yield Problem("memory.piece_tokens", text, ("compile.enable",))
+    if config.memory.piece_tokens > 0:
+        yield from (Problem("memory.piece_tokens", *reason) for reason in uncuttable(config))

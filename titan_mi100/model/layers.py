@@ -132,6 +132,17 @@ class Operands(NamedTuple):
     a: Tensor | None = None
     b: Tensor | None = None
 
+    @property
+    def stored(self) -> list[Tensor]:
+        """The weight, see nf4.restored."""
+        return [tensor for tensor in self[:3] if tensor is not None]
+
+
+def grouped(tensors: Sequence[Any]) -> list[Operands]:
+    """The operands of each layer, from those of all layers."""
+    size = len(Operands._fields)
+    return [Operands(*tensors[start : start + size]) for start in range(0, len(tensors), size)]
+
 
 class _Unread(torch.autograd.Function):
     """x @ weight.T for its gradients alone: the product is not computed."""

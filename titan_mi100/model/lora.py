@@ -154,13 +154,18 @@ class LoRAExpertLinear(ExpertLinear):
         self.scale = config.scale
         self.dropout = config.dropout
 
-    def forward(self, x: Tensor, routes: Routes) -> Tensor:  # type: ignore[override]
-        if self.is_grouped(x, stored := self.stored(x.dtype)):
-            a, b = (layer.stored(x.dtype)[0] for layer in (self.lora_A, self.lora_B))
+    def operands(self, dtype: torch.dtype) -> Operands:
+        adapter = (layer.stored(dtype)[0] for layer in (self.lora_A, self.lora_B))
+        return super().operands(dtype)._replace(**dict(zip("ab", adapter, strict=True)))
+
+    def forward(self, x: Tensor, routes: Routes, operands: Operands | None = None) -> Tensor:  # type: ignore[override]
+        own = operands or self.operands(x.dtype)
+        assert own.a is not None and own.b is not None
+        if self.is_grouped(x, own.stored):
             dropped = _dropped(x, self) if self.dropout and self.training else None
-            return _AdaptedRows.apply(x, dropped, a, b, (self, routes.ends), *stored)  # type: ignore[no-any-return]
-        adapted = self.lora_B(self.lora_A(_dropped(x, self), routes), routes)
-        return torch.add(super().forward(x, routes), adapted, alpha=self.scale)
+            return _AdaptedRows.apply(x, dropped, own.a, own.b, (self, routes.ends), *own.stored)  # type: ignore[no-any-return]
+        adapted = self.lora_B(self.lora_A(_dropped(x, self), routes, Operands(own.a)), routes, Operands(own.b))
+        return torch.add(super().forward(x, routes, own), adapted, alpha=self.scale)
 
 
 class NF4LoRAExpertLinear(LoRAExpertLinear, NF4ExpertLinear):  # type: ignore[misc]  # as NF4ExpertLinear

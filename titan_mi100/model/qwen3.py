@@ -3,8 +3,9 @@
 Source: the published Qwen3 weights and their config.json; tests/test_model.py compares it with transformers' Qwen3.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 from titan_mi100.attention.base import Backend
 from titan_mi100.model.decoder import AttentionLayer, CausalLM, Layer
 from titan_mi100.model.elementwise import norm_and_rotate, rotary_tables, swiglu
-from titan_mi100.model.layers import Linear, Operands, RMSNorm, merge_weights, outputs_of
-from titan_mi100.model.nf4 import restored
+from titan_mi100.model.layers import Linear, RMSNorm, grouped, merge_weights, outputs_of
+from titan_mi100.model.nf4 import whole
 from titan_mi100.model.pieces import in_pieces
 from titan_mi100.shapes.base import LayerShape, ModelSpec
 from titan_mi100.shapes.qwen3 import Qwen3Spec
@@ -70,26 +71,13 @@ class MLP(nn.Module):
     def _in_pieces(self, x: Tensor) -> Tensor:
         layers = self.gate_proj, self.up_proj, self.down_proj
         masks, operands = [layer.mask(x) for layer in layers], [layer.operands(x.dtype) for layer in layers]
-        again, flat = partial(self._piece, is_read=False), [tensor for each in operands for tensor in each]
-        return in_pieces(self._piece, self.piece_tokens, [x, *masks], flat, _restored, again)
+        again = partial(self._piece, is_read=False)
+        return in_pieces(self._piece, self.piece_tokens, [x, *masks], list(chain(*operands)), whole, again)
 
     def _piece(self, x: Tensor, *others: Tensor | None, is_read: bool = True) -> Tensor:
-        masks, (gate, up, down) = others[:3], _grouped(others[3:])
+        masks, (gate, up, down) = others[:3], grouped(others[3:])
         inside = swiglu(self.gate_proj.compute(x, masks[0], gate), self.up_proj.compute(x, masks[1], up))
         return self.down_proj.compute(inside, masks[2], down, is_read)
-
-
-def _grouped(tensors: Sequence[Any]) -> list[Operands]:
-    """The operands of each layer, from those of all layers."""
-    size = len(Operands._fields)
-    return [Operands(*tensors[start : start + size]) for start in range(0, len(tensors), size)]
-
-
-def _restored(*tensors: Tensor | None) -> list[Tensor | None]:
-    """The same with whole weights."""
-    stored = ((each, [tensor for tensor in each[:3] if tensor is not None]) for each in _grouped(tensors))
-    whole = (each._replace(weight=restored(of), largest=None, pairs=None) for each, of in stored)
-    return [tensor for each in whole for tensor in each]
 
 
 class Block(AttentionLayer):

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from titan_mi100.config.check_layout import uncuttable
 from titan_mi100.config.layout import (
     SCHEDULES,
     Stage,
@@ -83,7 +84,7 @@ def piece_tokens(workload: Workload, device_memory: int) -> int:
     tokens = training.local_batch_size * training.seq_len
     if asked >= 0:
         return asked if asked < tokens else 0
-    if not device_memory or workload.config.compile.enable:
+    if not device_memory or any(uncuttable(workload.config)):
         return 0
     sizes = [0, *(size for n in range(16, 9, -1) if (size := 1 << n) < tokens)]
     for size in sizes:
@@ -390,19 +391,20 @@ class _RankMemory:
 
     def _inside(self, layer: LayerShape) -> float:
         """Bytes that a layer's backward needs besides what was kept."""
-        uncut, mlp = self._uncut(layer), 0.0
+        uncut, mlp, largest = self._uncut(layer), 0.0, layer.largest
         total = self._bytes(uncut.inside[self.mode]) + self._added_by_lora(uncut, "full")
         if self.piece:
             of_piece = self._bytes(layer.inside["full"]) - self._bytes(uncut.inside["full"])
             total += of_piece * self.piece / self.tokens
             mlp = sum(p.size for n, p in layer.parameters.items() if n.startswith("mlp.") and p.role == "matrix")
+            largest = max(layer.largest, layer.largest_stack)
             total += 0.0 if self.lora_rank else 4 * mlp / self.layout.matrix_parts  # the pieces' gradients are summed
         if not self.is_nf4:
             return total
         # one dequantised matrix, and the indices of its lookup; on a card all experts of a projection, by a kernel;
         # for pieces all of an MLP
         of_experts = layer.largest_stack * self.compute_bytes if self.device_memory else 0.0
-        restored = max(mlp, layer.largest) * self.compute_bytes + layer.largest * 2
+        restored = max(mlp, layer.largest) * self.compute_bytes + largest * 2
         return total + max(restored, of_experts) / self.layout.matrix_parts
 
     def _received(self) -> float:
