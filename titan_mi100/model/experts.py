@@ -316,16 +316,17 @@ class Experts(nn.Module):
         self.gate_proj, self.up_proj = (ExpertLinear(inner, experts * hidden, experts, True) for _ in range(2))
         self.down_proj = ExpertLinear(inner, experts * hidden, experts, False)
 
-    def forward(self, rows: Tensor, weights: Tensor, routes: Routes, operands: Sequence[Any] = (None,) * 3) -> Tensor:
-        gate, up, down = operands
-        inside = swiglu(self.gate_proj(rows, routes, gate), self.up_proj(rows, routes, up))
-        return self.down_proj(inside * weights, routes, down)  # type: ignore[no-any-return]  # narrower than its outputs
+    def forward(self, rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
+        inside = swiglu(self.gate_proj(rows, routes), self.up_proj(rows, routes))
+        return self.down_proj(inside * weights, routes)  # type: ignore[no-any-return]  # narrower than its outputs
 
     def piece(self, x: Tensor, weights: Tensor, index: Tensor, *operands: Any) -> Tensor:
         """The outputs for a piece of the tokens. Args: weights, index: (1, tokens, k), of each token's experts."""
-        routes = Routes(index[0], self.gate_proj.experts)
-        rows = self(routes.spread(x[0]), routes.sort(weights[0]), routes, grouped(operands))
-        return routes.sum(rows).view_as(x)
+        (gate, up, down), routes = grouped(operands), Routes(index[0], self.gate_proj.experts)
+        rows = routes.spread(x[0])
+        # by their methods: hooks of modules are for the whole row
+        inside = swiglu(self.gate_proj.forward(rows, routes, gate), self.up_proj.forward(rows, routes, up))
+        return routes.sum(self.down_proj.forward(inside * routes.sort(weights[0]), routes, down)).view_as(x)
 
 
 class Mixture(nn.Module):

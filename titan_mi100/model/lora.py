@@ -164,7 +164,8 @@ class LoRAExpertLinear(ExpertLinear):
         if self.is_grouped(x, own.stored):
             dropped = _dropped(x, self) if self.dropout and self.training else None
             return _AdaptedRows.apply(x, dropped, own.a, own.b, (self, routes.ends), *own.stored)  # type: ignore[no-any-return]
-        adapted = self.lora_B(self.lora_A(_dropped(x, self), routes, Operands(own.a)), routes, Operands(own.b))
+        inner = self.lora_A.forward(_dropped(x, self), routes, Operands(own.a))
+        adapted = self.lora_B.forward(inner, routes, Operands(own.b))
         return torch.add(super().forward(x, routes, own), adapted, alpha=self.scale)
 
 

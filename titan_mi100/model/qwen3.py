@@ -64,15 +64,12 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if 0 < self.piece_tokens < x.shape[:2].numel():
-            return self._in_pieces(x)
+            layers = self.gate_proj, self.up_proj, self.down_proj
+            masks, operands = [layer.mask(x) for layer in layers], [layer.operands(x.dtype) for layer in layers]
+            again, flat = partial(self._piece, is_read=False), list(chain(*operands))
+            return in_pieces(self._piece, self.piece_tokens, [x, *masks], flat, whole, again)
         gate, up = outputs_of((self.gate_proj, self.up_proj), x, self.merged)
         return self.down_proj(swiglu(gate, up))
-
-    def _in_pieces(self, x: Tensor) -> Tensor:
-        layers = self.gate_proj, self.up_proj, self.down_proj
-        masks, operands = [layer.mask(x) for layer in layers], [layer.operands(x.dtype) for layer in layers]
-        again = partial(self._piece, is_read=False)
-        return in_pieces(self._piece, self.piece_tokens, [x, *masks], list(chain(*operands)), whole, again)
 
     def _piece(self, x: Tensor, *others: Tensor | None, is_read: bool = True) -> Tensor:
         masks, (gate, up, down) = others[:3], grouped(others[3:])

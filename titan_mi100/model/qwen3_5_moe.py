@@ -29,7 +29,7 @@ class SharedMixture(Mixture):
 
     def forward(self, x: Tensor) -> Tensor:
         shared = self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
-        return super().forward(x) + shared  # last: a block that is recomputed then need not compute their pieces again
+        return super().forward(x) + shared  # the dear ones last: a recomputed block stops before their pieces
 
     def merge(self) -> None:
         self.shared_expert.merge()
