@@ -196,15 +196,18 @@ def delta_rule(
     assert chunk & (chunk - 1) == 0, "the inverse halves its blocks"
     state = _zeros(v, k) if state is None else state
     ids = ids if ids is not None else torch.zeros(v.shape[:2], dtype=torch.int32, device=v.device)
-    if runs_unwatched("delta", v) and (kernels := _kernels(v, v.shape[-1], k.shape[-1], chunk)):
-        return kernels.DeltaRule.apply(chunk, ids, state, q, k, v, g, beta)  # type: ignore[no-any-return]
+    kernels = _kernels(v, v.shape[-1], k.shape[-1], chunk) if runs_unwatched("delta", v) else None
     tokens = tokens_at_once(len(v), v.shape[2], chunk) if divides else v.shape[1]
     outs, before = [], ids[:, :1]
     for own, *inputs in zip(*(x.split(tokens, 1) for x in (ids, q, k, v, g, beta)), strict=True):
-        output, state = _DeltaRule.apply(chunk, keeps, before, own, state, *inputs)
+        if kernels:  # which take a state to be of the first token's document
+            state = state * (own[:, :1] == before)[..., None, None] if outs else state
+            output, state = kernels.DeltaRule.apply(chunk, own, state, *inputs)
+        else:
+            output, state = _DeltaRule.apply(chunk, keeps, before, own, state, *inputs)
         outs.append(output)
         before = own[:, -1:]
-    return torch.cat(outs, 1), state
+    return torch.cat(outs, 1) if len(outs) > 1 else outs[0], state
 
 
 def _zeros(v: Tensor, k: Tensor) -> Tensor:

@@ -151,7 +151,7 @@ class Qwen3_5Spec(ModelSpec):
         )
         adapted = ("in_proj_qkv", "in_proj_z", "out_proj", "gate_proj", "up_proj", "down_proj")
         temporaries = (
-            Saved("qkv in fp32", 3 * channels, MIX, FP32, left=channels),
+            Saved("qkv in fp32", 3 * channels, MIX, FP32, left=0),
             Saved("states again", 2 * states, MIX, FP32, left=0),
         )
         layer = with_mlp(self, LINEAR, parameters, adapted, saved, 0, temporaries)
