@@ -240,8 +240,8 @@ class _RankMemory:
         is_cast = not self.is_fsdp and not self.lora_rank and self.master_bytes != self.compute_bytes
         copy_bytes = self.compute_bytes if is_cast else 0.0
         is_kept = self.mode == "none" or self.shares_copies
-        layers_on_card = [self._uncut(layer) for layer in self.layers[-2 if self.inputs_on_host else 0 :]]
-        kept_by_layer = [self._bytes(x.kept[self.mode]) + self._added_by_lora(x, "none") for x in layers_on_card]
+        on_card = [self._uncut(layer) for layer in self.layers[-2 if self.inputs_on_host else 0 :]]
+        kept_by_layer = [self._bytes(x.kept[self.mode]) + self._added_by_lora(x, "none") for x in on_card]
         rotary = self._bytes(self.spec.per_forward) * self.layout.row_parts  # each rank has all of it
         kept = sum(kept_by_layer) * self._in_flight() + rotary
         kept += self.layer_values * copy_bytes if is_kept else 0.0
@@ -391,21 +391,21 @@ class _RankMemory:
 
     def _inside(self, layer: LayerShape) -> float:
         """Bytes that a layer's backward needs besides what was kept."""
-        uncut, mlp, largest = self._uncut(layer), 0.0, layer.largest
+        uncut, ranks = self._uncut(layer), self.layout.matrix_parts
         total = self._bytes(uncut.inside[self.mode]) + self._added_by_lora(uncut, "full")
-        if self.piece:
-            of_piece = self._bytes(layer.inside["full"]) - self._bytes(uncut.inside["full"])
-            total += of_piece * self.piece / self.tokens
-            mlp = sum(p.size for n, p in layer.parameters.items() if n.startswith("mlp.") and p.role == "matrix")
-            largest = max(layer.largest, layer.largest_stack)
-            total += 0.0 if self.lora_rank else 4 * mlp / self.layout.matrix_parts  # the pieces' gradients are summed
-        if not self.is_nf4:
-            return total
-        # one dequantised matrix, and the indices of its lookup; on a card all experts of a projection, by a kernel;
-        # for pieces all of an MLP
+        # one dequantised matrix, and the indices of its lookup; on a card all experts of a projection, by a kernel
         of_experts = layer.largest_stack * self.compute_bytes if self.device_memory else 0.0
-        restored = max(mlp, layer.largest) * self.compute_bytes + largest * 2
-        return total + max(restored, of_experts) / self.layout.matrix_parts
+        restored = max(layer.largest * (self.compute_bytes + 2), of_experts) / ranks if self.is_nf4 else 0.0
+        if not self.piece:
+            return total + restored
+        matrices = [p for name, p in layer.parameters.items() if name.startswith("mlp.") and p.role == "matrix"]
+        each = {"whole": 4, "nf4": self.compute_bytes}  # sums of the pieces' gradients; or all of an MLP, dequantised
+        total += each[self.config.lora.base] * sum(p.size for p in matrices) / ranks * (self.is_nf4 or not self.lora_rank)
+        of_piece = (self._bytes(layer.inside["full"]) - self._bytes(uncut.inside["full"])) * self.piece / self.tokens
+        inputs = max((p.shape[1] for p in matrices if p.split.dim == 1 and not p.experts), default=0) / ranks
+        drawn = 3 * inputs * self.tokens * self.compute_bytes if self.lora_rank and self.config.lora.dropout else 0.0
+        looked_up = 2 * max(layer.largest, layer.largest_stack) / ranks if self.is_nf4 else 0.0
+        return total + max(of_piece, drawn, looked_up)  # one after the other
 
     def _received(self) -> float:
         """Bytes of receive buffers: torch's pipeline keeps hidden states and gradients of each microbatch."""

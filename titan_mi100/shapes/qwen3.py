@@ -48,7 +48,7 @@ class Qwen3Spec(ModelSpec):
             "self_attn.k_norm.weight": norm_of_head,
         }
         saved = (
-            Saved("input in fp32", 2 * hidden, PROJECT, left=hidden),  # norms are in fp32
+            Saved("input in fp32", 2 * hidden, PROJECT, left=0),  # norms are in fp32
             Saved("normed input in fp32", hidden, PROJECT, FP32, is_for_norm=True, left=0),
             Saved("normed input", hidden, PROJECT),
             Saved("q in fp32", q, PROJECT, FP32, left=q),
