@@ -31,6 +31,7 @@ ABOVE, BELOW = 0.10, 0.03
 # Memory that the counter does not see: the driver's context, buffers of the communication library, fragmentation.
 # Assumed, not measured on any card.
 _CONTEXT, _LOST = 0.75 * (1 << 30), 0.02
+_FROM_PIECE = 0.02  # share of the peak by which the chosen piece may raise it
 _SPARE = 0.05  # a card is almost full if less than this share of it would be left
 HOST = "host"  # besides these categories: memory that is not on the device
 
@@ -75,8 +76,8 @@ def estimate(workload: Workload, device_memory: int) -> list[Memory]:
 
 
 def piece_tokens(workload: Workload, device_memory: int) -> int:
-    """Tokens of a piece that MLPs and norms compute at a time; 0: all of a forward. The largest with which a step fits,
-    if the config leaves it open.
+    """Tokens of a piece that MLPs and norms compute at a time; 0: all of a forward. If the config leaves it open, all where
+    a step then fits; else the largest piece that the peak hardly depends on.
 
     Args: device_memory: see estimate.
     """
@@ -84,14 +85,17 @@ def piece_tokens(workload: Workload, device_memory: int) -> int:
     tokens = training.local_batch_size * training.seq_len
     if asked >= 0:
         return asked if asked < tokens else 0
-    if not device_memory or any(uncuttable(workload.config)):
+    sizes = [1 << n for n in range(10, 17) if 1 << n < tokens]
+    if not device_memory or not sizes or any(uncuttable(workload.config)):
         return 0
-    sizes = [0, *(size for n in range(16, 9, -1) if (size := 1 << n) < tokens)]
-    for size in sizes:
-        peaks = [memory.peak for memory in estimate(_with_pieces(workload, size), device_memory)]
-        if with_overhead(max(peaks) * (1 + BELOW)) <= device_memory:
-            return size
-    return sizes[-1]
+
+    def peak(size: int) -> float:
+        return max(memory.peak for memory in estimate(_with_pieces(workload, size), device_memory))
+
+    if with_overhead(peak(0) * (1 + BELOW)) <= device_memory:
+        return 0
+    least = peak(sizes[0])
+    return max(size for size in sizes if peak(size) <= least * (1 + _FROM_PIECE))
 
 
 def _with_pieces(workload: Workload, tokens: int) -> Workload:
