@@ -37,7 +37,10 @@ CASES = {
     "recomputed QLoRA with dropout": ("qwen3.5", {"lora": {**DROPOUT, "base": "nf4"}, "checkpointing": "full"}),
     "adapters of experts": ("qwen3.5_moe", {"lora": ALSO_EXPERTS, "checkpointing": "full"}),
     "experts in 4 bits": ("qwen3_moe", {"lora": {**ALSO_EXPERTS, "base": "nf4"}}),
-    "on the host": ("qwen3", {"checkpointing": "full", "memory": {"offload": "optimizer", "offload_activations": True}}),
+    "on the host": (
+        "qwen3",
+        {"checkpointing": "full", "memory": {"offload": "optimizer", "offload_activations": True}},
+    ),
 }
 
 QUICK = ("qwen3, none", "qwen3.5, full", "LoRA with dropout", "recomputed QLoRA with dropout", "experts in 4 bits")

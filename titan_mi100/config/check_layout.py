@@ -8,6 +8,7 @@ from titan_mi100.config.layout import SCHEDULES, check_schedule
 from titan_mi100.config.problem import ConfigError, Problem
 from titan_mi100.config.settings import (
     NF4_BLOCK,
+    CompileConfig,
     Config,
     LoRAConfig,
     ParallelismConfig,
@@ -91,11 +92,11 @@ def _not_in_blocks(spec: ModelSpec, tp: int) -> str:
     return next((f"{name} = {size} over {n} ranks" for name, size, n in inputs if size % (NF4_BLOCK * n)), "")
 
 
-def uncuttable(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
+def uncuttable(compiled: CompileConfig, lora: LoRAConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Why a config's tokens cannot be computed in pieces, and the other keys that say so."""
-    if config.compile.enable:
+    if compiled.enable:
         yield "is for pieces, which are not compiled; set it to 0, or [compile] enable = false", ("compile.enable",)
-    if config.lora.rank and config.lora.dropout and EXPERTS in config.lora.target_modules:
+    if lora.rank and lora.dropout and EXPERTS in lora.target_modules:
         text = "is for pieces, for which the adapters of experts have no dropout; set it to 0, or [lora] dropout = 0"
         yield text, ("lora.dropout", "lora.target_modules")
 
@@ -119,4 +120,4 @@ def check_offload(config: Config) -> Iterator[Problem]:
         text = 'keeps blocks\' inputs; set [activation_checkpoint] mode = "full"'
         yield Problem("memory.offload_activations", text, ("activation_checkpoint.mode",))
     if config.memory.piece_tokens > 0:
-        yield from (Problem("memory.piece_tokens", *reason) for reason in uncuttable(config))
+        yield from (Problem("memory.piece_tokens", *reason) for reason in uncuttable(config.compile, config.lora))

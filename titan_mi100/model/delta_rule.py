@@ -83,8 +83,9 @@ def convolved(parts: Sequence[Tensor], weights: Sequence[Tensor], ids: Tensor, p
         return Convolution.apply(ids, *parts, *weights)
     share = min(piece / ids.numel(), 1.0)
     return [
-        in_pieces(_channels, math.ceil(share * x.shape[2]), [x.permute(2, 0, 1)[None], weight[None]], [ids])[0]
-        .permute(1, 2, 0)
+        in_pieces(_channels, math.ceil(share * x.shape[2]), [x.permute(2, 0, 1)[None], weight[None]], [ids])[0].permute(
+            1, 2, 0
+        )
         for x, weight in zip(parts, weights, strict=True)
     ]
 
@@ -198,7 +199,7 @@ def delta_rule(
     ids = ids if ids is not None else torch.zeros(v.shape[:2], dtype=torch.int32, device=v.device)
     kernels = _kernels(v, v.shape[-1], k.shape[-1], chunk) if runs_unwatched("delta", v) else None
     tokens = tokens_at_once(len(v), v.shape[2], chunk) if divides else v.shape[1]
-    outs, before = [], ids[:, :1]
+    outs, before = list[Tensor](), ids[:, :1]
     for own, *inputs in zip(*(x.split(tokens, 1) for x in (ids, q, k, v, g, beta)), strict=True):
         if kernels:  # which take a state to be of the first token's document
             state = state * (own[:, :1] == before)[..., None, None] if outs else state

@@ -38,7 +38,7 @@ def in_pieces(
     assert first is not None
     if not 0 < size < first.shape[:2].numel():
         return function(*cut, *ready(*whole))
-    flat = [x if x is None else x.flatten(0, 1)[None] for x in cut]
+    flat: list[Any] = [x if x is None else x.flatten(0, 1)[None] for x in cut]
     kept = _Kept.apply(again or function, size, ready, len(flat), *flat, *whole)
     with torch.no_grad():
         y, others = torch.empty_like(flat[0]), ready(*whole)
@@ -82,25 +82,25 @@ class _Kept(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         tensors, needed, count = ctx.saved_tensors, ctx.needs_input_grad[4:], ctx.count
         cut, leaves = tensors[:count], _leaves(ctx.ready(*tensors[count:]), needed[count:])
-        wanted = [place for place, is_needed in enumerate(needed) if is_needed]
-        found: dict[int, Tensor] = {place: torch.empty_like(tensors[place]) for place in wanted if place < count}
+        trained = [number for number, is_needed in enumerate(needed) if is_needed]
+        sums: dict[int, Tensor] = {number: torch.empty_like(tensors[number]) for number in trained if number < count}
         for part in _parts(grad, ctx.size):
-            inputs = [*_leaves(_piece(cut, part), needed[:count]), *leaves]
+            inputs: list[Any] = [*_leaves(_piece(cut, part), needed[:count]), *leaves]
             with torch.enable_grad():
                 y = ctx.function(*inputs)
-            gradients = torch.autograd.grad(y, [inputs[place] for place in wanted], grad[:, part])
-            for place, gradient in zip(wanted, gradients, strict=True):
-                if place < count:
-                    found[place][:, part] = gradient
-                elif place in found:
-                    found[place] += gradient
+            gradients = torch.autograd.grad(y, [inputs[number] for number in trained], grad[:, part])
+            for number, gradient in zip(trained, gradients, strict=True):
+                if number < count:
+                    sums[number][:, part] = gradient
+                elif number in sums:
+                    sums[number] += gradient
                 else:
                     wide = torch.promote_types(gradient.dtype, torch.float32)
-                    found[place] = gradient.to(wide, copy=True)  # its memory may be another gradient's, too
+                    sums[number] = gradient.to(wide, copy=True)  # its memory may be another gradient's, too
             del inputs, y, gradients, gradient
-        for place in wanted:
-            found[place] = found[place].to(tensors[place].dtype)
-        return None, None, None, None, *map(found.get, range(len(tensors)))
+        for number in trained:
+            sums[number] = sums[number].to(tensors[number].dtype)
+        return None, None, None, None, *map(sums.get, range(len(tensors)))
 
 
 class _Computed(torch.autograd.Function):

@@ -76,8 +76,8 @@ def estimate(workload: Workload, device_memory: int) -> list[Memory]:
 
 
 def piece_tokens(workload: Workload, device_memory: int) -> int:
-    """Tokens of a piece that MLPs and norms compute at a time; 0: all of a forward. If the config leaves it open, all where
-    a step then fits; else the largest piece that the peak hardly depends on.
+    """Tokens of a piece that MLPs and norms compute at a time; 0: all of a forward. If the config leaves it open, all
+    where a step then fits; else the largest piece that the peak hardly depends on.
 
     Args: device_memory: see estimate.
     """
@@ -86,7 +86,7 @@ def piece_tokens(workload: Workload, device_memory: int) -> int:
     if asked >= 0:
         return asked if asked < tokens else 0
     sizes = [1 << n for n in range(10, 17) if 1 << n < tokens]
-    if not device_memory or not sizes or any(uncuttable(workload.config)):
+    if not device_memory or not sizes or any(uncuttable(workload.config.compile, workload.config.lora)):
         return 0
 
     def peak(size: int) -> float:
@@ -404,7 +404,9 @@ class _RankMemory:
             return total + restored
         matrices = [p for name, p in layer.parameters.items() if name.startswith("mlp.") and p.role == "matrix"]
         each = {"whole": 4, "nf4": self.compute_bytes}  # sums of the pieces' gradients; or all of an MLP, dequantised
-        total += each[self.config.lora.base] * sum(p.size for p in matrices) / ranks * (self.is_nf4 or not self.lora_rank)
+        total += (
+            each[self.config.lora.base] * sum(p.size for p in matrices) / ranks * (self.is_nf4 or not self.lora_rank)
+        )
         of_piece = (self._bytes(layer.inside["full"]) - self._bytes(uncut.inside["full"])) * self.piece / self.tokens
         inputs = max((p.shape[1] for p in matrices if p.split.dim == 1 and not p.experts), default=0) / ranks
         drawn = 3 * inputs * self.tokens * self.compute_bytes if self.lora_rank and self.config.lora.dropout else 0.0
