@@ -409,16 +409,13 @@ class _RankMemory:
             return total + restored
         matrices = [p for name, p in layer.parameters.items() if name.startswith("mlp.") and p.role == "matrix"]
         each = {"whole": 4, "nf4": self.compute_bytes}  # sums of the pieces' gradients; or all of an MLP, dequantised
-        total += (
-            each[self.config.lora.base] * sum(p.size for p in matrices) / ranks * (self.is_nf4 or not self.lora_rank)
-        )
-        of_piece = (
-            (self._bytes(layer.inside["full"]) - self._bytes(uncut.inside["full"])) * self.piece / self.own_tokens
-        )
+        is_summed = self.is_nf4 or not self.lora_rank
+        total += each[self.config.lora.base] * sum(p.size for p in matrices) / ranks * is_summed
+        cut = self._bytes(layer.inside["full"]) - self._bytes(uncut.inside["full"])
+        of_piece = cut * self.piece / self.own_tokens
         inputs = max((p.shape[1] for p in matrices if p.split.dim == 1 and not p.experts), default=0) / ranks
-        drawn = (
-            3 * inputs * self.own_tokens * self.compute_bytes if self.lora_rank and self.config.lora.dropout else 0.0
-        )
+        is_drawn = self.lora_rank > 0 and self.config.lora.dropout > 0
+        drawn = 3 * inputs * self.own_tokens * self.compute_bytes * is_drawn
         looked_up = 2 * max(layer.largest, layer.largest_stack) / ranks if self.is_nf4 else 0.0
         return total + max(of_piece, drawn, looked_up)  # one after the other
 
