@@ -40,7 +40,9 @@ def open_and_train(job: Job) -> tuple[str, str]:
     supervision = Supervision(job.heartbeat, lambda: bool(job.preemption.reason), job.folder.moved)
     job.run = run = open_run(job.config, job.world, path, supervision)
     job.again = to_resume(path, size, local_size)  # now the run's config.toml is there to start from
-    run.observers += [job.folder, distributed.CollectiveTimeouts(run.mesh, bool(job.config.watchdog.seconds))]
+    groups = [run.model.context.group] if run.model.context else []
+    patience = distributed.CollectiveTimeouts(run.mesh, bool(job.config.watchdog.seconds), groups)
+    run.observers += [job.folder, patience]
     if job.world.rank == 0 and (end := end_of_job(os.environ)):  # the others are told by the step's collective
         run.observers.append(TimeLimit(end, job.preemption, run.checkpointer))
     return train(run, job.preemption)

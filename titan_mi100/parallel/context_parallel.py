@@ -24,7 +24,7 @@ from titan_mi100.device.operators import custom_operator
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.model.lora import LoRALinear
 from titan_mi100.model.loss import SharedTokens
-from titan_mi100.parallel.distributed import named_group
+from titan_mi100.parallel.distributed import named_group, new_groups
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,7 @@ def context_ranks(mesh: DeviceMesh, layout: Layout) -> ContextRanks | None:
         return None
     groups = np.arange(mesh.size()).reshape(-1, size, inner).swapaxes(1, 2).reshape(-1, size).tolist()
     own = next(ranks for ranks in groups if dist.get_rank() in ranks)
-    group, _ = dist.new_subgroups_by_enumeration(groups)
-    return ContextRanks(size, own.index(dist.get_rank()), group)
+    return ContextRanks(size, own.index(dist.get_rank()), new_groups(groups))
 
 
 def apply_context_parallel(model: CausalLM, ranks: ContextRanks) -> None:

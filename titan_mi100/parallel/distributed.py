@@ -127,11 +127,12 @@ class CollectiveTimeouts:
 
     Args:
         is_watched: watch/watchdog.py watches the run; all time-outs stay long.
+        others: groups besides those of the mesh.
     """
 
-    def __init__(self, mesh: DeviceMesh, is_watched: bool) -> None:
-        default = dist.distributed_c10d._get_default_group()
-        self._groups = [] if is_watched else [group for group in mesh.get_all_groups() if group is not default]
+    def __init__(self, mesh: DeviceMesh, is_watched: bool, others: Sequence[dist.ProcessGroup] = ()) -> None:
+        default, groups = dist.distributed_c10d._get_default_group(), [*mesh.get_all_groups(), *others]
+        self._groups = [] if is_watched else [group for group in groups if group is not default]
 
     def after_step(self, step: int, result: object) -> None:
         while self._groups:
@@ -160,6 +161,12 @@ def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     """Build the mesh of all ranks."""
     axes = layout.mesh()
     return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def new_groups(ranks: list[list[int]]) -> dist.ProcessGroup:
+    """This rank's group of several that together have all ranks. A collective."""
+    group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=_START)
+    return group
 
 
 def named_group(name: str) -> tuple[dist.ProcessGroup, int]:
