@@ -39,6 +39,7 @@ LEAN = {"optimizer.state": "8bit", "optimizer.master": "bf16_sr", "training.mixe
 FULL = {"activation_checkpoint.mode": "full"}
 PP = {"parallelism.pipeline_parallel_degree": 2}
 TP = {"parallelism.tensor_parallel_degree": 2}
+CP = {"parallelism.context_parallel_degree": 2}
 STATE_ON_HOST, INPUTS_ON_HOST = {"memory.offload": "optimizer"}, {"memory.offload_activations": True}
 PIECES = {"memory.piece_tokens": 2048, "training.seq_len": 16384}
 HSDP = {"parallelism.data_parallel_replicate_degree": 2}
@@ -111,7 +112,7 @@ REAL = {
     "4 bits": (UNTIED, 1, {"lora.rank": 8, "lora.base": "nf4", **FULL}),
     "state on the host": (UNTIED, 1, {**LEAN, **FULL, **STATE_ON_HOST}),
     "state on the host, FSDP2": (WIDE, 2, {**FULL, **STATE_ON_HOST}),
-    "context parallel": (WIDE, 2, {"parallelism.context_parallel_degree": 2}),
+    "context parallel": (WIDE, 2, CP),
     "tensor parallel x FSDP2, LoRA": (WIDE, 4, {**TP, "lora.rank": 8}),
     "experts": (EXPERTS, 1, {**LEAN, "activation_checkpoint.mode": "none"}),
     "experts in 4 bits, with adapters": (EXPERTS, 1, {**QLORA, **OF_EXPERTS, **FULL}),
@@ -195,6 +196,12 @@ PLANNED = {
     "experts, tensor parallel": ("30B-A3B", 2, {**FULL, **QLORA, **TP}),
     "shared experts, QLoRA": ("qwen3.5-35B-A3B", 1, {**FULL, **QLORA}),
     "fp32": ("0.6B", 2, {**FULL, "training.mixed_precision_param": "float32", "training.local_batch_size": 4}),
+    "context parallel": ("8B", 4, {**LEAN, **FULL, **CP, "training.seq_len": 8192}),
+    "context parallel, nothing recomputed": (
+        "0.6B", 4, {**CP, "activation_checkpoint.mode": "none", "training.seq_len": 4096}
+    ),
+    "context parallel, Qwen3.5, LoRA": ("qwen3.5-9B", 2, {**FULL, **CP, "lora.rank": 16, "training.seq_len": 4096}),
+    "context parallel, QLoRA with dropout, pieces": ("4B", 2, {**FULL, **QLORA, **PIECES, **CP, "lora.dropout": 0.1}),
     "pieces, QLoRA": ("8B", 1, {**FULL, **QLORA, **PIECES}),
     "pieces, LoRA with dropout": ("4B", 1, {**FULL, **PIECES, "lora.rank": 16, "lora.dropout": 0.1}),
     "pieces, all weights": ("8B", 1, {**LEAN, **FULL, **PIECES, **STATE_ON_HOST, **INPUTS_ON_HOST}),

@@ -415,7 +415,7 @@ class _RankMemory:
         of_piece = cut * self.piece / self.own_tokens
         inputs = max((p.shape[1] for p in matrices if p.split.dim == 1 and not p.experts), default=0) / ranks
         is_drawn = self.lora_rank > 0 and self.config.lora.dropout > 0
-        drawn = 3 * inputs * self.own_tokens * self.compute_bytes * is_drawn
+        drawn = 3 * inputs * self.tokens * self.compute_bytes * is_drawn  # for all ranks that share the tokens
         looked_up = 2 * max(layer.largest, layer.largest_stack) / ranks if self.is_nf4 else 0.0
         return total + max(of_piece, drawn, looked_up)  # one after the other
 

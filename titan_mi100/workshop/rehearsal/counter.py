@@ -322,9 +322,9 @@ def as_rank(
             computation = Computation(backend or FusedKernel(), head, choose(config.objective))
             model = build_model(workload.changed(change), computation, _FakePlacement(mesh, CPU, device_memory), layers)
             if model.context is not None:
-                share = partial(_share_supervised, model.context)
+                describe = partial(_describe_whole_rows, model.context)
                 for part in model.parts:
-                    part.register_forward_pre_hook(share, prepend=True, with_kwargs=True)
+                    part.register_forward_pre_hook(describe, prepend=True, with_kwargs=True)
             if isinstance(model, ReplicatedModel):
                 no_others.patch_ddp(model.ddp)
             where = HOST if config.memory.offload == "weights" else PARAMETERS
@@ -340,12 +340,14 @@ def as_rank(
                 yield FakeRank(workload, microbatches, device_memory, model, ledger, mode)
 
 
-def _share_supervised(context: ContextRanks, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def _describe_whole_rows(context: ContextRanks, part: CausalLM, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """As parallel.base.read_on_host does it with the loader's columns, which `inputs` does not have."""
+    batch, seq = kwargs["labels"].shape
     with unset_fake_temporarily():
-        batch, seq = kwargs["labels"].shape
         index = np.arange(batch * seq).reshape(batch, seq)[:, :-1].flatten()
-    return args, {**kwargs, "supervised": context.share(index, CPU)}
+        supervised = context.share(index, CPU)
+    documents = part.model.prepare(Documents.one_per_row(batch, seq), CPU)
+    return args, {**kwargs, "supervised": supervised, "documents": documents}
 
 
 def first_rows_only() -> AbstractContextManager[object]:
