@@ -187,7 +187,8 @@ class Linear(nn.Linear):
         return bias if self.adds_bias else bias * 0
 
     def operands(self, dtype: torch.dtype) -> Operands:
-        return Operands(*self.stored(dtype))._replace(bias=self._bias(dtype))
+        adapter = (getattr(self, name).stored(dtype)[0] for name in ("lora_A", "lora_B") if hasattr(self, name))
+        return Operands(*self.stored(dtype))._replace(bias=self._bias(dtype), **dict(zip("ab", adapter, strict=False)))
 
     def mask(self, x: Tensor) -> Tensor | None:
         """What dropout keeps of the inputs, bool and as of x, (batch, seq, inputs); None: all."""
@@ -197,11 +198,8 @@ class Linear(nn.Linear):
         """The outputs for a piece of the tokens. Args: operands: with a restored weight. is_read: else only their
         gradients count.
         """
-        product = self._product(x, mask, operands, is_read)
+        product = (F.linear if is_read else _Unread.apply)(x, operands.weight)
         return product if operands.bias is None else product + operands.bias
-
-    def _product(self, x: Tensor, mask: Tensor | None, operands: Operands, is_read: bool) -> Tensor:
-        return (F.linear if is_read else _Unread.apply)(x, operands.weight)
 
 
 def outputs_of(layers: Sequence[Linear], x: Tensor, merged: Tensor | None) -> Sequence[Tensor]:

@@ -118,19 +118,17 @@ class LoRALinear(Linear):
         dropped = _dropped(x, self) if self.dropout and self.training else None
         return self.with_bias(_AdaptedProduct.apply(x, dropped, a, b, self.scale, True, *self.stored(x.dtype)))
 
-    def operands(self, dtype: torch.dtype) -> Operands:
-        adapter = (local_weight(layer.weight, dtype) for layer in (self.lora_A, self.lora_B))
-        return super().operands(dtype)._replace(**dict(zip("ab", adapter, strict=True)))
-
     def mask(self, x: Tensor) -> Tensor | None:
         if not (self.dropout and self.training):
             return None
         return _factors(x.new_ones(()).expand(*x.shape[:-1], self.in_features // self.part[1]), self) != 0
 
-    def _product(self, x: Tensor, mask: Tensor | None, operands: Operands, is_read: bool) -> Tensor:
+    def compute(self, x: Tensor, mask: Tensor | None, operands: Operands, is_read: bool = True) -> Tensor:
         # as dropout itself multiplies
         dropped = None if mask is None else torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - self.dropout))
-        return _AdaptedProduct.apply(x, dropped, operands.a, operands.b, self.scale, is_read, operands.weight)
+        own = operands
+        product = _AdaptedProduct.apply(x, dropped, own.a, own.b, self.scale, is_read, own.weight)
+        return product if own.bias is None else product + own.bias  # type: ignore[no-any-return]
 
 
 class NF4LoRALinear(LoRALinear, NF4Linear):
@@ -154,10 +152,6 @@ class LoRAExpertLinear(ExpertLinear):
         self.lora_B = ExpertLinear(outputs, base.experts * config.rank, base.experts, True)
         self.scale = config.scale
         self.dropout = config.dropout
-
-    def operands(self, dtype: torch.dtype) -> Operands:
-        adapter = (layer.stored(dtype)[0] for layer in (self.lora_A, self.lora_B))
-        return super().operands(dtype)._replace(**dict(zip("ab", adapter, strict=True)))
 
     def forward(self, x: Tensor, routes: Routes, operands: Operands | None = None) -> Tensor:  # type: ignore[override]
         own = operands or self.operands(x.dtype)
@@ -184,9 +178,8 @@ def _dropped(x: Tensor, layer: LoRALinear | LoRAExpertLinear) -> Tensor:
 
 
 def _factors(x: Tensor, layer: LoRALinear | LoRAExpertLinear) -> Tensor:
-    """What dropout multiplies inputs like x with; drawn as `_dropped` says."""
-    (number, parts), (first, step) = layer.part, layer.tokens
-    *batch, tokens, columns = x.shape
+    """What dropout multiplies inputs like x with. A rank with some of them draws for all, as `_dropped` says."""
+    (number, parts), (first, step), (*batch, tokens, columns) = layer.part, layer.tokens, x.shape
     factors = F.dropout(x.new_ones(*batch, step * tokens, parts * columns), layer.dropout)
     return factors[..., first::step, number * columns : (number + 1) * columns].contiguous()
 

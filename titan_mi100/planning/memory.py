@@ -408,16 +408,15 @@ class _RankMemory:
         if not self.piece:
             return total + restored
         matrices = [p for name, p in layer.parameters.items() if name.startswith("mlp.") and p.role == "matrix"]
-        each = {"whole": 4, "nf4": self.compute_bytes}  # sums of the pieces' gradients; or all of an MLP, dequantised
-        is_summed = self.is_nf4 or not self.lora_rank
-        total += each[self.config.lora.base] * sum(p.size for p in matrices) / ranks * is_summed
-        cut = self._bytes(layer.inside["full"]) - self._bytes(uncut.inside["full"])
-        of_piece = cut * self.piece / self.own_tokens
+        # an MLP's matrices, all dequantised; or sums of the pieces' gradients
+        each = self.compute_bytes if self.is_nf4 else 0 if self.lora_rank else 4
+        total += each * sum(p.size for p in matrices) / ranks
+        of_tokens = self._bytes(layer.inside["full"]) - self._bytes(uncut.inside["full"])
         inputs = max((p.shape[1] for p in matrices if p.split.dim == 1 and not p.experts), default=0) / ranks
-        is_drawn = self.lora_rank > 0 and self.config.lora.dropout > 0
-        drawn = 3 * inputs * self.tokens * self.compute_bytes * is_drawn  # for all ranks that share the tokens
+        is_random = self.lora_rank and self.config.lora.dropout
+        drawn = 3 * inputs * self.tokens * self.compute_bytes if is_random else 0.0  # for all who share the tokens
         looked_up = 2 * max(layer.largest, layer.largest_stack) / ranks if self.is_nf4 else 0.0
-        return total + max(of_piece, drawn, looked_up)  # one after the other
+        return total + max(of_tokens * self.piece / self.own_tokens, drawn, looked_up)  # one after the other
 
     def _received(self) -> float:
         """Bytes of receive buffers: torch's pipeline keeps hidden states and gradients of each microbatch."""
