@@ -69,6 +69,14 @@ def test_extremes_of_decay(log: float) -> None:
     assert max(errors(run(some), some.run(recurrence))) <= 2e-6
 
 
+@pytest.mark.parametrize("lengths", [DOCUMENTS, [32, 20, 13], [65]])
+def test_parts_of_a_row_pass_the_state_on(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not to a document that starts with a part."""
+    some = case(lengths, "alike", sizes=(32, 16), heads=1)
+    monkeypatch.setattr(rule, "tokens_at_once", lambda *_: 32)
+    assert max(errors(run(some), some.run(recurrence))) <= 2e-6
+
+
 def test_no_bit_of_a_document_depends_on_another() -> None:
     some = case(DOCUMENTS, "alike", sizes=(32, 16), heads=1)
     part = slice(17, 47)  # the third document

@@ -43,6 +43,7 @@ def test_layouts_train_as_one_process_does(full: bool, tmp_path: Path) -> None:
     """
     others = ("qwen3.5", "qwen3_moe", "qwen3.5_moe")
     jobs, more = cells_of_two_steps(), [cell for family in others for cell in cells_of_two_steps(family)]
+    cells = [*jobs, *more]
     if full:
         jobs = [cell for cell in jobs if cell.processes < 8 or cell.accumulation == 2]
         jobs += [cell for cell in more if cell.processes < 8 and (cell.accumulation, cell.tied) == (4, True)]
@@ -53,6 +54,8 @@ def test_layouts_train_as_one_process_does(full: bool, tmp_path: Path) -> None:
     # that has all of it, delta rule and experts.
     long = [replace(c, seq_len=parity.LONG_ROW) for c in more if (c.layout, c.tied, c.accumulation) == ("TP2", True, 4)]
     jobs += long if full else [c for c in long if c.family == "qwen3.5_moe"]
+    cut = [replace(c, pieces=20) for c in cells if c.layout in ("FSDP2 x2", "TP2", "PP2 1F1B") and c.accumulation == 2]
+    jobs += cut if full else [c for c in cut if (c.layout, c.family, c.tied) == ("TP2", "qwen3.5_moe", False)]
     results = parity.measure(jobs, tmp_path)
     assert len(results) == len(jobs)
     assert_within_the_bars(results)

@@ -119,7 +119,8 @@ def test_one_process_has_pefts_loss_and_gradients(name: str, world: World) -> No
     half = {**FP64, "local_batch_size": 4, "accumulation": 2}
     zero1 = {"parallelism": {"zero_stage": 1}, "checkpointing": "full"}
     selective = {"checkpointing": "selective", "backend": "chunked"}
-    for option in ({}, {"parallelism": {"zero_stage": 0}}, zero1, selective):
+    pieces = {"memory": {"piece_tokens": 50}, "checkpointing": "full"}
+    for option in ({}, {"parallelism": {"zero_stage": 0}}, zero1, selective, pieces):
         assert_equals_peft(run_split(world, case, {**half, **option}), expected, option)
     every = {**FP64["lora"], "target_modules": ("all-linear",)}
     in_theirs = peft_reference(MODELS[name], model=in_peft(MODELS[name], targets="all-linear"))
@@ -174,8 +175,8 @@ def test_two_processes_have_pefts_gradients_and_train_save_and_resume_adapters_o
         {"case": "tied", "parallelism": {"zero_stage": 0}},
         {"case": "untied", "parallelism": TP2, "checkpointing": "full"},
         {"case": "tied", "parallelism": pipeline()},
-        {"case": "tied", **WITH_ROWS},
-        {"case": "untied", **WITH_ROWS, "parallelism": TP2},
+        {"case": "tied", **WITH_ROWS, "memory": {"piece_tokens": 20}},
+        {"case": "untied", **WITH_ROWS, "parallelism": TP2, "memory": {"piece_tokens": 20}, "checkpointing": "full"},
         {"case": "tied", **WITH_ROWS, "parallelism": pipeline()},
         {"case": "untied", **WITH_ROWS, "parallelism": CP2},
     ]

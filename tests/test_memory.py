@@ -40,6 +40,7 @@ FULL = {"activation_checkpoint.mode": "full"}
 PP = {"parallelism.pipeline_parallel_degree": 2}
 TP = {"parallelism.tensor_parallel_degree": 2}
 STATE_ON_HOST, INPUTS_ON_HOST = {"memory.offload": "optimizer"}, {"memory.offload_activations": True}
+PIECES = {"memory.piece_tokens": 2048, "training.seq_len": 16384}
 HSDP = {"parallelism.data_parallel_replicate_degree": 2}
 GPU = 32 << 30
 
@@ -194,6 +195,18 @@ PLANNED = {
     "experts, tensor parallel": ("30B-A3B", 2, {**FULL, **QLORA, **TP}),
     "shared experts, QLoRA": ("qwen3.5-35B-A3B", 1, {**FULL, **QLORA}),
     "fp32": ("0.6B", 2, {**FULL, "training.mixed_precision_param": "float32", "training.local_batch_size": 4}),
+    "pieces, QLoRA": ("8B", 1, {**FULL, **QLORA, **PIECES}),
+    "pieces, LoRA with dropout": ("4B", 1, {**FULL, **PIECES, "lora.rank": 16, "lora.dropout": 0.1}),
+    "pieces, all weights": ("8B", 1, {**LEAN, **FULL, **PIECES, **STATE_ON_HOST, **INPUTS_ON_HOST}),
+    "pieces, FSDP2": ("8B", 2, {**LEAN, **FULL, **PIECES}),
+    "pieces, tensor parallel, selective": ("8B", 2, {**LEAN, **PIECES, **TP}),
+    "pieces, nothing recomputed": ("0.6B", 1, {**PIECES, "activation_checkpoint.mode": "none"}),
+    "pieces, pipeline": ("8B", 2, {**LEAN, **FULL, **PP, **PIECES}),
+    "pieces, delta rule": ("qwen3.5-9B", 1, {**FULL, **QLORA, **PIECES}),
+    "pieces, delta rule, all weights": ("qwen3.5-9B", 2, {**LEAN, **FULL, **PIECES, **STATE_ON_HOST}),
+    "pieces, experts": ("30B-A3B", 1, {**FULL, **QLORA, **PIECES}),
+    "pieces, experts with adapters of theirs": ("30B-A3B", 1, {**FULL, **QLORA, **OF_EXPERTS, **PIECES}),
+    "pieces, shared experts": ("qwen3.5-35B-A3B", 1, {**FULL, **QLORA, **PIECES}),
 }  # fmt: skip
 
 

@@ -92,6 +92,7 @@ class Cell:
     load_from: str = ""  # a checkpoint to go on from, for the second half
     family: str = "qwen3"
     seq_len: int = SEQ_LEN  # or LONG_ROW, with LONG_CHUNK
+    pieces: int = 0  # tokens of a piece
 
     @property
     def is_lean(self) -> bool:
@@ -201,7 +202,11 @@ def config_of(cell: Cell) -> Config:
         lr_scheduler=CONSTANT,
         parallelism=parallelism,
         activation_checkpoint=ActivationCheckpointConfig(mode="none" if cell.tied else "full"),
-        memory=MemoryConfig(offload=cell.offload, offload_activations=cell.offload != "nothing" and not cell.tied),
+        memory=MemoryConfig(
+            offload=cell.offload,
+            offload_activations=cell.offload != "nothing" and not cell.tied,
+            piece_tokens=cell.pieces,
+        ),
     )
 
 
@@ -253,7 +258,7 @@ def compare(records: list[dict[str, Any]], reference: dict[str, Any]) -> dict[st
 def reference_of(cell: Cell) -> Cell:
     """The same on one process, all rows in one forward."""
     one = replace(cell, layout="one process", processes=1, parallelism={}, accumulation=1)
-    return replace(one, save_to="", load_from="", backend="auto", fused=(), offload="nothing")
+    return replace(one, save_to="", load_from="", backend="auto", fused=(), offload="nothing", pieces=0)
 
 
 def by_processes(jobs: Sequence[Cell]) -> list[list[Cell]]:

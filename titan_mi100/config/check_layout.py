@@ -8,6 +8,7 @@ from titan_mi100.config.layout import SCHEDULES, check_schedule
 from titan_mi100.config.problem import ConfigError, Problem
 from titan_mi100.config.settings import (
     NF4_BLOCK,
+    CompileConfig,
     Config,
     LoRAConfig,
     ParallelismConfig,
@@ -121,6 +122,15 @@ def _not_in_blocks(spec: ModelSpec, tp: int) -> str:
     return next((f"{name} = {size} over {n} ranks" for name, size, n in inputs if size % (NF4_BLOCK * n)), "")
 
 
+def uncuttable(compiled: CompileConfig, lora: LoRAConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Why a config's tokens cannot be computed in pieces, and the other keys that say so."""
+    if compiled.enable:
+        yield "is for pieces, which are not compiled; set it to 0, or [compile] enable = false", ("compile.enable",)
+    if lora.rank and lora.dropout and EXPERTS in lora.target_modules:
+        text = "is for pieces, for which the adapters of experts have no dropout; set it to 0, or [lora] dropout = 0"
+        yield text, ("lora.dropout", "lora.target_modules")
+
+
 def check_offload(config: Config) -> Iterator[Problem]:
     """Problems of keeping things in the host's memory."""
     offload, p, conflicts = config.memory.offload, config.parallelism, list[tuple[str, str]]()
@@ -139,3 +149,5 @@ def check_offload(config: Config) -> Iterator[Problem]:
     if config.memory.offload_activations and config.activation_checkpoint.mode != "full":
         text = 'keeps blocks\' inputs; set [activation_checkpoint] mode = "full"'
         yield Problem("memory.offload_activations", text, ("activation_checkpoint.mode",))
+    if config.memory.piece_tokens > 0:
+        yield from (Problem("memory.piece_tokens", *reason) for reason in uncuttable(config.compile, config.lora))

@@ -340,6 +340,12 @@ class MemoryConfig:
     offload_activations: bool = _key(
         False, "keep blocks' inputs in the host's memory until backward; with activation_checkpoint.mode = 'full'"
     )
+    piece_tokens: int = _key(
+        -1,
+        "tokens that MLPs and norms compute at a time, and again in backward; 0: all of a forward; -1: all where a "
+        "step then fits a GPU, else as many as hardly raise its peak",
+        low=-1,
+    )
     on_overflow: str = _key("refuse", "if a step is predicted not to fit: refuse, or warn", choices=("refuse", "warn"))
 
 

@@ -35,6 +35,7 @@ from titan_mi100.device.accelerator import to_device
 from titan_mi100.device.operators import custom_operator
 from titan_mi100.model.elementwise import at_least_fp32
 from titan_mi100.model.fused.running import only, runs, runs_unwatched
+from titan_mi100.model.pieces import in_pieces
 from titan_mi100.shapes.delta_rule import CHUNK, SUBSTITUTED, tokens_at_once
 
 _EPS = 1e-6  # of the norms of queries and keys
@@ -70,13 +71,28 @@ def causal_convolution(
     return _Convolution.apply(x, weight, ids).to(x.dtype)[:, -seq:], x[:, -before:] * own[..., None]
 
 
-def convolved(parts: Sequence[Tensor], weights: Sequence[Tensor], ids: Tensor) -> Sequence[Tensor]:
-    """Convolve queries, keys and values, whole rows, and apply SiLU. Args: as of `causal_convolution`, of each."""
+def convolved(parts: Sequence[Tensor], weights: Sequence[Tensor], ids: Tensor, piece: int = 0) -> Sequence[Tensor]:
+    """Convolve queries, keys and values, whole rows, and apply SiLU. Args: as of `causal_convolution`, of each.
+
+    Args:
+        piece: tokens of a piece, see in_pieces. It has all tokens of some channels instead, as many values.
+    """
     if runs_unwatched("delta", parts[0]) and weights[0].shape[1] == 4:
         from titan_mi100.model.fused.convolution_launch import Convolution
 
         return Convolution.apply(ids, *parts, *weights)
-    return [F.silu(causal_convolution(x, weight, ids)[0]) for x, weight in zip(parts, weights, strict=True)]
+    share = min(piece / ids.numel(), 1.0)
+    return [
+        in_pieces(_channels, math.ceil(share * x.shape[2]), [x.permute(2, 0, 1)[None], weight[None]], [ids])[0].permute(
+            1, 2, 0
+        )
+        for x, weight in zip(parts, weights, strict=True)
+    ]
+
+
+def _channels(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    """Convolve and apply SiLU. Args: x: (1, channels, batch, seq). weight: (1, channels, width)."""
+    return F.silu(causal_convolution(x[0].permute(1, 2, 0), weight[0], ids)[0]).permute(2, 0, 1)[None]
 
 
 class _Convolution(torch.autograd.Function):
@@ -181,15 +197,18 @@ def delta_rule(
     assert chunk & (chunk - 1) == 0, "the inverse halves its blocks"
     state = _zeros(v, k) if state is None else state
     ids = ids if ids is not None else torch.zeros(v.shape[:2], dtype=torch.int32, device=v.device)
-    if runs_unwatched("delta", v) and (kernels := _kernels(v, v.shape[-1], k.shape[-1], chunk)):
-        return kernels.DeltaRule.apply(chunk, ids, state, q, k, v, g, beta)  # type: ignore[no-any-return]
+    kernels = _kernels(v, v.shape[-1], k.shape[-1], chunk) if runs_unwatched("delta", v) else None
     tokens = tokens_at_once(len(v), v.shape[2], chunk) if divides else v.shape[1]
-    outs, before = [], ids[:, :1]
+    outs, before = list[Tensor](), ids[:, :1]
     for own, *inputs in zip(*(x.split(tokens, 1) for x in (ids, q, k, v, g, beta)), strict=True):
-        output, state = _DeltaRule.apply(chunk, keeps, before, own, state, *inputs)
+        if kernels:  # which take a state to be of the first token's document
+            state = state * (own[:, :1] == before)[..., None, None] if outs else state
+            output, state = kernels.DeltaRule.apply(chunk, own, state, *inputs)
+        else:
+            output, state = _DeltaRule.apply(chunk, keeps, before, own, state, *inputs)
         outs.append(output)
         before = own[:, -1:]
-    return torch.cat(outs, 1), state
+    return torch.cat(outs, 1) if len(outs) > 1 else outs[0], state
 
 
 def _zeros(v: Tensor, k: Tensor) -> Tensor:

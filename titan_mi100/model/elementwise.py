@@ -5,6 +5,7 @@ backward is listed in shapes/ (`saved`); the kernels save only their inputs.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from titan_mi100.model.fused.running import only, runs_unwatched
 from titan_mi100.model.layers import RMSNorm, local_weight
+from titan_mi100.model.pieces import in_pieces
 from titan_mi100.shapes.rope import LINEAR, YARN, RopeScaling
 
 
@@ -119,7 +121,12 @@ def norm_and_rotate(
 
 
 def _normed_and_rotated(x: Tensor, norm: RMSNorm, cos: Tensor, sin: Tensor) -> Tensor:
-    normed = norm(at_least_fp32(x))
+    weight = norm.operand(torch.promote_types(x.dtype, torch.float32))
+    return in_pieces(partial(_piece_rotated, norm), norm.piece_tokens, [x, cos, sin], [weight])
+
+
+def _piece_rotated(norm: RMSNorm, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor) -> Tensor:
+    normed = norm.plain(at_least_fp32(x), weight)
     if (rest := x.shape[-1] - cos.shape[-1]) == 0:
         return rotate(normed, cos, sin).to(x.dtype)
     first, kept = normed.split([cos.shape[-1], rest], dim=-1)

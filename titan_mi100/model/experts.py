@@ -13,6 +13,7 @@ a projection are restored at once, into memory that the plan counts.
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from torch.distributed.tensor import DTensor
 from titan_mi100.log import log
 from titan_mi100.model.elementwise import at_least_fp32, swiglu
 from titan_mi100.model.fused.running import only, runs
-from titan_mi100.model.layers import Linear, local_weight
-from titan_mi100.model.nf4 import BLOCK, NF4Linear, codes_per_value, dequantize, restored
+from titan_mi100.model.layers import Linear, Operands, grouped, local_weight
+from titan_mi100.model.nf4 import BLOCK, NF4Linear, codes_per_value, dequantize, restored, whole
+from titan_mi100.model.pieces import in_pieces
 from titan_mi100.wording import shortened
 
 # With fewer rows than a quarter of the experts a loop over those that have rows is faster than to restore all: 64
@@ -184,8 +186,9 @@ class ExpertLinear(Linear):
 
         return products(x, weight, ends, is_transposed)
 
-    def forward(self, x: Tensor, routes: Routes) -> Tensor:  # type: ignore[override]
-        stored = self.stored(x.dtype)
+    def forward(self, x: Tensor, routes: Routes, operands: Operands | None = None) -> Tensor:  # type: ignore[override]
+        """Multiply sorted rows. Args: operands: None: the layer's own."""
+        stored = (operands or self.operands(x.dtype)).stored
         if self.by_kernel and len(stored) == 1:
             return _by_kernel(x, stored[0], routes.ends, self.is_transposed)
         if self.is_grouped(x, stored):
@@ -317,13 +320,24 @@ class Experts(nn.Module):
         inside = swiglu(self.gate_proj(rows, routes), self.up_proj(rows, routes))
         return self.down_proj(inside * weights, routes)  # type: ignore[no-any-return]  # narrower than its outputs
 
+    def piece(self, x: Tensor, weights: Tensor, index: Tensor, *operands: Any) -> Tensor:
+        """The outputs for a piece of the tokens. Args: weights, index: (1, tokens, k), of each token's experts."""
+        (gate, up, down), routes = grouped(operands), Routes(index[0], self.gate_proj.experts)
+        rows = routes.spread(x[0])
+        # by their methods: hooks of modules are for the whole row
+        inside = swiglu(self.gate_proj.forward(rows, routes, gate), self.up_proj.forward(rows, routes, up))
+        return routes.sum(self.down_proj.forward(inside * routes.sort(weights[0]), routes, down)).view_as(x)
+
 
 class Mixture(nn.Module):
     """A router and its experts, in place of an MLP.
 
     Attributes:
         load: rows that each expert has computed in training, on the device; None: none yet.
+        piece_tokens: see pieces.in_pieces.
     """
+
+    piece_tokens = 0
 
     def __init__(self, hidden: int, inner: int, experts: int, slots: int, is_normalised: bool) -> None:
         super().__init__()
@@ -338,7 +352,12 @@ class Mixture(nn.Module):
         weights = probabilities.gather(1, routes.index)
         if self.is_normalised:
             weights = weights / weights.sum(-1, keepdim=True)
-        weights = routes.sort(weights.to(x.dtype))
+        weights = weights.to(x.dtype)
+        if 0 < self.piece_tokens < len(flat):
+            cut = [x, *(tensor.view(*x.shape[:2], -1) for tensor in (weights, routes.index))]
+            operands = [layer.operands(x.dtype) for layer in self.experts.children()]  # type: ignore[operator]
+            return in_pieces(self.experts.piece, self.piece_tokens, cut, list(chain(*operands)), whole)
+        weights = routes.sort(weights)
         return routes.sum(self.experts(routes.spread(flat), weights, routes)).view_as(x)
 
     def merge(self) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_mi100.model.fused.running import runs_unwatched
+from titan_mi100.model.pieces import in_pieces, uncomputed
 from titan_mi100.planning.hardware import is_amd_cpu
 
 _FEW_ROWS, _LARGE = 32, 100_000  # rows of the input; elements of the weight
@@ -116,6 +117,48 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
     return (weight @ flat.t()).t().reshape(*x.shape[:-1], -1)
 
 
+class Operands(NamedTuple):
+    """What a linear layer multiplies with, in the dtype of the activations: its weight, as it is stored or restored.
+
+    Attributes:
+        weight: (outputs, inputs), or its codes; then with `largest` and `pairs`, see nf4.dequantize.
+        bias: (outputs,). a, b: of an adapter, (rank, inputs) and (outputs, rank).
+    """
+
+    weight: Tensor
+    largest: Tensor | None = None
+    pairs: Tensor | None = None
+    bias: Tensor | None = None
+    a: Tensor | None = None
+    b: Tensor | None = None
+
+    @property
+    def stored(self) -> list[Tensor]:
+        """The weight, see nf4.restored."""
+        return [tensor for tensor in self[:3] if tensor is not None]
+
+
+def grouped(tensors: Sequence[Any]) -> list[Operands]:
+    """The operands of each layer, from those of all layers."""
+    size = len(Operands._fields)
+    return [Operands(*tensors[start : start + size]) for start in range(0, len(tensors), size)]
+
+
+class _Unread(torch.autograd.Function):
+    """x @ weight.T for its gradients alone: the product is not computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return uncomputed(x, (*x.shape[:-1], len(weight)))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        of_x = grad @ weight if ctx.needs_input_grad[0] else None
+        return of_x, grad.flatten(0, -2).t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+
+
 class Linear(nn.Linear):
     """A linear layer. Tensor parallel lets one rank add the bias of a layer that is split by its inputs."""
 
@@ -133,11 +176,30 @@ class Linear(nn.Linear):
 
     def with_bias(self, product: Tensor) -> Tensor:
         """The product (..., outputs) and the bias, if there is one and this rank adds it."""
+        bias = self._bias(product.dtype)
+        return product if bias is None else product + bias
+
+    def _bias(self, dtype: torch.dtype) -> Tensor | None:
         if self.bias is None:
-            return product
+            return None
         # times zero: the rank takes part in the backward of a bias that another one adds
-        bias = local_weight(self.bias, product.dtype)
-        return product + (bias if self.adds_bias else bias * 0)
+        bias = local_weight(self.bias, dtype)
+        return bias if self.adds_bias else bias * 0
+
+    def operands(self, dtype: torch.dtype) -> Operands:
+        adapter = (getattr(self, name).stored(dtype)[0] for name in ("lora_A", "lora_B") if hasattr(self, name))
+        return Operands(*self.stored(dtype))._replace(bias=self._bias(dtype), **dict(zip("ab", adapter, strict=False)))
+
+    def mask(self, x: Tensor) -> Tensor | None:
+        """What dropout keeps of the inputs, bool and as of x, (batch, seq, inputs); None: all."""
+        return None
+
+    def compute(self, x: Tensor, mask: Tensor | None, operands: Operands, is_read: bool = True) -> Tensor:
+        """The outputs for a piece of the tokens. Args: operands: with a restored weight. is_read: else only their
+        gradients count.
+        """
+        product = (F.linear if is_read else _Unread.apply)(x, operands.weight)
+        return product if operands.bias is None else product + operands.bias
 
 
 def outputs_of(layers: Sequence[Linear], x: Tensor, merged: Tensor | None) -> Sequence[Tensor]:
@@ -166,9 +228,11 @@ class RMSNorm(nn.Module):
 
     Attributes:
         is_centred: the gain is 1 + weight.
+        piece_tokens: see pieces.in_pieces.
     """
 
     is_centred = False
+    piece_tokens = 0
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -183,10 +247,15 @@ class RMSNorm(nn.Module):
             kind = {"KIND": "" if added is None else "sum", "CENTRED": self.is_centred, "ROUNDED": not self.is_centred}
             return Norm.apply(x, added, local_weight(self.weight, self.weight.dtype), self.eps, kind)
         if added is None:
-            return self.plain(x)
+            return in_pieces(self.plain, self.piece_tokens, [x], [self.operand(x.dtype)])
         x = x + added
-        return self.plain(x), x
+        return in_pieces(self.plain, self.piece_tokens, [x], [self.operand(x.dtype)]), x
 
-    def plain(self, x: Tensor) -> Tensor:
+    def operand(self, dtype: torch.dtype) -> Tensor:
+        """The weight as `plain` reads it for inputs of this dtype."""
+        wide = torch.promote_types(dtype, torch.float32)  # in 16 bits, 1 + weight would lose most bits of the weight
+        return local_weight(self.weight, wide if self.is_centred else dtype)
+
+    def plain(self, x: Tensor, weight: Tensor) -> Tensor:
         """The norm by torch's operations."""
-        return F.rms_norm(x, self.weight.shape, local_weight(self.weight, x.dtype), self.eps)
+        return F.rms_norm(x, weight.shape, weight, self.eps)

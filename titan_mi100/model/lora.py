@@ -21,8 +21,9 @@ from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.model.experts import ExpertLinear, NF4ExpertLinear, Routes
 from titan_mi100.model.init import Read, draw
-from titan_mi100.model.layers import Linear, local_weight
+from titan_mi100.model.layers import Linear, Operands, local_weight
 from titan_mi100.model.nf4 import NF4Linear, restored
+from titan_mi100.model.pieces import uncomputed
 from titan_mi100.model.token_rows import RowsEmbedding, TokenRows
 from titan_mi100.shapes.base import ROWS
 
@@ -37,12 +38,15 @@ class _AdaptedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dropped: Tensor | None, a: Tensor, b: Tensor, scale: float, *stored: Tensor
+        ctx: Any, x: Tensor, dropped: Tensor | None, a: Tensor, b: Tensor, scale: float, is_read: bool, *stored: Tensor
     ) -> Tensor:  # (..., inputs), (..., inputs), (rank, inputs), (outputs, rank) -> (..., outputs)
         read = (x if dropped is None else dropped).flatten(0, -2)
         inner = read @ a.t()
-        product = F.linear(x, restored(stored))
-        product.view(-1, len(b)).addmm_(inner, b.t(), alpha=scale)
+        if is_read:
+            product = F.linear(x, restored(stored))
+            product.view(-1, len(b)).addmm_(inner, b.t(), alpha=scale)
+        else:
+            product = uncomputed(x, (*x.shape[:-1], len(b)))
         ctx.save_for_backward(read, inner, a, b, *stored)
         ctx.scale, ctx.shape = scale, x.shape
         return product
@@ -61,7 +65,7 @@ class _AdaptedProduct(torch.autograd.Function):
             of_x.addmm_(grad_inner, a)
         of_b = torch.empty_like(b).addmm_(rows.t(), inner, beta=0, alpha=ctx.scale)
         of_x = None if of_x is None else of_x.view(ctx.shape)
-        return of_x, of_dropped, grad_inner.t() @ read, of_b, *[None] * (1 + len(stored))
+        return of_x, of_dropped, grad_inner.t() @ read, of_b, *[None] * (2 + len(stored))
 
 
 class _AdaptedRows(torch.autograd.Function):
@@ -112,7 +116,19 @@ class LoRALinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         a, b = local_weight(self.lora_A.weight, x.dtype), local_weight(self.lora_B.weight, x.dtype)
         dropped = _dropped(x, self) if self.dropout and self.training else None
-        return self.with_bias(_AdaptedProduct.apply(x, dropped, a, b, self.scale, *self.stored(x.dtype)))
+        return self.with_bias(_AdaptedProduct.apply(x, dropped, a, b, self.scale, True, *self.stored(x.dtype)))
+
+    def mask(self, x: Tensor) -> Tensor | None:
+        if not (self.dropout and self.training):
+            return None
+        return _factors(x.new_ones(()).expand(*x.shape[:-1], self.in_features // self.part[1]), self) != 0
+
+    def compute(self, x: Tensor, mask: Tensor | None, operands: Operands, is_read: bool = True) -> Tensor:
+        # as dropout itself multiplies
+        dropped = None if mask is None else torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - self.dropout))
+        own = operands
+        product = _AdaptedProduct.apply(x, dropped, own.a, own.b, self.scale, is_read, own.weight)
+        return product if own.bias is None else product + own.bias  # type: ignore[no-any-return]
 
 
 class NF4LoRALinear(LoRALinear, NF4Linear):
@@ -137,13 +153,15 @@ class LoRAExpertLinear(ExpertLinear):
         self.scale = config.scale
         self.dropout = config.dropout
 
-    def forward(self, x: Tensor, routes: Routes) -> Tensor:  # type: ignore[override]
-        if self.is_grouped(x, stored := self.stored(x.dtype)):
-            a, b = (layer.stored(x.dtype)[0] for layer in (self.lora_A, self.lora_B))
+    def forward(self, x: Tensor, routes: Routes, operands: Operands | None = None) -> Tensor:  # type: ignore[override]
+        own = operands or self.operands(x.dtype)
+        assert own.a is not None and own.b is not None
+        if self.is_grouped(x, own.stored):
             dropped = _dropped(x, self) if self.dropout and self.training else None
-            return _AdaptedRows.apply(x, dropped, a, b, (self, routes.ends), *stored)  # type: ignore[no-any-return]
-        adapted = self.lora_B(self.lora_A(_dropped(x, self), routes), routes)
-        return torch.add(super().forward(x, routes), adapted, alpha=self.scale)
+            return _AdaptedRows.apply(x, dropped, own.a, own.b, (self, routes.ends), *own.stored)  # type: ignore[no-any-return]
+        inner = self.lora_A.forward(_dropped(x, self), routes, Operands(own.a))
+        adapted = self.lora_B.forward(inner, routes, Operands(own.b))
+        return torch.add(super().forward(x, routes, own), adapted, alpha=self.scale)
 
 
 class NF4LoRAExpertLinear(LoRAExpertLinear, NF4ExpertLinear):  # type: ignore[misc]  # as NF4ExpertLinear
@@ -156,12 +174,14 @@ def _dropped(x: Tensor, layer: LoRALinear | LoRAExpertLinear) -> Tensor:
     """
     if not (layer.dropout and layer.training):
         return x
-    (number, parts), (first, step) = layer.part, layer.tokens
-    if parts * step == 1:
-        return F.dropout(x, layer.dropout)
-    *batch, tokens, columns = x.shape
+    return F.dropout(x, layer.dropout) if layer.part[1] * layer.tokens[1] == 1 else x * _factors(x, layer)
+
+
+def _factors(x: Tensor, layer: LoRALinear | LoRAExpertLinear) -> Tensor:
+    """What dropout multiplies inputs like x with. A rank with some of them draws for all, as `_dropped` says."""
+    (number, parts), (first, step), (*batch, tokens, columns) = layer.part, layer.tokens, x.shape
     factors = F.dropout(x.new_ones(*batch, step * tokens, parts * columns), layer.dropout)
-    return x * factors[..., first::step, number * columns : (number + 1) * columns].contiguous()
+    return factors[..., first::step, number * columns : (number + 1) * columns].contiguous()
 
 
 _WITH_ADAPTER: dict[tuple[type[Linear], bool], Callable[[Any, LoRAConfig], Linear]] = {  # (layer, is it in 4 bits)

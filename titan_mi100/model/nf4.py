@@ -8,6 +8,7 @@ weight; arithmetic on it would be meaningless.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from titan_mi100.config.settings import NF4_BLOCK as BLOCK
 from titan_mi100.model.fused.running import only, runs
-from titan_mi100.model.layers import Linear, local_weight
+from titan_mi100.model.layers import Linear, grouped, local_weight
 
 # The 16 values, from appendix E of the paper. The code of a value is its index in this table.
 _VALUES = (
@@ -93,6 +94,12 @@ def trial(device: torch.device, dtype: torch.dtype) -> str:
 def restored(stored: Sequence[Tensor]) -> Tensor:
     """The matrix of a frozen weight, (outputs, inputs). Args: stored: of Linear, or NF4Linear."""
     return stored[0] if len(stored) == 1 else dequantize(*stored)
+
+
+def whole(*operands: Tensor | None) -> list[Tensor | None]:
+    """The operands of layers with their matrices restored, for pieces.in_pieces."""
+    each = (one._replace(weight=restored(one.stored), largest=None, pairs=None) for one in grouped(operands))
+    return list(chain(*each))
 
 
 class _Product(torch.autograd.Function):

@@ -4,6 +4,8 @@ Source: the published Qwen3 weights and their config.json; tests/test_model.py c
 """
 
 from collections.abc import Mapping
+from functools import partial
+from itertools import chain
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -11,7 +13,9 @@ from torch import Tensor, nn
 from titan_mi100.attention.base import Backend
 from titan_mi100.model.decoder import AttentionLayer, CausalLM, Layer
 from titan_mi100.model.elementwise import norm_and_rotate, rotary_tables, swiglu
-from titan_mi100.model.layers import Linear, RMSNorm, merge_weights, outputs_of
+from titan_mi100.model.layers import Linear, RMSNorm, grouped, merge_weights, outputs_of
+from titan_mi100.model.nf4 import whole
+from titan_mi100.model.pieces import in_pieces
 from titan_mi100.shapes.base import LayerShape, ModelSpec
 from titan_mi100.shapes.qwen3 import Qwen3Spec
 
@@ -44,7 +48,9 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer, 2020): down(silu(gate(x)) * up(x))."""
+    """SwiGLU (Shazeer, 2020): down(silu(gate(x)) * up(x)). Attributes: piece_tokens: see pieces.in_pieces."""
+
+    piece_tokens = 0
 
     def __init__(self, spec: Any) -> None:
         super().__init__()
@@ -57,15 +63,25 @@ class MLP(nn.Module):
         self.merged = merge_weights((self.gate_proj, self.up_proj))
 
     def forward(self, x: Tensor) -> Tensor:
+        if 0 < self.piece_tokens < x.shape[:2].numel():
+            layers = self.gate_proj, self.up_proj, self.down_proj
+            masks, operands = [layer.mask(x) for layer in layers], [layer.operands(x.dtype) for layer in layers]
+            again, flat = partial(self._piece, is_read=False), list(chain(*operands))
+            return in_pieces(self._piece, self.piece_tokens, [x, *masks], flat, whole, again)
         gate, up = outputs_of((self.gate_proj, self.up_proj), x, self.merged)
         return self.down_proj(swiglu(gate, up))
+
+    def _piece(self, x: Tensor, *others: Tensor | None, is_read: bool = True) -> Tensor:
+        masks, (gate, up, down) = others[:3], grouped(others[3:])
+        inside = swiglu(self.gate_proj.compute(x, masks[0], gate), self.up_proj.compute(x, masks[1], up))
+        return self.down_proj.compute(inside, masks[2], down, is_read)
 
 
 class Block(AttentionLayer):
     """Attention and SwiGLU, each after a norm and added to the residual stream."""
 
     sequence_gathered_after = ("input_layernorm", "post_attention_layernorm")
-    sequence_scattered_after = ("self_attn.o_proj", "mlp.down_proj")
+    sequence_scattered_after = ("self_attn.o_proj", "mlp")
 
     def __init__(self, spec: Qwen3Spec, shape: LayerShape, backend: Backend) -> None:
         super().__init__(spec, shape, backend)

@@ -5,6 +5,7 @@ compares it with transformers' Qwen3.5.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,7 @@ from titan_mi100.model.decoder import AttentionLayer, CausalLM, Layer
 from titan_mi100.model.delta_rule import causal_convolution, convolved, delta_rule, document_ids, gates, recurrence
 from titan_mi100.model.elementwise import at_least_fp32, gated, gated_norm, norm_and_rotate, rms_norm, rotary_tables
 from titan_mi100.model.layers import Linear, RMSNorm, local_weight, merge_weights, multiply, outputs_of
+from titan_mi100.model.pieces import in_pieces
 from titan_mi100.model.qwen3 import MLP, Attention
 from titan_mi100.shapes.base import LayerShape, ModelSpec
 from titan_mi100.shapes.qwen3_5 import FULL, LINEAR, Qwen3_5Spec
@@ -27,20 +29,22 @@ class ZeroCentredNorm(RMSNorm):
 
     is_centred = True
 
-    def plain(self, x: Tensor) -> Tensor:
-        wide = at_least_fp32(x)  # in 16 bits, 1 + weight would lose most bits of the weight
-        return rms_norm(wide, 1 + local_weight(self.weight, wide.dtype), self.eps).to(x.dtype)
+    def plain(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(at_least_fp32(x), 1 + weight, self.eps).to(x.dtype)
 
 
 class GatedNorm(nn.Module):
     """RMSNorm times silu(gate), of each head."""
+
+    piece_tokens = 0
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        return gated_norm(x, gate, local_weight(self.weight, self.weight.dtype), self.eps)
+        norm, weight = partial(gated_norm, eps=self.eps), local_weight(self.weight, self.weight.dtype)
+        return in_pieces(norm, self.piece_tokens, [x, gate], [weight])
 
 
 class Weight(nn.Module):
@@ -69,7 +73,7 @@ class Decay(nn.Module):
 class GatedAttention(Attention):
     """The projections before and after attention. q_proj gives of each head its query and its gate."""
 
-    norm, per_query = ZeroCentredNorm, 2
+    norm, per_query, piece_tokens = ZeroCentredNorm, 2, 0
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         both, k, v = outputs_of((self.q_proj, self.k_proj, self.v_proj), x, self.merged)
@@ -80,6 +84,8 @@ class GatedAttention(Attention):
 
 class DeltaNet(nn.Module):
     """The projections, the convolutions and the rule of Gated DeltaNet."""
+
+    piece_tokens = 0
 
     def __init__(self, spec: Qwen3_5Spec, parts: tuple[int, ...]) -> None:
         """Args: parts: values of a token's queries, keys and values."""
@@ -136,7 +142,7 @@ class GatedBlock(Layer):
 class AttentionBlock(GatedBlock, AttentionLayer):
     """Attention whose output is multiplied by a gate."""
 
-    sequence_scattered_after = ("self_attn.o_proj", "mlp.down_proj")
+    sequence_scattered_after = ("self_attn.o_proj", "mlp")
 
     def __init__(self, spec: Qwen3_5Spec, shape: LayerShape, backend: Backend) -> None:
         super().__init__(spec, shape, backend)
@@ -158,7 +164,8 @@ class AttentionBlock(GatedBlock, AttentionLayer):
 
     def output(self, x: Tensor, mixed: Any) -> Tensor:
         outputs, gate = mixed
-        return self.add(x, self.self_attn.o_proj(gated(outputs, gate).flatten(2)))
+        outputs = in_pieces(gated, self.self_attn.piece_tokens, [outputs, gate])
+        return self.add(x, self.self_attn.o_proj(outputs.flatten(2)))
 
     def merge(self) -> None:
         self.self_attn.merge()
@@ -168,7 +175,7 @@ class AttentionBlock(GatedBlock, AttentionLayer):
 class DeltaBlock(GatedBlock):
     """A layer whose positions mix by the gated delta rule."""
 
-    sequence_scattered_after = ("linear_attn.out_proj", "mlp.down_proj")
+    sequence_scattered_after = ("linear_attn.out_proj", "mlp")
     in_fp32 = ("linear_attn.decay", "linear_attn.norm")
     is_dynamic = False  # torch 2.8 has no loop over parts of a row whose length it does not know
 
@@ -192,10 +199,11 @@ class DeltaBlock(GatedBlock):
         net, (z, b, a) = self.linear_attn, parts[3:]
 
         def rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor, *taps: Tensor) -> Tensor:
-            q, k, v = net.by_head(convolved((q, k, v), taps, prepared))
+            q, k, v = net.by_head(convolved((q, k, v), taps, prepared, net.piece_tokens))
             # On a CPU memory is no shortage, and launches cost nothing. Tensors without values are counted for a GPU.
             on_cpu = q.device.type == "cpu" and not isinstance(q, FakeTensor)
-            return delta_rule(q, k, v, decay, strength, prepared, chunk=self.chunk, keeps=on_cpu, divides=on_cpu)[0]
+            divides = on_cpu or 0 < net.piece_tokens < prepared.numel()
+            return delta_rule(q, k, v, decay, strength, prepared, chunk=self.chunk, keeps=on_cpu, divides=divides)[0]
 
         return self.mix_rows(rule, (*parts[:3], *net.decay(a, b)), net.taps(parts[0].dtype)), z
 

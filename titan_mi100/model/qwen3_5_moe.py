@@ -28,7 +28,8 @@ class SharedMixture(Mixture):
         self.shared_expert, self.shared_expert_gate = MLP(spec), Weight(1, spec.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+        shared = self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+        return super().forward(x) + shared  # the dear ones last: a recomputed block stops before their pieces
 
     def merge(self) -> None:
         self.shared_expert.merge()

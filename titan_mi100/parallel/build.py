@@ -27,7 +27,7 @@ from titan_mi100.parallel.fsdp import ShardedModel, apply_fsdp
 from titan_mi100.parallel.offload import HostGradients, inputs_on_host
 from titan_mi100.parallel.tensor_parallel import apply_tensor_parallel, tensor_parallel_ranks
 from titan_mi100.parallel.unsharded import UnshardedModel
-from titan_mi100.planning.memory import shares_copies
+from titan_mi100.planning.memory import piece_tokens, shares_copies
 from titan_mi100.planning.workload import Workload
 from titan_mi100.shapes.base import ROWS, ModelSpec, held_names
 from titan_mi100.wording import some
@@ -78,7 +78,9 @@ def build_model(
         # the kept logits of all microbatches exist at once
         kept = head_memory.kept_elements // batch.gradient_accumulation_steps
         head_memory = replace(head_memory, kept_elements=kept)
-    loss = functools.partial(objective, memory=head_memory)
+    loss, piece = functools.partial(objective, memory=head_memory), piece_tokens(workload, placement.memory)
+    if piece:
+        log.info(f"MLPs and norms compute {piece:,} tokens at a time (memory.piece_tokens)")
     context = context_ranks(mesh, layout)
 
     def build(stage: Stage | None) -> CausalLM:
@@ -86,6 +88,9 @@ def build_model(
             model = MODELS[spec.model_type](spec, computation.backend, stage)
         model.head_loss, model.columns = loss, objective.columns
         parallelize(model, config, layout, mesh, context)
+        for module in model.modules():
+            if hasattr(module, "piece_tokens"):
+                module.piece_tokens = piece  # type: ignore[assignment]
         check_names(model, spec, config.lora)
         read_on_host(
             model, device, context

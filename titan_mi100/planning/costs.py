@@ -68,14 +68,20 @@ def flops_of_steps(spec: ModelSpec, lora: LoRAConfig) -> Callable[[int, int, int
     return partial(train_flops, spec, adapter_values=sum(sizes))
 
 
-def recomputed_flops(spec: ModelSpec, tokens: int, attention_pairs: int, mode: str) -> int:
+def recomputed_flops(spec: ModelSpec, tokens: int, attention_pairs: int, mode: str, in_pieces: bool = False) -> int:
     """FLOPs of recomputing the blocks in backward, by activation_checkpoint.mode.
 
-    A block's last matrix product is not recomputed: no backward needs its result.
+    A block's last matrix product is not recomputed: no backward needs its result. Pieces are recomputed in any mode,
+    those of experts whole; a block that is recomputed does not compute them once more, but for a shared expert's.
     """
     blocks, attention = _forward_flops(spec, tokens, attention_pairs)
     blocks -= 2 * sum(layer.last_product for layer in spec.layers) * tokens
-    return {"none": 0, "selective": blocks, "full": blocks + attention}[mode]
+    if in_pieces:
+        of_shared = [sum(p.size for n, p in x.parameters.items() if ".shared_expert." in n) // 3 for x in spec.layers]
+        pairs = zip(spec.layers, of_shared, strict=True)
+        blocks += 4 * sum(of_shared) * tokens
+        cut = 2 * sum(3 * x.last_product - (s if x.slots else x.last_product) for x, s in pairs) * tokens
+    return {"none": cut if in_pieces else 0, "selective": blocks, "full": blocks + attention}[mode]
 
 
 def _forward_flops(spec: ModelSpec, tokens: int, attention_pairs: int) -> tuple[int, int]:

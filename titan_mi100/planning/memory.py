@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from titan_mi100.config.check_layout import uncuttable
 from titan_mi100.config.layout import (
     SCHEDULES,
     Stage,
@@ -30,6 +31,7 @@ ABOVE, BELOW = 0.10, 0.03
 # Memory that the counter does not see: the driver's context, buffers of the communication library, fragmentation.
 # Assumed, not measured on any card.
 _CONTEXT, _LOST = 0.75 * (1 << 30), 0.02
+_FROM_PIECE = 0.02  # share of the peak by which the chosen piece may raise it
 _SPARE = 0.05  # a card is almost full if less than this share of it would be left
 HOST = "host"  # besides these categories: memory that is not on the device
 
@@ -68,8 +70,36 @@ def estimate(workload: Workload, device_memory: int) -> list[Memory]:
     Args:
         device_memory: bytes of a card; 0: a CPU.
     """
+    workload = _with_pieces(workload, piece_tokens(workload, device_memory))
     counts = layers_per_stage(workload, 1.0, device_memory)
     return _peaks(workload, device_memory, counts, shares_copies(workload, device_memory))
+
+
+def piece_tokens(workload: Workload, device_memory: int) -> int:
+    """Tokens of a piece that MLPs and norms compute at a time; 0: all of a forward. If the config leaves it open, all
+    where a step then fits; else the largest piece that the peak hardly depends on.
+
+    Args: device_memory: see estimate.
+    """
+    training, asked = workload.config.training, workload.config.memory.piece_tokens
+    tokens = training.local_batch_size * training.seq_len // workload.layout.context_ranks
+    if asked >= 0:
+        return asked if asked < tokens else 0
+    sizes = [1 << n for n in range(10, 17) if 1 << n < tokens]
+    if not device_memory or not sizes or any(uncuttable(workload.config.compile, workload.config.lora)):
+        return 0
+
+    def peak(size: int) -> float:
+        return max(memory.peak for memory in estimate(_with_pieces(workload, size), device_memory))
+
+    if with_overhead(peak(0) * (1 + BELOW)) <= device_memory:
+        return 0
+    least = peak(sizes[0])
+    return max(size for size in sizes if peak(size) <= least * (1 + _FROM_PIECE))
+
+
+def _with_pieces(workload: Workload, tokens: int) -> Workload:
+    return workload.changed({"memory": {"piece_tokens": tokens}})
 
 
 def shares_copies(workload: Workload, device_memory: int) -> bool:
@@ -84,6 +114,7 @@ def shares_copies(workload: Workload, device_memory: int) -> bool:
     is_plain = is_alone and is_cast and not config.compile.enable
     if mode == "none" or not is_plain:
         return is_plain and workload.batch.gradient_accumulation_steps > 1
+    workload = _with_pieces(workload, piece_tokens(workload, device_memory))
     counts = layers_per_stage(workload, 1.0, device_memory)
     peaks = [memory.peak for memory in _peaks(workload, device_memory, counts, shares_copies=True)]
     return with_overhead(max(peaks) * (1 + BELOW)) <= device_memory
@@ -127,7 +158,7 @@ def layers_per_stage(workload: Workload, supervised_share: float, card: int = 0)
     rows, is_frozen = training.local_batch_size, config.lora.rank > 0
     costs = stage_costs(spec, rows, training.seq_len, supervised_share, recompute, is_frozen)
     counts = split_layers(*costs, ranks * SCHEDULES[parallelism.pipeline_parallel_schedule].stages_per_rank)
-    return _by_bytes(workload, card, counts) if card else counts
+    return _by_bytes(_with_pieces(workload, piece_tokens(workload, card)), card, counts) if card else counts
 
 
 def _by_bytes(workload: Workload, card: int, counts: list[int]) -> list[int]:
@@ -161,6 +192,8 @@ class _RankMemory:
         training = config.training
         self.tokens = training.local_batch_size * training.seq_len
         self.own_tokens = self.tokens / layout.context_ranks  # that the rank computes with where it has all values
+        asked = config.memory.piece_tokens
+        self.piece = asked if 0 < asked < self.own_tokens else 0
         self.compute_bytes = _BYTES[training.mixed_precision_param]
         self.has_first, self.has_last = any(s.first for s in stages), any(s.last for s in stages)
         self.mode, numbers = config.activation_checkpoint.mode, {n for stage in stages for n in stage.layers}
@@ -212,8 +245,8 @@ class _RankMemory:
         is_cast = not self.is_fsdp and not self.lora_rank and self.master_bytes != self.compute_bytes
         copy_bytes = self.compute_bytes if is_cast else 0.0
         is_kept = self.mode == "none" or self.shares_copies
-        layers_on_card = self.layers[-2 if self.inputs_on_host else 0 :]
-        kept_by_layer = [self._bytes(x.kept[self.mode]) + self._added_by_lora(x, "none") for x in layers_on_card]
+        on_card = [self._uncut(layer) for layer in self.layers[-2 if self.inputs_on_host else 0 :]]
+        kept_by_layer = [self._bytes(x.kept[self.mode]) + self._added_by_lora(x, "none") for x in on_card]
         rotary = self._bytes(self.spec.per_forward) * self.layout.matrix_parts  # of all tokens that its heads have
         kept = sum(kept_by_layer) * self._in_flight() + rotary
         kept += self.layer_values * copy_bytes if is_kept else 0.0
@@ -230,7 +263,9 @@ class _RankMemory:
         bytes_each = 0.0 if self.lora_rank else self.compute_bytes if self.is_fsdp else self.master_bytes
         vocab_gradient = self.vocab_values * bytes_each
         if self.has_last:
-            final = kept + 24 * self.spec.hidden_size * self.tokens / self.layout.row_parts
+            # the final norm's input, output and gradient; if it does not compute in pieces also copies in fp32
+            around = (6 if self.piece else 24) * self.spec.hidden_size * self.tokens / self.layout.row_parts
+            final = kept + around
             by_head, logits = self.vocab_bytes + self.block_bytes, self._head()
             gathered = self._gathered(by_head, 0.0 if self.tied else self.vocab_bytes)
             yield "forward of the head", moment_with(earlier_sums, final, head_loss=logits, communication=gathered)
@@ -289,7 +324,7 @@ class _RankMemory:
     def on_host(self) -> float:
         """Bytes that are in the host's memory instead of the device's."""
         trained, weights, state = self._held()
-        each = (self._pinned(self._bytes(layer.kept[self.mode])) for layer in self.layers)
+        each = (self._pinned(self._bytes(layer.kept["full"])) for layer in self.layers)
         total = sum(each) * self._in_flight() if self.inputs_on_host else 0.0
         if self.offload == "optimizer":
             total += trained * self.master_bytes / self.shards + state
@@ -345,24 +380,43 @@ class _RankMemory:
         if not self.lora_rank or self.mode != mode:
             return 0.0
         targets = self.config.lora.target_modules if self.config.lora.dropout else ()
-        dropped = 0.0  # where outputs are split, each rank has all inputs
+        dropped = masks = 0.0  # where outputs are split, each rank has all inputs
         for name, p in layer.parameters.items():
             if p.experts and EXPERTS in targets:
                 inputs = p.shape[0] / p.experts if p.is_transposed else p.shape[1] / self.layout.matrix_parts
                 dropped += 1.5 * layer.slots * inputs  # half: the gradient of one, which waits for its mask
             elif name.split(".")[-2] in targets and not p.experts:
-                dropped += p.shape[1] / (self.layout.matrix_parts if p.split.dim == 1 else 1)
+                inputs = p.shape[1] / (self.layout.matrix_parts if p.split.dim == 1 else 1)
+                if self.piece and name.startswith("mlp."):
+                    masks += inputs
+                else:
+                    dropped += inputs
         for_norms = ValuesPerToken.of(tensor for tensor in layer.saved if tensor.is_for_norm)
-        return self.own_tokens * dropped * (self.compute_bytes + 1) - self._bytes(for_norms)
+        return self.own_tokens * (dropped * (self.compute_bytes + 1) + masks) - self._bytes(for_norms)
+
+    def _uncut(self, layer: LayerShape) -> LayerShape:
+        """The layer as far as it does not compute in pieces, if it does."""
+        return layer.in_pieces if self.piece else layer
 
     def _inside(self, layer: LayerShape) -> float:
         """Bytes that a layer's backward needs besides what was kept."""
-        total = self._bytes(layer.inside[self.mode]) + self._added_by_lora(layer, "full")
-        if not self.is_nf4:
-            return total
+        uncut, ranks = self._uncut(layer), self.layout.matrix_parts
+        total = self._bytes(uncut.inside[self.mode]) + self._added_by_lora(uncut, "full")
         # one dequantised matrix, and the indices of its lookup; on a card all experts of a projection, by a kernel
         of_experts = layer.largest_stack * self.compute_bytes if self.device_memory else 0.0
-        return total + max(layer.largest * (self.compute_bytes + 2), of_experts) / self.layout.matrix_parts
+        restored = max(layer.largest * (self.compute_bytes + 2), of_experts) / ranks if self.is_nf4 else 0.0
+        if not self.piece:
+            return total + restored
+        matrices = [p for name, p in layer.parameters.items() if name.startswith("mlp.") and p.role == "matrix"]
+        # an MLP's matrices, all dequantised; or sums of the pieces' gradients
+        each = self.compute_bytes if self.is_nf4 else 0 if self.lora_rank else 4
+        total += each * sum(p.size for p in matrices) / ranks
+        of_tokens = self._bytes(layer.inside["full"]) - self._bytes(uncut.inside["full"])
+        inputs = max((p.shape[1] for p in matrices if p.split.dim == 1 and not p.experts), default=0) / ranks
+        is_random = self.lora_rank and self.config.lora.dropout
+        drawn = 3 * inputs * self.own_tokens * self.compute_bytes if is_random else 0.0
+        looked_up = 2 * max(layer.largest, layer.largest_stack) / ranks if self.is_nf4 else 0.0
+        return total + max(of_tokens * self.piece / self.own_tokens, drawn, looked_up)  # one after the other
 
     def _received(self) -> float:
         """Bytes of receive buffers: torch's pipeline keeps hidden states and gradients of each microbatch."""

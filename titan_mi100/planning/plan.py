@@ -12,7 +12,7 @@ from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
 from titan_mi100.planning.cards import Gpu
 from titan_mi100.planning.costs import flops_of_steps, recomputed_flops
-from titan_mi100.planning.memory import ABOVE, BELOW, Memory, estimate, with_overhead
+from titan_mi100.planning.memory import ABOVE, BELOW, Memory, estimate, piece_tokens, with_overhead
 from titan_mi100.planning.scaling import REACHED, bubble_share, exposed_seconds, reached
 from titan_mi100.planning.workload import Workload
 from titan_mi100.shapes.base import parameter_shapes
@@ -115,7 +115,8 @@ def make_plan(workload: Workload, card: int, gpu: Gpu | None = None, efficiency:
     tokens = rows * training.seq_len
     pairs = rows * training.seq_len * (training.seq_len + 1) // 2
     flops = float(flops_of_steps(spec, config.lora)(tokens, tokens, pairs))
-    done = flops + recomputed_flops(spec, tokens, pairs, config.activation_checkpoint.mode)
+    is_cut = piece_tokens(workload, card) > 0
+    done = flops + recomputed_flops(spec, tokens, pairs, config.activation_checkpoint.mode, is_cut)
     sent, sent_at_once = _sent(workload)
     microbatches = batch.gradient_accumulation_steps
     bubble = bubble_share(config.parallelism.pipeline_parallel_schedule, layout.pipeline_ranks, microbatches)

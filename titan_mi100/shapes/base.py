@@ -116,6 +116,7 @@ class LayerShape:
         temporaries: what its backward allocates besides.
         slots: experts that a token goes to.
         mixed: values per token that context parallel exchanges, there and back, besides those of attention.
+        is_cut: it computes in pieces of the tokens, so norms save their inputs, the layer's own among them.
     """
 
     kind: str
@@ -129,12 +130,14 @@ class LayerShape:
     temporaries: tuple[Saved, ...]
     slots: int = 0
     mixed: ValuesPerToken = NOTHING
+    is_cut: bool = False
 
     @cached_property
     def kept(self) -> Mapping[str, ValuesPerToken]:
         """Values that the layer keeps from forward to backward, by activation_checkpoint.mode."""
         mixing, start = (tensor for tensor in self.saved if tensor.part == MIX), Saved("input", self.input)
-        kept = {"none": self.saved, "selective": (start, *mixing), "full": (start,)}
+        without = (start, *self.saved) if self.is_cut else self.saved
+        kept = {"none": without, "selective": (start, *mixing), "full": (start,)}
         return {mode: ValuesPerToken.of(tensors) for mode, tensors in kept.items()}
 
     @cached_property
@@ -143,6 +146,12 @@ class LayerShape:
         after = tuple(tensor for tensor in self.saved if tensor.part == OUTPUT)
         again = {"none": (), "selective": after, "full": self.saved}
         return {mode: ValuesPerToken.of((*tensors, *self.temporaries)) for mode, tensors in again.items()}
+
+    @cached_property
+    def in_pieces(self) -> "LayerShape":
+        """The layer as far as it does not compute in pieces."""
+        saved, temporaries = (tuple(each.in_pieces for each in of) for of in (self.saved, self.temporaries))
+        return replace(self, saved=saved, temporaries=temporaries, is_cut=True)
 
     @property
     def size(self) -> int:

@@ -63,11 +63,12 @@ def with_experts(
     gone, names = 0 if is_shared else mlp, ("gate", "up", "silu(gate)", "silu(gate) x up", "the same x weights")
     saved = (
         *(tensor for tensor in layer.saved if is_shared or not tensor.name.startswith("mlp.")),
-        *(Saved("experts.rows", slots * hidden), *(Saved(f"experts.{name}", slots * inner) for name in names)),
+        Saved("experts.rows", slots * hidden, left=0),
+        *(Saved(f"experts.{name}", slots * inner, left=0) for name in names),
         *(Saved("router.logits", experts), Saved("router.probabilities", experts, dtype=FP32)),
         Saved("router.order of rows", 8 * slots, dtype=FP32),  # four tensors of 8 bytes a value
     )
-    gradients = Saved("mlp.gradients", 2 * slots * (inner + hidden) + 2 * (mlp - gone))
+    gradients = Saved("mlp.gradients", 2 * slots * (inner + hidden) + 2 * (mlp - gone), left=2 * hidden)
     return replace(
         layer,
         kind=kind,

@@ -50,13 +50,13 @@ class Qwen3Spec(ModelSpec):
             "self_attn.k_norm.weight": norm_of_head,
         }
         saved = (
-            Saved("input in fp32", 2 * hidden, PROJECT),  # norms are in fp32
-            Saved("normed input in fp32", hidden, PROJECT, FP32, is_for_norm=True),
+            Saved("input in fp32", 2 * hidden, PROJECT, left=0),  # norms are in fp32
+            Saved("normed input in fp32", hidden, PROJECT, FP32, is_for_norm=True, left=0),
             Saved("normed input", hidden, PROJECT),
-            Saved("q in fp32", q, PROJECT, FP32),
-            Saved("normed q in fp32", q, PROJECT, FP32, is_for_norm=True),
-            Saved("k in fp32", k, PROJECT, FP32),
-            Saved("normed k in fp32", k, PROJECT, FP32, is_for_norm=True),
+            Saved("q in fp32", q, PROJECT, FP32, left=q),
+            Saved("normed q in fp32", q, PROJECT, FP32, is_for_norm=True, left=0),
+            Saved("k in fp32", k, PROJECT, FP32, left=k),
+            Saved("normed k in fp32", k, PROJECT, FP32, is_for_norm=True, left=0),
             *(Saved("q", q, MIX), Saved("k", k, MIX), Saved("v", k, MIX), Saved("attention's output", q, MIX)),
         )
         layer = with_mlp(self, "attention", parameters, LINEARS, saved, 4 * q)
@@ -94,12 +94,12 @@ def with_mlp(
     }
     saved = (
         *saved,
-        Saved("residual in fp32", 2 * hidden),  # norms are in fp32
-        Saved("normed residual in fp32", hidden, dtype=FP32, is_for_norm=True),
+        Saved("residual in fp32", 2 * hidden, left=hidden),  # norms are in fp32
+        Saved("normed residual in fp32", hidden, dtype=FP32, is_for_norm=True, left=0),
         Saved("normed residual", hidden),
-        *(Saved(f"mlp.{name}", mlp) for name in ("gate", "up", "silu(gate)", "silu(gate) x up")),
+        *(Saved(f"mlp.{name}", mlp, left=0) for name in ("gate", "up", "silu(gate)", "silu(gate) x up")),
     )
-    gradients = Saved("mlp.gradients", 2 * (mlp + hidden))  # of gate and up, and of two hidden states
+    gradients = Saved("mlp.gradients", 2 * (mlp + hidden), left=2 * hidden)  # of gate and up, and of two hidden states
     products = sum(parameter.size for parameter in parameters.values() if len(parameter.shape) == 2)
     return LayerShape(
         kind=kind, parameters=parameters, adapted=adapted, products=products, last_product=hidden * mlp,

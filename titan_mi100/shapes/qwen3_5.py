@@ -109,13 +109,14 @@ class Qwen3_5Spec(ModelSpec):
             "self_attn.k_norm.weight": norm_of_head,
         }
         saved = (  # up to a quarter more than autograd saves in 16 bits; tests/test_memory.py compares
-            *(Saved("normed input in fp32", hidden, PROJECT, FP32, True), Saved("normed input", hidden, PROJECT)),
-            *(Saved(f"{name} in fp32", q, PROJECT, FP32) for name in ("q", "normed q")),
-            *(Saved(f"{name} in fp32", k, PROJECT, FP32) for name in ("k", "normed k")),
+            Saved("normed input in fp32", hidden, PROJECT, FP32, True, 0),
+            Saved("normed input", hidden, PROJECT),
+            *(Saved(f"{name} in fp32", q, PROJECT, FP32, left=left) for name, left in (("q", q), ("normed q", 0))),
+            *(Saved(f"{name} in fp32", k, PROJECT, FP32, left=left) for name, left in (("k", k), ("normed k", 0))),
             *(Saved("q", q, MIX), Saved("k", k, MIX), Saved("v", k, MIX), Saved("gate", q, MIX)),
             Saved("attention's output", q, MIX),
             # computed after the mixing; "selective" is planned without them
-            *(Saved("sigmoid(gate)", q, PROJECT), Saved("gated output", q, PROJECT)),
+            *(Saved("sigmoid(gate)", q, PROJECT, left=0), Saved("gated output", q, PROJECT)),
         )
         adapted = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
         return with_mlp(self, FULL, parameters, adapted, saved, 4 * q, (Saved("gradient of the gate", q),))
@@ -139,17 +140,22 @@ class Qwen3_5Spec(ModelSpec):
         rule = products_of_chunk(self.linear_num_key_heads, heads, *dims, self.chunk) // self.chunk  # of a token
         states = heads * dims[0] * dims[1] // self.chunk  # one for each chunk
         saved = (
-            *(Saved("normed input in fp32", hidden, PROJECT, FP32, True), Saved("normed input", hidden, PROJECT)),
-            *(Saved(name, channels, MIX) for name in ("qkv before the convolution", "qkv before silu", "qkv")),
+            Saved("normed input in fp32", hidden, PROJECT, FP32, True, 0),
+            Saved("normed input", hidden, PROJECT),
+            *(Saved(name, channels, MIX) for name in ("qkv before the convolution", "qkv")),
+            Saved("qkv before silu", channels, MIX, left=0),
             *(Saved(name, values, MIX) for name in ("z", "the rule's output")),
             Saved("states of the rule", states, MIX, FP32),
             Saved("decays and betas, and what they are of", 4 * heads, MIX, FP32),
             # computed after the mixing; "selective" is planned without them
-            *(Saved(name, values, PROJECT) for name in ("normed output", "gated output")),
-            *(Saved(f"{name} in fp32", values, PROJECT, FP32) for name in ("the rule's output", "z")),
+            *(Saved("normed output", values, PROJECT, left=0), Saved("gated output", values, PROJECT)),
+            *(Saved(f"{name} in fp32", values, PROJECT, FP32, left=0) for name in ("the rule's output", "z")),
         )
         adapted = ("in_proj_qkv", "in_proj_z", "out_proj", "gate_proj", "up_proj", "down_proj")
-        temporaries = Saved("qkv in fp32", 3 * channels, MIX, FP32), Saved("states again", 2 * states, MIX, FP32)
+        temporaries = (
+            Saved("qkv in fp32", 3 * channels, MIX, FP32, left=0),
+            Saved("states again", 2 * states, MIX, FP32, left=0),
+        )
         layer = with_mlp(self, LINEAR, parameters, adapted, saved, 0, temporaries)
         mixed = ValuesPerToken(channels + heads + values, heads)  # with the strengths, and the decays in fp32
         return replace(layer, products=layer.products + rule, mixed=mixed)

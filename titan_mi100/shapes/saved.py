@@ -17,6 +17,8 @@ class Saved(NamedTuple):
         part: "selective" checkpointing keeps what MIX saves and what OUTPUT reads of it; all of OUTPUT is there again
             at its peak.
         is_for_norm: only the gradient of a norm's weight needs it, so it is not saved if the weight is frozen.
+        left: values in the computation's dtype that are saved of each token in its stead if the layer computes in
+            pieces, of which backward computes each again; None: it is saved all the same.
     """
 
     name: str
@@ -24,6 +26,11 @@ class Saved(NamedTuple):
     part: str = OUTPUT
     dtype: str = COMPUTE
     is_for_norm: bool = False
+    left: int | None = None
+
+    @property
+    def in_pieces(self) -> "Saved":
+        return self if self.left is None else self._replace(values=self.left, dtype=COMPUTE, is_for_norm=False)
 
 
 class ValuesPerToken(NamedTuple):

@@ -34,7 +34,8 @@ EITHER = {"ga": "tokens", "tokens": "ga"}  # one of them gives the other
 _SHOWN = (
     "model.attention_backend", "training.mixed_precision_reduce", "training.train_router", "optimizer.state",
     "optimizer.master", "lora.rank", "lora.base", "lora.dropout", "lora.target_modules", "lora.expert_rank",
-    "memory.limit_gib", "memory.offload", "memory.offload_activations", "compile.enable", "compile.backend",
+    "memory.limit_gib", "memory.offload", "memory.offload_activations", "memory.piece_tokens",
+    "compile.enable", "compile.backend",
 )  # fmt: skip
 
 
