@@ -37,12 +37,12 @@ CORE = (
     ),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )
-BUDGETS = {"core": 12125, "titan_mi100": 30870, "scripts": 1980}  # lines of code
+BUDGETS = {"core": 12615, "titan_mi100": 31390, "scripts": 1980}  # lines of code
 FOLDERS = {  # the same, of folders in titan_mi100/ with all below them
-    "attention": 900, "checkpoint": 730, "config": 2220, "data": 4545, "device": 135, "files": 1745,
-    "generation": 275, "launch": 790, "model": 3225, "objectives": 265, "open_run": 1230, "optim": 615,
-    "parallel": 1175, "planning": 755, "run": 1400, "shapes": 1050, "text": 1595, "tools": 2090, "watch": 505,
-    "weights": 1090, "workshop": 3700,
+    "attention": 900, "checkpoint": 730, "config": 2285, "data": 4545, "device": 135, "files": 1745,
+    "generation": 275, "launch": 790, "model": 3445, "objectives": 270, "open_run": 1230, "optim": 615,
+    "parallel": 1285, "planning": 825, "run": 1400, "shapes": 1075, "text": 1595, "tools": 2090, "watch": 505,
+    "weights": 1090, "workshop": 3715,
 }  # fmt: skip
 BUDGETS |= {f"titan_mi100/{folder}": budget for folder, budget in FOLDERS.items()}
 LONG_FUNCTION, LONG_FILE = 80, 450  # lines above which a function or a file is named, as a reason to look at it

@@ -126,9 +126,9 @@ class LoRALinear(Linear):
     def compute(self, x: Tensor, mask: Tensor | None, operands: Operands, is_read: bool = True) -> Tensor:
         # as dropout itself multiplies
         dropped = None if mask is None else torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - self.dropout))
-        own = operands
-        product = _AdaptedProduct.apply(x, dropped, own.a, own.b, self.scale, is_read, own.weight)
-        return product if own.bias is None else product + own.bias  # type: ignore[no-any-return]
+        weight, a, b = operands.weight, operands.a, operands.b
+        product = _AdaptedProduct.apply(x, dropped, a, b, self.scale, is_read, weight)
+        return product if operands.bias is None else product + operands.bias  # type: ignore[no-any-return]
 
 
 class NF4LoRALinear(LoRALinear, NF4Linear):

@@ -216,10 +216,10 @@ def _exchanged(workload: Workload, compute_bytes: int) -> float:
     spec, layout, tokens = workload.spec, workload.layout, workload.config.training.seq_len
     ranks, heads_of = layout.context_ranks, layout.matrix_parts * layout.context_ranks
     each = [layer.exchanged(spec.attention, heads_of) for layer in spec.layers]
-    values = sum(x.compute * compute_bytes + x.fp32 * 4 for x in each) / layout.matrix_parts / layout.pipeline_ranks
+    of_token = sum(x.compute * compute_bytes + x.fp32 * 4 for x in each) / layout.matrix_parts / layout.pipeline_ranks
     rows = workload.batch.local_batch_size * workload.batch.gradient_accumulation_steps
     passes = 3 if workload.config.activation_checkpoint.mode == "full" else 2
-    return passes * rows * tokens * values * (ranks - 1) / ranks**2
+    return passes * rows * tokens * of_token * (ranks - 1) / ranks**2
 
 
 _RANDOM = {"state": "8bit", "master": "bf16_sr"}
