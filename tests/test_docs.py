@@ -49,6 +49,7 @@ BASE = {
 SMALL = {
     "training.steps": "2", "training.seq_len": "512", "training.local_batch_size": "1",
     "training.gradient_accumulation_steps": "1", "lr_scheduler.warmup_steps": "-1", "model.flavor": "",
+    "validation.prompt_tokens": "8",
 }  # fmt: skip
 _INSTEAD = ("training.epochs", "training.target_tokens_per_step")  # that SMALL replaces
 _CHECKOUT = ("run_train.sh", "scripts", "checkpoint_tools", "certificates", "tests", "docs")
