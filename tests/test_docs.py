@@ -59,7 +59,7 @@ def make_checkout(folder: Path) -> None:
     """The checkout's files, as links, and the data files and the config that all pages name; fewer rows of debug's."""
     for name in _CHECKOUT:
         (folder / name).symlink_to(REPO / name)
-    (debug := folder / "train_configs" / "debug").mkdir(parents=True)
+    (folder / "train_configs" / "debug").mkdir(parents=True)
     for path in [*(REPO / "train_configs").glob("*.*"), *(REPO / "train_configs" / "debug").iterdir()]:
         copy = folder / path.relative_to(REPO)
         if path.suffix == ".jsonl":
