@@ -4,6 +4,7 @@ Triton is not a dependency: it comes with torch on Linux with a GPU. Where it is
 unless TITAN_TESTS_REQUIRE names it, as CI does.
 """
 
+import dataclasses
 import os
 from typing import Any
 
@@ -55,11 +56,42 @@ def _indexed(tensor: Any, *scope: Any) -> None:
     tensor.__index__ = lambda self: int(self.handle.data.item())
 
 
+# It makes the table of numbers' types anew for each look into it.
+_get_np_dtype = interpreter._get_np_dtype
+_numpy_dtypes: dict[str, Any] = {}
+
+
+def _numpy_dtype(dtype: Any) -> Any:
+    if dtype.name not in _numpy_dtypes:
+        _numpy_dtypes[dtype.name] = _get_np_dtype(dtype)
+    return _numpy_dtypes[dtype.name]
+
+
+# That of 3.4 asks each function that a kernel calls for triton.language's operations anew, and they stay replaced; that
+# of 3.6 and later puts them back.
+_patch_lang = interpreter._patch_lang
+_replaced: set[int] = set()
+
+
+def _patch_lang_once(function: Any) -> Any:
+    if id(function.__globals__) in _replaced:
+        return None
+    scope = _patch_lang(function)
+    if scope is None:
+        _replaced.add(id(function.__globals__))
+    return scope
+
+
 DEVICE = torch.device("cuda")  # where the kernels compute
 if os.environ.get("TRITON_INTERPRET") == "1":
     DEVICE = torch.device("cpu")
     interpreter.InterpreterBuilder.create_dot = _right_dot
     interpreter.InterpreterBuilder.cast_impl = _rounding_cast
     interpreter._patch_lang_tensor = _indexed
+    interpreter._patch_lang = _patch_lang_once
+    interpreter._get_np_dtype = _numpy_dtype
+    # each sum and product of integers has its overflow computed, and thrown away without `debug`
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 __all__ = ["DEVICE", "triton_backend"]

@@ -49,15 +49,23 @@ BASE = {
 SMALL = {
     "training.steps": "2", "training.seq_len": "512", "training.local_batch_size": "1",
     "training.gradient_accumulation_steps": "1", "lr_scheduler.warmup_steps": "-1", "model.flavor": "",
+    "validation.prompt_tokens": "8",
 }  # fmt: skip
 _INSTEAD = ("training.epochs", "training.target_tokens_per_step")  # that SMALL replaces
-_CHECKOUT = ("run_train.sh", "scripts", "train_configs", "checkpoint_tools", "certificates", "tests", "docs")
+_CHECKOUT = ("run_train.sh", "scripts", "checkpoint_tools", "certificates", "tests", "docs")
 
 
 def make_checkout(folder: Path) -> None:
-    """The checkout's files, as links, and the data files and the config that all pages name."""
+    """The checkout's files, as links, and the data files and the config that all pages name; fewer rows of debug's."""
     for name in _CHECKOUT:
         (folder / name).symlink_to(REPO / name)
+    (folder / "train_configs" / "debug").mkdir(parents=True)
+    for path in [*(REPO / "train_configs").glob("*.*"), *(REPO / "train_configs" / "debug").iterdir()]:
+        copy = folder / path.relative_to(REPO)
+        if path.suffix == ".jsonl":
+            copy.write_text("".join(path.read_text().splitlines(keepends=True)[::10]))
+        else:
+            copy.symlink_to(path)
     rows = (ASSETS / "arithmetic.jsonl").read_text().splitlines(keepends=True)
     (folder / "test.jsonl").write_text("".join(rows[:4]))
     chats = [

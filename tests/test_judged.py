@@ -2,13 +2,11 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPO
+from conftest import torchrun
 from test_corpus import TOKENIZER
 
 from titan_mi100.config.load import load_config
@@ -241,20 +239,17 @@ def test_what_the_judge_does_not_find_is_left_out_and_said_and_the_cost_is_said_
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "layout", [{}, {"parallelism.pipeline_parallel_degree": 2}, {"parallelism.tensor_parallel_degree": 2}]
-)
-def test_two_processes_measure_the_same(layout: dict[str, object], world: World, tmp_path: Path) -> None:
+def test_two_processes_measure_the_same(world: World, tmp_path: Path) -> None:
     """Of the same weights, which are not trained further: rounding grows in training."""
-    before, alone, both = tmp_path / "before", tmp_path / "alone", tmp_path / "both"
+    before, alone = tmp_path / "before", tmp_path / "alone"
     trained(world, before, **EXPORTED)
     start = {"model.flavor": "", "checkpoint.initial_load_path": before / f"hf-step-{STEPS}", "optimizer.lr": "0"}
+    start |= {"training.steps": 2, "validation.freq": 2}
     trained(world, alone, **{**JUDGED, **start})
-    accumulation = {"training.gradient_accumulation_steps": 2 if layout else 1}
-    words = settings(both, **{**JUDGED, **start, **layout, **accumulation})
-    command = [sys.executable, "-m", "titan_mi100", "train", "--nproc_per_node", "2", *words]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert measured(both, "validation_exact_match") == measured(alone, "validation_exact_match")
-    assert 0 < measured(alone, "validation_exact_match")[STEPS] < 1
-    assert measured(both, "loss") == pytest.approx(measured(alone, "loss"), rel=1e-4)
+    assert 0 < measured(alone, "validation_exact_match")[2] < 1
+    for name in ("", "pipeline_parallel_degree", "tensor_parallel_degree"):
+        both, layout = tmp_path / (name or "data"), {f"parallelism.{name}": 2} if name else {}
+        accumulation = {"training.gradient_accumulation_steps": 2 if layout else 1}
+        torchrun("-m", "titan_mi100.train", *settings(both, **{**JUDGED, **start, **layout, **accumulation}))
+        assert measured(both, "validation_exact_match") == measured(alone, "validation_exact_match"), name
+        assert measured(both, "loss") == pytest.approx(measured(alone, "loss"), rel=1e-4), name
