@@ -49,7 +49,6 @@ BASE = {
 SMALL = {
     "training.steps": "2", "training.seq_len": "512", "training.local_batch_size": "1",
     "training.gradient_accumulation_steps": "1", "lr_scheduler.warmup_steps": "-1", "model.flavor": "",
-    "validation.prompt_tokens": "8",
 }  # fmt: skip
 _INSTEAD = ("training.epochs", "training.target_tokens_per_step")  # that SMALL replaces
 _CHECKOUT = ("run_train.sh", "scripts", "checkpoint_tools", "certificates", "tests", "docs")
@@ -169,15 +168,18 @@ def _with_its_step(word: str, folder: Path) -> str:
 def _small(settings: list[str]) -> list[str]:
     """The settings of a training command, with SMALL in the place of its own. A few steps may stay."""
     few = re.search(r"--training\.steps[ =](\d)(?: |$)", " ".join(settings))
-    small = SMALL | ({"training.steps": few[1]} if few else {})
+    small = {**SMALL, **({"training.steps": few[1]} if few else {})}
     kept, is_ours = [], False
     for word in settings:
         if word.startswith("--"):
             is_ours = word.removeprefix("--").partition("=")[0] in (*small, *_INSTEAD)
         if not is_ours:
             kept.append(word)
-    named = any(word.partition("=")[0] == "--checkpoint.initial_load_path" for word in kept)
-    return [*kept, *(f"--{key}={value}" for key, value in small.items() if value or named)]
+    named, own = {word.partition("=")[0] for word in kept}, {"--job.config_file", "--data.path"}
+    if "train_configs/debug.toml" in kept or not named & {*own, "--checkpoint.initial_load_path"}:
+        small["validation.prompt_tokens"] = "8"  # debug.toml's three answers are long otherwise
+    starts = "--checkpoint.initial_load_path" in named
+    return [*kept, *(f"--{key}={value}" for key, value in small.items() if value or starts)]
 
 
 @every_page
