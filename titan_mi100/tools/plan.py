@@ -24,7 +24,7 @@ from titan_mi100.log import setup_logging
 from titan_mi100.planning.cards import Gpu
 from titan_mi100.planning.device import NAMES, find_card, positive, positive_float, size_gib
 from titan_mi100.planning.longest import CARD_SIZES, METHODS, UNIT, longest
-from titan_mi100.planning.memory import ABOVE, BELOW, CATEGORIES
+from titan_mi100.planning.memory import ABOVE, BELOW, CATEGORIES, piece_tokens
 from titan_mi100.planning.plan import EFFICIENCY, GIB, Plan, make_plan, measured_efficiency, remedy, search
 from titan_mi100.planning.workload import Workload
 from titan_mi100.wording import bytes_in_words, duration_in_words, plural
@@ -106,6 +106,8 @@ def _lines(plan: Plan, gpu: Gpu, tokens: float, origin: str) -> list[str]:
     for name in CATEGORIES:
         lines.append(f"  {name:<20}" + "".join(f"{memory.categories[name] / GIB:>12.2f}" for memory in plan.memory))
     lines.append(f"  {'all':<20}" + "".join(f"{memory.peak / GIB:>12.2f}" for memory in plan.memory))
+    if size := piece_tokens(plan.workload, plan.card):
+        lines.append(f"  MLPs and norms compute {size:,} tokens at a time (memory.piece_tokens)")
     lines += [
         f"  when: {'; '.join(memory.moment for memory in plan.memory)}",
         f"  differs from the memory counter by {-BELOW:+.0%} to {ABOVE:+.0%}; with an assumed share for driver and "
@@ -214,12 +216,12 @@ def _longest(options: argparse.Namespace, workload: Workload, cards: Sequence[in
     """
     parts: dict[str, Any] = {"lora": LoRAConfig(), "optimizer": OptimizerConfig(), "memory": MemoryConfig()}
     workload, entries = replace(workload, config=replace(workload.config, **parts)), list[dict[str, Any]]()
-    lines = [f"{'':<20}" + "".join(f"{f'{card / GIB:g} GB':>20}" for card in cards)]
+    lines = [f"{'':<20}" + "".join(f"{f'{card / GIB:g} GB':>23}" for card in cards)]
     for method, change in METHODS.items():
         alone = workload.changed(change)
         moved = alone.changed({"memory": {"offload_activations": True}})
         pairs = [(longest(alone, card), longest(moved, card)) for card in cards]
-        lines.append(f"{method:<20}" + "".join(f"{_cell(*pair):>20}" for pair in pairs))
+        lines.append(f"{method:<20}" + "".join(f"{_cell(*pair):>23}" for pair in pairs))
         entries += [
             {"method": method, "card": plan.card, "seq_len": plan.config.training.seq_len, "most": plan.most}
             | {"host": plan.host, "inputs_on_host": plan.config.memory.offload_activations}
