@@ -92,6 +92,8 @@ def _check_context(
 ) -> Iterator[Problem]:
     """Problems of sharing the tokens of a row: each rank computes with as many heads of whole rows."""
     cp, tp, key = p.context_parallel_degree, p.tensor_parallel_degree, "parallelism.context_parallel_degree"
+    if cp == 1:
+        return
     heads, kv_heads = spec.mixing_heads(), spec.num_key_value_heads
     read = (*MODEL_KEYS, "parallelism.tensor_parallel_degree")
 
@@ -100,8 +102,6 @@ def _check_context(
         is_shared = each and (each % degree == 0 or degree % each == 0)  # else each rank has a copy of a head
         return bool(is_shared) and all(n % (tp * degree) == 0 for n in heads.values())
 
-    if cp == 1:
-        return
     if not fits(cp):
         sizes = ", ".join(f"{name} = {n}" for name, n in {**heads, "num_key_value_heads": kv_heads}.items())
         possible = ", ".join(str(n) for n in range(1, max(heads.values()) + 1) if fits(n))

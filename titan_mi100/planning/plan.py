@@ -214,6 +214,8 @@ def _sent(workload: Workload) -> tuple[dict[str, float], float]:
 def _exchanged(workload: Workload, compute_bytes: int) -> float:
     """Bytes that a rank sends in a step by context parallel's all-to-alls: in forward, backward and recomputation."""
     spec, layout, tokens = workload.spec, workload.layout, workload.config.training.seq_len
+    if layout.context_ranks == 1:
+        return 0.0
     ranks, heads_of = layout.context_ranks, layout.matrix_parts * layout.context_ranks
     each = [layer.exchanged(spec.attention, heads_of) for layer in spec.layers]
     of_token = sum(x.compute * compute_bytes + x.fp32 * 4 for x in each) / layout.matrix_parts / layout.pipeline_ranks
