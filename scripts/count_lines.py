@@ -37,7 +37,7 @@ CORE = (
     ),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )
-BUDGETS = {"core": 12615, "titan_mi100": 31390, "scripts": 1980}  # lines of code
+BUDGETS = {"core": 12620, "titan_mi100": 31395, "scripts": 1980}  # lines of code
 FOLDERS = {  # the same, of folders in titan_mi100/ with all below them
     "attention": 900, "checkpoint": 730, "config": 2285, "data": 4545, "device": 135, "files": 1745,
     "generation": 275, "launch": 790, "model": 3445, "objectives": 270, "open_run": 1230, "optim": 615,

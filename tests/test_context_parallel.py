@@ -17,7 +17,7 @@ from test_layouts import assert_within_the_bars
 from titan_mi100.config.check_layout import check_split
 from titan_mi100.config.settings import LoRAConfig, ParallelismConfig, TrainingConfig
 from titan_mi100.model.families import MODELS
-from titan_mi100.parallel.context_parallel import ContextRanks, repeated
+from titan_mi100.parallel.context_parallel import ContextRanks, MixByHeads, repeated
 from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.families import PRESETS
@@ -145,6 +145,31 @@ def test_each_supervised_token_is_on_one_rank_and_they_are_spread_evenly(size: i
             assert max(map(len, has)) - min(map(len, has)) <= 1
         for tokens, each, places in zip(cut, shared, has, strict=True):
             assert tokens["input_ids"].flatten()[each.own].tolist()[: len(places)] == index[places].tolist()
+
+
+def test_the_exchange_is_part_of_a_compiled_graph(world: World) -> None:
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    around, weight = MixByHeads(ContextRanks(1, 0, group)), torch.randn(8, 4, dtype=torch.float64)
+
+    def mixed(q: torch.Tensor, k: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
+        def mix(q: torch.Tensor, k: torch.Tensor, strength: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
+            return q * k.sum((1, 3), keepdim=True) * strength[..., None].to(q.dtype) * taps.sum()
+
+        return around(mix, (q, k, strength), (weight,))
+
+    x = [
+        torch.randn(1, 6, 2, 4, dtype=torch.float64),
+        torch.randn(1, 6, 2, 4, dtype=torch.float64),
+        torch.randn(1, 6, 2),
+    ]
+    compiled = torch.compile(mixed, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (mixed, compiled):
+        leaves = [each.clone().requires_grad_() for each in x]
+        output = function(*leaves)
+        results.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_gradients_of_copied_heads_are_summed_in_fp32() -> None:

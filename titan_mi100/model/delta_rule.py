@@ -199,7 +199,8 @@ def delta_rule(
     ids = ids if ids is not None else torch.zeros(v.shape[:2], dtype=torch.int32, device=v.device)
     kernels = _kernels(v, v.shape[-1], k.shape[-1], chunk) if runs_unwatched("delta", v) else None
     tokens = tokens_at_once(len(v), v.shape[2], chunk) if divides else v.shape[1]
-    outs, before = list[Tensor](), ids[:, :1]
+    outs: list[Tensor] = []  # torch.compile knows no list[Tensor]()
+    before = ids[:, :1]
     for own, *inputs in zip(*(x.split(tokens, 1) for x in (ids, q, k, v, g, beta)), strict=True):
         if kernels:  # which take a state to be of the first token's document
             state = state * (own[:, :1] == before)[..., None, None] if outs else state

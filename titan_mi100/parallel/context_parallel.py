@@ -70,13 +70,13 @@ def context_ranks(mesh: DeviceMesh, layout: Layout) -> ContextRanks | None:
 def apply_context_parallel(model: CausalLM, ranks: ContextRanks) -> None:
     """Let the layers exchange tokens for heads around what mixes tokens, in place."""
     for layer in model.model.blocks():
-        layer.mix_rows = _MixByHeads(ranks)
+        layer.mix_rows = MixByHeads(ranks)
     for module in model.modules():
         if isinstance(module, LoRALinear):
             module.tokens = ranks.rank, ranks.size
 
 
-class _MixByHeads:
+class MixByHeads:
     """Replaces decoder.whole_rows."""
 
     def __init__(self, ranks: ContextRanks) -> None:
@@ -95,7 +95,8 @@ class _MixByHeads:
 
     def _to_heads(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Exchange (batch, seq / size, heads, ...) for (batch, seq, heads / size, ...): one all-to-all a dtype."""
-        size, by_heads = self._ranks.size, dict[int, Tensor]()
+        size = self._ranks.size
+        by_heads: dict[int, Tensor] = {}
         for dtype in dict.fromkeys(x.dtype for x in parts):
             numbers = [number for number, x in enumerate(parts) if x.dtype == dtype]
             flat = [parts[number].reshape(*parts[number].shape[:2], size, -1) for number in numbers]
