@@ -322,7 +322,13 @@ def test_two_names_to_an_export_killed_in_the_download_and_resumed_without_the_h
         job.wait()
     hub.held.clear()
     hub.requests.clear()
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    def start(*more: str) -> subprocess.CompletedProcess:
+        if is_launched:
+            return subprocess.run([*command, *more], env=environment, capture_output=True, text=True)
+        return torchrun(*command[command.index("titan_mi100.train") - 1 :], *more, check=False, **environment)
+
+    done = start()
     assert done.returncode == 0, done.stdout + done.stderr
     assert "upload     hf upload run " in done.stdout and (tmp_path / "run/hf-step-2/model.safetensors").exists()
     assert len([r for r in hub.requests if "/revision/" in r]) == 2  # one process of two asks for each name
@@ -332,7 +338,7 @@ def test_two_names_to_an_export_killed_in_the_download_and_resumed_without_the_h
     assert commits == {f"{kind}@main": hub.commit(kind) for kind in ("models/me/model", "datasets/me/sums")}
     hub.repositories["datasets/me/sums"]["main/train.jsonl"] += ROWS[:200]  # main moves
     hub.requests.clear()
-    resumed = subprocess.run([*command, "--training.steps", "4"], env=environment, capture_output=True, text=True)
+    resumed = start("--training.steps", "4")
     assert resumed.returncode == 0 and "resumed from" in resumed.stdout, resumed.stdout + resumed.stderr
     assert not hub.requests and json.loads((tmp_path / "run" / COMMITS_FILE).read_text()) == commits
 
