@@ -197,12 +197,12 @@ def peak_of_child() -> int:
 
 
 def check(build: Callable[[Path], object], folder: Path, seconds: float) -> None:
-    before, started = time.process_time(), time.monotonic()
+    before = time.process_time()
     child.end()
     with pytest.raises(UserError) as caught:
         build(folder)
     assert str(folder) in str(caught.value)
-    assert peak_of_child() < 2 << 30 and time.monotonic() - started < 6 * seconds  # other tests run beside this one
+    assert peak_of_child() < 2 << 30
     assert time.process_time() - before < seconds
 
 
@@ -306,7 +306,7 @@ def test_a_pools_processes_end_with_their_parent() -> None:
         worker = Path("/proc", parent.stdout.readline().strip())
         assert worker.exists()
         parent.kill()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     with suppress(OSError):  # it is gone
         while ") Z " not in (worker / "stat").read_text():
             assert time.monotonic() < until, "it outlives its parent"

@@ -136,7 +136,7 @@ def run_command(command: Command, folder: Path) -> str:
     if words[1:3] == ["config", "new"]:  # its run folder must be new
         shutil.rmtree(folder / "outputs/mine", ignore_errors=True)
     if words[0] in SHELL or (words[0].endswith(".sh") and "run_train.sh" not in words[0]):
-        done = subprocess.run(words, cwd=folder, env=job_environment(), capture_output=True, text=True, timeout=120)
+        done = subprocess.run(words, cwd=folder, env=job_environment(), capture_output=True, text=True, timeout=600)
         code, output, errors = done.returncode, done.stdout, done.stderr
     else:
         kind, name, arguments = program_of(words)
@@ -150,7 +150,7 @@ def run_command(command: Command, folder: Path) -> str:
             name, arguments = "train", _small(settings)
         start = [name] if kind == "script" else ["-m", f"titan_mi100.{name}"]
         start = ["-m", "titan_mi100", *words[1:3]] if ":" in name else start  # a function of a module
-        code, output, errors = _server().run([*start, *arguments], processes, environment, folder, 120)
+        code, output, errors = _server().run([*start, *arguments], processes, environment, folder, 600)
     if command.output:
         (folder / command.output).write_text(output)
     return f"{command.where}\nended with {code}:\n{output[-1500:]}{errors[-3000:]}" if code else ""

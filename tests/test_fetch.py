@@ -32,7 +32,7 @@ def fetch(tmp_path: Path, status: str = "", *more: str) -> subprocess.CompletedP
     command = [sys.executable, str(REPO / "scripts/corpora/fetch.py"), "finemath", *(more or ("--dry_run",))]
     path = os.pathsep.join([str(tmp_path / "hub"), str(REPO), os.environ.get("PYTHONPATH", "")])
     environment = {**job_environment(), "PYTHONPATH": path, "STATUS": status}
-    return subprocess.run(command, env=environment, cwd=tmp_path / "work", capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=environment, cwd=tmp_path / "work", capture_output=True, text=True, timeout=300)
 
 
 def test_a_dry_run_prints_what_the_hub_says_and_writes_nothing(tmp_path: Path) -> None:

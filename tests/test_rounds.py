@@ -367,9 +367,13 @@ def test_a_signal_stops_the_command_that_runs_or_the_rounds_between_two() -> Non
     try:
         commands.listen()
         assert commands(["--version"], True).startswith(b"titan_mi100")
-        Timer(0.2, os.kill, [os.getpid(), signal.SIGTERM]).start()
+
+        def waits() -> None:
+            Timer(0.2, os.kill, [os.getpid(), signal.SIGTERM]).start()
+            time.sleep(60)
+
         with pytest.raises(rounds.Ended) as ended:
-            time.sleep(30)
+            waits()
         assert ended.value.code == 3
         with pytest.raises(rounds.Ended):  # nothing is started any more
             commands(["--version"], True)

@@ -147,7 +147,12 @@ class Checkout:
 
     def run(self, *command: str, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            command, env=self.environ | variables, cwd=cwd or self.elsewhere, capture_output=True, text=True, timeout=30
+            command,
+            env=self.environ | variables,
+            cwd=cwd or self.elsewhere,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
 
     def train(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -451,11 +456,12 @@ def _as_from_a_terminal() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def send_while(checkout: Checkout, kind: str, *numbers: int, group: bool = False) -> tuple[int, str]:
+def send_while(checkout: Checkout, kind: str, *numbers: int, group: bool = False, said: str = "") -> tuple[int, str]:
     """Start run_train.sh, send it signals when it waits in this call; its exit code and what it said.
 
     Args:
         group: to all processes of its process group, as a terminal does.
+        said: what it says of a signal before the next is sent; "": that is sent soon after.
     """
     process = subprocess.Popen(
         [checkout.folder / "run_train.sh"],
@@ -467,13 +473,20 @@ def send_while(checkout: Checkout, kind: str, *numbers: int, group: bool = False
         start_new_session=True,
         preexec_fn=_as_from_a_terminal,
     )
-    deadline = time.monotonic() + 20
-    while not checkout.calls("waiting") and time.monotonic() < deadline:
+    deadline, errors = time.monotonic() + 120, ""
+    while not checkout.calls("waiting"):
+        assert time.monotonic() < deadline
         time.sleep(0.02)
-    for number in numbers:
+    for place, number in enumerate(numbers):
+        if place and not said:
+            time.sleep(0.3)
+        while place and said not in errors:
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            assert line, errors
+            errors += line
         (os.killpg if group else os.kill)(process.pid, number)
-        time.sleep(0.3)
-    _, errors = process.communicate(timeout=20)
+    errors += process.communicate(timeout=120)[1]
     return process.returncode, errors
 
 
@@ -501,12 +514,14 @@ def test_a_signal_reaches_the_run_and_the_saved_state_decides_the_code(
 
 @pytest.mark.parametrize("first", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGINT])
 def test_signals_that_come_twice_do_not_end_a_save_but_ctrl_c_does(checkout: Checkout, first: int) -> None:
-    checkout.replace_in_stub("            run_state(3)\n", "            time.sleep(1)\n            run_state(3)\n")
+    save = "            run_state(3)\n"
     if first == signal.SIGTERM:
+        checkout.replace_in_stub(save, "            time.sleep(1)\n" + save)
         twice = [signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP]
         assert send_while(checkout, "torchrun", *twice)[0] == 3
         checkout.log_file.unlink()
-    code, errors = send_while(checkout, "torchrun", first, signal.SIGINT)
+    checkout.replace_in_stub(save, "            time.sleep(60)\n" + save)
+    code, errors = send_while(checkout, "torchrun", first, signal.SIGINT, said="stopping after the current step")
     assert code == 1 and "Ctrl-C came again: ended at once, without saving" in errors
     assert "without a word" not in errors and checkout.calls("signal") == []
     assert json.loads((checkout.run_folder / "run_state.json").read_text())["state"] == "interrupted"
@@ -517,7 +532,8 @@ def test_a_request_for_stacks_goes_to_the_training_processes(checkout: Checkout)
     waiting = '            log("waiting", [])\n            time.sleep(0.5)\n'
     listens = '            signal.signal(signal.SIGUSR2, lambda *_: log("signal", ["stacks"]))\n'
     checkout.replace_in_stub(waiting, listens + waiting)
-    code, errors = send_while(checkout, "torchrun", signal.SIGUSR2, signal.SIGTERM)
+    said = "the training processes write their stacks"
+    code, errors = send_while(checkout, "torchrun", signal.SIGUSR2, signal.SIGTERM, said=said)
     assert code == 3, errors
     assert [arguments for arguments, _ in checkout.calls("signal")] == [["stacks"], [signal.SIGUSR1]]
     assert "the training processes write their stacks: " in errors and "/watch/rank-*.stacks" in errors
@@ -577,7 +593,7 @@ def test_what_a_killed_torchrun_leaves_behind_is_ended(checkout: Checkout, tmp_p
     checkout.replace_in_stub(launch, launch + leave_a_worker)
     assert checkout.train().returncode == 1
     pid = int(pid_file.read_text())
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline and is_running(pid):
         time.sleep(0.02)
     assert not is_running(pid)

@@ -62,7 +62,7 @@ class Job:
         }  # fmt: skip
         command = ["bash", str(REPO / "scripts/slurm/generic.sh"), str(folder / "run"), "--job.config_file"]
         command += [str(REPO / "train_configs/debug.toml"), *arguments]
-        self.ended = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=60)
+        self.ended = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
         lines = (folder / "log").read_text().splitlines() if (folder / "log").exists() else []
         self.starts = [words for words in map(json.loads, lines) if "titan_mi100.train" in words]
 
@@ -123,7 +123,7 @@ def test_wrong_settings_start_nothing(tmp_path: Path) -> None:
 def test_a_script_that_is_not_submitted_says_how(script: str) -> None:
     command = ["bash", str(REPO / f"scripts/slurm/{script}.sh"), "run"]
     environment = {name: value for name, value in job_environment().items() if not name.startswith("SLURM_")}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 2 and ended.stderr.startswith("ERROR ") and "sbatch" in ended.stderr, ended.stderr
 
 

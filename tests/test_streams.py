@@ -15,7 +15,7 @@ FULL = "standard output: No space left on device"
 def bash(script: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     variables = {**job_environment(), "PYTHON": sys.executable, "PYTHONUNBUFFERED": "", **environment}
     command = ["bash", "-o", "pipefail", "-c", script]
-    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize(

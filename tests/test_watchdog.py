@@ -236,7 +236,7 @@ def test_a_process_writes_its_stacks_also_while_the_gil_is_held(
                 if is_removed:
                     shutil.rmtree(records, ignore_errors=True)
                 time.sleep(0.1)
-                assert time.monotonic() < began + 20
+                assert time.monotonic() < began + 120
         finally:
             process.kill()
     said = next((tmp_path / "logs").glob("hang-*.txt")).read_text()
@@ -287,7 +287,7 @@ def test_a_watcher_ends_with_its_processes_also_if_they_ended_before_it_looked(
         subprocess.run(command, env={**os.environ, "PYTHONPATH": str(REPO)}, check=True)
     command = [sys.executable, "-m", "titan_mi100.watch.watchdog", str(folder), "1"]
     subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(REPO)}, check=True, stdin=subprocess.DEVNULL, timeout=30
+        command, env={**os.environ, "PYTHONPATH": str(REPO)}, check=True, stdin=subprocess.DEVNULL, timeout=120
     )
     assert not folder.exists()
 
