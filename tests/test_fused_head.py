@@ -94,7 +94,9 @@ def test_loss_and_gradients_equal_fp64(rows: int, k: int, kept: int, is_frozen: 
 @pytest.mark.parametrize("k", [1, 3])
 def test_a_row_of_several_tiles_equals_fp64(k: int, dtype: torch.dtype) -> None:
     tensors = case(3, k, dtype, vocabulary=21_003)
-    assert_near(results(tensors, block=1 << 25), in_fp64(tensors), BARS[dtype])
+    # one product sums 21,003 numbers: in fp32 its error depends on the CPU's library
+    bar = 4 * BARS[dtype] if dtype == torch.float32 else BARS[dtype]
+    assert_near(results(tensors, block=1 << 25), in_fp64(tensors), bar)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

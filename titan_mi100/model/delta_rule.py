@@ -199,6 +199,8 @@ def delta_rule(
     ids = ids if ids is not None else torch.zeros(v.shape[:2], dtype=torch.int32, device=v.device)
     kernels = _kernels(v, v.shape[-1], k.shape[-1], chunk) if runs_unwatched("delta", v) else None
     tokens = tokens_at_once(len(v), v.shape[2], chunk) if divides else v.shape[1]
+    if kernels and tokens >= v.shape[1]:  # the backward of a split copies
+        return kernels.DeltaRule.apply(chunk, ids, state, q, k, v, g, beta)  # type: ignore[no-any-return]
     outs: list[Tensor] = []  # torch.compile knows no list[Tensor]()
     before = ids[:, :1]
     for own, *inputs in zip(*(x.split(tokens, 1) for x in (ids, q, k, v, g, beta)), strict=True):
