@@ -38,7 +38,11 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
-ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+class Server(ThreadingHTTPServer):
+    def handle_error(self, *_):  # a client that was killed is no error
+        pass
+
+Server(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 FUNCTION = "import time\ndef score(prompt, answer, row):\n    time.sleep(0.01)\n    return len(answer) % 3\n"
 PORT = 18743

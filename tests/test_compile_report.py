@@ -16,8 +16,8 @@ from test_launches import SPILLED
 from titan_mi100.attention.launches import TABLES
 
 REQUIRED = os.environ.get("TITAN_TESTS_REQUIRE", "")
-# CDNA before and with one file of registers, RDNA, NVIDIA with MMA and WGMMA; the others with --full, by hand
-CHOSEN = ("gfx908", "gfx942", "gfx1100", "sm80", "sm90")
+# CDNA, RDNA, NVIDIA; the others, and MI300's and Hopper's, with --full, by hand
+CHOSEN = ("gfx908", "gfx1100", "sm80")
 LINKERS = ("ld.lld", *(f"ld.lld-{version}" for version in range(22, 15, -1)))
 if "triton" not in REQUIRED:
     pytest.importorskip("triton")

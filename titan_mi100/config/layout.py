@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from itertools import accumulate, pairwise
 from operator import mul
@@ -315,9 +316,13 @@ def received_per_microbatch(stages: Sequence[Stage]) -> int:
 
     A rank keeps what it receives from the previous stage (up to torch 2.8 also its gradient) and from the next stage.
     """
-    is_old = tuple(map(int, version("torch").split(".")[:2])) < (2, 13)  # versions between 2.8 and 2.13 were not tried
-    from_before = 2 if is_old else 1
+    from_before = 2 if _torch_version() < (2, 13) else 1  # versions between 2.8 and 2.13 were not tried
     return sum(from_before * (not stage.first) + (not stage.last) for stage in stages)
+
+
+@cache  # a search of plans asks thousands of times
+def _torch_version() -> tuple[int, ...]:
+    return tuple(map(int, version("torch").split(".")[:2]))
 
 
 def split_layers(layer_costs: Sequence[float], first_cost: float, last_cost: float, stages: int) -> list[int]:
