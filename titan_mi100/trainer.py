@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from titan_mi100.data.loader import RowStream
-from titan_mi100.data.microbatch import Microbatch, sizes
+from titan_mi100.data.microbatch import Microbatch, drafted, sizes
 from titan_mi100.device import accelerator
 from titan_mi100.device.accelerator import to_device
 from titan_mi100.optim.loss_scale import LossScale
@@ -98,11 +98,43 @@ class UpdateRules:
         max_norm: clip the gradient's global norm to this; 0: off.
         skip_spikes: do not update the weights in a step that is a spike.
         loss_scale: the loss scale of fp16, which every step updates; None: not fp16.
+        draft_weight: of the loss of a draft head that is trained along.
+        draft_loss_scale: its own.
     """
 
     max_norm: float
     skip_spikes: bool = False
     loss_scale: LossScale | None = None
+    draft_weight: float = 0.0
+    draft_loss_scale: LossScale | None = None
+
+    def clip(self, norm: float) -> float:
+        """The factor of gradients with this norm."""
+        return self.max_norm / norm if 0 < self.max_norm < norm else 1.0
+
+
+class _DraftStep:
+    """What a step decides about a draft head that is trained along, all by itself: norm, clipping, finite check."""
+
+    def __init__(self, rules: UpdateRules, count: int) -> None:
+        self._rules, self._scale = rules, rules.draft_loss_scale.value if rules.draft_loss_scale else 1.0
+        self._mean = 1 / count if count else 0.0
+        self.weight = rules.draft_weight * self._mean * self._scale  # of its loss in backward
+
+    def decide(
+        self, squares: float, not_finite: float, loss: float, update: bool
+    ) -> tuple[float | None, dict[str, float]]:
+        """The factor of its gradients, and what is reported; None: it is not updated.
+
+        Args: squares, not_finite: of its gradients. loss: the sum; all of all ranks. update: see Trainer.step.
+        """
+        norm, is_broken = math.sqrt(squares) / self._scale, not_finite > 0 or not math.isfinite(squares + loss)
+        measures = {"draft_loss": loss * self._mean, "draft_grad_norm": norm, "draft_skipped": float(is_broken)}
+        if (scale := self._rules.draft_loss_scale) is not None:
+            measures |= {"draft_loss_scale": self._scale}
+            if update:
+                scale.after_step(is_broken and scale.can_fall() and math.isfinite(loss))
+        return None if is_broken else self._rules.clip(norm) / self._scale, measures
 
 
 class Trainer:
@@ -144,25 +176,28 @@ class Trainer:
         """
         started = time.perf_counter()
         model, first_row, microbatches = self._model, self._row, self._microbatches
-        tokens, supervised, pairs, count = map(round, self._counts)
+        tokens, supervised, pairs, count, drafts = map(round, self._counts)
         # Divide the loss by the count of the whole step, over all ranks, before the first backward (for sft: of the
         # supervised tokens). Then the gradient is the same for every split of the rows over ranks and microbatches.
         weight = 1 / count if count else 0.0
         scale = self._rules.loss_scale.value if self._rules.loss_scale else 1.0
-        losses = model.forward_backward(microbatches, weight * scale)
+        draft = _DraftStep(self._rules, drafts) if model.draft == "along" else None
+        losses = model.forward_backward(microbatches, weight * scale, draft.weight if draft else 0.0)
         self._hooks.begin("reading the next step's rows")
         waited = self._read_ahead()
         self._hooks.begin("meeting the other ranks with loss and gradients")
-        gradients = model.measure_gradients()
+        gradients = [model.measure_gradients(of_draft) for of_draft in (False, True)[: 2 if draft else 1]]
 
         # Every rank decides from the same gathered values, a row per rank.
-        on_device = torch.cat([torch.stack([gradients.squares, (~gradients.finite).double()]), losses.sum(0)])
+        each = [number for own in gradients for number in (own.squares, (~own.finite).double())]
+        on_device = torch.cat([torch.stack(each), losses.sum(0)])
         flags = self._hooks.flags()
         to_gather = _Gathered(self._next_counts, [peak_memory_gib(model.device)], [*map(float, flags.values())])
         summed, memory, raised = to_gather.gather(on_device, model.device)
-        squares, not_finite, loss_sum, *rest = summed.sum(0).tolist()
-        names = model.objective.measures
-        measures, self._counts = dict(zip(names, rest, strict=False)), rest[len(names) :]
+        squares, not_finite, *rest = summed.sum(0).tolist()
+        of_draft, rest = (rest[:2], rest[2:]) if draft else ([], rest)
+        loss_sum, *sums = rest[: model.outputs]
+        measures, self._counts = dict(zip(model.objective.measures, sums, strict=False)), rest[model.outputs :]
         self._hooks.begin("update of the weights")
         grad_norm = math.sqrt(squares) / scale
         broken = not_finite > 0 or not math.isfinite(squares + loss_sum)
@@ -171,9 +206,11 @@ class Trainer:
         skipped = broken or (is_spike and self._rules.skip_spikes)
         can_fall = self._rules.loss_scale is not None and self._rules.loss_scale.can_fall()
         overflowed = can_fall and broken and math.isfinite(loss_sum)
-        if update and not skipped:
-            clip = self._rules.max_norm / grad_norm if 0 < self._rules.max_norm < grad_norm else 1.0
-            self._optimizer.update(clip / scale)
+        factor = None if skipped else self._rules.clip(grad_norm) / scale
+        draft_factor, draft_measures = draft.decide(*of_draft, sums[-2], update) if draft else (None, {})
+        if update and (factor is not None or draft_factor is not None):
+            self._optimizer.update(factor, draft_factor)
+            model.after_update()
         if update and self._rules.loss_scale is not None:
             self._rules.loss_scale.after_step(overflowed)
         model.clear_gradients()
@@ -185,7 +222,7 @@ class Trainer:
             next_row=self._row,
             lr=self._optimizer.param_groups[0]["lr"],
             loss=loss,
-            measures=model.objective.means(measures, lambda total: total * weight),
+            measures=model.objective.means(measures, lambda total: total * weight) | draft_measures,
             has_level=model.objective.has_level,
             grad_norm=grad_norm,
             tokens=tokens,
@@ -225,9 +262,10 @@ class Trainer:
         return time.perf_counter() - started
 
     def _count(self, microbatches: list[Microbatch]) -> Tensor:
-        """The microbatches' sizes, and the objective's count; zeros where another rank counts."""
-        counts = torch.zeros(4, dtype=torch.float64)
+        """The microbatches' sizes, the objective's count and the draft head's; zeros where another rank counts."""
+        counts = torch.zeros(5, dtype=torch.float64)
         for microbatch in microbatches if self._model.counts_rows else ():
             counts[:3] += sizes(microbatch)
             counts[3] += self._model.objective.count(microbatch)
+            counts[4] += drafted(microbatch) if self._model.draft == "along" else 0
         return counts

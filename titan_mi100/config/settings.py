@@ -536,6 +536,20 @@ OF_POLICY = (*_DECIDE_BITS, "clip_low", "clip_high", "most_apart", "correction",
 
 
 @dataclass(frozen=True)
+class DraftHeadConfig:
+    """Of the head that servers draft with (`mtp.*` of Qwen3.5), see docs/DRAFT_HEAD.md."""
+
+    train: str = _key(
+        "no",
+        "no: it is carried as it is; along: it is trained beside the model, which it does not change; after: it alone",
+        choices=("no", "along", "after"),
+    )
+    lr: float = _key(0.0, "its learning rate; 0: optimizer.lr")
+    weight: float = _key(0.1, "along: of its loss")
+    fresh: bool = _key(False, "start with random weights: for a folder that has lost it")
+
+
+@dataclass(frozen=True)
 class RoundsConfig:
     """Of titan-mi100 rounds; then data.path has prompts, and data.validation_path those that are only scored."""
 
@@ -655,6 +669,7 @@ class Config:
     compile: CompileConfig = field(default_factory=CompileConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    draft_head: DraftHeadConfig = field(default_factory=DraftHeadConfig)
     rounds: RoundsConfig = field(default_factory=RoundsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
@@ -679,7 +694,7 @@ class Config:
             text = "is not set; name an HF folder in checkpoint.initial_load_path, or a preset"
             raise ConfigError([Problem("model.flavor", text, ("checkpoint.initial_load_path",))])
         if preset and not (load and os.path.exists(folder / assets.CONFIG)):
-            return self.model.extended(preset)
+            return self.with_draft_head(self.model.extended(preset))
         if not os.path.exists(load):
             raise ConfigError([no_such_model(load)])
         spec = families.read_hf_config(folder)
@@ -687,7 +702,16 @@ class Config:
             text = f"= {flavor!r} is not the model in {folder} (preset, folder: {'; '.join(differing)}); "
             text += "leave flavor out to take the folder's"
             raise ConfigError([Problem("model.flavor", text, ("checkpoint.initial_load_path",))])
-        return self.model.extended(spec)
+        return self.with_draft_head(self.model.extended(spec))
+
+    def with_draft_head(self, spec: ModelSpec) -> ModelSpec:
+        """The shape with the draft head, if it is trained. Raises ConfigError: the family has none."""
+        if self.draft_head.train == "no":
+            return spec
+        if spec.draft_layer is None:
+            text = f'= "{self.draft_head.train}": a model of the family {spec.model_type} has no draft head; set "no"'
+            raise ConfigError([Problem("draft_head.train", text)])
+        return replace(spec, has_draft_head=True)  # type: ignore[type-var]
 
     def tokenizer_path(self) -> str:
         load = self.checkpoint.initial_load_path

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titan_mi100.config.layout import IGNORE
@@ -18,15 +19,40 @@ from titan_mi100.data.rows import PADDING_DOCUMENT, Row, columns_where, document
 # Tensor sizes in the model depend on the last two. They are read on the host (parallel/base.py), so that the forward
 # never waits for the device.
 Microbatch = dict[str, Tensor]
-READ_ON_HOST = ENDS, SUPERVISED = "document_ends", "supervised_columns"
+READ_ON_HOST = ENDS, SUPERVISED, DRAFTED = "document_ends", "supervised_columns", "draft_columns"
 TOKENS = "input_ids"  # what the first stage of a pipeline reads; the later ones get hidden states instead
-_OF_THE_MODEL = (TOKENS, "labels", "positions", "supervised", *READ_ON_HOST)
+_OF_THE_MODEL = (TOKENS, "labels", "positions", "supervised", "next_ids", "draft_labels", *READ_ON_HOST)
 
 
 def for_the_model(microbatch: Microbatch, columns: Iterable[str]) -> Microbatch:
     """The tensors that the model reads; the others are for counting. Args: columns: that the objective reads, too."""
     names = {*_OF_THE_MODEL, *columns}
     return {name: tensor for name, tensor in microbatch.items() if name in names}
+
+
+def drafted(microbatch: Microbatch) -> int:
+    """Number of slots that a draft head learns."""
+    return int((draft_labels(microbatch) != IGNORE).sum())
+
+
+def draft_labels(microbatch: Microbatch) -> Tensor:
+    """The labels of a draft head, (batch, seq): slot t has that of token t + 2, if tokens t + 1 and t + 2 are learned.
+    A label is of the same document, and so is the next one.
+    """
+    labels = microbatch["labels"]
+    after = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
+    return torch.where(labels != IGNORE, after, IGNORE)
+
+
+def with_draft(microbatch: Microbatch) -> Microbatch:
+    """The microbatch with what a draft head reads: next_ids, draft_labels, and their columns as in SUPERVISED. The last
+    token of a document has itself as the next.
+    """
+    ids, documents, labels = microbatch[TOKENS], microbatch["document_ids"], draft_labels(microbatch)
+    has_next = F.pad(documents[:, 1:] == documents[:, :-1], (0, 1))
+    next_ids = torch.where(has_next, F.pad(ids[:, 1:], (0, 1)), ids)
+    columns = torch.from_numpy(columns_where((labels != IGNORE).numpy()))
+    return {**microbatch, "next_ids": next_ids, "draft_labels": labels, DRAFTED: columns}
 
 
 def supervised(microbatch: Microbatch) -> Tensor:

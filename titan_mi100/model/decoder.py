@@ -8,6 +8,8 @@ Legend: activations are (batch, seq, ...); hidden = spec.hidden_size.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
@@ -17,9 +19,10 @@ from torch.utils.checkpoint import noop_context_fn
 
 from titan_mi100.attention.base import Backend, Documents
 from titan_mi100.attention.torch_backends import Eager, cached
-from titan_mi100.config.layout import Stage
+from titan_mi100.config.layout import IGNORE, Stage
+from titan_mi100.model.draft_head import Drafted, DraftHead
 from titan_mi100.model.layers import RMSNorm, local_weight, multiply
-from titan_mi100.model.loss import SharedTokens, head_loss
+from titan_mi100.model.loss import HeadMemory, SharedTokens, Targets, head_loss, likeliest, token_losses
 from titan_mi100.model.token_rows import rows_of
 from titan_mi100.shapes.base import LayerShape, ModelSpec
 
@@ -153,10 +156,12 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec, self.backend, self.stage = spec, backend, stage
         shapes = {number: spec.layers[number] for number in stage.layers}
-        self.kinds = {shape.kind: kinds[shape.kind] for shape in shapes.values()}
+        drafts = [spec.draft_layer] if stage.last and spec.has_draft_head and spec.draft_layer else []
+        self.kinds = {shape.kind: kinds[shape.kind] for shape in (*shapes.values(), *drafts)}
         self.dtype: torch.dtype | None = None  # dtype of the activations; None: the dtype of the embedding
-        # With tied embeddings the last stage holds a copy of the embedding too: it is the head's weight.
-        embeds = stage.first or (stage.last and spec.tie_word_embeddings)
+        # With tied embeddings the last stage holds a copy of the embedding too: it is the head's weight. A draft head
+        # reads it there, too.
+        embeds = stage.first or (stage.last and (spec.tie_word_embeddings or spec.has_draft_head))
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size, spec.pad_token_id) if embeds else None
         # A dict with the model's layer numbers as keys: a pipeline stage's parameters keep their HF names.
         self.layers = nn.ModuleDict(
@@ -214,8 +219,9 @@ class Head(nn.Module):
         supervised: Supervised,
         columns: Columns,
         loss: HeadLoss,
+        drafted: Drafted | None = None,
     ) -> Tensor:
-        return logits_or_loss(hidden, self, labels, supervised, columns, loss)
+        return logits_or_loss(hidden, self, labels, supervised, columns, loss, drafted)
 
 
 def logits_or_loss(
@@ -225,6 +231,7 @@ def logits_or_loss(
     supervised: Supervised,
     columns: Columns,
     loss: HeadLoss,
+    drafted: Drafted | None = None,
 ) -> Tensor:
     """Logits of all tokens, logits of the `supervised` tokens (no labels), or the loss; see CausalLM.forward.
 
@@ -248,7 +255,29 @@ def logits_or_loss(
     options: dict[str, Any] = {"rows": rows} if rows else {}
     if isinstance(supervised, SharedTokens):
         options["shared"], supervised = supervised, supervised.every
-    return loss(hidden, weight, labels, supervised, columns, **options)  # it casts the weight in blocks
+    main = loss(hidden, weight, labels, supervised, columns, **options)  # it casts the weight in blocks
+    if drafted is None:
+        return main
+    # No logits are kept of it, so the objective's are kept as without it. Trained rows of tokens are in the table now.
+    memory = replace(getattr(loss, "keywords", {}).get("memory", HeadMemory()), kept_elements=0)
+    options = {**getattr(loss, "keywords", {}), "memory": memory}
+    if not drafted.is_learned_alone:
+        of_draft = head_loss(drafted.hidden, weight.detach(), drafted.labels, drafted.tokens, **options)
+        main = torch.cat((main, of_draft))
+    held = main.new_zeros(1) if torch.is_grad_enabled() else accepted(drafted, weight, **options).to(main.dtype)
+    return torch.cat((main, held))
+
+
+def accepted(drafted: Drafted, weight: Tensor, **options: Any) -> Tensor:
+    """How many of the draft head's likeliest ids are the trunk's for the same place, (1,). Args: options: of
+    token_losses.
+    """
+    labels, group = drafted.labels.flatten()[drafted.tokens], options.get("group")
+    vocabulary, ids = len(weight) * (1 if group is None else group.size()), []
+    for states, tokens in ((drafted.hidden, drafted.tokens), (drafted.trunk, drafted.tokens + 1)):
+        best = token_losses(states, weight, Targets(tokens, labels[:, None]), **options).best
+        ids.append(likeliest(states.flatten(0, 1)[tokens], weight, best, 1, vocabulary, **options)[0][:, 0])
+    return ((ids[0] == ids[1]) & (labels != IGNORE)).sum(dim=0, keepdim=True)
 
 
 class CausalLM(nn.Module):
@@ -262,6 +291,7 @@ class CausalLM(nn.Module):
         kinds: the family's layers, by their kind (LayerShape.kind).
         norm: the class of the final norm, made of the hidden size and eps.
         columns: arrays of a row that the objective reads, besides the labels.
+        draft: as draft_head.train; "no": the model has no draft head, or only to draft with.
 
     Build it under `torch.device("meta")`, shard it, call `to_empty`, then fill every parameter from a checkpoint or
     with `init.initial_values`. There are no buffers.
@@ -270,12 +300,17 @@ class CausalLM(nn.Module):
     kinds: ClassVar[Mapping[str, type[Layer]]]
     norm: ClassVar[type[nn.Module]] = RMSNorm
     columns: Collection[str] = ()
+    draft = "no"
 
     def __init__(self, spec: ModelSpec, backend: Backend | None = None, stage: Stage | None = None) -> None:
         super().__init__()
-        stage = stage or Stage(range(spec.num_hidden_layers))
-        self.model = Decoder(self.kinds, self.norm, spec, backend or Eager(), stage)
+        stage, backend = stage or Stage(range(spec.num_hidden_layers)), backend or Eager()
+        self.model = Decoder(self.kinds, self.norm, spec, backend, stage)
         self.lm_head = Head(spec) if stage.last and not spec.tie_word_embeddings else None
+        self.mtp: DraftHead | None = None
+        if stage.last and spec.has_draft_head and (shape := spec.draft_layer):
+            norm = partial(self.norm, spec.hidden_size, spec.rms_norm_eps)
+            self.mtp = DraftHead(self.kinds[shape.kind](spec, shape, backend), norm, spec.hidden_size)
         self.head_loss: HeadLoss = head_loss  # build_model replaces it by the objective
 
     def forward(
@@ -285,6 +320,9 @@ class CausalLM(nn.Module):
         documents: Any = None,
         labels: Tensor | None = None,
         supervised: Supervised = None,
+        next_ids: Tensor | None = None,
+        draft_labels: Tensor | None = None,
+        draft_supervised: Tensor | None = None,
         **columns: Tensor,
     ) -> Tensor:
         """Compute the logits, or the summed loss if labels are given.
@@ -297,14 +335,17 @@ class CausalLM(nn.Module):
             labels: (batch, seq), already shifted; IGNORE for unsupervised tokens.
             supervised: (n,), on the device: index of the supervised tokens in the flattened batch; SharedTokens under
                 context parallel. Without labels: the tokens whose logits are wanted; default: all.
+            next_ids, draft_labels, draft_supervised: as input_ids, labels and supervised, of the draft head; see
+                data.microbatch.with_draft. Without them it is not computed.
             columns: (batch, seq) each, that the objective reads.
 
         A microbatch of the loader has `document_ends` and `supervised_columns` instead of `documents` and `supervised`;
         the hook of parallel.base.read_on_host, which build_model adds, converts them.
 
         Returns:
-            With labels the loss and measures, (1 + measures,), in fp32 or fp64. Without labels the logits,
-            (batch, seq, vocab_size) or (n, vocab_size), in the activations' dtype. A stage that is not the last returns
+            With labels the loss and measures, (1 + measures,), in fp32 or fp64; if a draft head is trained along, then
+            its loss (if it is trained alone, that is the loss), and how many drafts are accepted, 0 in training.
+            Without labels the logits, (batch, seq, vocab_size) or (n, vocab_size), in the activations' dtype. A stage that is not the last returns
             hidden states.
         """
         if unread := sorted(columns.keys() - {*self.columns}):
@@ -314,7 +355,30 @@ class CausalLM(nn.Module):
         if documents is None:
             documents = self.model.prepare(Documents.one_per_row(*positions.shape), positions.device)
         hidden = self.model(input_ids, positions, documents)
-        return self.head(hidden, labels, supervised, columns) if self.model.stage.last else hidden
+        if not self.model.stage.last:
+            return hidden
+        if self.mtp is None or next_ids is None:
+            return self.head(hidden, labels, supervised, columns)
+        assert draft_labels is not None and draft_supervised is not None
+        states, alone = self.draft_states(hidden, next_ids, positions, documents), self.draft == "after"
+        drafted = Drafted(states, draft_labels, draft_supervised, hidden, alone)
+        if alone:
+            hidden, labels, supervised = drafted.hidden, drafted.labels, drafted.tokens
+        return self.head(hidden, labels, supervised, columns, drafted)
+
+    def blocks(self) -> list[Layer]:
+        """The layers, with the draft head's."""
+        of_draft = self.mtp.layers if self.mtp is not None else ()
+        return self.model.blocks() + [layer for layer in of_draft if isinstance(layer, Layer)]
+
+    def draft_states(self, hidden: Tensor, next_ids: Tensor, positions: Tensor, documents: Mapping[str, Any]) -> Tensor:
+        """The draft head's output, (batch, seq, hidden), detached from the trunk. Args: as of forward and DraftHead."""
+        assert self.mtp is not None
+        layer = next(layer for layer in self.mtp.layers if isinstance(layer, Layer))
+        tables = layer.rotary_tables(self.model.spec, positions)
+        with torch.no_grad():
+            embedded = self.model.embed(next_ids)
+        return self.mtp(hidden.detach(), embedded, tables, documents[layer.shape.kind])  # type: ignore[no-any-return]
 
     def merge(self) -> None:
         """Merge weights that have the same input, so that one product replaces several. Faster for text generation. Not
@@ -329,9 +393,12 @@ class CausalLM(nn.Module):
         labels: Tensor | None = None,
         supervised: Supervised = None,
         columns: Columns = MappingProxyType({}),
+        drafted: Drafted | None = None,
     ) -> Tensor:
-        """Logits of the last stage's hidden states, (batch, seq, hidden), or the summed loss if labels are given."""
+        """Logits of the last stage's hidden states, (batch, seq, hidden), or the summed loss if labels are given, with
+        the draft head's behind it.
+        """
         if self.lm_head is not None:
-            return self.lm_head(hidden, labels, supervised, columns, self.head_loss)
+            return self.lm_head(hidden, labels, supervised, columns, self.head_loss, drafted)
         assert self.model.embed_tokens is not None
-        return logits_or_loss(hidden, self.model.embed_tokens, labels, supervised, columns, self.head_loss)
+        return logits_or_loss(hidden, self.model.embed_tokens, labels, supervised, columns, self.head_loss, drafted)

@@ -1,14 +1,17 @@
 """The objective that a config names."""
 
-from titan_mi100.config.settings import ObjectiveConfig
+from titan_mi100.config.settings import DraftHeadConfig, ObjectiveConfig
 from titan_mi100.objectives.base import Objective
 from titan_mi100.objectives.distill import Distill
+from titan_mi100.objectives.draft import Draft
 from titan_mi100.objectives.policy import Policy
 from titan_mi100.objectives.preference import Preference
 from titan_mi100.objectives.sft import SFT
 
 
-def choose(wanted: ObjectiveConfig) -> Objective:
+def choose(wanted: ObjectiveConfig, draft: DraftHeadConfig) -> Objective:
+    if draft.train == "after":
+        return Draft()
     if wanted.name == "preference":
         return Preference(wanted.preference, wanted.factors, wanted.sft_weight)
     if wanted.name == "policy":

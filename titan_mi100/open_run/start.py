@@ -95,12 +95,14 @@ def open_run(
     stages, fused = choose_stages(inputs, forecast.plan.card), choose_fused(inputs, attention.arch)
     about = {**about, "chosen": {"attention": asdict(attention), "head": asdict(head), **stages, **fused}}
     mesh = distributed.build_mesh(inputs.layout, world.device)
-    computation = Computation(attention.make(), head, choose(config.objective))
+    computation = Computation(attention.make(), head, choose(config.objective, config.draft_head))
     placement = Placement(mesh, world.device, forecast.plan.card)
     model = build_model(inputs.workload, computation, placement, stages.get("stages", ()))
     trained, seed = model.trained_parameters(), config.training.seed
-    ratio = config.lora.b_lr_ratio
-    optimizer = build_optimizer(trained, config.optimizer, seed, model.weights_device, model.host_gradients, ratio)
+    own_lr, ratio = config.draft_head.lr or config.optimizer.lr, config.lora.b_lr_ratio
+    settings = replace(config.optimizer, lr=own_lr) if model.draft == "after" else config.optimizer
+    own_lr = own_lr if model.draft == "along" else 0.0
+    optimizer = build_optimizer(trained, settings, seed, model.weights_device, model.host_gradients, ratio, own_lr)
     dp_rank = distributed.data_parallel_rank(mesh, inputs.layout)
     stream = RowStream(rows, inputs.batch, dp_rank, with_padding=inputs.layout.is_pipeline)
     reference = None
@@ -122,7 +124,10 @@ def open_run(
     child.end()  # no more files from elsewhere are read
     hooks = RunHooks(inputs, supervision, checkpointer)
     scale = progress.loss_scale if config.training.mixed_precision_param == "float16" else None
-    rules = UpdateRules(config.training.max_norm, config.training.skip_loss_spikes, scale)
+    own_scale = progress.draft_loss_scale if scale else None
+    rules = UpdateRules(
+        config.training.max_norm, config.training.skip_loss_spikes, scale, config.draft_head.weight, own_scale
+    )
     trainer = Trainer(model, optimizer, stream, rules, progress.rows_consumed, hooks)
     return Run(
         config=config, world=world, folder=folder, mesh=mesh, data=inputs.data, about=about,

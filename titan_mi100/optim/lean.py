@@ -113,12 +113,14 @@ class LeanAdamW(NamedState):
         return upper
 
     @torch.no_grad()
-    def update(self, factor: float) -> None:
+    def update(self, factor: float | None, draft_factor: float | None = None) -> None:
         """Do one step; see NamedState.update."""
         beside = [lane.stream for lane in self._lanes if lane.stream is not None]
         for stream in beside:  # the gradients are complete before the copy streams read them
             stream.wait_stream(self._device.current_stream())
         for group in self.param_groups:
+            if (own := draft_factor if group.get("is_draft") else factor) is None:
+                continue
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
                 if not self.state[parameter]:
                     self._start(parameter)
@@ -126,7 +128,7 @@ class LeanAdamW(NamedState):
                 step = int(self.state[parameter]["step"])
                 seed = zlib.crc32(f"{self._seed}/update/{step}/{name}".encode())
                 # crc32 is unsigned; the int32 arithmetic of the noise needs the same bits as a signed number
-                numbers = Scalars(group, step, factor, seed - (1 << 32) if seed >> 31 else seed)
+                numbers = Scalars(group, step, own, seed - (1 << 32) if seed >> 31 else seed)
                 self._update(parameter, numbers)
         if beside:
             self._device.synchronize()  # the host may read its memory next, for a checkpoint

@@ -15,17 +15,22 @@ from titan_mi100.config.settings import LRSchedulerConfig, OptimizerConfig
 from titan_mi100.device import accelerator
 from titan_mi100.optim.lean import LeanAdamW
 from titan_mi100.optim.state import NamedState
+from titan_mi100.shapes.base import DRAFT
 
 
 class AdamW(NamedState, torch.optim.AdamW):
     """Torch's AdamW (Loshchilov & Hutter, 2019); the state has the weights' dtype."""
 
     @torch.no_grad()
-    def update(self, factor: float) -> None:
-        gradients = [parameter.grad for group in self.param_groups for parameter in group["params"]]
-        if factor != 1:
-            # on the local shards: the product is elementwise, so DTensors are not needed
-            torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
+    def update(self, factor: float | None, draft_factor: float | None = None) -> None:
+        for group in self.param_groups:
+            own, gradients = draft_factor if group["is_draft"] else factor, [p.grad for p in group["params"]]
+            if own is None:
+                for parameter in group["params"]:  # without a gradient it is passed over
+                    parameter.grad = None
+            elif own != 1 and gradients:
+                # on the local shards: the product is elementwise, so DTensors are not needed
+                torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], own)
         self.step()
 
     def _start(self, parameter: nn.Parameter) -> None:
@@ -42,8 +47,10 @@ def build_optimizer(
     device: torch.device,
     on_host: Mapping[nn.Parameter, Tensor] | None = None,
     b_lr_ratio: float = 1.0,
+    draft_lr: float = 0.0,
 ) -> NamedState:
-    """Build AdamW with two parameter groups: matrices with weight decay, vectors (norms, rates of decay) without.
+    """Build AdamW with two parameter groups: matrices with weight decay, vectors (norms, rates of decay) without; and
+    two more of a draft head that is trained along.
 
     It is torch's fused AdamW, or LeanAdamW if the config asks for smaller state or master weights, or if the state is
     kept on the host.
@@ -54,13 +61,16 @@ def build_optimizer(
         device: the device of the computation.
         on_host: gradients that are kept in host memory, by parameter; see LeanAdamW.
         b_lr_ratio: learning rate of LoRA's B by that of all others (LoRA+; Hayou et al., 2024); not 1: a third group.
+        draft_lr: learning rate of a draft head that is trained along; 0: none is.
     """
-    groups = dict[tuple[bool, bool], dict[str, Any]]()
+    groups = dict[tuple[bool, bool, bool], dict[str, Any]]()
     for name, parameter in parameters:
         is_matrix, is_b = parameter.ndim > 1, b_lr_ratio != 1 and name.endswith(".lora_B.weight")
+        is_draft = draft_lr > 0 and name.startswith(DRAFT)
         lr, decay = config.lr * (b_lr_ratio if is_b else 1), config.weight_decay if is_matrix else 0.0
-        alike = {"params": [], "peak_lr": lr, "lr": lr, "weight_decay": decay}
-        groups.setdefault((not is_matrix, is_b), alike)["params"].append((name, parameter))
+        lr = draft_lr if is_draft else lr
+        alike = {"params": [], "peak_lr": lr, "lr": lr, "weight_decay": decay, "is_draft": is_draft}
+        groups.setdefault((is_draft, not is_matrix, is_b), alike)["params"].append((name, parameter))
     ordered = [groups[key] for key in sorted(groups)]
     if config.is_lean or on_host:
         return LeanAdamW(ordered, config, seed, device, on_host)

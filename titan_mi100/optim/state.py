@@ -14,11 +14,13 @@ class NamedState(torch.optim.Optimizer):
     """An optimizer that can create and name its state before its first step, so that a checkpoint can be loaded."""
 
     @abstractmethod
-    def update(self, factor: float) -> None:
+    def update(self, factor: float | None, draft_factor: float | None = None) -> None:
         """Do one step.
 
         Args:
-            factor: gradients are multiplied by it first (clipping, loss scale). Their values may be overwritten.
+            factor: gradients are multiplied by it first (clipping, loss scale). Their values may be overwritten. None:
+                these parameters and their state stay as they are.
+            draft_factor: the same of the groups of a draft head that is trained along.
         """
 
     def keep_residuals(self, read: Read) -> Read:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_mi100.attention.base import Documents
-from titan_mi100.data.microbatch import ENDS, READ_ON_HOST, SUPERVISED, Microbatch, for_the_model
+from titan_mi100.data.microbatch import DRAFTED, ENDS, READ_ON_HOST, SUPERVISED, Microbatch, for_the_model, with_draft
 from titan_mi100.device.accelerator import to_device
 from titan_mi100.model.decoder import CausalLM, Decoder
 from titan_mi100.model.layers import StepCopies
@@ -30,6 +30,7 @@ from titan_mi100.parallel.context_parallel import ContextRanks
 from titan_mi100.parallel.distributed import Gradients, measure_gradients
 from titan_mi100.parallel.offload import HostGradients
 from titan_mi100.parallel.tensor_parallel import gather_vocabulary, sum_replicated_gradients
+from titan_mi100.shapes.base import DRAFT
 
 
 class ParallelModel(ABC):
@@ -50,10 +51,12 @@ class ParallelModel(ABC):
         loss_factor: the loss is multiplied by it, because the layout's collectives divide by it.
         context: the ranks that share the tokens of each row; None: this rank has whole rows.
         objective: what is learned.
+        draft: of the draft head, as draft_head.train.
         passed_through: on rank 0: tensors of the model's folder that are not used, see ModelSpec.passes_through.
     """
 
     objective: Objective = SFT
+    draft = "no"
     passed_through: Mapping[str, Tensor] = MappingProxyType({})
 
     parts: list[CausalLM]
@@ -70,26 +73,37 @@ class ParallelModel(ABC):
     context: ContextRanks | None = None
     wrapped: Any
 
-    def forward_backward(self, microbatches: Sequence[Microbatch], weight: float) -> Tensor:
+    def forward_backward(self, microbatches: Sequence[Microbatch], weight: float, draft_weight: float = 0.0) -> Tensor:
         """Compute the gradient of weight x loss, summed over all tokens and ranks, in `grad` or host_gradients.
 
         Args:
             microbatches: the microbatches of this step, on the CPU, at least one.
             weight: of each loss: 1 / what the objective counts in the step over all ranks, times fp16's loss scale.
+            draft_weight: the same of the loss of a draft head that is trained along.
 
         Returns:
             The summed loss of each microbatch without the weight, and the objective's measures, summed,
-            (microbatches, 1 + measures) fp64. One rank returns them; the other ranks that worked on the same rows
-            return zeros. So the sum over all ranks is the step's.
+            (microbatches, outputs) fp64; see CausalLM.forward. One rank returns them; the other ranks that worked on
+            the same rows return zeros. So the sum over all ranks is the step's.
         """
         losses = []
         for number, microbatch in enumerate(microbatches, start=1):
             with self._microbatch(is_last=number == len(microbatches)):
                 loss = self.wrapped(**self._on_device(microbatch))
-                (loss[0] * (weight * self.loss_factor)).backward()
+                self.weighted(loss, weight * self.loss_factor, draft_weight * self.loss_factor).backward()
             losses.append(loss.detach().double())
         self._after_backward()
         return self._counted_once(torch.stack(losses))
+
+    def weighted(self, loss: Tensor, weight: float, draft_weight: float) -> Tensor:
+        """What backward begins with, of the model's output."""
+        total = loss[0] * weight
+        return total + loss[-2] * draft_weight if self.draft == "along" else total
+
+    @property
+    def outputs(self) -> int:
+        """Values that a forward with labels returns."""
+        return 1 + len(self.objective.measures) + {"no": 0, "along": 2, "after": 1}[self.draft]
 
     @contextmanager
     def _microbatch(self, is_last: bool) -> Iterator[None]:
@@ -113,10 +127,10 @@ class ParallelModel(ABC):
         self.copies = StepCopies(p for p in weights if p.requires_grad and id(p) not in shared)
 
     def evaluate(self, microbatches: Iterator[Microbatch]) -> Tensor:
-        """Loss and measures summed over the microbatches, (1 + measures,) fp64, without gradients. One rank per row
+        """Loss and measures summed over the microbatches, (outputs,) fp64, without gradients. One rank per row
         returns them, the others zeros, as in forward_backward.
         """
-        loss_sum = torch.zeros(1 + len(self.objective.measures), dtype=torch.float64, device=self.device)
+        loss_sum = torch.zeros(self.outputs, dtype=torch.float64, device=self.device)
         with self.evaluating():
             for microbatch in microbatches:
                 loss = self.forward(microbatch)
@@ -133,15 +147,15 @@ class ParallelModel(ABC):
 
     @contextmanager
     def with_objective(self, objective: Objective) -> Iterator[None]:
-        """Context in which forwards compute another objective."""
-        before = self.objective, [(part.head_loss, part.columns) for part in self.parts]
-        self.objective = objective
+        """Context in which forwards compute another objective, without a draft head."""
+        before = self.objective, self.draft, [(part.head_loss, part.columns) for part in self.parts]
+        self.objective, self.draft = objective, "no"
         for part in self.parts:
             part.head_loss, part.columns = partial(objective, **part.head_loss.keywords), objective.columns  # type: ignore[attr-defined]
         try:
             yield
         finally:
-            self.objective, heads = before
+            self.objective, self.draft, heads = before
             for part, (loss, columns) in zip(self.parts, heads, strict=True):
                 part.head_loss, part.columns = loss, columns
 
@@ -190,14 +204,21 @@ class ParallelModel(ABC):
         if context.rank > 0:
             self.counts_rows = self.counts_loss = False
 
-    def measure_gradients(self) -> Gradients:
-        """Norm and finiteness of this rank's gradients, as tensors on `device`. Not a collective."""
+    def measure_gradients(self, of_draft: bool = False) -> Gradients:
+        """Norm and finiteness of this rank's gradients, as tensors on `device`. Not a collective.
+
+        Args: of_draft: those of a draft head that is trained along, which all others leave out.
+        """
         on_host: Collection[nn.Parameter] = self.host_gradients or ()
         replicas = self.replicated_parameters()
-        gradients = measure_gradients((p for _, p in self.trained_parameters() if p not in on_host), replicas)
+        measured = [p for name, p in self.trained_parameters() if self.is_draft(name) == of_draft]
+        gradients = measure_gradients((p for p in measured if p not in on_host), replicas)
         if self.host_gradients is not None:
-            gradients = self.host_gradients.measure(gradients, replicas)
+            gradients = self.host_gradients.measure(gradients, replicas, measured)
         return Gradients(to_device(gradients.squares, self.device), to_device(gradients.finite, self.device))
+
+    def after_update(self) -> None:  # noqa: B027  # most layouts have no copies of weights
+        """Hook after an update of the weights. A collective."""
 
     def clear_gradients(self) -> None:
         """Drop the gradients before the next step."""
@@ -215,11 +236,16 @@ class ParallelModel(ABC):
         """The parameters that are not frozen. Only these are optimised, and counted in the gradient norm."""
         return ((name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad)
 
+    def is_draft(self, name: str) -> bool:
+        """Whether a parameter of this name is of a draft head that is trained along, with rules of its own."""
+        return self.draft == "along" and name.startswith(DRAFT)
+
     def saved_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of a checkpoint: adapters alone, or without them all, also those that are frozen."""
+        """The parameters of a checkpoint: adapters and a draft head alone, if the rest is frozen; else all."""
         named = list(self.named_parameters())
-        adapters = [(name, parameter) for name, parameter in named if is_adapter(name)]
-        return iter(adapters or named)
+        added = [(name, p) for name, p in named if is_adapter(name) or (self.draft != "no" and name.startswith(DRAFT))]
+        is_frozen = self.draft == "after" or any(is_adapter(name) for name, _ in added)
+        return iter(added if is_frozen else named)
 
     def extra_state(self) -> dict[str, Tensor]:
         """State of the layout on this rank beside weights and optimizer state, for the checkpoint: name -> tensor."""
@@ -249,6 +275,8 @@ class ParallelModel(ABC):
         return losses if self.counts_loss else torch.zeros_like(losses)
 
     def _on_device(self, microbatch: Microbatch) -> Microbatch:
+        if self.draft != "no" and "labels" in microbatch:
+            microbatch = with_draft(microbatch)
         inputs = for_the_model(microbatch, self.objective.columns)
         return model_inputs(inputs if self.context is None else self.context.cut(inputs), self.device)
 
@@ -315,6 +343,8 @@ def describe_on_host(
     described["documents"] = model.prepare(documents_of(inputs), device)
     index = supervised_index(inputs[SUPERVISED])
     shared = to_device(torch.from_numpy(index), device) if context is None else context.share(index, device)
+    if DRAFTED in inputs:
+        described["draft_supervised"] = to_device(torch.from_numpy(supervised_index(inputs[DRAFTED])), device)
     return {**described, "supervised": shared}
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
@@ -86,7 +87,7 @@ def build_model(
     def build(stage: Stage | None) -> CausalLM:
         with torch.device("meta"):
             model = MODELS[spec.model_type](spec, computation.backend, stage)
-        model.head_loss, model.columns = loss, objective.columns
+        model.head_loss, model.columns, model.draft = loss, objective.columns, config.draft_head.train
         parallelize(model, config, layout, mesh, context)
         for module in model.modules():
             if hasattr(module, "piece_tokens"):
@@ -106,7 +107,8 @@ def build_model(
         log.info(f"pipeline: {schedule}, {microbatches} microbatches, layers per stage {', '.join(map(str, layers))}")
         boundary = (batch.local_batch_size, config.training.seq_len // layout.row_parts, spec.hidden_size)
         # Copies of a tied weight need a common gradient only if it is trained; LoRA freezes all but rows of tokens.
-        tied = spec.tie_word_embeddings and bool(not config.lora.rank or config.lora.token_ids)
+        trains_embedding = config.draft_head.train != "after" and bool(not config.lora.rank or config.lora.token_ids)
+        tied = spec.tie_word_embeddings and trains_embedding
         from titan_mi100.parallel.pipeline import PipelinedModel, PipelinePlan  # half a second; other layouts skip it
 
         plan = PipelinePlan(stages_of(layers), schedule, microbatches, boundary, compute_dtype(config.training), tied)
@@ -117,7 +119,7 @@ def build_model(
         model = ShardedModel(part(), mesh, layout.zero_stage, device)
     else:
         model = UnshardedModel(part(), mesh, device, placement.is_gpu)
-    model.objective = objective
+    model.objective, model.draft = objective, config.draft_head.train
     if context is not None:
         model.share_rows(context)
     if shares_copies(workload, placement.memory):
@@ -130,12 +132,18 @@ def build_model(
 def check_names(model: CausalLM, spec: ModelSpec, lora: LoRAConfig) -> None:
     """Assert that a model or stage holds what its shape says: what a wrapper dropped would not be trained or saved."""
     stage, every = model.model.stage, held_names(spec, lora.shapes(spec) if lora.rank else (), lora.rank)
-    embeds = stage.first or (stage.last and spec.tie_word_embeddings)
+    embeds = stage.first or (stage.last and (spec.tie_word_embeddings or spec.has_draft_head))
     kept = dict.fromkeys(("model.embed_tokens.weight", f"model.embed_tokens{ROWS}"), embeds)
     expected = {name for name in every if kept.get(name, stage.last) and not name.startswith("model.layers.")}
     expected |= {name for name in every if name.startswith(tuple(f"model.layers.{number}." for number in stage.layers))}
     differing = expected ^ {name for name, _ in model.named_parameters() if not name.endswith(".largest")}  # of NF4
     assert not differing, f"the model that was built and its shape differ in {some(sorted(differing))}"
+
+
+def copied_embedding(model: CausalLM) -> nn.Module | None:
+    """The copy of the embedding that the last stage of a pipeline has for its draft head alone."""
+    stage = model.model.stage
+    return model.model.embed_tokens if not stage.first and stage.last and model.lm_head is not None else None
 
 
 def is_sharded(layout: Layout, memory: MemoryConfig) -> bool:
@@ -155,14 +163,22 @@ def parallelize(
     # LoRA first: it replaces modules, and tensor parallel must split the adapters too.
     if lora.rank:
         apply_lora(model, lora, compute_dtype(training))
-    for layer in () if training.train_router else model.model.blocks():
+    is_frozen = lora.rank > 0 or config.draft_head.train == "after"
+    if is_frozen and not lora.rank:
+        model.requires_grad_(False)
+    if model.mtp is not None:
+        model.mtp.requires_grad_(True)
+        if (copy := copied_embedding(model)) is not None:
+            copy.requires_grad_(False)
+    for layer in () if training.train_router else model.blocks():
         for name in layer.routers:
             layer.get_submodule(name).requires_grad_(False)
     # Trained weights get the master dtype, a base under adapters the compute dtype, which the DTensors made below keep.
     # What else is not trained goes into checkpoint and export as it was read, so it is not held in 16 bits.
-    wide = {id(parameter) for layer in model.model.blocks() for parameter in layer.fp32_parameters()}
+    wide = {id(parameter) for layer in model.blocks() for parameter in layer.fp32_parameters()}
+    drafting = {*map(id, model.mtp.parameters())} if model.mtp is not None else set()
     for parameter in model.parameters():
-        is_base = lora.rank and not parameter.requires_grad
+        is_base = is_frozen and not parameter.requires_grad and id(parameter) not in drafting
         is_wide = id(parameter) in wide or not (is_base or parameter.requires_grad)
         dtype = compute_dtype(training) if is_base else master
         dtype = torch.promote_types(dtype, torch.float32) if is_wide else dtype
@@ -191,7 +207,7 @@ def apply_compile(model: CausalLM, config: CompileConfig, is_whole: bool) -> Non
     """
     one_graph = is_whole and model.model.backend.is_traceable
     if config.enable:
-        for layer in model.model.blocks():
+        for layer in model.blocks():
             is_one = one_graph and "forward" in layer.compiled
             for name in ("forward",) if is_one else {"project", "output"}.intersection(layer.compiled):
                 part, dynamic = getattr(layer, name), layer.is_dynamic
@@ -207,7 +223,7 @@ def apply_activation_checkpointing(model: CausalLM, mode: str, is_random: bool, 
         on_host: with `full`: the input of a block, the only tensor it saves, waits in host memory.
     """
     parts = {"none": (), "selective": ("project", "output"), "full": ("forward",)}[mode]
-    for layer in model.model.blocks():
+    for layer in model.blocks():
         for name in parts:
             method, contexts = getattr(layer, name), layer.recompute_contexts
             recomputed = functools.partial(

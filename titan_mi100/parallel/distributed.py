@@ -387,6 +387,8 @@ def measure_gradients(parameters: Iterable[nn.Parameter], copies: Collection[nn.
         pieces = _pieces(gradient)
         local.extend(pieces)
         counted.extend([first and id(parameter) not in counted_elsewhere] * len(pieces))
+    if not local:
+        return Gradients(torch.zeros((), dtype=torch.float64), torch.tensor(True))
     squares = _squares(local)
     mask = to_device(torch.tensor(counted), squares.device)
     # The sum over all gradients, replicas included, is finite iff all values are.

@@ -89,6 +89,8 @@ def apply_fsdp(
         fully_shard(layer, reshard_after_forward=is_resharded, ignored_params=ignored, **options)
     for before, layer in itertools.pairwise(blocks):  # else the groups above are prefetched, which are here already
         layer.set_modules_to_backward_prefetch([before])  # type: ignore[operator]
+    if model.mtp is not None:
+        fully_shard(model.mtp, reshard_after_forward=False, **options)
     if model.lm_head is not None:
         fully_shard(model.lm_head, reshard_after_forward=False, **options)
     if model.model.embed_tokens is not None and model.lm_head is not None:

@@ -108,19 +108,24 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
         # `gradient` is the sum now. Its norm is taken as without offload: clipping must have the same factor.
         entry.has_value, entry.squares = True, sum_of_squares(gradient)
 
-    def measure(self, others: Gradients, copies: Collection[nn.Parameter]) -> Gradients:
+    def measure(
+        self, others: Gradients, copies: Collection[nn.Parameter], measured: Collection[nn.Parameter]
+    ) -> Gradients:
         """Combine these gradients with those on the device. Later operations of the device wait for the sums.
 
         Args:
             others: the gradients that stayed on the device.
             copies: parameters that another rank counts in the norm.
+            measured: the parameters whose gradients are wanted.
         """
         self._waiting.clear()
         self._module.current_stream().wait_stream(self._stream)
-        counted_elsewhere = {id(parameter) for parameter in copies}
+        counted_elsewhere, wanted = {id(parameter) for parameter in copies}, {id(parameter) for parameter in measured}
         every: list[Tensor] = []
         counted = [others.squares]
         for parameter, host_sum in self._sums.items():
+            if id(parameter) not in wanted:
+                continue
             assert host_sum.has_value and host_sum.squares is not None, "a parameter has no gradient"
             every.append(host_sum.squares)
             if host_sum.is_first and id(parameter) not in counted_elsewhere:

@@ -45,7 +45,7 @@ def apply_tensor_parallel(model: CausalLM, mesh: DeviceMesh) -> None:
     def scatter(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         return scatter_sequence(output, group.group_name)
 
-    for layer in model.model.blocks():
+    for layer in model.blocks():
         held = {name: p for stored_name, p in layer.shape.parameters.items() for name in p.held(stored_name)}
         for name, parameter in held.items():
             path, _, own_name = name.rpartition(".")
@@ -74,6 +74,11 @@ def apply_tensor_parallel(model: CausalLM, mesh: DeviceMesh) -> None:
         _distribute(model.model.embed_tokens, ["weight"], mesh, Shard(0))
         embed = functools.partial(_embed, model.model.embed_tokens, mesh)
         model.model.embed_tokens.forward = embed  # type: ignore[method-assign]
+    if (head := model.mtp) is not None:
+        for module in (head.fc, head.pre_fc_norm_embedding, head.pre_fc_norm_hidden, head.norm):
+            _distribute(module, ["weight"], mesh, Replicate())
+        head.norm.register_forward_hook(gather)
+        head.part = (mesh.get_local_rank(), mesh.size())
     if model.model.norm is not None:
         _distribute(model.model.norm, ["weight"], mesh, Replicate())
         model.model.norm.register_forward_hook(gather)  # the head needs all tokens for its shard of the vocabulary

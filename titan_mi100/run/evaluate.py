@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from titan_mi100.config.layout import Batch
 from titan_mi100.data.loader import validation_batches
-from titan_mi100.data.microbatch import Microbatch
+from titan_mi100.data.microbatch import Microbatch, drafted
 from titan_mi100.data.prepared import RowSet, SetFacts
 from titan_mi100.objectives.base import Objective
 from titan_mi100.parallel.base import ParallelModel
@@ -32,11 +32,11 @@ def validation_losses(
     Returns:
         None: interrupted. NaN for a set without supervised tokens.
     """
-    sums, stopped, seen, count = list[float](), False, 0, 0
-    width = 2 + len(model.objective.measures)  # with the loss and the count
+    sums, stopped, seen, count, drafts = list[float](), False, 0, 0, 0
+    width = model.outputs + 2  # with the counts
 
     def counted(rows: RowSet) -> Iterator[Microbatch]:
-        nonlocal count, stopped, seen
+        nonlocal count, drafts, stopped, seen
         for microbatch in validation_batches(rows, batch, dp_rank):
             seen += 1
             beat()
@@ -44,25 +44,29 @@ def validation_losses(
                 stopped = True
                 return
             count += model.objective.count(microbatch)
+            drafts += drafted(microbatch) if model.draft != "no" else 0
             yield microbatch
 
     for rows in sets:
-        count = 0
+        count = drafts = 0
         measured = model.evaluate(counted(rows)).tolist()
         if stopped:
             return None
-        sums += [*measured, count if model.counts_rows else 0]
+        sums += [*measured, *((count, drafts) if model.counts_rows else (0, 0))]
     totals = sum_over_ranks(sums, model.device)
     each = [totals[i : i + width] for i in range(0, len(totals), width)]
     every = [[sum(measured) for measured in zip(*each, strict=True)], *each]
-    return [_means(model.objective, own[0], own[1:-1], own[-1]) for own in every]
+    return [_means(model.objective, own[0], own[1:-2], own[-2:]) for own in every]
 
 
-def _means(objective: Objective, loss: float, measures: Sequence[float], count: float) -> dict[str, float]:
-    def mean(total: float) -> float:
+def _means(objective: Objective, loss: float, measures: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
+    def mean(total: float, count: float = counts[0]) -> float:
         return total / count if count else math.nan
 
-    return {"loss": mean(loss), **objective.means(dict(zip(objective.measures, measures, strict=True)), mean)}
+    own, of_draft = measures[: len(objective.measures)], measures[len(objective.measures) :]
+    names = ("draft_acceptance", "draft_loss")  # from the last
+    drafts = {name: mean(total, counts[1]) for name, total in zip(names, reversed(of_draft), strict=False)}
+    return {"loss": mean(loss), **objective.means(dict(zip(objective.measures, own, strict=True)), mean), **drafts}
 
 
 def bits_per_byte(loss: float, counted: SetFacts) -> float | None:

@@ -37,6 +37,7 @@ class Progress:
     recent_losses: list[float] = field(default_factory=list)  # losses of the last steps with a finite loss and gradient
     suspicion: str = ""  # why the weights before the last step may be ruined; empty: no reason
     loss_scale: LossScale = field(default_factory=LossScale)  # for fp16; the trainer updates it
+    draft_loss_scale: LossScale = field(default_factory=LossScale)  # of a draft head that is trained along
     segments: list[Segment] = field(default_factory=list)  # segments of a mixture; the last one is in use
     rows_consumed: int = 0  # over all ranks; this is the whole state of the data loader
 

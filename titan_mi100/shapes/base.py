@@ -14,6 +14,8 @@ from titan_mi100.shapes.rope import RopeScaling
 from titan_mi100.shapes.saved import MIX, NOTHING, OUTPUT, Saved, ValuesPerToken
 
 ALL_LINEAR = "all-linear"  # peft's word for all linear layers that can have an adapter
+DRAFT = "mtp."  # begins the names of a draft head's tensors
+DRAFT_FIELDS = ("has_draft_head", "draft_experts_fused")
 ROWS = ".token_adapter.trainable_tokens_delta"  # peft's name of trained rows of tokens, behind the table's
 EXPERTS = "experts"  # all matrices of all experts of a layer, as a target of LoRA
 
@@ -192,6 +194,7 @@ class ModelSpec:
     of_files: ClassVar[Collection[str]] = ()  # fields that say how files are written
     kernels: ClassVar[Collection[str]] = ()  # kinds of our fused kernels that only some families have
     experts_fused: bool = False  # see experts.py
+    has_draft_head: bool = False  # beside the layers, as a part that trains
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -257,6 +260,8 @@ class ModelSpec:
         """The fields; rope_scaling as in config.json, and only if there is one."""
         own: dict[str, Any] = asdict(self)  # type: ignore[call-overload]  # of a dataclass
         own.pop("rope_scaling", None)
+        if not self.has_draft_head:
+            own = {name: known for name, known in own.items() if name not in DRAFT_FIELDS}
         return own | ({"rope_scaling": self.rope_scaling.written()} if self.rope_scaling else {})
 
     @property
@@ -279,7 +284,26 @@ class ModelSpec:
         by_name["model.norm.weight"] = Parameter(shape[1:], WHOLE, "norm", self.norm_start)
         if not self.tie_word_embeddings:
             by_name["lm_head.weight"] = Parameter(shape, OUTPUTS, "head")
-        return by_name
+        return by_name | (self.draft_head if self.has_draft_head else {})
+
+    @property
+    def draft_layer(self) -> LayerShape | None:
+        """The layer of a draft head, see model/draft_head.py; None: the family has none."""
+        return None
+
+    @cached_property
+    def draft_head(self) -> dict[str, Parameter]:
+        """The parameters of the draft head by their HF names."""
+        layer, hidden = self.draft_layer, self.hidden_size
+        assert layer is not None
+        norm = Parameter((hidden,), WHOLE, "norm", self.norm_start)
+        names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+        own = {
+            "fc.weight": Parameter((hidden, 2 * hidden), WHOLE, "other"),
+            **{f"{name}.weight": norm for name in names},
+        }
+        own |= {f"layers.0.{name}": parameter for name, parameter in layer.parameters.items()}
+        return {DRAFT + name: parameter for name, parameter in own.items()}
 
     def passes_through(self, name: str) -> bool:
         """Whether a tensor of a folder, by its name there, is not used, such as a vision tower's, and passes through
@@ -345,6 +369,8 @@ def adapter_shapes(
     shapes: dict[str, tuple[int, ...]] = {}
     for name, parameter in spec.parameters.items():
         module = name.removesuffix(".weight")
+        if name.startswith(DRAFT):  # it is trained whole
+            continue
         if parameter.experts:  # those of all experts are below each other; of gate and up there is one A
             sizes = parameter.shape[0] // parameter.experts, parameter.shape[1]
             outputs, inputs = sizes[::-1] if parameter.is_transposed else sizes

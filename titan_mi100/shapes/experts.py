@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from titan_mi100.errors import UserError
-from titan_mi100.shapes.base import EXPERTS, INPUTS, WHOLE, LayerShape, ModelSpec, Parameter
+from titan_mi100.shapes.base import DRAFT, EXPERTS, INPUTS, WHOLE, LayerShape, ModelSpec, Parameter
 from titan_mi100.shapes.saved import FP32, Saved
 
 INSIDE = ".mlp.experts."  # in the names of their tensors
@@ -119,23 +119,33 @@ class MixtureSpec(ModelSpec):
     num_experts: int
     num_experts_per_tok: int
     experts_fused: bool
+    draft_experts_fused: bool = False  # the same of the draft head's layer
 
     def as_stored(self, names: Collection[str], saved: Mapping[str, Any]) -> "MixtureSpec":
-        form = is_fused(self, names)
+        draft = {name for name in names if name.startswith(DRAFT)}
+        form, of_draft = is_fused(self, [name for name in names if name not in draft]), is_fused(self, draft)
         expected = sum(parameter.experts for _, parameter in stacks(self))
         if form is False and expected > 2 * (there := sum(INSIDE in name for name in names)):  # before names are made
             text = f"num_experts = {self.num_experts} in {self.num_hidden_layers:,} layers makes {expected:,} tensors"
             raise UserError(f"config.json: {text}, but the weights have {there:,} of experts; correct it")
         known = saved.get("experts_fused", self.experts_fused) if form is None else form
-        return replace(self, experts_fused=known)  # type: ignore[type-var]  # of a dataclass
+        more = {}
+        if self.has_draft_head:
+            more["draft_experts_fused"] = saved.get("draft_experts_fused", known) if of_draft is None else of_draft
+        return replace(self, experts_fused=known, **more)  # type: ignore[type-var]  # of a dataclass
 
-    def in_files(self, kinds: Mapping[str, Any], fused: bool | None = None) -> dict[str, Any]:
-        stored, form = dict[str, Any](), self.experts_fused if fused is None else fused
+    def fused_in_files(self, name: str) -> bool:
+        """The form of one of our matrices of experts in files."""
+        return self.draft_experts_fused if name.startswith(DRAFT) else self.experts_fused
+
+    def in_files(self, kinds: Mapping[str, Any]) -> dict[str, Any]:
+        stored = dict[str, Any]()
         for name, kind in kinds.items():
             parameter = self.parameters.get(name)
             if parameter is None or not parameter.experts:
                 stored[name] = kind
                 continue
+            form = self.fused_in_files(name)
             for slot in islice(places(name, parameter, form), 1 if form else None):
                 stored[slot.name] = kind._replace(shape=slot.shape) if hasattr(kind, "_replace") else slot.shape
         return stored

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from titan_mi100.shapes import hf_config
-from titan_mi100.shapes.base import INPUTS, OUTPUTS, WHOLE, LayerShape, ModelSpec, Parameter, Split
+from titan_mi100.shapes.base import DRAFT, DRAFT_FIELDS, INPUTS, OUTPUTS, WHOLE, LayerShape, ModelSpec, Parameter, Split
 from titan_mi100.shapes.delta_rule import CHUNK, products_of_chunk
 from titan_mi100.shapes.qwen3 import with_mlp
 from titan_mi100.shapes.rope import RopeScaling
@@ -42,7 +42,7 @@ class Qwen3_5Spec(ModelSpec):
 
     model_type: ClassVar[str] = "qwen3_5"
     norm_start: ClassVar[str] = "zeros"  # its gain is 1 + weight
-    of_files: ClassVar[Collection[str]] = ("is_wrapped",)
+    of_files: ClassVar[Collection[str]] = ("is_wrapped", *DRAFT_FIELDS)
     kernels: ClassVar[Collection[str]] = ("delta",)
     architecture: ClassVar[str] = "Qwen3_5"  # begins the names of transformers' classes
     renamed: ClassVar[Mapping[str, str]] = MappingProxyType({})  # keys of config.json -> our fields
@@ -68,6 +68,8 @@ class Qwen3_5Spec(ModelSpec):
     pad_token_id: int | None = None
     rope_scaling: RopeScaling | None = None
     is_wrapped: bool = False
+    has_draft_head: bool = False
+    draft_experts_fused: bool = False
 
     @property
     def keys(self) -> int:
@@ -93,8 +95,16 @@ class Qwen3_5Spec(ModelSpec):
 
     @cached_property
     def layers(self) -> tuple[LayerShape, ...]:
-        kinds = {FULL: self._attention(), LINEAR: self._delta()}
+        kinds = {kind: self.layer(kind) for kind in (FULL, LINEAR)}
         return tuple(kinds[kind] for kind in self.layer_types)
+
+    def layer(self, kind: str) -> LayerShape:
+        """A layer of a kind."""
+        return self._attention() if kind == FULL else self._delta()
+
+    @cached_property
+    def draft_layer(self) -> LayerShape:
+        return self.layer(FULL)
 
     def _attention(self) -> LayerShape:
         hidden = self.hidden_size
@@ -165,7 +175,7 @@ class Qwen3_5Spec(ModelSpec):
         return ValuesPerToken(0, 2 * self.rotated)  # cos and sin
 
     def passes_through(self, name: str) -> bool:
-        return name.startswith(("model.visual.", "mtp."))
+        return name.startswith("model.visual.") or (name.startswith(DRAFT) and not self.has_draft_head)
 
     @staticmethod
     def own_name(name: str) -> str:  # some folders of text alone have the prefix, too

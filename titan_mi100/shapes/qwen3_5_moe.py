@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -23,7 +22,7 @@ class Qwen3_5MoeSpec(experts.MixtureSpec, Qwen3_5Spec):
     """
 
     model_type: ClassVar[str] = "qwen3_5_moe"
-    of_files: ClassVar[Collection[str]] = ("is_wrapped", "experts_fused")
+    of_files: ClassVar[Collection[str]] = (*Qwen3_5Spec.of_files, "experts_fused")
     architecture: ClassVar[str] = "Qwen3_5Moe"
     renamed: ClassVar[Mapping[str, str]] = MappingProxyType({"shared_expert_intermediate_size": "intermediate_size"})
     moe_intermediate_size: int = 512
@@ -31,17 +30,11 @@ class Qwen3_5MoeSpec(experts.MixtureSpec, Qwen3_5Spec):
     num_experts_per_tok: int = 8
     experts_fused: bool = True
 
-    @cached_property
-    def layers(self) -> tuple[LayerShape, ...]:
-        dense = super().layers
-        kinds = {
-            layer.kind: experts.with_experts(
-                layer, layer.kind, self.hidden_size, self.moe_intermediate_size, self.num_experts,
-                self.num_experts_per_tok, self.intermediate_size, is_shared=True,
-            )
-            for layer in {layer.kind: layer for layer in dense}.values()
-        }  # fmt: skip
-        return tuple(kinds[kind] for kind in self.layer_types)
+    def layer(self, kind: str) -> LayerShape:
+        return experts.with_experts(
+            super().layer(kind), kind, self.hidden_size, self.moe_intermediate_size, self.num_experts,
+            self.num_experts_per_tok, self.intermediate_size, is_shared=True,
+        )  # fmt: skip
 
 
 # Source: the config.json of each repository.

@@ -18,18 +18,18 @@ TARGET_PARAMETERS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 class StackedWeights(Weights):
     """Weights by our names, of a folder that has experts in one of the forms of files. Reads few bytes besides."""
 
-    def __init__(self, stored: Weights, spec: ModelSpec, fused: bool) -> None:
+    def __init__(self, stored: Weights, spec: ModelSpec) -> None:
         """Raises UserError: experts are missing, or have other shapes than the model's, or several dtypes."""
         self.source, self._stored, self.named = stored.source, stored, stored.named
         there = {name: kind for name, kind in stored.kinds.items() if INSIDE in name and not spec.passes_through(name)}
         assert isinstance(spec, MixtureSpec)
-        expected = spec.in_files({name: parameter.shape for name, parameter in stacks(spec)}, fused)
+        expected = spec.in_files({name: parameter.shape for name, parameter in stacks(spec)})
         held = {name: (shape, dtype_name(dtype)) for name, (shape, dtype) in there.items()}
         problems = tensor_problems(held, expected, self.named)
         self.kinds = {name: kind for name, kind in stored.kinds.items() if name not in there}
         self._places = {}
         for name, parameter in stacks(spec) if not problems else ():
-            self._places[name] = list(places(name, parameter, fused)), parameter.is_transposed
+            self._places[name] = list(places(name, parameter, spec.fused_in_files(name))), parameter.is_transposed
             dtypes = {there[position.name].dtype for position in self._places[name][0]}
             self.kinds[name] = Kind(parameter.shape, min(dtypes, key=dtype_name))
             if len(dtypes) > 1:
@@ -69,7 +69,8 @@ def in_files(spec: ModelSpec | None, tensors: Iterable[tuple[str, Tensor]]) -> I
             continue
         parts = tensor.unflatten(0, (parameter.experts, -1))
         parts = parts.mT if parameter.is_transposed else parts
-        positions = list(places(name, parameter, spec.experts_fused))
+        assert isinstance(spec, MixtureSpec)
+        positions = list(places(name, parameter, spec.fused_in_files(name)))
         if positions[0].expert is None:
             yield from ((position.name, part.contiguous()) for position, part in zip(positions, parts, strict=True))
         elif positions[0].start:

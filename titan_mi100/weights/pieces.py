@@ -53,8 +53,8 @@ def joined(stored: Weights, spec: ModelSpec) -> Weights:
         raise UserError(f"{stored.source}: {problem}; remove one of each")
     if any(own != name for own, name in names.items()):
         stored = RenamedWeights(stored, names)
-    if (fused := is_fused(spec, stored.kinds)) is not None and next(stacks(spec), None):
-        stored = StackedWeights(stored, spec, fused)
+    if is_fused(spec, stored.kinds) is not None and next(stacks(spec), None):
+        stored = StackedWeights(stored, spec.as_stored(stored.kinds, {}))
     matrices = (name for name in stored.kinds if name.endswith(".lora_A.weight") and INSIDE not in name)
     ranks = (stored.kinds[name].shape[0] for name in matrices)
     pieces = spec.pieces | adapter_pieces(spec, next(ranks, 0))

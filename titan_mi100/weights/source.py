@@ -1,7 +1,7 @@
 """Opens a model by its path: an HF folder, a DCP folder (such as a run's checkpoint) or a file of torch.save."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from os.path import lexists
 from pathlib import Path
@@ -146,6 +146,8 @@ def open_source(path: str | Path, assets_folder: str | Path = "") -> ModelSource
         own["token_ids"] = tuple(adapter.get("token_ids", ()))
         lora = LoRAConfig(adapter["rank"], adapter["alpha"], adapter["dropout"], targets, **own)
     if spec is not None:
+        has_draft_head = bool((trained or {}).get("has_draft_head"))
+        spec = replace(spec, has_draft_head=has_draft_head) if has_draft_head else spec  # type: ignore[type-var]
         spec = spec.as_stored(weights.kinds, trained or {})
         weights = joined(weights, spec)
         every = stored_shapes(spec, weights.kinds)
