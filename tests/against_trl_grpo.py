@@ -77,7 +77,7 @@ def ours(form: str, folder: Path, made: list[Group]) -> list[tuple[float, float,
     )  # fmt: skip
     run, steps = open_run(config, world(), spec=SPEC, data=data), []
 
-    def sgd(_: float) -> None:
+    def sgd(*_: float | None) -> None:
         for _, parameter in run.model.trained_parameters():
             parameter.data -= LR.get(form, 0.5) * parameter.grad
 

@@ -113,13 +113,15 @@ def keep_gradients(run: Run) -> list[tuple[str, Tensor]]:
     kept: list[tuple[str, Tensor]] = []
     update = run.optimizer.update
 
-    def keep(factor: float) -> None:
+    def keep(*factors: float | None) -> None:
         if not kept:
             there = run.model.host_gradients or {}
             for name, p in run.model.trained_parameters():
                 gradient = like(p, there[p]) if p in there else p.grad
+                factor = factors[run.model.is_draft(name)]
+                assert factor is not None
                 kept.append((name, whole(gradient) * factor))
-        update(factor)
+        update(*factors)
 
     run.optimizer.update = keep  # type: ignore[method-assign]
     return kept

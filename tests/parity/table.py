@@ -37,6 +37,7 @@ from titan_mi100.config.layout import SCHEDULES, check_schedule
 from titan_mi100.config.settings import (
     ActivationCheckpointConfig,
     Config,
+    DraftHeadConfig,
     MemoryConfig,
     ModelConfig,
     OptimizerConfig,
@@ -55,6 +56,7 @@ from titan_mi100.shapes.qwen3 import Qwen3Spec
 from titan_mi100.shapes.qwen3_5 import Qwen3_5Spec, every_fourth
 from titan_mi100.shapes.qwen3_5_moe import Qwen3_5MoeSpec
 from titan_mi100.shapes.qwen3_moe import Qwen3MoeSpec
+from titan_mi100.trainer import StepResult
 from titan_mi100.workshop.made_up import made_up
 
 STEPS, ROWS, SEQ_LEN = 8, 16, 32  # ROWS per step
@@ -93,6 +95,7 @@ class Cell:
     family: str = "qwen3"
     seq_len: int = SEQ_LEN  # or LONG_ROW, with LONG_CHUNK
     pieces: int = 0  # tokens of a piece
+    draft: str = "no"  # draft_head.train
 
     @property
     def is_lean(self) -> bool:
@@ -164,8 +167,8 @@ def spec_of(cell: Cell) -> ModelSpec:
         sizes = {"head_dim": 16, "linear_key_head_dim": 8 * size, "linear_value_head_dim": 8}
         dims = (320, 64 * size, 128 * size if cell.is_lean else 96, cell.layers, *heads, cell.tied, kinds)
         if cell.family == "qwen3.5_moe":
-            return Qwen3_5MoeSpec(*dims, **sizes, **rest, **mixture)
-        return Qwen3_5Spec(*dims, **sizes, **rest)
+            return Qwen3_5MoeSpec(*dims, **sizes, **rest, **mixture, has_draft_head=cell.draft != "no")
+        return Qwen3_5Spec(*dims, **sizes, **rest, has_draft_head=cell.draft != "no")
     sizes = (320, 64 * size, 128 * size if cell.is_lean else 96, cell.layers, 4, 2, 16, cell.tied)
     if cell.family == "qwen3_moe":
         return Qwen3MoeSpec(*sizes, **mixture, norm_topk_prob=cell.tied, mlp_only_layers=(1,), **rest)
@@ -207,6 +210,7 @@ def config_of(cell: Cell) -> Config:
             offload_activations=cell.offload != "nothing" and not cell.tied,
             piece_tokens=cell.pieces,
         ),
+        draft_head=DraftHeadConfig(train=cell.draft, lr=2e-3),
     )
 
 
@@ -223,18 +227,23 @@ def run_cell(cell: Cell, world: World) -> dict[str, Any]:
     # halves; validation between them must change nothing, and with tied weights answers, too
     for is_last in (True,) if cell.save_to or cell.load_from else (False, True):
         steps += [run.step() for _ in range(cell.steps // 2)]
-        held_out = run.validation_losses()[0]["loss"]
+        held_out = [value for name, value in run.validation_losses()[0].items() if name != "draft_acceptance"]
         if is_last or cell.tied:
             answers = answer_greedily(run.model, prompts, [ANSWER] * PROMPTS, (), run.stream)
     if cell.save_to:
         save(run, Path(cell.save_to))
     return {
-        "loss": [*(step.loss for step in steps), held_out],
-        "norm": [step.grad_norm for step in steps],
+        "loss": [*(loss for step in steps for loss in (step.loss, *of_draft(step, "loss"))), *held_out],
+        "norm": [norm for step in steps for norm in (step.grad_norm, *of_draft(step, "grad_norm"))],
         "answers": answers,
         "gradients": gradients,
         "weights": [(name, whole(p)) for name, p in run.model.named_parameters()],
     }
+
+
+def of_draft(step: StepResult, name: str) -> list[float]:
+    """What a step measures of a draft head that is trained along."""
+    return [step.measures[f"draft_{name}"]] if f"draft_{name}" in step.measures else []
 
 
 def compare(records: list[dict[str, Any]], reference: dict[str, Any]) -> dict[str, float]:
@@ -301,7 +310,8 @@ def measure(jobs: Sequence[Cell], folder: Path) -> list[Result]:
         for cell, records in zip(group, launch(group, folder), strict=True):
             (reference,) = exact[str(reference_of(cell))]
             if cell.load_from:
-                later = {kind: reference[kind][cell.steps // 2 :] for kind in ("loss", "norm")}
+                each = 1 + (cell.draft == "along")
+                later = {kind: reference[kind][each * cell.steps // 2 :] for kind in ("loss", "norm")}
                 at_the_end = {kind: reference[kind] for kind in ("weights", "answers")}
                 reference = {**later, **at_the_end}  # step 1 and its gradients were before
             results.append((cell, compare(records, reference)))
@@ -375,6 +385,7 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true", help="every layout's checkpoint into every other")
     parser.add_argument("--output", type=Path, help="folder for parity.md and parity.json")
     parser.add_argument("--family", default="qwen3", choices=("qwen3", "qwen3.5", "qwen3_moe", "qwen3.5_moe"))
+    parser.add_argument("--draft", default="no", help="draft_head.train, of qwen3.5 and qwen3.5_moe")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -385,7 +396,7 @@ def main() -> int:
             results = [
                 result
                 for name in arguments.precision
-                for result in resume(name, Path(folder) / name, family=arguments.family)
+                for result in resume(name, Path(folder) / name, family=arguments.family, draft=arguments.draft)
             ]
         else:
             found = [
@@ -393,7 +404,7 @@ def main() -> int:
             ]
             jobs = [cell for each in found for cell in cells(*each)]
             chosen = {"backend": arguments.backend, "state": arguments.state, "master": arguments.master}
-            chosen["offload"] = arguments.offload
+            chosen |= {"offload": arguments.offload, "draft": arguments.draft}
             results = measure([replace(cell, **chosen) for cell in jobs], Path(folder))
     text = f"torch {torch.__version__}, clipping {arguments.clip or 'off'}\n\n{table(results)}"
     print(text)

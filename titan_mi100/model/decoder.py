@@ -345,8 +345,8 @@ class CausalLM(nn.Module):
         Returns:
             With labels the loss and measures, (1 + measures,), in fp32 or fp64; if a draft head is trained along, then
             its loss (if it is trained alone, that is the loss), and how many drafts are accepted, 0 in training.
-            Without labels the logits, (batch, seq, vocab_size) or (n, vocab_size), in the activations' dtype. A stage that is not the last returns
-            hidden states.
+            Without labels the logits, (batch, seq, vocab_size) or (n, vocab_size), in the activations' dtype. A stage
+            that is not the last returns hidden states.
         """
         if unread := sorted(columns.keys() - {*self.columns}):
             raise TypeError(f"neither the model nor its objective reads {', '.join(unread)}")

@@ -109,9 +109,14 @@ def build_model(
         # Copies of a tied weight need a common gradient only if it is trained; LoRA freezes all but rows of tokens.
         trains_embedding = config.draft_head.train != "after" and bool(not config.lora.rank or config.lora.token_ids)
         tied = spec.tie_word_embeddings and trains_embedding
+        copied = ["model.embed_tokens" + (ROWS if config.lora.rank else ".weight")] * trains_embedding
+        copied = copied if spec.has_draft_head and not spec.tie_word_embeddings else []
         from titan_mi100.parallel.pipeline import PipelinedModel, PipelinePlan  # half a second; other layouts skip it
 
-        plan = PipelinePlan(stages_of(layers), schedule, microbatches, boundary, compute_dtype(config.training), tied)
+        plan = PipelinePlan(
+            stages_of(layers), schedule, microbatches, boundary, compute_dtype(config.training), tied,
+            config.draft_head.train, copied,
+        )  # fmt: skip
         model = PipelinedModel(part, plan, mesh, device, objective)
     elif layout.zero_stage == 0:
         model = ReplicatedModel(part(), mesh, config.training, config.parallelism, device)
@@ -163,12 +168,13 @@ def parallelize(
     # LoRA first: it replaces modules, and tensor parallel must split the adapters too.
     if lora.rank:
         apply_lora(model, lora, compute_dtype(training))
+    copy = copied_embedding(model)
     is_frozen = lora.rank > 0 or config.draft_head.train == "after"
     if is_frozen and not lora.rank:
         model.requires_grad_(False)
     if model.mtp is not None:
         model.mtp.requires_grad_(True)
-        if (copy := copied_embedding(model)) is not None:
+        if copy is not None:
             copy.requires_grad_(False)
     for layer in () if training.train_router else model.blocks():
         for name in layer.routers:
@@ -177,9 +183,10 @@ def parallelize(
     # What else is not trained goes into checkpoint and export as it was read, so it is not held in 16 bits.
     wide = {id(parameter) for layer in model.blocks() for parameter in layer.fp32_parameters()}
     drafting = {*map(id, model.mtp.parameters())} if model.mtp is not None else set()
+    copied = {*map(id, copy.parameters())} if copy is not None else set()
     for parameter in model.parameters():
         is_base = is_frozen and not parameter.requires_grad and id(parameter) not in drafting
-        is_wide = id(parameter) in wide or not (is_base or parameter.requires_grad)
+        is_wide = id(parameter) in wide or not (is_base or parameter.requires_grad or id(parameter) in copied)
         dtype = compute_dtype(training) if is_base else master
         dtype = torch.promote_types(dtype, torch.float32) if is_wide else dtype
         parameter.data = parameter.data.to(dtype)

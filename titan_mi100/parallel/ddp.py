@@ -20,6 +20,7 @@ from titan_mi100.model.decoder import CausalLM
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.dtypes import reduce_dtype
 from titan_mi100.parallel.tensor_parallel import tensor_parallel_ranks
+from titan_mi100.shapes.base import DRAFT
 from titan_mi100.wording import bytes_in_words
 
 
@@ -45,7 +46,13 @@ class ReplicatedModel(ParallelModel):
         self.is_whole = self._tp.size() == 1
         self._replica, self._step = mesh["dp_replicate"].get_local_rank(), 0
         self.loss_factor = mesh.size()  # DDP always averages over its ranks; multiplying by their number gives the sum
-        group = mesh["dp_replicate"].get_group()
+        group = self._group = mesh["dp_replicate"].get_group()
+        # A draft head that is trained along is no part of DDP's buckets, so that the model's own are as without it.
+        along = model.draft == "along" and model.mtp is not None
+        self._drafting = [*model.mtp.parameters()] if along and model.mtp else []
+        if along:
+            names = [name for name, _ in model.named_parameters() if name.startswith(DRAFT)]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
         self.ddp = self.wrapped = DistributedDataParallel(
             model,
             process_group=group,
@@ -55,7 +62,8 @@ class ReplicatedModel(ParallelModel):
         self._compression: PowerSGD | None = None
         if parallelism.powersgd_rank:
             self.extra_state_name = "powersgd"
-            self._compression = PowerSGD(self.trained_parameters(), group, parallelism)
+            own = ((name, p) for name, p in self.trained_parameters() if not (along and name.startswith(DRAFT)))
+            self._compression = PowerSGD(own, group, parallelism)
         self._sent_in = reduce_dtype(training)
         # DDP reduces in the gradients' dtype; a hook is needed for another dtype, for PowerSGD, and to send nothing.
         gradients = {parameter.dtype for _, parameter in self.trained_parameters()}
@@ -64,9 +72,9 @@ class ReplicatedModel(ParallelModel):
         # An uncompressed step sends each gradient once.
         self.gradient_bytes = sum(self._sent_in.itemsize * p.numel() for _, p in self.trained_parameters())
 
-    def forward_backward(self, microbatches: Sequence[Microbatch], weight: float) -> Tensor:
+    def forward_backward(self, microbatches: Sequence[Microbatch], weight: float, draft_weight: float = 0.0) -> Tensor:
         self._step += 1
-        return super().forward_backward(microbatches, weight)
+        return super().forward_backward(microbatches, weight, draft_weight)
 
     @contextmanager
     def _microbatch(self, is_last: bool) -> Iterator[None]:
@@ -74,6 +82,11 @@ class ReplicatedModel(ParallelModel):
             yield
 
     def _after_backward(self) -> None:
+        for parameter in self._drafting:
+            if parameter.grad is not None:
+                sent = parameter.grad.to(self._sent_in).div_(self.loss_factor)
+                dist.all_reduce(sent, group=self._group)
+                parameter.grad.copy_(sent)
         if self._compression is not None and self._compression.is_on(self._step):
             self.gradient_bytes = self._compression.reduce(self._step)
 

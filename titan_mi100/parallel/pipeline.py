@@ -4,7 +4,7 @@ FSDP2 within a stage works as ZeRO-1: the gathered weights, and the unsharded gr
 until the schedule's last backward; then the gradients are reduced once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,8 @@ class PipelinePlan:
         boundary: (batch, seq / tp, hidden), shape of the hidden states that stages exchange.
         dtype: the dtype of the hidden states.
         tied: the first and the last stage train copies of one weight.
+        draft: as draft_head.train.
+        copied: names of what the last stage copies for its draft head after each update of the first stage.
     """
 
     cuts: Sequence[Stage]
@@ -44,6 +46,8 @@ class PipelinePlan:
     boundary: tuple[int, int, int]
     dtype: torch.dtype
     tied: bool
+    draft: str = "no"
+    copied: Collection[str] = ()
 
 
 class PipelinedModel(ParallelModel):
@@ -59,7 +63,7 @@ class PipelinedModel(ParallelModel):
             part: builds a stage of the model on `device`, see build.parallelize.
             objective: what is learned.
         """
-        self.objective = objective
+        self.objective, self.draft, self._copied = objective, plan.draft, plan.copied
         cuts, schedule, microbatches, tied = plan.cuts, plan.schedule, plan.microbatches, plan.tied
         boundary, dtype = plan.boundary, plan.dtype
         self.device, self._pp, self._tp = device, mesh["pp"], tensor_parallel_ranks(mesh)
@@ -67,15 +71,15 @@ class PipelinedModel(ParallelModel):
         self._mine = stages_on(self._pp.get_local_rank(), self._pp.size(), len(cuts))
         self.parts = [part(cuts[index]) for index in self._mine]
         self._tied = tied
-        self._tied_ranks_group = self._tied_group(mesh) if tied else None
+        self._ends_group = self._group_of_ends(mesh) if tied or plan.copied else None
 
         # Shapes and dtypes of what the stages receive and return; see _stage.
         self._ids = torch.empty(boundary[0], boundary[1] * self._tp.size(), dtype=torch.long, device="meta")
         self._hidden = torch.empty(boundary, dtype=dtype, device="meta", requires_grad=True)
         wide = torch.promote_types(dtype, torch.float32)
-        self._loss = torch.empty(1 + len(objective.measures), dtype=wide, device="meta", requires_grad=True)
+        self._loss = torch.empty(self.outputs, dtype=wide, device="meta", requires_grad=True)
         stages = [self._stage(index, part) for index, part in zip(self._mine, self.parts, strict=True)]
-        self._weight, self._losses = 1.0, list[Tensor]()
+        self._weights, self._losses = (1.0, 0.0), list[Tensor]()
         kind = get_schedule_class(schedule)
         self._schedule = kind(
             stages[0] if issubclass(kind, PipelineScheduleSingle) else stages,  # type: ignore[arg-type]
@@ -109,8 +113,8 @@ class PipelinedModel(ParallelModel):
             group=self._pp.get_group(),
         )
 
-    def _tied_group(self, mesh: DeviceMesh) -> dist.ProcessGroup | None:
-        """The group of the two ranks that hold the tied weight, with this rank's data- and tensor-parallel position.
+    def _group_of_ends(self, mesh: DeviceMesh) -> dist.ProcessGroup | None:
+        """The group of the two ranks that hold the embedding, with this rank's data- and tensor-parallel position.
 
         None: this rank holds none of it. A collective.
         """
@@ -127,10 +131,16 @@ class PipelinedModel(ParallelModel):
     def _weighted_loss(self, loss: Tensor, target: Tensor) -> Tensor:
         """The schedule's loss function. It returns the weighted loss for backward, and keeps the unweighted loss."""
         self._losses.append(loss.detach().double())
-        return loss[0] * self._weight
+        return self.weighted(loss, *self._weights)
 
-    def forward_backward(self, microbatches: Sequence[Microbatch], weight: float) -> Tensor:
-        self._weight, self._losses = weight, []
+    def forward_backward(self, microbatches: Sequence[Microbatch], weight: float, draft_weight: float = 0.0) -> Tensor:
+        self._weights, self._losses = (weight, draft_weight), []
+        if self.draft == "after":  # the schedules of torch demand that every stage has gradients
+            for microbatch in microbatches:
+                if (loss := self.forward(microbatch)) is not None:
+                    self._weighted_loss(loss, loss).backward()
+            free_gathered(self.parts)
+            return self._after_schedule(len(microbatches))
         # The schedule splits the tensors along dim 0 into microbatches again, also those that stay on the CPU.
         batch = self._on_device({name: torch.cat([m[name] for m in microbatches]) for name in microbatches[0]})
         ids = batch.pop(TOKENS)
@@ -138,9 +148,13 @@ class PipelinedModel(ParallelModel):
         # _weighted_loss ignores the target, but torch demands one on the last stage.
         self._schedule.step(*inputs, target=ids if self._stages - 1 in self._mine else None, **batch)
         self._sum_tied_gradients()
+        return self._after_schedule(len(microbatches))
+
+    def _after_schedule(self, microbatches: int) -> Tensor:
+        """The losses of a step, see forward_backward."""
         self._after_backward()
         if not self.counts_loss:
-            return torch.zeros(len(microbatches), len(self._loss), dtype=torch.float64, device=self.device)
+            return torch.zeros(microbatches, len(self._loss), dtype=torch.float64, device=self.device)
         return torch.stack(self._losses)
 
     def _tied_weights(self) -> list[nn.Parameter]:
@@ -150,7 +164,13 @@ class PipelinedModel(ParallelModel):
     def _sum_tied_gradients(self) -> None:
         """Give both copies of a tied weight the sum of the embedding's and the head's gradient."""
         for weight in self._tied_weights():
-            dist.all_reduce(_local(weight.grad), group=self._tied_ranks_group)
+            dist.all_reduce(_local(weight.grad), group=self._ends_group)
+
+    def after_update(self) -> None:
+        """Copy what the draft head reads of the embedding from the first stage to the last."""
+        for name, parameter in self.named_parameters():
+            if name in self._copied:
+                dist.broadcast(_local(parameter.detach()), group=self._ends_group, group_src=0)
 
     def replicated_parameters(self) -> list[nn.Parameter]:
         """The head's copy of a tied weight: the norm counts the weight once, as the embedding."""
