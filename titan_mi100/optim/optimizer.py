@@ -71,7 +71,9 @@ def build_optimizer(
         lr = draft_lr if is_draft else lr
         alike = {"params": [], "peak_lr": lr, "lr": lr, "weight_decay": decay, "is_draft": is_draft}
         groups.setdefault((is_draft, not is_matrix, is_b), alike)["params"].append((name, parameter))
-    ordered = [groups[key] for key in sorted(groups)]
+    # a pipeline stage may train nothing
+    none = {"params": [], "param_names": [], "peak_lr": config.lr, "lr": config.lr, "is_draft": False}
+    ordered = [groups[key] for key in sorted(groups)] or [none]
     if config.is_lean or on_host:
         return LeanAdamW(ordered, config, seed, device, on_host)
     return AdamW(
