@@ -62,6 +62,8 @@ def train(run: Run, preemption: Preemption) -> tuple[str, str]:
     if progress.validation_due and run.validate() and run.keeps_best:
         run.checkpointer.mark_best(progress.step)
     stopping = any_rank(preemption.reason, run.world.device)
+    if not (progress.step or stopping):
+        run.log_drafts("before")
     if not (run.is_finished or stopping):
         slow = "" if run.world.device.type == "cpu" else ", which also chooses and loads kernels"
         slow = ", which also compiles the model: minutes at times" if run.config.compile.enable else slow
@@ -87,6 +89,8 @@ def train(run: Run, preemption: Preemption) -> tuple[str, str]:
     except SaveError:
         run.close()
         raise
+    if run.is_finished and not stopping:
+        run.log_drafts("after")
     run.close()
     if stopping and (not run.is_finished or progress.validation_due):
         why = preemption.reason or "another process was told to stop"

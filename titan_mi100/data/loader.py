@@ -228,12 +228,12 @@ class ReadAhead:
         return iter(nodes.Loader(node))
 
 
-def validation_batches(dataset: RowSet, batch: Batch, dp_rank: int) -> Iterator[Microbatch]:
-    """This rank's microbatches of one pass over a set, in order.
+def validation_batches(dataset: RowSet, batch: Batch, dp_rank: int, most: int = 0) -> Iterator[Microbatch]:
+    """This rank's microbatches of one pass over a set, in order. Args: most: read so many rows at most; 0: all.
 
     Every rank gets the same number, because each forward has collectives; padding rows fill the last ones.
     """
-    local, ranks = batch.local_batch_size, batch.dp_degree
-    for start in range(dp_rank * local, with_padding_rows(len(dataset), local * ranks), local * ranks):
-        indices = (i if i < len(dataset) else PADDING_ROW for i in range(start, start + local))
+    local, ranks, count = batch.local_batch_size, batch.dp_degree, min(len(dataset), most or len(dataset))
+    for start in range(dp_rank * local, with_padding_rows(count, local * ranks), local * ranks):
+        indices = (i if i < count else PADDING_ROW for i in range(start, start + local))
         yield collate([dataset.row(index) for index in indices])

@@ -63,7 +63,10 @@ def open_record(inputs: RunInputs, model: ParallelModel, rows: RowSource, steps:
             about = replace(about, settings=_flat(asdict(config), inputs.layout, inputs.batch))
             sinks = open_sinks(folder, config.metrics, about, progress.step)
             peak = tflops * 1e12 * world.size if tflops else None
-            flops, printed = flops_of_steps(spec, config.lora), model.objective.printed
+            flops, printed = (
+                flops_of_steps(spec, config.lora),
+                (*model.objective.printed, *["draft_loss"] * (model.draft == "along")),
+            )
             figures = RunFigures(steps, rows.rows_per_epoch, flops, peak, dtype, printed)
             return Reporter(folder, config.metrics, figures, progress.step, progress.validation_due, sinks)
     return None

@@ -1,5 +1,6 @@
 """An open run, as the training loop uses it."""
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from titan_mi100.run.samples import Sampler
 from titan_mi100.trainer import StepResult, Trainer
 from titan_mi100.watch.heartbeat import SAVE, VALIDATION, Heartbeat
 
+_ROWS_OF_DRAFTS = 16
 _EARLY = 20  # the first validation comes after this part of the steps
 MOVED = "moved"  # a flag of the trainer: the run folder's path leads elsewhere
 NO_FINITE_STEP = "no step that began with them had a finite loss and gradient"
@@ -136,18 +138,18 @@ class Run:
         """Whether it is time for a validation."""
         return self.is_early or self.is_due(self.config.validation.freq)
 
-    def validation_losses(self) -> list[dict[str, float]] | None:
+    def validation_losses(self, of_training: int = 0) -> list[dict[str, float]] | None:
         """Validation loss and measures of all sources together, then of each; None: interrupted, as a process was told
-        to stop.
+        to stop. Args: of_training: so many training rows instead.
         """
 
         def is_told_to_stop() -> bool:
             return any_rank(self.supervision.wants_to_stop(), self.world.device)
 
         batch, dp_rank = self.stream.batch, self.stream.dp_rank
-        sets = [source.rows for source in self.data.validation]
+        sets = [source.rows for source in (self.data.sources if of_training else self.data.validation)]
         beat = partial(self.supervision.heartbeat.begin, VALIDATION)
-        return validation_losses(self.model, sets, batch, dp_rank, is_told_to_stop, beat)
+        return validation_losses(self.model, sets, batch, dp_rank, is_told_to_stop, beat, of_training)
 
     def validate(self) -> bool:
         """Validate and report, if the run has validation data; whether it is the best of those that count."""
@@ -179,6 +181,19 @@ class Run:
             if answered:
                 self.reporter.samples(self.progress.step, answered)
         return self.progress.after_validation(loss, counts=not self.is_early, match=match)
+
+    def log_drafts(self, when: str) -> None:
+        """Log how many of the draft head's drafts the model accepts, on validation rows, or else on the first rows of
+        training. A collective.
+        """
+        count = 0 if self.data.validation else _ROWS_OF_DRAFTS
+        if self.model.draft == "no" or (losses := self.validation_losses(count)) is None:
+            return
+        which = f"the first {count} training rows" if count else "the validation rows"
+        share, slots = losses[0]["draft_acceptance"], losses[0]["draft_slots"]
+        error = math.sqrt(share * (1 - share) / slots) if slots else math.nan
+        text = f"{share:.1%} +- {error:.1%} of {slots:,.0f} drafts of one token are accepted"
+        log.info(f"draft head {when} training: {text} (greedily, on the given text of {which})")
 
     def check_folder(self) -> None:
         """Raise UserError, on all ranks, if the run folder was moved: a save would make a new one. A collective."""

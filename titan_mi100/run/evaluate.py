@@ -21,6 +21,7 @@ def validation_losses(
     dp_rank: int,
     stop: Callable[[], bool] = lambda: False,
     beat: Callable[[], None] = lambda: None,
+    most: int = 0,
 ) -> list[dict[str, float]] | None:
     """The objective's mean loss (sft: per supervised token) and measures, by name, over all sets, then for each set;
     the same on every rank. A collective.
@@ -28,6 +29,7 @@ def validation_losses(
     Args:
         stop: whether to interrupt the validation; the same on every rank.
         beat: called for each microbatch.
+        most: rows of each set; 0: all.
 
     Returns:
         None: interrupted. NaN for a set without supervised tokens.
@@ -37,7 +39,7 @@ def validation_losses(
 
     def counted(rows: RowSet) -> Iterator[Microbatch]:
         nonlocal count, drafts, stopped, seen
-        for microbatch in validation_batches(rows, batch, dp_rank):
+        for microbatch in validation_batches(rows, batch, dp_rank, most):
             seen += 1
             beat()
             if (seen - 1) % _STOPS_AFTER == 0 and stop():
@@ -66,6 +68,7 @@ def _means(objective: Objective, loss: float, measures: Sequence[float], counts:
     own, of_draft = measures[: len(objective.measures)], measures[len(objective.measures) :]
     names = ("draft_acceptance", "draft_loss")  # from the last
     drafts = {name: mean(total, counts[1]) for name, total in zip(names, reversed(of_draft), strict=False)}
+    drafts |= {"draft_slots": counts[1]} if drafts else {}
     return {"loss": mean(loss), **objective.means(dict(zip(objective.measures, own, strict=True)), mean), **drafts}
 
 

@@ -144,7 +144,8 @@ class Reporter:
         """Args: values: the loss and the objective's measures; bits_per_byte: None: unknown, or the tokens spell
         nothing; sources: the loss of each of several; exact_match: None: it is not measured.
         """
-        loss, measures = values["loss"], {name: measure for name, measure in values.items() if name != "loss"}
+        loss, drafts = values["loss"], {name: each for name, each in values.items() if name.startswith("draft_")}
+        measures = {name: measure for name, measure in values.items() if name not in ("loss", *drafts)}
         record = {"step": step, "time": utc_now(), "validation_loss": if_finite(loss)}
         words = f"validation loss {loss:.4f}"
         if measures:
@@ -155,6 +156,9 @@ class Reporter:
             record |= {"perplexity": if_finite(perplexity), "bits_per_byte": if_finite(bits_per_byte)}
             bits = "n/a" if bits_per_byte is None else f"{bits_per_byte:.4f}"
             words += f"  perplexity {perplexity:.3f}  bits/byte {bits}"
+        if drafts:
+            record |= {f"validation_{name}": if_finite(each) for name, each in drafts.items()}
+            words += f"  draft acceptance {drafts['draft_acceptance']:.1%}"
         if exact_match is not None:
             record["validation_exact_match"] = exact_match
             words += f"  exact match {exact_match:.1%}"
