@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lifted import lifting
+from parity.table import ROWS, Cell, config_of, dataset, spec_of
 from test_qwen3_5 import SPECS
 from test_qwen3_5 import reference as dense
 from test_qwen3_5_moe import SPEC as MIXTURE
@@ -27,11 +28,13 @@ from titan_mi100.data.rows import PADDING_DOCUMENT, Row
 from titan_mi100.model.families import MODELS
 from titan_mi100.model.loss import HeadMemory
 from titan_mi100.objectives.sft import SFT
+from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.base import describe_on_host
-from titan_mi100.parallel.distributed import fill_parameters
+from titan_mi100.parallel.distributed import World, fill_parameters
 from titan_mi100.shapes.base import DRAFT
 from titan_mi100.shapes.qwen3_5 import Qwen3_5Spec
 from titan_mi100.weights.pieces import joined, read_pieces
+from titan_mi100.workshop.made_up import made_up
 
 CPU = torch.device("cpu")
 KINDS: dict[str, tuple[Qwen3_5Spec, Callable[..., Any], Any, str]] = {
@@ -158,3 +161,73 @@ def test_loss_and_every_gradient_equal_transformers_and_mistakes_do_not(kind: st
             continue
         wanted = read(name, parameter.shape, (0,) * parameter.ndim, tuple(parameter.shape))
         assert (parameter.grad - wanted).abs().max() < 1e-10 * wanted.abs().max(), name
+
+
+def states_of(model: Any, row: Row) -> Tensor:
+    inputs = inputs_of(model, [row])
+    hidden = model.model(inputs["input_ids"], inputs["positions"], inputs["documents"])
+    with torch.no_grad():
+        return model.draft_states(hidden, inputs["next_ids"], inputs["positions"], inputs["documents"])[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_do_not_see_each_other(kind: str) -> None:
+    model = opened(kind)[0]
+    documents, learned = some_documents(KINDS[kind][0])
+    together = states_of(model, row_of(documents, learned))
+    others = [some_documents(KINDS[kind][0], seed=4)[0][0], *documents[1:]]
+    changed = states_of(model, row_of(others, learned))
+    apart = (together - changed)[LENGTHS[0] : sum(LENGTHS)].abs().max()
+    assert apart == 0 or (kind == "experts" and apart < 1e-14)  # an expert's product has other rows
+    assert not torch.equal(together[: LENGTHS[0]], changed[: LENGTHS[0]])
+    start = 0
+    for ids, wanted in zip(documents, learned, strict=True):
+        alone = states_of(model, row_of([ids], [wanted], padding=0))
+        assert (together[start : start + len(ids)] - alone).abs().max() < 1e-12
+        start += len(ids)
+
+
+def test_a_slot_is_learned_if_both_tokens_after_it_are() -> None:
+    documents = [np.arange(10, 16), np.arange(20, 23)]
+    learned = [np.array([0, 1, 1, 0, 1, 1], dtype=bool), np.array([1, 1, 1], dtype=bool)]
+    row = with_draft(collate([row_of(documents, learned, padding=1)]))
+    missing = IGNORE
+    assert row["draft_labels"][0].tolist() == [
+        12,
+        missing,
+        missing,
+        15,
+        missing,
+        missing,
+        22,
+        missing,
+        missing,
+        missing,
+    ]
+    assert row["next_ids"][0].tolist() == [11, 12, 13, 14, 15, 15, 21, 22, 22, 0]  # the last of a document has itself
+    assert row["draft_columns"][0].tolist()[:4] == [0, 3, 6, -1]
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_what_breaks_the_head_skips_the_head_alone(precision: str, world: World) -> None:
+    def after(draft: str, broken: bool = False) -> tuple[list[Any], dict[str, Tensor]]:
+        cell = Cell("one process", 1, {}, True, 2, precision, 0.05, draft=draft)
+        config, data = config_of(cell), made_up(dataset(cell.seq_len, 2 * ROWS))
+        if broken:  # in fp16 the loss stays finite, and gradients overflow
+            config = replace(config, draft_head=replace(config.draft_head, weight=1e6))
+        run = open_run(config, world, spec=spec_of(replace(cell, family="qwen3.5")), data=data)
+        if broken and precision == "float32":
+            dict(run.model.named_parameters())["mtp.fc.weight"].data[0, 0] = torch.inf
+        before = {name: p.detach().clone() for name, p in run.model.named_parameters() if name.startswith(DRAFT)}
+        steps = [run.step() for _ in range(3)]
+        return steps, {name: p.detach() - before.get(name, 0.0) for name, p in run.model.named_parameters()}
+
+    expected, alone = after("no")
+    steps, changed = after("along", broken=True)
+    assert all(torch.equal(changed[name], alone[name]) for name in alone)
+    assert [(s.skipped, s.loss_scale) for s in steps] == [(s.skipped, s.loss_scale) for s in expected]
+    assert [step.measures["draft_skipped"] for step in steps] == [1.0] * 3
+    assert not any(changed[name].nan_to_num().any() for name in changed if name.startswith(DRAFT))
+    if precision == "float16":  # the head's scale falls alone
+        assert [step.measures["draft_loss_scale"] for step in steps] == [65536.0, 32768.0, 16384.0]
+    assert not any(step.measures["draft_skipped"] for step in after("along")[0][precision == "float16" :])
