@@ -231,3 +231,23 @@ def test_what_breaks_the_head_skips_the_head_alone(precision: str, world: World)
     if precision == "float16":  # the head's scale falls alone
         assert [step.measures["draft_loss_scale"] for step in steps] == [65536.0, 32768.0, 16384.0]
     assert not any(step.measures["draft_skipped"] for step in after("along")[0][precision == "float16" :])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_accepted_drafts_are_counted_in_validation(kind: str) -> None:
+    model, hf, head = opened(kind)
+    _, _, module, prefix = KINDS[kind]
+    row = row_of(*some_documents(KINDS[kind][0]))
+    counts = 0
+    with torch.no_grad(), lifting(module, f"{prefix}TextRotaryEmbedding"):
+        for ids, learned in row.documents():
+            if len(ids) > 2:
+                trunk, drafts = hf(torch.from_numpy(ids)[None]).logits[0], head(hf, torch.from_numpy(ids))
+                same = trunk.argmax(1)[1:-1] == drafts.argmax(1)[:-1]
+                counts += int(same[torch.from_numpy(learned[1:-1] & learned[2:])].sum())
+        assert counts == model(**inputs_of(model, [row]))[-1]
+        # a head that gives the trunk's own state two tokens ahead would be accepted always
+        inputs = inputs_of(model, [row])
+        trunk = model.model(inputs["input_ids"], inputs["positions"], inputs["documents"])
+        model.mtp.forward = lambda *_: trunk.roll(-1, 1)
+        assert model(**inputs)[-1] == len(inputs["draft_supervised"]) > 20
