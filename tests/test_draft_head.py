@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import ASSETS
 from lifted import lifting
 from parity.table import ROWS, Cell, config_of, dataset, spec_of
 from test_qwen3_5 import SPECS
@@ -251,3 +252,14 @@ def test_accepted_drafts_are_counted_in_validation(kind: str) -> None:
         trunk = model.model(inputs["input_ids"], inputs["positions"], inputs["documents"])
         model.mtp.forward = lambda *_: trunk.roll(-1, 1)
         assert model(**inputs)[-1] == len(inputs["draft_supervised"]) > 20
+
+
+@pytest.mark.parametrize("form", ["dense", "fused", "separate"])
+def test_names_in_files_are_those_that_servers_read(form: str) -> None:
+    lines = [line.split() for line in (ASSETS / "draft_head_names.txt").read_text().splitlines() if line[0] != "#"]
+    forms = {"dense"} if form == "dense" else {"experts", form}
+    expected = {line[-1] for line in lines if len(line) == 1 or line[0] in forms}
+    spec = replace(SPECS["tied"] if form == "dense" else MIXTURE, has_draft_head=True)
+    if form != "dense":
+        spec = replace(spec, draft_experts_fused=form == "fused", num_experts=1, num_experts_per_tok=1)
+    assert {name for name in spec.in_files(spec.parameters) if name.startswith(DRAFT)} == expected

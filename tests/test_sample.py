@@ -24,15 +24,16 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3MoeConfig, 
 from titan_mi100.attention.base import Documents
 from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.data import prompts as prompt_rows
-from titan_mi100.data.samples import GroupStore, Sampled
+from titan_mi100.data.samples import GroupStore, Sampled, check_sealed
 from titan_mi100.data.strict_json import BadRecord
+from titan_mi100.errors import UserError
 from titan_mi100.generation.engine import Model, PromptBuilder
 from titan_mi100.model.decode import Generated, Sampling, generate
 from titan_mi100.model.loss import of_labels, token_losses
 from titan_mi100.model.token_rows import rows_of
 from titan_mi100.parallel.distributed import World
 from titan_mi100.shapes.families import read_hf_config
-from titan_mi100.tools import sample
+from titan_mi100.tools import sample, score
 from titan_mi100.weights import peft as peft_io
 from titan_mi100.workshop import answer_server as server
 
@@ -362,3 +363,21 @@ def test_a_hostile_server_gives_one_message_and_leaves_whole_parts(
     assert sample.main([*words, *asked[:-2], "--concurrency", "1"]) == 0 and kept.items() < files(out).items()
     for url in ("localhost:1", "ftp://x", "http://", "http://a:x", "http://u:p@h", "http://h?x=1", "http://["):
         assert sample.main([*words, *asked[2:], "--server", url]) == 2 and "expected http" in capfd.readouterr().err
+
+
+def test_greedy_answers_become_rows_and_are_no_samples(
+    words: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store, rows = tmp_path / "greedy", tmp_path / "rows.jsonl"
+    greedy = [word if word != "3" else "1" for word in words]
+    assert sample.main([*words, "--greedy", "--out", str(store)]) == 2 and "--k 1" in capfd.readouterr().err
+    assert sample.main([*greedy, "--greedy", "--out", str(store)]) == 0
+    assert score.main([str(store), "--keep", "all", "--to", str(rows)]) == 0
+    made = [json.loads(line) for line in rows.read_text().splitlines()]
+    parts = GroupStore.open(store, Sampled)
+    groups = [group for part in range(parts.count) for group in parts.read(part)]
+    assert [row["input_ids"] for row in made] == [[*group.prompt_ids, *group.answers[0].ids] for group in groups]
+    assert [sum(label >= 0 for label in row["labels"]) for row in made] == [len(g.answers[0].ids) for g in groups]
+    assert score.main([str(store), "--keep", "all", "--by", "number", "--to", str(rows)]) == 2
+    with pytest.raises(UserError, match="--greedy, so it has no samples"):
+        check_sealed(next(store.glob("*.jsonl")), by_teacher=True)

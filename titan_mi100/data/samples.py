@@ -23,6 +23,7 @@ STOP, LENGTH = "stop", "length"  # how an answer ended: with a stop token, which
 MOST = 100  # answers to a prompt
 PART_PROMPTS = 32  # prompts of a part
 LARGEST = 1 << 30  # bytes of a part
+GREEDY = " greedy"  # behind the sampler's digest
 _KEYS = {"ids", "log_p", "finish", "text", "score", "scores"}
 _ROUNDING = 1e-3  # of a log probability above 0
 
@@ -219,6 +220,8 @@ def check_sealed(path: Path, by_teacher: bool = False) -> None:
     if (path.parent / STORE).is_file():
         is_raw = by_teacher and read_object(path.parent / STORE, "make it again").get("kind") == "samples"
         store = GroupStore.open(path.parent, Sampled if is_raw else Scored)
+        if isinstance(store.about, Sampled) and store.about.sampler.endswith(GREEDY):
+            raise UserError(f"{path.parent}: was written with --greedy, so it has no samples; sample without it")
         again = f"run titan-mi100 {'sample' if is_raw else 'score'} again: it"
         if not store.is_complete:
             raise UserError(f"{path.parent}: some parts are missing; {again} goes on")

@@ -21,7 +21,18 @@ from tqdm import tqdm
 
 from titan_mi100 import cli as tool
 from titan_mi100.data.prompts import asked_of
-from titan_mi100.data.samples import LARGEST, LENGTH, MOST, PART_PROMPTS, STOP, Answer, Group, GroupStore, Sampled
+from titan_mi100.data.samples import (
+    GREEDY,
+    LARGEST,
+    LENGTH,
+    MOST,
+    PART_PROMPTS,
+    STOP,
+    Answer,
+    Group,
+    GroupStore,
+    Sampled,
+)
 from titan_mi100.device import accelerator
 from titan_mi100.doors import door
 from titan_mi100.errors import UserError
@@ -35,7 +46,7 @@ from titan_mi100.weights.base import dtype_name
 _MOST_TOKENS = LARGEST // PART_PROMPTS // 32  # of the answers to a prompt; a part has up to 32 bytes for each
 _DIGITS = 7  # of a log p, after the point
 _OF_SERVER = {"served_model", "server_kind", "concurrency", "server_timeout"}
-_OF_ENGINE = {"batch_size", "device", "dtype", "processes"}
+_OF_ENGINE = {"batch_size", "device", "dtype", "processes", "greedy"}
 Asked = Sequence[tuple[Group, str]]  # of each answer: the prompt, and the seed
 Ask = Callable[[Asked], Iterator[Answer]]
 
@@ -51,6 +62,7 @@ def parser() -> tool.Parser:
     add("--data", metavar="FILE.jsonl", required=True, help="rows with a prompt, or rows of training data")
     add("--out", metavar="FOLDER", required=True, help="the store of answers; started again, it goes on")
     add("--k", type=int, default=8, metavar="N", help="answers to each prompt; default 8")
+    add("--greedy", action="store_true", help="the likeliest tokens instead: rows for a draft head; with --k 1")
     add("--seed", type=int, default=42, help="what is drawn depends on it, and on the numbers of prompt and answer")
     add("--limit", type=int, default=0, metavar="N", help="use only the first N prompts; 0: all")
     add("--processes", type=int, default=1, metavar="N", help="share the prompts among N processes, a GPU for each")
@@ -109,6 +121,7 @@ def check(options: Namespace) -> None:
     rules = {f"--{name} {getattr(options, name)}: must be 1 or more": getattr(options, name) > 0 for name in counts} | {
         f"--limit {options.limit}: must be 0 (all) or more": options.limit >= 0,
         f"--k {options.k}: must be at most {MOST}": options.k <= MOST,
+        "--greedy writes one answer to a prompt; set --k 1": options.k == 1 or not options.greedy,
         f"--max_new_tokens must be at most {most:,} with this --k": options.max_new_tokens <= most,
         f"--server_timeout {options.server_timeout}: must be above 0": 0 < options.server_timeout < 1e6,
         "--served_model is missing: the model, as the server calls it": not options.server or options.served_model,
@@ -120,7 +133,7 @@ def check(options: Namespace) -> None:
 
 def _about(options: Namespace, model: Model, prompts: Sequence[Group]) -> Sampled:
     digest = hashlib.sha256("".join(prompt.line() for prompt in prompts).encode()).hexdigest()
-    sampler = f"server {options.served_model}" if options.server else model.fingerprint()
+    sampler = f"server {options.served_model}" if options.server else model.fingerprint() + GREEDY * options.greedy
     return Sampled(
         "samples", sampler, digest, model.tokenizer.fingerprint, len(prompts), options.k, options.seed,
         options.max_new_tokens, sorted(model.stop_ids), "" if options.server else dtype_name(model.dtype),
@@ -175,7 +188,7 @@ def _make_in_processes(options: Namespace, store: GroupStore, prompts: Sequence[
 def _by_engine(options: Namespace, model: Model) -> Ask:
     """Load the weights. Batches depend on the part alone."""
     network = model.load(as_trained=True)
-    sampling = Sampling(1.0, vocabulary=model.tokenizer.n_vocab, with_log_p=True)
+    sampling = Sampling(0.0 if options.greedy else 1.0, vocabulary=model.tokenizer.n_vocab, with_log_p=True)
 
     def ask(asked: Asked) -> Iterator[Answer]:
         for first in range(0, len(asked), options.batch_size):

@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     add("--network", action="store_true", help="let functions use the network")
     add("--timeout", type=float, default=10.0, metavar="SECONDS", help="of a scorer for an answer; default 10")
     add("--memory", type=float, default=4.0, metavar="GIB", help="of a function's process; default 4")
-    add("--keep", choices=("right",), help="write the right answers, to train on them with sft")
+    add("--keep", choices=("right", "all"), help="write the right answers, to train on them with sft; all: as they are")
     add("--to", type=Path, metavar="FILE.jsonl", help="where to write them")
     add("--above", type=float, default=0.5, metavar="SCORE", help="a higher score is right; default 0.5")
     add("--show", type=int, default=0, metavar="N", help="print the N best and the N worst answers")
@@ -78,6 +78,11 @@ def _run(options: argparse.Namespace) -> None:
     if not samples.is_complete or not samples.parts:
         raise UserError(f"{options.samples}: some parts are missing; run titan-mi100 sample again: it goes on")
     check(options, target)
+    if options.keep == "all":
+        rows = [*_kept(_groups(samples), None)]
+        write_output(options.to, rows, "--to", _is_ours)
+        print(json.dumps({"kept": len(rows)}) if options.json else f"{options.to}: {plural(len(rows), 'answer')}")
+        return
     scorers = scorers_of(options)
     about = [f"{name}={scorer.weight!r} {scorer.digest}".rstrip() for name, scorer in scorers.items()]
     about += [f"--gold {options.gold}"] if options.gold else []
@@ -93,7 +98,7 @@ def _run(options: argparse.Namespace) -> None:
     weights = {name: scorer.weight for name, scorer in scorers.items()}
     summary = {"scores": str(target), **summarise(_groups(store), weights, options.above, options.show)}
     if options.to:
-        if not (rows := [*_kept(store, options.above)]):
+        if not (rows := [*_kept(_groups(store), options.above)]):
             raise UserError(f"--above {options.above:g}: no complete answer has a higher score; nothing to write")
         write_output(options.to, rows, "--to", _is_ours)
         summary["kept"] = len(rows)
@@ -111,12 +116,14 @@ def _too_late(*_: Any) -> None:
 def check(options: argparse.Namespace, target: Path) -> None:
     """Refuse options before anything is scored. Raises UserError."""
     folders = [Path(os.path.realpath(folder)) for folder in (options.samples, target)]
+    is_all, scores = options.keep == "all", bool(options.by + options.function)
     for is_wrong, problem in (
         (folders[0] == folders[1], f"--out {target}: holds the samples; name another folder"),
-        (not options.by + options.function, f"--by or --function is missing; scorers are {SCORERS}"),
+        (not (is_all or scores), f"--by or --function is missing; scorers are {SCORERS}"),
+        (is_all and scores, "--keep all scores nothing: leave --by and --function out"),
         (not (0 < options.timeout < HIGHEST > options.memory > 0), "--timeout and --memory must be above 0"),
         (options.show < 0, f"--show {options.show}: must be 0 or more"),
-        (bool(options.keep) != bool(options.to), "--keep right and --to FILE.jsonl need each other; give both"),
+        (bool(options.keep) != bool(options.to), "--keep and --to FILE.jsonl need each other; give both"),
         (
             options.to and Path(os.path.realpath(options.to)).parent in folders,
             f"--to {options.to}: name another folder",
@@ -270,11 +277,12 @@ def _examples(group: Group) -> Iterator[tuple[float, str]]:
             yield answer.score, printable(f"{answer.score:g}  {group.where}, answer {number}: {text}")
 
 
-def _kept(store: GroupStore, above: float) -> Iterator[str]:
-    """Rows of training data: each right answer to a prompt once, without those that were cut off."""
-    for group in _groups(store):
-        right = [answer for answer in group.answers if answer.score is not None and answer.score > above]
-        for number, ids in enumerate(dict.fromkeys(tuple(answer.ids) for answer in right if not answer.is_cut)):
+def _kept(groups: Iterable[Group], above: float | None) -> Iterator[str]:
+    """Rows of training data: each right answer to a prompt once, without those that were cut off; None: all answers."""
+    for group in groups:
+        right = [x for x in group.answers if x.score is not None and above is not None and x.score > above]
+        kept = group.answers if above is None else [answer for answer in right if not answer.is_cut]
+        for number, ids in enumerate(dict.fromkeys(tuple(answer.ids) for answer in kept)):
             row = {"id": f"{_ROW}{group.prompt}/{number}", "input_ids": [*group.prompt_ids, *ids]}
             yield json.dumps(row | {"labels": [IGNORE] * len(group.prompt_ids) + [*ids]}) + "\n"
 
