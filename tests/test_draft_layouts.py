@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from parity.table import LAYOUTS, Cell, by_processes, cells, holds, launch, measure, resume
@@ -40,7 +41,8 @@ def assert_trunk_stays(chosen: list[Cell], folder: Path) -> None:
                     weights |= {name: tensor for name, tensor in expected[0]["weights"] if name in trunk}
                 assert trunk.keys() == weights.keys()
                 assert all(torch.equal(trunk[name], weights[name]) for name in weights), cell
-                assert own["norm"] == other["norm"][::2] and min(own["norm"]) > 0.05
+                norms = np.array(own["norm"])  # not finite where fp16 overflows
+                assert np.array_equal(norms, other["norm"][::2], equal_nan=True) and np.nanmin(norms) > 0.05
 
 
 def test_the_model_beside_it_has_the_bits_that_it_has_alone(tmp_path: Path, full: bool) -> None:
