@@ -28,7 +28,16 @@ from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import raise_together
 from titan_mi100.planning.workload import Workload
-from titan_mi100.shapes.base import DRAFT, EXPERTS, ROWS, ModelSpec, parameter_count, parameter_shapes, stored_shapes
+from titan_mi100.shapes.base import (
+    DRAFT,
+    EXPERTS,
+    ROWS,
+    ModelSpec,
+    draft_shapes,
+    parameter_count,
+    parameter_shapes,
+    stored_shapes,
+)
 from titan_mi100.text.assets import folder_of, read_assets
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights.base import EMBEDDING, HEAD, Weights
@@ -217,12 +226,14 @@ def _load_adapter(
                 fresh, origin = partial(adapter.read, exactly=True), f"from {lora.initial_load_path}"
         read = optimizer.keep_residuals(read_pieces(spec, fresh, lora.rank))
         distributed.fill_parameters(((n, p) for n, p in model.trained_parameters() if is_adapter(n)), read)
-    trained, modules = sum(map(math.prod, shapes.values())), (n[: -len(".lora_B.weight")] for n in shapes if "_B." in n)
+    added, modules = sum(map(math.prod, shapes.values())), (n[: -len(".lora_B.weight")] for n in shapes if "_B." in n)
+    trained = added + sum(map(math.prod, draft_shapes(spec).values()))
     kinds = Counter(m.rpartition("mlp." if f".{EXPERTS}." in m else ".")[2] for m in modules)
-    everything, words = parameter_count(spec) + trained, ", ".join(f"{n} {kind}" for kind, n in kinds.items())
+    everything, words = parameter_count(spec) + added, ", ".join(f"{n} {kind}" for kind, n in kinds.items())
     if own != lora and EXPERTS in lora.target_modules:
         words += f", of experts with rank {own.rank} and alpha {own.alpha:g}"
     words += f", and the rows of {plural(len(lora.token_ids), 'token')}" if lora.token_ids else ""
+    words += "; and the draft head" * spec.has_draft_head
     root = "sqrt(rank)" if lora.scaling == "sqrt_rank" else "rank"
     log.info(
         f"LoRA: {trained:,} of {everything:,} parameters are trained ({trained / everything:.2%}), with rank "
