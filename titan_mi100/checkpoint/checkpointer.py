@@ -445,6 +445,8 @@ def _not_finite(tensors: dict[str, Tensor], unused: Collection[str]) -> str:
     local = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in tensors.items() if n not in unused}
     local = {name: tensor for name, tensor in local.items() if tensor.is_floating_point() and tensor.numel()}
     sums = [tensor.sum() for tensor in local.values()]  # a fast pass: infinity and NaN survive a sum
+    if not sums:  # a pipeline stage of which nothing is trained
+        return ""
     device = sums[0].device  # with offloading, some tensors are on the CPU
     if torch.stack([total.to(device, torch.float64) for total in sums]).isfinite().all():
         return ""

@@ -159,6 +159,10 @@ def check_same_run(found: FoundCheckpoint, about: dict[str, Any], allowed: Colle
     Raises:
         UserError: lists the differences, field by field.
     """
+    before, now = (of["fingerprints"].get("draft_head", {}).get("train", "no") for of in (found.manifest, about))
+    if before != now:  # other tensors
+        problem = f'was saved with draft_head.train = "{before}", now "{now}"; keep it, or start from its weights: set'
+        raise UserError(f"{found.path}: {problem} checkpoint.initial_load_path, and another job.run_folder")
     refused: list[str] = []
     permitted: list[str] = []
     changed: list[str] = []

@@ -46,6 +46,7 @@ class _Fingerprints(TypedDict, total=False):
     lora: dict[str, Any]
     base: str
     objective: dict[str, Any]
+    draft_head: dict[str, Any]
 
 
 class _Attention(TypedDict):
@@ -94,6 +95,10 @@ class _Adapter(_OfSomeAdapters):
     base: str
 
 
+class _HeadAlone(TypedDict):
+    base: str
+
+
 class _Manifest(_Sealed, total=False):
     """The keys of a manifest. A converter's manifest lacks those that describe a run."""
 
@@ -106,6 +111,7 @@ class _Manifest(_Sealed, total=False):
     fingerprints: _Fingerprints
     chosen: _Chosen
     lora: _Adapter
+    draft_head: _HeadAlone  # the checkpoint holds a draft head alone
 
 
 FORMAT = 1

@@ -29,9 +29,9 @@ from titan_mi100.config.settings import (
     ValidationConfig,
 )
 from titan_mi100.errors import UserError, did_you_mean
-from titan_mi100.files.model import check_weights
+from titan_mi100.files.model import DRAFT_FILE, check_weights
 from titan_mi100.files.patterns import matching_files, nearby
-from titan_mi100.shapes.base import ALL_LINEAR, EXPERTS, ModelSpec, parameter_shapes
+from titan_mi100.shapes.base import ALL_LINEAR, EXPERTS, ModelSpec, draft_shapes, parameter_shapes
 from titan_mi100.shapes.families import ADAPTED, FAMILIES, LINEARS, known_fields
 from titan_mi100.text import assets
 from titan_mi100.text.judge import judge_of
@@ -64,6 +64,7 @@ _SWITCHES: dict[tuple[str, str], tuple[str, ...]] = {
         *("alpha", "dropout", "target_modules", "base", "base_model_name_or_path", "expert_rank", "expert_alpha"),
     ),
     ("compile", "enable"): ("backend",),
+    ("draft_head", "train"): ("lr", "weight", "fresh"),
     ("checkpoint", "export_hf"): ("export_dtype",),
     ("data", "on_bad_row"): ("max_bad_rows",),
 }
@@ -126,6 +127,7 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
     yield from _check_data(data, config.objective.name)
     yield from (*_check_lora(config.lora), *_check_effects(config), *check_offload(config))
     yield from _check_objective(config.objective, data, config.lora.dropout)
+    yield from _check_draft_head(config) if config.draft_head.train != "no" else ()
     yield from _check_profiling(config.profiling, world_size)
     validation, best = config.validation, config.checkpoint.keep_best
     needing: dict[str, Any] = {"validation.freq": validation.freq, "checkpoint.keep_best": best}
@@ -147,7 +149,7 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
     yield from _check_metric(validation, data, config.objective.answers) if metric else ()
     known = [*FINGERPRINTS, *(f"model.{name}" for name in known_fields())]
     known += [f"lora.{name}" for name in settings.lora_identity(config.lora, (EXPERTS,))]
-    known += [f"objective.{name}" for name in config.objective.identity]
+    known += [f"objective.{name}" for name in config.objective.identity] + ["draft_head.weight"]
     for name in config.checkpoint.allow_changed:
         if name not in known:
             listed = f"{', '.join(FINGERPRINTS)}{did_you_mean(name, known)}"
@@ -181,15 +183,21 @@ def check_start(config: Config) -> None:
     if any(Path(folder, "checkpoint").glob("step-*")) and not save.fresh:  # it resumes
         return
     if load:
+        draft, adapter = config.draft_head, lora.initial_load_path
+        is_elsewhere = draft.fresh or (bool(adapter) and os.path.lexists(os.path.join(adapter, DRAFT_FILE)))
+        read = spec.with_draft_head(spec.has_draft_head and not is_elsewhere)
         try:
-            shapes = lambda names: spec.as_stored(names, {}).in_files(parameter_shapes(spec))  # noqa: E731
-            check_weights(Path(load), shapes, spec.own_name, spec.passes_through)
+            shapes = lambda names: read.as_stored(names, {}).in_files(parameter_shapes(read))  # noqa: E731
+            check_weights(Path(load), shapes, read.own_name, read.passes_through)
         except UserError as error:
             raise UserError(f"{error}{hub_hint(load)}") from None
+        if spec.has_draft_head:
+            assets.check_draft_keys(assets.folder_of(load), draft.train, is_elsewhere)
         assets.check_generation(assets.folder_of(load))
     if save.export_hf and os.environ.get("RANK", "0") == "0":
         assets.check_export(spec, load, config.tokenizer_path(), config.model.chat_template)
-    trained = lora.shapes(spec) if lora.rank else parameter_shapes(spec)
+    trained = lora.shapes(spec) | draft_shapes(spec) if lora.rank else parameter_shapes(spec)
+    trained = draft_shapes(spec) if config.draft_head.train == "after" else trained
     count = sum(map(math.prod, trained.values()))
     saved = count * (sum(config.optimizer.master_bytes) + config.optimizer.state_bytes)
     exported = count * (4 if save.export_dtype == "float32" else 2) if save.export_hf else 0  # at least
@@ -343,6 +351,8 @@ def _check_effects(config: Config) -> Iterator[Problem]:
     if config.training.mixed_precision_param == "float64":
         why = 'mixed_precision_param = "float64"'
         idle.append((why, "training.mixed_precision_param", ("mixed_precision_reduce",)))
+    if config.draft_head.train == "after":
+        idle.append(('train = "after"', "draft_head.train", ("weight",)))
     if not config.training.loss_spike_sigmas:
         idle.append(("loss_spike_sigmas = 0", "training.loss_spike_sigmas", ("skip_loss_spikes",)))
     if not config.watchdog.seconds:
@@ -444,6 +454,27 @@ def _check_objective(o: ObjectiveConfig, data: DataConfig, dropout: float) -> It
     if o.answers and data.earlier_thinking == "unroll":
         text = '= "unroll" makes several documents of an answer; use template, mask or context'
         yield Problem("data.earlier_thinking", text, ("objective.name",))
+
+
+def _check_draft_head(config: Config) -> Iterator[Problem]:
+    """Problems of a draft head that is trained."""
+    draft, name, degree = config.draft_head, config.objective.name, config.parallelism.context_parallel_degree
+    is_after, load = draft.train == "after", config.checkpoint.initial_load_path
+    merge = "merge yours first (titan-mi100 convert merge-lora), start from the result, and set rank = 0"
+    for is_wrong, text, other in (
+        (not is_after and name not in ("sft", "distill"),
+         f'would learn rejected answers of name = "{name}", too; train it "after" that run', "objective.name"),
+        (is_after and name != "sft", f'learns from text alone: set name = "sft", not "{name}"', "objective.name"),
+        (is_after and config.lora.rank > 0, f"trains no adapter; {merge}", "lora.rank"),
+        (is_after and not load, "needs the model that the head belongs to; name it", "checkpoint.initial_load_path"),
+        (config.rounds.count > 0, 'is not for rounds; train it "after" them', "rounds.count"),
+        (degree > 1, f"is not supported with context_parallel_degree = {degree}; set that to 1",
+         "parallelism.context_parallel_degree"),
+    ):  # fmt: skip
+        if is_wrong:
+            yield Problem("draft_head.train", f'= "{draft.train}" {text}', (other,))
+    if not draft.weight:
+        yield Problem("draft_head.weight", "= 0 would never train it; the usual is 0.1")
 
 
 def _check_policy(o: ObjectiveConfig, data: DataConfig) -> Iterator[Problem]:

@@ -24,7 +24,7 @@ from titan_mi100.shapes.rope import YARN, RopeScaling
 from titan_mi100.text import assets
 
 # what must not change on resume
-FINGERPRINTS = ("model", "tokenizer", "data", "seed", "global_batch_size", "lora", "base", "objective")
+FINGERPRINTS = ("model", "tokenizer", "data", "seed", "global_batch_size", "lora", "base", "objective", "draft_head")
 
 
 def _key(
@@ -548,6 +548,12 @@ class DraftHeadConfig:
     weight: float = _key(0.1, "along: of its loss")
     fresh: bool = _key(False, "start with random weights: for a folder that has lost it")
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must not change on resume, as JSON values; empty: it is not trained."""
+        weight = {"weight": self.weight} if self.train == "along" else {}
+        return {"train": self.train, **weight} if self.train != "no" else {}
+
 
 @dataclass(frozen=True)
 class RoundsConfig:
@@ -711,7 +717,7 @@ class Config:
         if spec.draft_layer is None:
             text = f'= "{self.draft_head.train}": a model of the family {spec.model_type} has no draft head; set "no"'
             raise ConfigError([Problem("draft_head.train", text)])
-        return replace(spec, has_draft_head=True)  # type: ignore[type-var]
+        return spec.with_draft_head()
 
     def tokenizer_path(self) -> str:
         load = self.checkpoint.initial_load_path

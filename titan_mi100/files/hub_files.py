@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from titan_mi100.errors import UserError
+from titan_mi100.files.model import DRAFT_FILE
 from titan_mi100.wording import shown, some
 
 MODEL, SHAPE, TOKENIZER, ADAPTER = "model", "shape", "tokenizer", "adapter"  # what a model's repository is named for
@@ -26,7 +27,7 @@ _OF_KIND = {
     MODEL: (*_TOKENIZER, *_WITH_WEIGHTS),
     SHAPE: ("config.json",),
     TOKENIZER: _TOKENIZER,
-    ADAPTER: (*_TOKENIZER, "adapter_config.json"),
+    ADAPTER: (*_TOKENIZER, "adapter_config.json", DRAFT_FILE),
 }
 _READ = re.compile(r"\.(jsonl?|parquet)(\.gz|\.zst)?$")
 _ABOUT = re.compile(  # files that hold no rows

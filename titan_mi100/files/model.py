@@ -14,6 +14,7 @@ from titan_mi100.files.tables import HF_DTYPES, INDEX, SINGLE
 from titan_mi100.wording import some
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+DRAFT_FILE = "mtp.safetensors"  # beside an adapter: the draft head that was trained with it
 HF, DCP, TORCH = "HF folder", "DCP folder", "file of torch.save"
 _READERS = {HF: "read_hf", DCP: "read_dcp", TORCH: "read_torch"}
 _OLD_BUFFER = ".rotary_emb.inv_freq"  # old programs stored this buffer; it is computed from the config instead
@@ -109,7 +110,9 @@ def tensor_problems(
 
     missing = sorted(expected.keys() - tensors.keys())
     tied = "; if the head is tied to the embedding, set tie_word_embeddings to true in config.json"
-    problems = [f"missing: {some(map(there, missing))}{tied * (missing == [HEAD])}"] if missing else []
+    is_lost = EMBEDDING in shapes and all(name.startswith("mtp.") for name in missing)
+    lost = "; with draft_head.fresh = true the draft head starts with random weights" * is_lost
+    problems = [f"missing: {some(map(there, missing))}{tied * (missing == [HEAD])}{lost}"] if missing else []
     odd = "; rename them to begin with 'model.visual.', or remove them" * any(".visual." in f".{n}" for n in unexpected)
     problems += [f"not part of this model: {some(map(there, unexpected))}{odd}"] if unexpected else []
     for name in sorted(expected.keys() & tensors.keys()):

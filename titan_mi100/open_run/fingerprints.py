@@ -4,6 +4,7 @@ checkpoint/resume.py compares them; config.settings.FINGERPRINTS names them.
 """
 
 import hashlib
+import os
 from dataclasses import asdict
 from typing import Any
 
@@ -23,14 +24,18 @@ def about_run(inputs: RunInputs, of_rows: str) -> dict[str, Any]:
     for column in (ADVANTAGE, SAMPLER, TEACHER):  # scores can change without the tokens
         if isinstance(own := inputs.columns.get(column), ByLearnedToken):
             of_rows = hashlib.sha256(of_rows.encode() + own.values.tobytes()).hexdigest()
+    head, is_after = config.draft_head.identity, config.draft_head.train == "after"
     if config.lora.rank:
         form = {"base": config.lora.base} if config.lora.base != "whole" else {}
-        lora = {"lora": {**identity, **form}, "base": base_identity(load, config.training.seed, spec)}
+        lora = {"lora": {**identity, **form}}
+    if config.lora.rank or is_after:
+        lora["base"] = base_identity(load, config.training.seed, spec)
     base = {"base": load}
     if config.lora.base_model_name_or_path:
         base["base_model_name_or_path"] = config.lora.base_model_name_or_path
     return {
-        **({"lora": {**identity, **base}} if lora else {}),
+        **({"lora": {**identity, **base}} if config.lora.rank else {}),
+        **({"draft_head": {"base": os.path.abspath(load)}} if is_after else {}),
         "layout": {**asdict(layout), **asdict(batch)},
         "data": data.facts.made_of,
         "rows": data.train_counts.rows,
@@ -43,5 +48,6 @@ def about_run(inputs: RunInputs, of_rows: str) -> dict[str, Any]:
             "global_batch_size": batch.global_batch_size,
             **lora,
             **({"objective": config.objective.identity} if config.objective.identity else {}),
+            **({"draft_head": head} if head else {}),
         },
     }

@@ -56,7 +56,7 @@ from titan_mi100.text.load import load_tokenizer
 from titan_mi100.trainer import Hooks, Trainer, UpdateRules
 from titan_mi100.watch.heartbeat import START, VALIDATION, Heartbeat
 from titan_mi100.weights.load import load_weights
-from titan_mi100.weights.source import open_weights
+from titan_mi100.weights.source import open_weights, read_manifest
 
 STOP, SAVE_FAILED = "stop", "save failed"  # flags that ranks raise on their own
 
@@ -182,8 +182,9 @@ def read_inputs(
     start = find_start(checkpoint, folder, world, config.checkpoint.load_step)
     progress = Progress()
     with raise_together():  # an export will have the form of the folder that was read
-        saved = start.manifest.get("fingerprints", {}).get("model", {}) if start else {}
         named = config.checkpoint.initial_load_path
+        manifest = start.manifest if start else read_manifest(Path(named)) if named else {}
+        saved = manifest.get("fingerprints", {}).get("model", {})
         spec = spec.as_stored(open_weights(named).kinds if named and spec.of_files and not start else (), saved)
     if start is not None:
         check_is_run_checkpoint(start)

@@ -291,6 +291,10 @@ class ModelSpec:
         """The layer of a draft head, see model/draft_head.py; None: the family has none."""
         return None
 
+    def with_draft_head(self, is_there: bool = True) -> "ModelSpec":
+        """The shape with the draft head as a part that trains, or without."""
+        return self if self.has_draft_head == is_there else replace(self, has_draft_head=is_there)
+
     @cached_property
     def draft_head(self) -> dict[str, Parameter]:
         """The parameters of the draft head by their HF names."""
@@ -346,6 +350,11 @@ class ModelSpec:
 def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Every parameter's HF name and shape, a tied weight once."""
     return {name: parameter.shape for name, parameter in spec.parameters.items()}
+
+
+def draft_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """The same of the draft head; empty: it is not trained."""
+    return {name: parameter.shape for name, parameter in spec.draft_head.items()} if spec.has_draft_head else {}
 
 
 def stored_shapes(spec: ModelSpec, stored: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[int, ...]]:

@@ -130,7 +130,7 @@ class MixtureSpec(ModelSpec):
             raise UserError(f"config.json: {text}, but the weights have {there:,} of experts; correct it")
         known = saved.get("experts_fused", self.experts_fused) if form is None else form
         more = {}
-        if self.has_draft_head:
+        if self.draft_layer is not None:
             more["draft_experts_fused"] = saved.get("draft_experts_fused", known) if of_draft is None else of_draft
         return replace(self, experts_fused=known, **more)  # type: ignore[type-var]  # of a dataclass
 

@@ -36,6 +36,7 @@ _TOKENIZER = (
 PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 _OF_MODEL = (CONFIG, GENERATION, PROMPTS, *PROCESSORS)
 _IN_VERSION_4 = ("qwen3", "qwen3_moe")  # model types that transformers 4 has
+DRAFT_LAYERS = "mtp_num_hidden_layers"
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # the key in transformers 5 and later, and the key before
 
 # Keys of generation_config.json that transformers accepts with any value.
@@ -123,8 +124,8 @@ def run_assets(
     """
     own = _read_files(folder_of(base), _OF_MODEL) if base else {}
     assets = {CONFIG: _json(to_hf_config(spec)), **own, **tokenizer_files(Path(tokenizer))}
-    if spec.rope_scaling:
-        assets[CONFIG] = _json(_scaled(parse_object(assets[CONFIG], folder_of(base) / CONFIG, _REMEDY), spec))
+    if spec.rope_scaling or spec.has_draft_head:
+        assets[CONFIG] = _json(_as_trained(parse_object(assets[CONFIG], folder_of(base) / CONFIG, _REMEDY), spec))
     assets = naming_class(assets, _read_files(folder_of(tokenizer), (CONFIG,)))
     if chat_template:
         assets[TEMPLATE] = read_plain(Path(os.path.realpath(chat_template)), LARGEST_CONFIG)
@@ -285,6 +286,25 @@ def check_generation(folder: Path) -> None:
     stop_ids({GENERATION: _json(text_part(config))}, folder / CONFIG)
 
 
+def check_draft_keys(folder: Path, train: str, is_new: bool) -> None:
+    """Check what a config.json says of the draft head. Args: train: of [draft_head]. is_new: the folder may have none.
+
+    Raises:
+        UserError: another head than the one that is trained.
+    """
+    config = parse_object(_read_files(folder, (CONFIG,)).get(CONFIG, b"{}"), folder / CONFIG, _REMEDY)
+    part, wrong, instead = text_part(config), [], f'instead of draft_head.train = "{train}" set "no"'
+    layers = part.get(DRAFT_LAYERS)
+    if config and not (layers == 1 or (is_new and layers is None)):
+        remedy = instead if layers else f'if it has a draft head, write "{DRAFT_LAYERS}": 1 into it'
+        number = "is missing" if layers is None else f"= {shown(layers)}"
+        wrong.append(f"{DRAFT_LAYERS} {number}: only draft heads of one layer are trained; {remedy}")
+    if part.get("mtp_use_dedicated_embeddings"):
+        wrong.append(f"mtp_use_dedicated_embeddings = true: only heads that use the model's are trained; {instead}")
+    if wrong:
+        raise UserError("\n".join(f"{folder / CONFIG}: {problem}" for problem in wrong))
+
+
 def check_export(spec: ModelSpec, base: str, tokenizer: str, chat_template: str) -> None:
     """Assemble the files of a run's export, and read them as the export will. Args: as run_assets.
 
@@ -321,7 +341,7 @@ def export_assets(folder: Path, assets: Assets, spec: ModelSpec, dtype: str | No
         ends: ids of the tokens that end a text, the end of a turn first; empty: unknown.
     """
     config = parse_object(assets.get(CONFIG, b"{}"), folder / CONFIG, _REMEDY) or to_hf_config(spec)
-    config = {**_scaled(config, spec), "architectures": to_hf_config(spec)["architectures"]}
+    config = {**_as_trained(config, spec), "architectures": to_hf_config(spec)["architectures"]}
     generation = parse_object(assets.get(GENERATION, b"{}"), folder / GENERATION, _REMEDY)
     stops = stop_ids(assets, folder / GENERATION)
     if ends:
@@ -334,12 +354,16 @@ def export_assets(folder: Path, assets: Assets, spec: ModelSpec, dtype: str | No
     return naming_dtype(kept, dtype or "keep")
 
 
-def _scaled(config: dict[str, Any], spec: ModelSpec) -> dict[str, Any]:
-    """The config.json with the shape's rope scaling under the one key that all versions read, with all that vLLM needs
-    of it: transformers 4 knows only rope_scaling, and rope_theta outside of it.
+def _as_trained(config: dict[str, Any], spec: ModelSpec) -> dict[str, Any]:
+    """The config.json with the key by which servers look for a draft head that was trained, and with the shape's rope
+    scaling under the one key that all versions read, with all that vLLM needs of it: transformers 4 knows only
+    rope_scaling, and rope_theta outside of it.
     """
+    part = text_part(config)
+    if spec.has_draft_head:
+        part[DRAFT_LAYERS] = part.get(DRAFT_LAYERS) or 1
     if spec.rope_scaling:
-        part, name = text_part(config), ROPES[config.get("model_type") not in _IN_VERSION_4]
+        name = ROPES[config.get("model_type") not in _IN_VERSION_4]
         others = {key: x for key, x in rope_of(part).items() if key not in ("rope_type", "type", *TYPES[YARN])}
         for key in ROPES:
             part.pop(key, None)

@@ -12,7 +12,7 @@ from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.errors import UserError
 from titan_mi100.log import log
 from titan_mi100.model.lora import base_fingerprint
-from titan_mi100.shapes.base import EXPERTS, ROWS, ModelSpec, parameter_shapes
+from titan_mi100.shapes.base import DRAFT, EXPERTS, ROWS, ModelSpec, draft_shapes, parameter_shapes
 from titan_mi100.text.assets import (
     PROMPTS,
     Assets,
@@ -25,6 +25,7 @@ from titan_mi100.text.assets import (
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights import peft as peft_io
 from titan_mi100.weights.base import Box, Weights, box
+from titan_mi100.weights.draft_head import WithDraftHead, open_head
 from titan_mi100.weights.source import ModelSource, open_source, verify_files
 
 
@@ -42,11 +43,12 @@ def merged_source(base: ModelSource, adapter: str | Path) -> ModelSource:
         raise UserError(f"{base.path}: has no config.json; name the base's HF folder")
     if base.lora is not None:
         raise UserError(f"{base.path}: is an adapter; name its base model here, and this folder as the adapter")
-    lora, matrices, trained = _open_adapter(Path(adapter), base, base.spec)
-    matrices.check(lora.shapes(base.spec))
+    lora, matrices, trained, head = _open_adapter(Path(adapter), base, base.spec)
+    matrices.check(lora.shapes(base.spec) | (draft_shapes(trained) if head is matrices else {}))
     if beyond := [token for token in lora.token_ids if token >= base.spec.vocab_size]:
         raise UserError(f"{adapter}: trains row {beyond[0]}, but {base.path} has {base.spec.vocab_size}; name its base")
-    weights = MergedWeights(base.weights, matrices, lora)
+    below = WithDraftHead(base.weights, head, trained) if head is not None else base.weights
+    weights = MergedWeights(below, matrices, lora)
     return replace(base, weights=weights, assets=_assets_as_trained(base, Path(adapter)), spec=trained)
 
 
@@ -63,8 +65,11 @@ def _assets_as_trained(base: ModelSource, adapter: Path) -> Assets:
     return ending_turns(assets, token, end) if end >= 0 else assets
 
 
-def _open_adapter(path: Path, base: ModelSource, spec: ModelSpec) -> tuple[LoRAConfig, Weights, ModelSpec]:
-    """An adapter's settings and matrices, and the base's shape with the rope scaling that a run has added.
+def _open_adapter(
+    path: Path, base: ModelSource, spec: ModelSpec
+) -> tuple[LoRAConfig, Weights, ModelSpec, Weights | None]:
+    """An adapter's settings and matrices, the base's shape with the rope scaling that a run has added, and the draft
+    head that was trained with it.
 
     A run's checkpoint stores a fingerprint of its base, so it is refused on other weights. A PEFT folder names its base
     only, so there is only a warning.
@@ -74,19 +79,27 @@ def _open_adapter(path: Path, base: ModelSource, spec: ModelSpec) -> tuple[LoRAC
         is_other = cached not in ("", named) and is_hub_name(named)
         if not base.path.samefile(named) if named and Path(named).is_dir() else is_other:
             log.warning(f"{path}: was trained on {named}, but is merged into {base.path}")
-        return *peft_io.read_adapter(path), spec
+        head = open_head(path, spec)
+        return *peft_io.read_adapter(path), spec if head is None else _with_head(base, spec), head
     source = open_source(path)
     if source.lora is None:
         raise UserError(f"{path}: is neither a PEFT folder ({peft_io.CONFIG}) nor a checkpoint of a LoRA run")
     verify_files(path)
     named, trained_on = source.manifest["lora"]["base"], source.manifest["fingerprints"]["base"]
     # named is empty if the run started from random weights; then there is nothing to compare with
-    if named and trained_on != base_fingerprint(base.weights.read, parameter_shapes(spec)):
+    if named and trained_on != base_fingerprint(base.weights.read, parameter_shapes(spec.with_draft_head(False))):
         raise UserError(f"{path}: was not trained on the weights in {base.path}; name its base ({named})")
     if source.spec is not None and source.spec.rope_scaling:
         own = {name: getattr(source.spec, name) for name in ("rope_scaling", "max_position_embeddings")}
         spec = replace(spec, **own)  # type: ignore[type-var]
-    return source.lora, source.weights, spec
+    if source.spec is None or not source.spec.has_draft_head or spec.draft_layer is None:
+        return source.lora, source.weights, spec, None
+    return source.lora, source.weights, _with_head(base, spec), source.weights
+
+
+def _with_head(base: ModelSource, spec: ModelSpec) -> ModelSpec:
+    """The shape with a draft head in the form of the base's."""
+    return spec.with_draft_head().as_stored(base.weights.kinds, spec.as_dict())
 
 
 class MergedWeights(Weights):
@@ -103,7 +116,7 @@ class MergedWeights(Weights):
 
     def read(self, name: str, shape: torch.Size, offset: Box, size: Box, exactly: bool = False) -> Tensor:
         # Only the requested part is merged, so a rank that reads its shard never holds a whole matrix of the base.
-        part = self.base.read(name, shape, offset, size)
+        part = self.base.read(name, shape, offset, size, exactly and name.startswith(DRAFT))
         if (rows_name := name.removesuffix(".weight") + ROWS) in self.adapter.kinds:
             trained, part = self.adapter.tensor(rows_name), part.float()
             for token, row in zip(self.lora.token_ids, trained, strict=True):

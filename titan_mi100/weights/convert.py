@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from os.path import lexists
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from titan_mi100.errors import SaveError, UserError
 from titan_mi100.files.durable import atomic_output_folder, sync
 from titan_mi100.log import ByteProgress, log
 from titan_mi100.parallel.distributed import raise_together, wait_for_all
-from titan_mi100.shapes.base import EXPERTS, ModelSpec, differences, modules_of
+from titan_mi100.shapes.base import EXPERTS, ModelSpec, differences, draft_shapes, modules_of
 from titan_mi100.shapes.families import to_hf_config
 from titan_mi100.text import assets as asset_files
 from titan_mi100.text.assets import CONFIG, GENERATION, Assets, config_dtype, export_assets, naming_dtype, read_assets
@@ -33,6 +34,7 @@ from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights import peft as peft_io
 from titan_mi100.weights.base import Kind, Kinds, Weights, dtype_name, raw_bytes
 from titan_mi100.weights.dcp import MODEL_FILE, DCPWeights, read_torch_weights, write_dcp, write_torch
+from titan_mi100.weights.draft_head import kinds_in_base, open_head, write_head
 from titan_mi100.weights.experts import in_files
 from titan_mi100.weights.hf import is_hf_folder, write_hf
 from titan_mi100.weights.pieces import joined
@@ -123,7 +125,7 @@ def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = 
             assert written.spec is not None
             if differing := differences(written.spec, source.spec):
                 raise SaveError(f"the export's config.json describes another model: {'; '.join(differing)}")
-            _compare(written.weights, digests, verify)
+            _compare(joined(written.weights, source.spec), digests, verify)
 
 
 def to_torch(source: ModelSource, output: Path, dtype: str = "keep", verify: str = "bytes") -> None:
@@ -145,7 +147,10 @@ def to_torch(source: ModelSource, output: Path, dtype: str = "keep", verify: str
 def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, verify: str) -> None:
     """Write an adapter as a PEFT folder, with the tokenizer's files."""
     assert source.spec is not None
-    base, kinds = source.manifest["lora"]["base"], _output_kinds(source, dtype)
+    spec, base, kinds = source.spec, source.manifest["lora"]["base"], _output_kinds(source, dtype)
+    heads = draft_shapes(spec)
+    if heads and dtype == "keep" and lexists(base):
+        kinds = kinds | kinds_in_base(kinds, open_source(base).weights.kinds, spec)
     name = source.manifest["lora"].get("base_model_name_or_path", "")
     if base and not name and not is_hf_folder(base):
         log.warning(
@@ -156,17 +161,21 @@ def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, ve
         log.warning(f"{output}: {problem}; or merge {source.path} (titan-mi100 convert merge-lora)")
     with _new_folder(source, output, kinds, verify) as aside:
         digests = Digests()
-        tensors = {source.spec.stored_name(own): tensor for own, tensor in _tensors_to_write(source, kinds, digests)}
-        peft_io.write_adapter(aside, tensors, lora, name or base)
-        if not source.weights.kinds.keys() <= tensors.keys():
-            kind = to_hf_config(source.spec)["architectures"][0]
+        tensors = dict(_tensors_to_write(source, kinds, digests))
+        if heads:
+            write_head(aside, spec, ((own, tensors.pop(own)) for own in heads))
+        peft_io.write_adapter(aside, {spec.stored_name(own): x for own, x in tensors.items()}, lora, name or base)
+        if any(spec.stored_name(own) != own for own in tensors):
+            kind = to_hf_config(spec)["architectures"][0]
             log.info(f"{output}: its names are those of {kind}: load the base with that class, then the adapter")
         again, written = peft_io.read_adapter(aside)
-        modules = modules_of(kinds)
+        modules = modules_of(tensors)
         lora = replace(lora, dropout=again.dropout) if EXPERTS in modules else lora
         if verify != "off" and lora_identity(again, modules) != lora_identity(lora, modules):
             raise SaveError("the adapter's settings differ from those that were written")
-        _compare(written, digests, verify)
+        _compare(written, Digests({own: digests[own] for own in tensors}), verify)
+        if (head := open_head(aside, spec)) is not None:
+            _compare(head, Digests({own: digests[own] for own in heads}), verify)
         of_base = (CONFIG, GENERATION, *asset_files.PROCESSORS)
         kept = {name: content for name, content in source.assets.items() if name not in of_base}
         _write_assets(aside, asset_files.for_all_versions(asset_files.naming_class(kept, source.assets)))

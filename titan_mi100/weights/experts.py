@@ -7,7 +7,7 @@ from torch import Tensor
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.model import tensor_problems
-from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.shapes.base import DRAFT, ModelSpec
 from titan_mi100.shapes.experts import INSIDE, MixtureSpec, places, stacks
 from titan_mi100.weights.base import Box, Kind, Weights, box, dtype_name
 
@@ -16,19 +16,25 @@ TARGET_PARAMETERS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
 class StackedWeights(Weights):
-    """Weights by our names, of a folder that has experts in one of the forms of files. Reads few bytes besides."""
+    """Weights by our names, of a folder that has experts of the layers, of the draft head, or of both in one of the
+    forms of files. Reads few bytes besides.
+    """
 
     def __init__(self, stored: Weights, spec: ModelSpec) -> None:
         """Raises UserError: experts are missing, or have other shapes than the model's, or several dtypes."""
         self.source, self._stored, self.named = stored.source, stored, stored.named
-        there = {name: kind for name, kind in stored.kinds.items() if INSIDE in name and not spec.passes_through(name)}
         assert isinstance(spec, MixtureSpec)
-        expected = spec.in_files({name: parameter.shape for name, parameter in stacks(spec)})
+        ours = dict(stacks(spec))
+        inside = (name for name in stored.kinds if INSIDE in name and name not in ours)
+        there = {name: stored.kinds[name] for name in inside if not spec.passes_through(name)}
+        of_head = {name.startswith(DRAFT) for name in there}
+        wanted = {name: parameter for name, parameter in ours.items() if name.startswith(DRAFT) in of_head}
+        expected = spec.in_files({name: parameter.shape for name, parameter in wanted.items()})
         held = {name: (shape, dtype_name(dtype)) for name, (shape, dtype) in there.items()}
         problems = tensor_problems(held, expected, self.named)
         self.kinds = {name: kind for name, kind in stored.kinds.items() if name not in there}
         self._places = {}
-        for name, parameter in stacks(spec) if not problems else ():
+        for name, parameter in wanted.items() if not problems else ():
             self._places[name] = list(places(name, parameter, spec.fused_in_files(name))), parameter.is_transposed
             dtypes = {there[position.name].dtype for position in self._places[name][0]}
             self.kinds[name] = Kind(parameter.shape, min(dtypes, key=dtype_name))

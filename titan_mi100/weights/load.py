@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
+from os.path import lexists
 from pathlib import Path
 
 import torch
@@ -15,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_mi100.config.hub import cached_model
-from titan_mi100.config.settings import LoRAConfig
+from titan_mi100.config.settings import Config, LoRAConfig
 from titan_mi100.errors import UserError
+from titan_mi100.files.model import DRAFT_FILE
 from titan_mi100.log import log
 from titan_mi100.model.init import Read, initial_values
 from titan_mi100.model.lora import base_fingerprint, is_adapter, lora_values
@@ -26,10 +28,21 @@ from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import raise_together
 from titan_mi100.planning.workload import Workload
-from titan_mi100.shapes.base import EXPERTS, ROWS, ModelSpec, parameter_count, parameter_shapes, stored_shapes
+from titan_mi100.shapes.base import (
+    DRAFT,
+    EXPERTS,
+    ROWS,
+    ModelSpec,
+    draft_shapes,
+    parameter_count,
+    parameter_shapes,
+    stored_shapes,
+)
 from titan_mi100.text.assets import folder_of, read_assets
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights.base import EMBEDDING, HEAD, Weights
+from titan_mi100.weights.draft_head import open_head
+from titan_mi100.weights.experts import in_files
 from titan_mi100.weights.peft import open_adapter
 from titan_mi100.weights.pieces import joined, read_pieces
 from titan_mi100.weights.source import open_weights, verify_files, warn_of_missing_draft
@@ -50,26 +63,32 @@ def load_weights(
     Args:
         optimizer: keeps what the parameters cannot hold of the values.
         checkpoint: the checkpoint that the run resumes from. Nothing is filled then, because the checkpoint will do it.
-            Except in a LoRA run: its checkpoints hold the adapter only, so the base is filled here.
+            Except if the model is frozen: such checkpoints hold adapters or a draft head only, so the base is filled
+            here.
         tokens: returns ids in the data; under LoRA, a warning names those whose frozen rows look untrained.
 
     Raises:
         UserError: on all ranks; the weights cannot be read, or belong to another model.
     """
     config, spec = workload.config, workload.spec
-    source = config.checkpoint.initial_load_path
+    source, is_frozen = config.checkpoint.initial_load_path, config.lora.rank > 0 or model.draft == "after"
     origin = f"resumed from {checkpoint}"
-    if checkpoint is None or config.lora.rank:
+    if checkpoint is None or is_frozen:
         read: Read = partial(initial_values, spec, config.training.seed)
         origin = f"random weights, seed {config.training.seed}"
         log.info(f"loading the weights from {source} ..." if source else "drawing random weights ...")
+        with raise_together():
+            head = _head_elsewhere(config, spec, checkpoint)
         if source:
             with raise_together():
-                base = _open_base(source, spec)
-                # A frozen base is identified by its 16 bits, and masters of 16 bits start from the same ones.
+                base = _open_base(source, spec if head is None else spec.with_draft_head(False))
                 if dist.get_rank() == 0 and checkpoint is None:
-                    assets = read_assets(folder_of(source))
-                    warn_of_missing_draft(Path(source), assets, base.kinds)
+                    if head is None:
+                        warn_of_missing_draft(Path(source), read_assets(folder_of(source)), base.kinds)
+                    elif any(name.startswith(DRAFT) for name in base.kinds):
+                        adapter = f"{config.lora.initial_load_path} has one"
+                        why = "draft_head.fresh = true" if config.draft_head.fresh else adapter
+                        log.info(f"{source}: its draft head is not read: {why}")
                     if config.lora.rank and (odd := untrained_rows(base, {*tokens()} - {*config.lora.token_ids})):
                         spelt, remedy = ", ".join(map(str, odd[:8])), "[lora] trainable_tokens"
                         with suppress(UserError):  # a corpus is trained without its tokenizer
@@ -78,12 +97,20 @@ def load_weights(
                             remedy = f"lora.trainable_tokens = [{spelt}{', ...' if odd[8:] else ''}]"
                         message = f"rows of {plural(len(odd), 'token')} in the data look untrained, such as {spelt}"
                         log.warning(f"{source}: {message}; LoRA does not train them: set {remedy}, or {_INSTEAD}")
-                is_narrow = config.lora.rank or config.optimizer.master == "bf16_sr"
-                read, origin = partial(base.read, exactly=not is_narrow), f"weights from {source}"
+                # A frozen base is identified by its 16 bits, and masters of 16 bits start from the same ones.
+                is_narrow, origin = config.optimizer.master == "bf16_sr", f"weights from {source}"
+                read = partial(base.read, exactly=not (is_frozen or is_narrow))
+                if spec.has_draft_head and head is None:
+                    head = partial(base.read, exactly=not is_narrow)
                 # each rank hashes a share of a sealed checkpoint's files
                 verify_files(Path(source), dist.get_rank(), dist.get_world_size())
-                if dist.get_rank() == 0 and not config.lora.rank:
-                    model.passed_through = {name: base.tensor(name) for name in base.kinds if spec.passes_through(name)}
+                if dist.get_rank() == 0 and not is_frozen:
+                    carried = {name: kind for name, kind in base.kinds.items() if spec.passes_through(name)}
+                    # experts of a draft head in a run's checkpoint have our form, and go out in that of files
+                    shape = spec.with_draft_head(spec.draft_layer is not None)
+                    tensors = ((name, base.tensor(name, kind.dtype)) for name, kind in carried.items())
+                    model.passed_through = dict(in_files(shape, tensors))
+        read = read if head is None else _with_head(read, head)
         fill_base(model, optimizer.keep_residuals(read_pieces(spec, read)))
         base_read = read
     elif dist.get_rank() == 0:
@@ -96,6 +123,28 @@ def load_weights(
         fresh = None if checkpoint else _fresh_adapter(config.lora, seed, base_read, spec)
         origin = f"resumed from {checkpoint}" if checkpoint else f"fresh, seed {seed}"
         _load_adapter(model, optimizer, config.lora, spec, fresh, origin)
+
+
+def _head_elsewhere(config: Config, spec: ModelSpec, checkpoint: Path | None) -> Read | None:
+    """Reads the first values of a draft head that is not the model's own; None: it is, or is not trained. Args: as of
+    load_weights.
+    """
+    path = config.lora.initial_load_path
+    if not spec.has_draft_head:
+        if path and lexists(Path(path, DRAFT_FILE)):
+            log.warning(f'{path}: its {DRAFT_FILE} is not read, nor exported again: draft_head.train = "no"')
+        return None
+    if checkpoint is not None:  # it fills the head
+        return lambda name, shape, offset, size: torch.zeros(size)
+    if config.draft_head.fresh:
+        return partial(initial_values, spec, config.training.seed)
+    head = open_head(path, spec)
+    return None if head is None else partial(head.read, exactly=True)
+
+
+def _with_head(base: Read, head: Read) -> Read:
+    """Reads a draft head from elsewhere."""
+    return lambda name, *place: (head if name.startswith(DRAFT) else base)(name, *place)
 
 
 def untrained_rows(base: Weights, tokens: Collection[int]) -> list[int]:
@@ -176,13 +225,15 @@ def _load_adapter(
                 adapter = open_adapter(lora, shapes)
                 fresh, origin = partial(adapter.read, exactly=True), f"from {lora.initial_load_path}"
         read = optimizer.keep_residuals(read_pieces(spec, fresh, lora.rank))
-        distributed.fill_parameters(model.trained_parameters(), read)
-    trained, modules = sum(map(math.prod, shapes.values())), (n[: -len(".lora_B.weight")] for n in shapes if "_B." in n)
+        distributed.fill_parameters(((n, p) for n, p in model.trained_parameters() if is_adapter(n)), read)
+    added, modules = sum(map(math.prod, shapes.values())), (n[: -len(".lora_B.weight")] for n in shapes if "_B." in n)
+    trained = added + sum(map(math.prod, draft_shapes(spec).values()))
     kinds = Counter(m.rpartition("mlp." if f".{EXPERTS}." in m else ".")[2] for m in modules)
-    everything, words = parameter_count(spec) + trained, ", ".join(f"{n} {kind}" for kind, n in kinds.items())
+    everything, words = parameter_count(spec) + added, ", ".join(f"{n} {kind}" for kind, n in kinds.items())
     if own != lora and EXPERTS in lora.target_modules:
         words += f", of experts with rank {own.rank} and alpha {own.alpha:g}"
     words += f", and the rows of {plural(len(lora.token_ids), 'token')}" if lora.token_ids else ""
+    words += "; and the draft head" * spec.has_draft_head
     root = "sqrt(rank)" if lora.scaling == "sqrt_rank" else "rank"
     log.info(
         f"LoRA: {trained:,} of {everything:,} parameters are trained ({trained / everything:.2%}), with rank "
@@ -191,13 +242,14 @@ def _load_adapter(
 
 
 def base_identity(source: str, seed: int, spec: ModelSpec) -> str:
-    """Identifies the frozen weights of a LoRA run, which its checkpoints do not hold. A collective.
+    """Identifies the frozen weights of a run, which its checkpoints do not hold. A collective.
 
     Returns:
         A fingerprint of the values, or the seed of random weights.
     """
     if not source:
         return f"random weights, seed {seed}"
+    spec = spec.with_draft_head(False)  # the checkpoints hold the head
     return distributed.from_rank_zero(lambda: base_fingerprint(_open_base(source, spec).read, parameter_shapes(spec)))
 
 

@@ -1,6 +1,6 @@
 """Opens a model by its path: an HF folder, a DCP folder (such as a run's checkpoint) or a file of torch.save."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from os.path import lexists
@@ -15,14 +15,18 @@ from titan_mi100.files.model import DCP, TORCH, weights_format
 from titan_mi100.files.patterns import nearby
 from titan_mi100.files.plain import parse_object
 from titan_mi100.log import log
-from titan_mi100.shapes.base import ModelSpec, differences, stored_shapes
+from titan_mi100.model.lora import base_fingerprint
+from titan_mi100.shapes.base import DRAFT, ModelSpec, differences, draft_shapes, parameter_shapes, stored_shapes
 from titan_mi100.shapes.families import of_fingerprint, read_hf_config
 from titan_mi100.text import assets as asset_files
 from titan_mi100.text.assets import Assets
 from titan_mi100.weights.base import Weights
 from titan_mi100.weights.dcp import DCPWeights, read_torch_weights
+from titan_mi100.weights.draft_head import WithDraftHead
 from titan_mi100.weights.hf import HFWeights
 from titan_mi100.weights.pieces import joined
+
+_HEAD_ALONE = "draft_head"  # key of the manifest of a checkpoint that holds one alone
 
 
 def open_weights(path: str | Path, only_weights: bool = True) -> Weights:
@@ -40,7 +44,9 @@ def open_weights(path: str | Path, only_weights: bool = True) -> Weights:
         raise UserError(f"{path}: no such folder or file{hub_hint(str(path)) or nearby(str(path))}")
     kind = weights_format(path)
     if kind == DCP:
-        return DCPWeights(path, only_weights, read_manifest(path).get("files"))
+        manifest = read_manifest(path)
+        is_head_alone = only_weights and _HEAD_ALONE in manifest
+        return open_source(path).weights if is_head_alone else DCPWeights(path, only_weights, manifest.get("files"))
     return read_torch_weights(path) if kind == TORCH else HFWeights(path)
 
 
@@ -71,6 +77,8 @@ def verify_files(path: Path, share: int = 0, shares: int = 1) -> None:
         UserError: a file has changed since it was written.
     """
     manifest = read_manifest(path, partial(sealed.verify, share=share, shares=shares))
+    if base := manifest.get(_HEAD_ALONE, {}).get("base"):
+        verify_files(Path(base), share, shares)
     if not manifest and lexists(path / ".metadata"):
         log.warning(f"{path}: has no {sealed.MANIFEST}, so its files cannot be checked for damage")
 
@@ -78,8 +86,8 @@ def verify_files(path: Path, share: int = 0, shares: int = 1) -> None:
 def warn_of_missing_draft(where: Path, assets: Assets, names: Iterable[str]) -> None:
     """Warn of a draft head that config.json promises, and the weights do not have. Args: where: for the message."""
     config = parse_object(assets.get(asset_files.CONFIG, b"{}"), asset_files.CONFIG, "")
-    count = asset_files.text_part(config).get("mtp_num_hidden_layers")
-    if count and not any(name.startswith("mtp.") for name in names):
+    count = asset_files.text_part(config).get(asset_files.DRAFT_LAYERS)
+    if count and not any(name.startswith(DRAFT) for name in names):
         message = f"config.json has mtp_num_hidden_layers = {count}, but the weights have no draft head (mtp.*)"
         log.warning(f"{where}: {message}; a server must be started without it, or set the key to 0")
 
@@ -120,18 +128,17 @@ def open_source(path: str | Path, assets_folder: str | Path = "") -> ModelSource
     path = Path(path)
     if assets_folder and not Path(assets_folder).is_dir():
         raise UserError(f"{assets_folder}: is not a folder; name one with config.json and tokenizer files")
+    manifest = read_manifest(path)
+    if _HEAD_ALONE in manifest:
+        return _with_base(path, manifest, assets_folder)
     folder = Path(assets_folder) if assets_folder else asset_files.folder_of(path)
     has_config = path.exists() and lexists(folder / asset_files.CONFIG)
     spec = read_hf_config(folder) if has_config else None  # first: it says if the weights are quantized
     weights = open_weights(path)
     if not weights.kinds:
         raise UserError(f"{path}: has no weights")
-    manifest = read_manifest(path)
     trained = manifest.get("fingerprints", {}).get("model")
-    try:
-        saved = of_fingerprint(trained) if trained else None
-    except ValueError as error:
-        raise UserError(f"{path / sealed.MANIFEST}: {error}; use another checkpoint") from None
+    saved = _shape_of(path, trained) if trained else None
     # config.json may have been copied from another model, so it must agree with what the run recorded.
     spec = spec or saved
     if spec is not None and saved is not None and (differing := differences(spec, saved)):
@@ -146,15 +153,37 @@ def open_source(path: str | Path, assets_folder: str | Path = "") -> ModelSource
         own["token_ids"] = tuple(adapter.get("token_ids", ()))
         lora = LoRAConfig(adapter["rank"], adapter["alpha"], adapter["dropout"], targets, **own)
     if spec is not None:
-        has_draft_head = bool((trained or {}).get("has_draft_head"))
-        spec = replace(spec, has_draft_head=has_draft_head) if has_draft_head else spec  # type: ignore[type-var]
+        spec = spec.with_draft_head(saved is not None and saved.has_draft_head)
         spec = spec.as_stored(weights.kinds, trained or {})
         weights = joined(weights, spec)
-        every = stored_shapes(spec, weights.kinds)
-        shapes = lora.shapes(spec) if lora else every
+        shapes = lora.shapes(spec) | draft_shapes(spec) if lora else stored_shapes(spec, weights.kinds)
         weights.check(shapes)
         weights.kinds = {name: weights.kinds[name] for name in shapes}  # drops a tied head and old buffers
     # Files beside a single file of torch.save belong to the model only if one of them is a config.json.
     of_model = path.is_dir() or bool(assets_folder) or has_config
     assets = asset_files.read_assets(folder) if of_model else {}
     return ModelSource(path, weights, folder, assets, spec, manifest, lora)
+
+
+def _shape_of(path: Path, fingerprint: Mapping[str, Any]) -> ModelSpec:
+    """The shape that a manifest has. Raises UserError: it is none."""
+    try:
+        return of_fingerprint(fingerprint)
+    except ValueError as error:
+        raise UserError(f"{path / sealed.MANIFEST}: {error}; use another checkpoint") from None
+
+
+def _with_base(path: Path, manifest: dict[str, Any], assets_folder: str | Path) -> ModelSource:
+    """The model of a checkpoint that holds a draft head alone: its base, but for the head. Raises UserError: the base
+    is not there, or another one by now.
+    """
+    named, trained = manifest[_HEAD_ALONE]["base"], manifest.get("fingerprints", {})
+    if not lexists(named):
+        raise UserError(f"{path}: holds the draft head of {named}, which is not there; put it back")
+    base = open_source(named, assets_folder)
+    base = base if base.spec else open_source(named, path)
+    spec, head = _shape_of(path, trained.get("model", {})), DCPWeights(path, files=manifest.get("files"))
+    head.check(draft_shapes(spec))
+    if trained.get("base") != base_fingerprint(base.weights.read, parameter_shapes(spec.with_draft_head(False))):
+        raise UserError(f"{path}: its draft head was not trained on the weights in {named}; put back those")
+    return replace(base, path=path, weights=WithDraftHead(base.weights, head, spec), spec=spec)
