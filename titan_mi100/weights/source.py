@@ -15,7 +15,7 @@ from titan_mi100.files.model import DCP, TORCH, weights_format
 from titan_mi100.files.patterns import nearby
 from titan_mi100.files.plain import parse_object
 from titan_mi100.log import log
-from titan_mi100.shapes.base import ModelSpec, differences, stored_shapes
+from titan_mi100.shapes.base import DRAFT, ModelSpec, differences, stored_shapes
 from titan_mi100.shapes.families import of_fingerprint, read_hf_config
 from titan_mi100.text import assets as asset_files
 from titan_mi100.text.assets import Assets
@@ -23,6 +23,7 @@ from titan_mi100.weights.base import Weights
 from titan_mi100.weights.dcp import DCPWeights, read_torch_weights
 from titan_mi100.weights.hf import HFWeights
 from titan_mi100.weights.pieces import joined
+from titan_mi100.wording import shown
 
 
 def open_weights(path: str | Path, only_weights: bool = True) -> Weights:
@@ -84,6 +85,20 @@ def warn_of_missing_draft(where: Path, assets: Assets, names: Iterable[str]) -> 
         log.warning(f"{where}: {message}; a server must be started without it, or set the key to 0")
 
 
+def draft_head_problem(assets: Assets, spec: ModelSpec, names: Iterable[str]) -> str:
+    """Why the draft head of a folder cannot be computed; "": it can. Args: names: of its tensors."""
+    config = asset_files.text_part(parse_object(assets.get(asset_files.CONFIG, b"{}"), asset_files.CONFIG, ""))
+    if spec.draft_layer is None:
+        return f"a model of the family {spec.model_type} has no draft head; take a Qwen3.5, 3.6 or 3.8"
+    if not any(name.startswith(DRAFT) for name in names):
+        remedy = 'name a folder that has it, or train one: draft_head.train = "after", draft_head.fresh = true'
+        return f"has no draft head (mtp.*); {remedy}"
+    for key, only in (("mtp_num_hidden_layers", 1), ("mtp_use_dedicated_embeddings", False)):
+        if (found := config.get(key, only)) != only:
+            return f"config.json has {key} = {shown(found)}; only {shown(only)} is supported"
+    return ""
+
+
 @dataclass(frozen=True)
 class ModelSource:
     """An opened model. Build it with `open_source`.
@@ -107,12 +122,13 @@ class ModelSource:
     lora: LoRAConfig | None
 
 
-def open_source(path: str | Path, assets_folder: str | Path = "") -> ModelSource:
+def open_source(path: str | Path, assets_folder: str | Path = "", with_draft_head: bool = False) -> ModelSource:
     """Open a model, and compare its tensors with its config.json or manifest.
 
     Args:
         path: HF folder, DCP folder, or file of torch.save.
         assets_folder: folder of config.json and tokenizer files, if not the model's own.
+        with_draft_head: the draft head is a part of the model, as in the checkpoints of a run that trains it.
 
     Raises:
         UserError: there is no model, a file cannot be read, or the tensors do not fit the config.
@@ -145,16 +161,18 @@ def open_source(path: str | Path, assets_folder: str | Path = "") -> ModelSource
         own = {key: adapter[key] for key in ("expert_rank", "expert_alpha", "scaling") if key in adapter}
         own["token_ids"] = tuple(adapter.get("token_ids", ()))
         lora = LoRAConfig(adapter["rank"], adapter["alpha"], adapter["dropout"], targets, **own)
+    # Files beside a single file of torch.save belong to the model only if one of them is a config.json.
+    of_model = path.is_dir() or bool(assets_folder) or has_config
+    assets = asset_files.read_assets(folder) if of_model else {}
     if spec is not None:
-        has_draft_head = bool((trained or {}).get("has_draft_head"))
-        spec = replace(spec, has_draft_head=has_draft_head) if has_draft_head else spec  # type: ignore[type-var]
+        if with_draft_head and (problem := draft_head_problem(assets, spec, weights.kinds)):
+            raise UserError(f"{path}: {problem}")
+        with_draft_head |= bool((trained or {}).get("has_draft_head"))
+        spec = replace(spec, has_draft_head=True) if with_draft_head else spec  # type: ignore[type-var]
         spec = spec.as_stored(weights.kinds, trained or {})
         weights = joined(weights, spec)
         every = stored_shapes(spec, weights.kinds)
         shapes = lora.shapes(spec) if lora else every
         weights.check(shapes)
         weights.kinds = {name: weights.kinds[name] for name in shapes}  # drops a tied head and old buffers
-    # Files beside a single file of torch.save belong to the model only if one of them is a config.json.
-    of_model = path.is_dir() or bool(assets_folder) or has_config
-    assets = asset_files.read_assets(folder) if of_model else {}
     return ModelSource(path, weights, folder, assets, spec, manifest, lora)
