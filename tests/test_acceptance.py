@@ -1,30 +1,50 @@
 """Acceptance of drafts: the figure of one forward against servers' loops that draft and verify token by token."""
 
 import copy
+import json
 import math
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise, product
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from conftest import ASSETS
 from lifted import lifting
+from safetensors.torch import load_file, save_file
+from test_convert import with_tokenizer
 from test_draft_head import KINDS, Reference
+from test_generate import write_folder
 from test_qwen3_5 import HEADS
 from test_qwen3_moe import Tensors
 from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from titan_mi100.attention.backends import make_backend
+from titan_mi100.config.load import load_config
+from titan_mi100.config.settings import DataConfig
+from titan_mi100.data.build import DataRequest, open_files
+from titan_mi100.data.encode import encode_records
+from titan_mi100.data.files import read_records
+from titan_mi100.generation.batch import read_rows
+from titan_mi100.generation.engine import Model, PromptBuilder
+from titan_mi100.log import log
 from titan_mi100.model.acceptance import DraftMeter, rates
 from titan_mi100.model.decode import Sampling, generate
 from titan_mi100.model.families import MODELS
+from titan_mi100.open_run.summary import log_summary
 from titan_mi100.parallel.distributed import fill_parameters
+from titan_mi100.run.progress import Progress
 from titan_mi100.shapes.base import DRAFT
+from titan_mi100.shapes.families import to_hf_config
 from titan_mi100.shapes.qwen3_5 import FULL, LINEAR, Qwen3_5Spec
+from titan_mi100.tools import acceptance
 from titan_mi100.weights.pieces import joined, read_pieces
 
 SMALL = Qwen3_5Spec(48, 64, 96, 3, 4, 2, 2, 4, False, (LINEAR, FULL, FULL), **HEADS)
@@ -46,18 +66,18 @@ def ours(spec: Qwen3_5Spec, hf: Any, head: Reference, backend: str = "sdpa") -> 
     return model
 
 
-def agreeing(noise: float) -> tuple[Any, Reference]:
+def agreeing(noise: float, spec: Qwen3_5Spec = SMALL) -> tuple[Any, Reference]:
     """A model and a head that both look the next token up by the newest one. Their layers, and for the head the hidden
     state, disturb it: the more noise, the fewer drafts hold.
     """
-    hf, head = made("untied", SMALL)
+    hf, head = made("untied", spec)
     draw = torch.Generator().manual_seed(9)
     for name, parameter in [*hf.named_parameters(), *head.named_parameters()]:
         if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
             parameter.mul_(4)
-    table, size = hf.model.embed_tokens.weight, SMALL.hidden_size
+    table, size = hf.model.embed_tokens.weight, spec.hidden_size
     table.normal_(0, 1, generator=draw)
-    hf.lm_head.weight[torch.randperm(SMALL.vocab_size, generator=draw)] = table.clone()
+    hf.lm_head.weight[torch.randperm(spec.vocab_size, generator=draw)] = table.clone()
     head.fc.weight.copy_(torch.cat((torch.eye(size), torch.empty(size, size).normal_(0, noise, generator=draw)), dim=1))
     return hf, head
 
@@ -275,3 +295,168 @@ def test_rates_have_the_error_of_a_ratio_over_texts() -> None:
     assert first["error"] == pytest.approx(np.std(drawn[:, 1] / drawn[:, 0]) * (4 / 3) ** 0.5, rel=0.25)
     assert rates(sums[:1])[1] == {"value": 0.6, "error": None, "n": 10}
     assert rates(sums[2:3])[0] == {"value": None, "error": None, "n": 0}
+
+
+# --- the command ---
+
+READ = replace(SMALL, vocab_size=709)  # the tokenizer's
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An HF folder with a draft head, whose drafts hold now and then."""
+    return written(with_tokenizer(tmp_path_factory.mktemp("hf")), *agreeing(0.1, READ))
+
+
+def written(path: Path, hf: Any, head: Reference) -> Path:
+    tensors = {**hf.state_dict(), **{DRAFT + name: tensor for name, tensor in head.state_dict().items()}}
+    save_file({name: tensor.float().contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(to_hf_config(READ) | {"mtp_num_hidden_layers": 1}))
+    return path
+
+
+Told = Callable[..., Any]
+
+
+@pytest.fixture
+def told(capfd: pytest.CaptureFixture[str]) -> Told:
+    """What the command prints as JSON."""
+
+    def run(*arguments: object, data: Path = ASSETS / "arithmetic.jsonl") -> Any:
+        options = ["--data", data, "--device", "cpu", "--limit", 9, "--max_new_tokens", 14, "--json", *arguments]
+        assert acceptance.main(list(map(str, options))) == 0
+        return json.loads(capfd.readouterr().out)
+
+    return run
+
+
+def test_the_command_measures_a_folder_as_a_server_would(
+    folder: Path, told: Told, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = Model(str(folder), "", "", torch.device("cpu"), torch.float32)
+    build, asked = PromptBuilder(model, None, None), read_rows(str(ASSETS / "arithmetic.jsonl"), lambda row: row)[:9]
+    prompts = [build(where, row["question"]).ids for where, row in asked]
+    with torch.no_grad(), lifting(modeling_qwen3_5, "Qwen3_5TextRotaryEmbedding"):
+        texts, steps = served(*agreeing(0.1, READ), prompts, 2, 14)
+    kept, tokens = list[tuple[list[int], int]](), 0
+    for text, own in zip(texts, steps, strict=True):
+        place, most = 1, next((number for number, token in enumerate(text, 1) if token in model.stop_ids), 14)
+        for step in own:
+            kept += [step] * (place + 2 <= most)
+            place += step[1] + 1
+        tokens += most
+    every = counts_of(kept, 2)
+    found = told("--model", folder, "--k", 2)
+    assert found["near_ties"] == 0 and found["texts"] == 9 and found["tokens"] == tokens < 9 * 14
+    assert [rate["n"] for rate in (found["length"], *found["positions"])] == [every[0], *every[:2]]
+    assert found["length"]["value"] == pytest.approx(sum(every) / every[0]) and found["length"]["error"] > 0
+    assert [rate["value"] for rate in found["positions"]] == pytest.approx([b / a for a, b in pairwise(every)])
+    assert told("--model", folder, "--k", 2, "--batch_size", 1) == found
+    data = str(ASSETS / "arithmetic.jsonl")
+    assert acceptance.main(["--model", str(folder), "--data", data, "--limit", "9", "--max_new_tokens", "14"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0].endswith(f"9 texts, {tokens} tokens of the model's own text, greedy")
+    assert [line.split()[0] for line in lines[1:]] == ["tokens", "draft", "draft", "draft", "0"]
+
+
+def test_drawn_texts_are_drawn_from_the_seed(folder: Path, told: Told) -> None:
+    drawn, again, other = (told("--model", folder, "--temperature", 0.8, "--seed", seed) for seed in (1, 1, 2))
+    assert drawn == again != other and drawn["near_ties"] == 0
+    assert drawn["length"]["value"] == pytest.approx(
+        1 + sum(math.prod(rate["value"] for rate in drawn["positions"][:number]) for number in (1, 2, 3))
+    )
+
+
+@torch.no_grad()
+def test_given_answers_are_those_that_training_learns(folder: Path, tmp_path: Path, told: Told) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join((ASSETS / "conversations.jsonl").read_text().splitlines(True)[:5]))
+    found = told("--model", folder, "--k", 1, "--text", "given", data=tmp_path / "rows.jsonl")
+    hf, head = agreeing(0.1, READ)
+    config = DataConfig(path=(str(tmp_path / "rows.jsonl"),))
+    request = DataRequest(config, [list(config.path)], str(folder), "", READ.max_position_embeddings)
+    [source], encoder = open_files(request)
+    chunk = encode_records(encoder, source.format, 0, list(read_records(source.path)))
+    slots, held = 0, 0
+    with lifting(modeling_qwen3_5, "Qwen3_5TextRotaryEmbedding"):
+        for values in np.split(chunk.values, chunk.lengths.cumsum()[:-1]):
+            ids, learned = torch.from_numpy(values >> 1).long(), values & 1
+            drafts, said = head(hf, ids)[:-1].argmax(-1), hf(ids[None]).logits[0, 1:-1].argmax(-1)
+            counted = torch.from_numpy(learned[1:-1] & learned[2:]).bool()
+            slots, held = slots + int(counted.sum()), held + int((drafts == said)[counted].sum())
+    assert found["texts"] == 5 and found["near_ties"] == 0 and found["positions"][0]["n"] == slots > 100
+    assert found["positions"][0]["value"] == pytest.approx(held / slots)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        (None, ["--k", "4"], "--k 4: must be 1 to 3"),
+        (None, ["--k", "0"], "--k 0: must be 1 to 3"),
+        (None, ["--temperature", "-1"], "temperature = -1.0 must be 0 (greedy) or at least 1e-6"),
+        (None, ["--temperature", "nan"], "temperature = nan must be 0 (greedy)"),
+        (None, ["--text", "given", "--temperature", "1"], "--text given is measured at temperature 0; leave out"),
+        (None, ["--max_new_tokens", "3"], "--max_new_tokens 3: must be more than --k 3"),
+        (None, ["--limit", "-1"], "--limit -1: must be 0 (all) or more"),
+        (None, ["--batch_size", "0"], "--batch_size 0: must be 1 or more"),
+        (None, ["--dtype", "bfloat16"], "unrecognized arguments: --dtype bfloat16"),
+        (
+            None,
+            ["--text", "given", "--data", "two.jsonl"],
+            "no answer has a step, 4 tokens; take other rows, or a lower",
+        ),
+        (
+            "tensors",
+            [],
+            'has no draft head (mtp.*); name a folder that has it, or train one: draft_head.train = "after"',
+        ),
+        ("some", [], "missing: mtp.norm.weight"),
+        ({"mtp_num_hidden_layers": 2}, [], "config.json has mtp_num_hidden_layers = 2; only 1 is supported"),
+        ({"mtp_use_dedicated_embeddings": True}, [], "mtp_use_dedicated_embeddings = True; only False is supported"),
+        ("family", [], "a model of the family qwen3 has no draft head; take a Qwen3.5, 3.6 or 3.8"),
+    ],
+)
+def test_refusals(
+    change: Any, options: list[str], message: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    model = shutil.copytree(folder, tmp_path / "model")
+    tokens = {"input_ids": [1, 2, 3, 4], "labels": [-100, 2, 3, 4]}
+    Path("two.jsonl").write_text(json.dumps(tokens) + "\n")
+    if change in ("tensors", "some"):
+        gone = DRAFT if change == "tensors" else "mtp.norm."
+        kept = {
+            name: each for name, each in load_file(model / "model.safetensors").items() if not name.startswith(gone)
+        }
+        save_file(kept, model / "model.safetensors")
+    elif change == "family":
+        write_folder(model)
+    elif change:
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | change))
+    data = [] if "--data" in options else ["--data", str(ASSETS / "arithmetic.jsonl")]
+    assert acceptance.main(["--model", str(model), *data, *options]) == 2
+    assert message in capfd.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize("of_lora", [False, True])
+def test_a_run_says_that_it_left_the_head_behind(
+    of_lora: bool, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lora = ["--lora.rank", "4"] * of_lora
+    files = ["--checkpoint.initial_load_path", str(folder), "--data.path", str(tmp_path / "rows.jsonl")]
+    (tmp_path / "rows.jsonl").write_text("{}")
+    config = load_config([*files, *lora], 1)
+    carried = {} if of_lora else {"mtp.fc.weight": torch.zeros(1)}
+    log.propagate = True  # until the end of the test
+    for draft, says in (("no", True), ("along", False)):
+        caplog.clear()
+        data = SimpleNamespace(facts=SimpleNamespace(files=[str(tmp_path / "rows.jsonl")]))
+        model = SimpleNamespace(passed_through=carried, draft=draft)
+        about = {"folder": tmp_path, "config": config, "progress": Progress(5), "measured": {}}
+        with caplog.at_level("INFO"):
+            log_summary(SimpleNamespace(**about, model=model, data=data), 5)  # type: ignore[arg-type]
+        [*lines] = [line for line in caplog.messages if "the draft head (mtp.*) was not trained" in line]
+        named = f"--model {folder} --adapter {tmp_path}" if of_lora else f"--model {tmp_path}"
+        ends = f"titan-mi100 evaluate acceptance {named}/checkpoint/step-5 --data {tmp_path}/rows.jsonl --limit 64"
+        assert [line.endswith(ends) for line in lines] == [True] * says
