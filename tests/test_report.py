@@ -531,9 +531,8 @@ def test_a_run_names_the_command(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         caplog.clear()
         measured = said.pop(0) if isinstance(said[0], dict) else {}
         with caplog.at_level("INFO"):
-            log_summary(
-                SimpleNamespace(folder=tmp_path / "a b", config=config, progress=progress, measured=measured), 5
-            )
+            run = {"folder": tmp_path / "a b", "config": config, "progress": progress, "measured": measured}
+            log_summary(SimpleNamespace(**run, model=SimpleNamespace(passed_through={}, draft="no")), 5)
         said.append("done: learned 0 packed rows in 5 steps")
         assert [part for part in said if part not in caplog.text] == []
         assert any(line.endswith(f"titan-mi100 report '{tmp_path}/a b'") for line in caplog.messages)

@@ -89,7 +89,7 @@ def test_microbatches_of_padding_change_nothing_and_are_not_computed(world: Worl
     counts = []
     for run in runs:
         forward = run.model.forward_backward
-        run.model.forward_backward = lambda m, w, forward=forward: (counts.append(len(m)), forward(m, w))[1]  # type: ignore[method-assign]
+        run.model.forward_backward = lambda m, *w, forward=forward: (counts.append(len(m)), forward(m, *w))[1]  # type: ignore[method-assign]
     results = [[run.step() for _ in range(4)] for run in runs]
     assert counts == [4, 1, 4, 1, 4, 4, 4, 4]
     for short, whole in zip(*results, strict=True):
@@ -116,7 +116,7 @@ def one_step(case: Case, scale: float, norm: float, count: int, device: torch.de
     """A step of a model that computes nothing; its result, and what was done to model, optimizer and loss scale."""
     done: list[Any] = []
 
-    def backward(_: Any, weight: float) -> torch.Tensor:
+    def backward(_: Any, weight: float, draft_weight: float) -> torch.Tensor:
         done.append(("backward", weight))
         return torch.tensor([[case.loss * count]])
 
@@ -124,10 +124,12 @@ def one_step(case: Case, scale: float, norm: float, count: int, device: torch.de
     model: Any = SimpleNamespace(
         device=device, counts_rows=True, counts_loss=True, gradient_bytes=7, forward_backward=backward,
         objective=SimpleNamespace(count=lambda _: count, measures=(), means=lambda *_: {}, has_level=True),
-        measure_gradients=lambda: gradients,
+        measure_gradients=lambda _: gradients, draft="no", outputs=1, after_update=lambda: None,
         clear_gradients=lambda: done.append("cleared"),
     )  # fmt: skip
-    optimizer: Any = SimpleNamespace(param_groups=[{"lr": 0.1}], update=lambda factor: done.append(("update", factor)))
+    optimizer: Any = SimpleNamespace(
+        param_groups=[{"lr": 0.1}], update=lambda factor, _: done.append(("update", factor))
+    )
     kept: Any = SimpleNamespace(value=scale, can_fall=lambda: case.can_fall, after_step=done.append)
     stream: Any = SimpleNamespace(
         batch=SimpleNamespace(global_batch_size=3), step=lambda _: [object()], ahead=lambda *_, **__: lambda: [object()]

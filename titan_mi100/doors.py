@@ -24,6 +24,7 @@ COMMANDS = {  # word or words: module, or module:function where it is not `main`
     "rounds": ("tools.rounds", "sample, score and train again and again: learn from own answers"),
     "sample": ("tools.sample", "write k sampled answers to each prompt, to score them and learn from them"),
     "evaluate exact-match": ("tools.exact_match", "exact match of generated answers, in GSM8K's format"),
+    "evaluate acceptance": ("tools.acceptance", "how many drafts of the draft head (mtp.*) hold, as a server has it"),
     "evaluate harness": ("workshop.harness", "any task of the lm-evaluation-harness (extra eval)"),
     "convert hf-to-dcp": ("tools.convert:hf_to_dcp", "Hugging Face folder to DCP folder"),
     "convert dcp-to-hf": ("tools.convert:dcp_to_hf", "DCP folder, such as a checkpoint, to Hugging Face folder"),

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from argparse import BooleanOptionalAction, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,8 +36,10 @@ Row = dict[str, Any]
 Judge = Callable[[int, str], Row]
 
 
-def command_parser(name: str, description: str, epilog: str = "", has_output: bool = True) -> Parser:
-    """A parser with the options of every command that generates. Args: has_output: it writes a file of rows."""
+def command_parser(name: str, description: str, epilog: str = "", without: Collection[str] = ()) -> Parser:
+    """A parser with the options of every command that generates. Args: without: those that it has not, of output and
+    dtype.
+    """
     prog = f"titan-mi100 {name}"
     example, usage = f"e.g. {prog} --model {_MODEL}", "%(prog)s --model PATH [options]"
     parser = Parser(prog=prog, usage=usage, description=description, epilog=epilog, example=example)
@@ -45,7 +47,7 @@ def command_parser(name: str, description: str, epilog: str = "", has_output: bo
     add("--model", metavar="PATH", required=True, help="HF folder or name, DCP folder (RUN/checkpoint/step-N) or file")
     add("--adapter", metavar="PATH", default="", help="a LoRA adapter for it: PEFT folder or checkpoint of a LoRA run")
     add("--tokenizer_path", metavar="PATH", default="", help="default: the model's folder")
-    if has_output:
+    if "output" not in without:
         add("--output", metavar="FILE.jsonl", default="", help="write a row per prompt; rows already there are kept")
     add("--system", metavar="TEXT", help="system message for conversations that have none; default: as trained")
     thinking.add_argument("--enable_thinking", action="store_true", help="set enable_thinking to true ...")
@@ -57,7 +59,8 @@ def command_parser(name: str, description: str, epilog: str = "", has_output: bo
     add("--batch_size", type=int, default=8, metavar="N", help="prompts at a time; default 8")
     add("--device", default="", help="cpu, cuda, cuda:1; default: the GPU if there is one")
     dtypes = ("float32", "bfloat16", "float16", "float64")
-    add("--dtype", choices=dtypes, help="default: bfloat16 on a GPU, else float32")
+    if "dtype" not in without:
+        add("--dtype", choices=dtypes, help="default: bfloat16 on a GPU, else float32")
     return parser
 
 
@@ -66,8 +69,8 @@ def template_variables(options: Namespace) -> dict[str, Any]:
     return {name: setting for name in VARIABLES if (setting := getattr(options, name)) is not None}
 
 
-def open_model(options: Namespace) -> Model:
-    """The model that the options name. Raises UserError: as `Model`, or the device cannot be used."""
+def open_model(options: Namespace, with_draft_head: bool = False) -> Model:
+    """The model that the options name. Args: as of `Model`. Raises UserError: as it, or the device cannot be used."""
     for option, kind in (("model", MODEL), ("adapter", ADAPTER), ("tokenizer_path", TOKENIZER)):
         setattr(options, option, local_path(getattr(options, option), kind))
     device = options.device or accelerator.kind()
@@ -76,7 +79,7 @@ def open_model(options: Namespace) -> Model:
     except (RuntimeError, AssertionError):  # no such name; no such device; this torch is built without it
         raise UserError(f"--device {device}: cannot be used here; use cpu, or leave it out") from None
     dtype = getattr(torch, options.dtype or ("float32" if device.startswith("cpu") else "bfloat16"))
-    return Model(options.model, options.adapter, options.tokenizer_path, torch.device(device), dtype)
+    return Model(options.model, options.adapter, options.tokenizer_path, torch.device(device), dtype, with_draft_head)
 
 
 def read_rows(path: str, read: Callable[[Row], T]) -> list[tuple[str, T]]:

@@ -54,13 +54,17 @@ class Model:
         path: the model's folder or file.
         adapter: a LoRA adapter to merge into it, see adapter.merged_source; "": none.
         tokenizer_path: another tokenizer and chat template than those in the model's folder; "": those.
+        with_draft_head: the network has it, to draft with.
 
     Raises:
         UserError: there is no such model, it is damaged, or the tokenizer has more tokens than the model.
     """
 
-    def __init__(self, path: str, adapter: str, tokenizer_path: str, device: torch.device, dtype: torch.dtype) -> None:
-        source = open_source(path)
+    def __init__(
+        self, path: str, adapter: str, tokenizer_path: str, device: torch.device, dtype: torch.dtype,
+        with_draft_head: bool = False,
+    ) -> None:  # fmt: skip
+        source = open_source(path, with_draft_head=with_draft_head)
         if source.lora is not None:
             raise UserError(f"{path}: is an adapter; name its base in --model, and this in --adapter")
         source = merged_source(source, adapter) if adapter else source
@@ -133,21 +137,21 @@ class PromptBuilder:
         """
         self._tokenizer, self.template = model.tokenizer, None if raw else model.template
         trained, as_trained = model.prompts, f"as the model was trained ({PROMPTS})"
-        self._variables = dict(variables or {})
+        self.variables = dict(variables or {})
         if self.template is not None:
-            self.template.require({name: own for name, own in self._variables.items() if name != "enable_thinking"})
+            self.template.require({name: own for name, own in self.variables.items() if name != "enable_thinking"})
             for name, setting in trained.variables.items():
-                if name not in self._variables:
+                if name not in self.variables:
                     option = "--no_thinking" if setting is True else "--enable_thinking"
                     option = option if name == "enable_thinking" else f"--{'no-' * (setting is True)}{name}"
                     print(f"{name} = {json.dumps(setting)}, {as_trained}; {option} overrides", file=sys.stderr)
-                    self._variables[name] = setting
+                    self.variables[name] = setting
         if system is None and self.template is not None and trained.system_prompt:
             system = trained.system_prompt
             setting = f"system message {printable(shortened(repr(system), 100))}"
             print(f"{setting}, {as_trained}; --system TEXT overrides, --system '' leaves it out", file=sys.stderr)
-        self._system = system or ""
-        if self.template is None and (self._system or self._variables):
+        self.system = system or ""
+        if self.template is None and (self.system or self.variables):
             why = "--raw uses no chat template" if raw else "the tokenizer has no chat template"
             raise UserError(f"{why}; leave out --system and the options of thinking")
         if self.template is None and not raw:
@@ -163,8 +167,8 @@ class PromptBuilder:
         if self.template is not None:
             messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
             try:
-                messages = with_system_prompt(messages, self._system)
-                given = self.template.render_prompt(messages, tools=tools, **self._variables)
+                messages = with_system_prompt(messages, self.system)
+                given = self.template.render_prompt(messages, tools=tools, **self.variables)
             except UserError as error:
                 raise UserError(f"{where}: {error}") from None
         if not isinstance(given, str):

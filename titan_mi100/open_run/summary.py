@@ -1,15 +1,19 @@
 """The closing summary of a run in the log: how good it is, where its files are, what to do next."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from titan_mi100.checkpoint.sealed import list_checkpoints
 from titan_mi100.config.settings import ValidationConfig
+from titan_mi100.errors import UserError
 from titan_mi100.log import log
 from titan_mi100.open_run.run import Run
 from titan_mi100.run.faults import FILE, SPIKES
-from titan_mi100.run.next_commands import after_run, shown_path
+from titan_mi100.run.next_commands import after_run, shown_path, to_measure_drafts
 from titan_mi100.run.progress import Progress
+from titan_mi100.shapes.base import DRAFT
+from titan_mi100.weights.source import open_weights
 from titan_mi100.wording import plural
 
 _CHANCE = 0.5  # share of answers on the right side
@@ -48,6 +52,19 @@ def log_summary(run: Run, step: int) -> None:
     log.info("  how to use it:")
     for purpose, command in after_run(folder, config, step):
         log.info(f"  {purpose:<10} {command}")
+    if _has_old_draft_head(run):
+        rows = run.data.facts.files if config.objective.name in ("sft", "distill") else ()
+        command = to_measure_drafts(folder, config, step, next(iter(rows), "PROMPTS.jsonl"))
+        log.info(f"  the draft head (mtp.*) was not trained: fewer of its drafts may hold now. To measure: {command}")
+
+
+def _has_old_draft_head(run: Run) -> bool:
+    """Whether the model has a draft head that was carried along while the model changed."""
+    names, base = run.model.passed_through.keys(), run.config.checkpoint.initial_load_path
+    if run.config.lora.rank and base:  # then nothing of the base is carried
+        with suppress(UserError):  # it is gone
+            names = open_weights(base).kinds.keys()
+    return run.model.draft == "no" and any(name.startswith(DRAFT) for name in names)
 
 
 def _how_good(name: str, progress: Progress, measured: Mapping[str, float]) -> tuple[str, str]:

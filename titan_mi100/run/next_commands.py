@@ -48,6 +48,13 @@ def after_run(folder: Path, config: Config, step: int) -> list[tuple[str, str]]:
     return commands
 
 
+def to_measure_drafts(folder: Path, config: Config, step: int, data: str) -> str:
+    """The command that measures a draft head behind a run. Args: as of after_run; data: a file with prompts."""
+    checkpoint, export = folder / "checkpoint" / f"step-{step}", folder / f"hf-step-{step}"
+    model = _model_options(config.lora, config.checkpoint.initial_load_path, checkpoint, export)
+    return command("evaluate acceptance", *model, "--data", shown_path(data), "--limit", "64")
+
+
 def to_export(folder: Path, step: int, dtype: str = "auto") -> str:
     """The command that exports a checkpoint of the run. Args: dtype: of checkpoint.export_dtype."""
     named = shown_path(folder / "checkpoint" / f"step-{step}"), shown_path(folder / f"hf-step-{step}")

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> tool.Parser:
     """Make the command's parser."""
-    made = command_parser("sample", __doc__.split("\n", 1)[0].replace("`", ""), has_output=False)
+    made = command_parser("sample", __doc__.split("\n", 1)[0].replace("`", ""), without=("output",))
     add = made.add_argument
     add("--data", metavar="FILE.jsonl", required=True, help="rows with a prompt, or rows of training data")
     add("--out", metavar="FOLDER", required=True, help="the store of answers; started again, it goes on")
