@@ -128,7 +128,7 @@ def test_the_norm_is_that_of_all_gradients_and_a_wrong_value_is_seen() -> None:
         only_its.remove()
         gradients = [sums.get(parameter, parameter.grad) for parameter in parameters]
         for copies in ([], [model.matrices[1]]):
-            found = sums.measure(measure_gradients([model.vector]), copies)
+            found = sums.measure(measure_gradients([model.vector]), copies, parameters)
             assert found.finite.item() == is_finite
             if is_finite:
                 mine = [g for g, p in zip(gradients, parameters, strict=True) if all(p is not copy for copy in copies)]

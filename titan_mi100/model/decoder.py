@@ -195,6 +195,7 @@ class Decoder(nn.Module):
         return x if self.dtype is None else x.to(self.dtype)
 
 
+_OF_DRAFT_HEAD = "next_ids", "draft_labels", "draft_supervised"
 _CAST_ROWS = 1 << 14  # rows of the head (tokens of the vocabulary) that are cast at a time
 
 # (hidden, head's weight, labels, index of the supervised tokens, further columns) -> (1 + measures,); see objectives/
@@ -320,9 +321,6 @@ class CausalLM(nn.Module):
         documents: Any = None,
         labels: Tensor | None = None,
         supervised: Supervised = None,
-        next_ids: Tensor | None = None,
-        draft_labels: Tensor | None = None,
-        draft_supervised: Tensor | None = None,
         **columns: Tensor,
     ) -> Tensor:
         """Compute the logits, or the summed loss if labels are given.
@@ -335,9 +333,9 @@ class CausalLM(nn.Module):
             labels: (batch, seq), already shifted; IGNORE for unsupervised tokens.
             supervised: (n,), on the device: index of the supervised tokens in the flattened batch; SharedTokens under
                 context parallel. Without labels: the tokens whose logits are wanted; default: all.
-            next_ids, draft_labels, draft_supervised: as input_ids, labels and supervised, of the draft head; see
-                data.microbatch.with_draft. Without them it is not computed.
-            columns: (batch, seq) each, that the objective reads.
+            columns: (batch, seq) each, that the objective reads; next_ids, draft_labels and draft_supervised (n,): as
+                input_ids, labels and supervised, of the draft head, see data.microbatch.with_draft. Without them it is
+                not computed.
 
         A microbatch of the loader has `document_ends` and `supervised_columns` instead of `documents` and `supervised`;
         the hook of parallel.base.read_on_host, which build_model adds, converts them.
@@ -348,6 +346,7 @@ class CausalLM(nn.Module):
             Without labels the logits, (batch, seq, vocab_size) or (n, vocab_size), in the activations' dtype. A stage
             that is not the last returns hidden states.
         """
+        next_ids, labels_ahead, slots = (columns.pop(name, None) for name in _OF_DRAFT_HEAD)
         if unread := sorted(columns.keys() - {*self.columns}):
             raise TypeError(f"neither the model nor its objective reads {', '.join(unread)}")
         if positions is None:
@@ -359,9 +358,9 @@ class CausalLM(nn.Module):
             return hidden
         if self.mtp is None or next_ids is None:
             return self.head(hidden, labels, supervised, columns)
-        assert draft_labels is not None and draft_supervised is not None
+        assert labels_ahead is not None and slots is not None
         states, alone = self.draft_states(hidden, next_ids, positions, documents), self.draft == "after"
-        drafted = Drafted(states, draft_labels, draft_supervised, hidden, alone)
+        drafted = Drafted(states, labels_ahead, slots, hidden, alone)
         if alone:
             hidden, labels, supervised = drafted.hidden, drafted.labels, drafted.tokens
         return self.head(hidden, labels, supervised, columns, drafted)
