@@ -83,7 +83,3 @@ def facts(found: dict[str, Any]) -> str:
     parts.append(f"{weights} weights with {found['model_values']:,} values")
     parts.append(f"{len(found['tensors']) - weights} other tensors, {found['bytes'] / 1e6:,.1f} MB in total")
     return "; ".join(parts + (["files verified"] if found["verified"] else []))
-
-
-if __name__ == "__main__":
-    main()

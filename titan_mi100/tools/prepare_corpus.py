@@ -6,7 +6,6 @@ the folder; the last one to finish completes the corpus. Then train on it: [[dat
 
 import argparse
 import re
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -66,7 +65,3 @@ def _part(text: str) -> tuple[int, int]:
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise argparse.ArgumentTypeError(f"{text!r} must be i/N with 1 <= i <= N, such as 1/4")
     return int(match[1]), int(match[2])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -56,12 +56,8 @@ def parser() -> tool.Parser:
     add("--processes", type=int, default=1, metavar="N", help="share the prompts among N processes, a GPU for each")
     add("--server", metavar="URL", default="", help="ask this server, instead of loading the weights")
     add("--served_model", metavar="NAME", default="", help="the model, as the server calls it")
-    add(
-        "--server_kind",
-        choices=("vllm", "sglang", "llamacpp"),
-        default="vllm",
-        help="the server's program; default vllm",
-    )
+    programs = ("vllm", "sglang", "llamacpp")
+    add("--server_kind", choices=programs, default="vllm", help="the server's program; default vllm")
     add("--concurrency", type=int, default=8, metavar="N", help="requests at a time; default 8")
     add("--server_timeout", type=float, default=600.0, metavar="S", help="seconds for an answer; default 600")
     add("--json", action="store_true", help="print the summary as one JSON object")
@@ -212,7 +208,3 @@ def _summarise(options: Namespace, store: GroupStore, is_old: bool) -> None:
         if options.json
         else f"{text}\nnext: titan-mi100 score {options.out}"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -50,10 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Make the command's parser."""
-    usage, example = (
-        "%(prog)s SAMPLES --by SCORER[=WEIGHT] [options]",
-        "e.g. titan-mi100 score outputs/samples --by text",
-    )
+    usage = "%(prog)s SAMPLES --by SCORER[=WEIGHT] [options]"
+    example = "e.g. titan-mi100 score outputs/samples --by text"
     epilog = f"Scorers: {SCORERS}. A function is {FORMS}. A score is the weighted sum."
     made = tool.Parser(prog="titan-mi100 score", usage=usage, description=__doc__, epilog=epilog, example=example)
     add, several = made.add_argument, dict[str, Any](action="append", default=[], type=_weighted)
@@ -305,7 +303,3 @@ def _table(summary: dict[str, Any], options: argparse.Namespace) -> str:
     path = os.path.abspath(options.to or f"{summary['scores']}/part-*.jsonl")
     objective = f"# {plural(summary['kept'], 'row')}" if options.to else '[objective]\nname = "policy"'
     return "\n".join([*lines, f"train on it:\n[data]\npath = {json.dumps(path, ensure_ascii=False)}\n{objective}"])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

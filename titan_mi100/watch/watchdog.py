@@ -22,7 +22,7 @@ from typing import BinaryIO, NamedTuple
 
 from titan_mi100.checkpoint.sealed import DamagedError, all_checkpoints, damaged, list_checkpoints, read_manifest
 from titan_mi100.errors import UserError
-from titan_mi100.watch.heartbeat import ENDED, FOLDER_FILE, WRITE_STACKS, Beat, OpenFiles, read_beats, stacks_file
+from titan_mi100.watch.heartbeat import ENDED, FOLDER_FILE, WRITE_STACKS, Beat, OpenFiles, read_beats, record_file
 from titan_mi100.watch.outcome import HUNG, STATE, Outcome, RunState, read_outcome, write_run_state
 
 LOOK = 1.0  # seconds between two looks
@@ -130,7 +130,7 @@ class Watch:
         beats = read_beats(self._folder, self._files)
         for beat in beats:
             with suppress(OSError):  # not made yet
-                self._files.open(stacks_file(self._folder, beat.rank))
+                self._files.open(record_file(self._folder, beat.rank, "stacks"))
         self._run_folder = self._run_folder or str(self.run_folder() or "")
         return beats
 
@@ -213,7 +213,7 @@ def _examine(folder: Path, beats: Sequence[Beat], files: OpenFiles) -> list[Proc
     sizes = dict[int, int]()
 
     def stacks(rank: int) -> BinaryIO:
-        return files.open(stacks_file(folder, rank))
+        return files.open(record_file(folder, rank, "stacks"))
 
     for beat in beats:
         with suppress(OSError):  # it is gone
