@@ -21,7 +21,7 @@ from titan_mi100.wording import plural, printable
 
 
 def main() -> None:
-    parser = tool.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool.Parser(description=__doc__, formatter_class=tool.RawHelp)
     parser.add_argument("checkpoint", type=Path, help="such as RUN/checkpoint/step-500")
     parser.add_argument("--verify", action="store_true", help="read all files and compare them with the manifest")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")

@@ -150,7 +150,7 @@ def _make(
 def _make_in_processes(options: Namespace, store: GroupStore, prompts: Sequence[Group]) -> None:
     """Process r makes the parts r, r + processes, ...; the first shows its progress. If one fails, all end."""
     count, cpus, futures = options.processes, len(os.sched_getaffinity(0)), list[Future[None]]()
-    pool = forked_pool(count, torch.set_num_threads, max(1, cpus // count), method="spawn")
+    pool = forked_pool(count, begin=partial(torch.set_num_threads, max(1, cpus // count)), method="spawn")
     try:
         for rank in range(count):
             device = options.device or f"{accelerator.kind()}:{rank}" * bool(accelerator.count())

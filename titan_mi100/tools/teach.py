@@ -147,8 +147,8 @@ def write_config(options: argparse.Namespace) -> Path:
     # A frozen base in the computation's dtype, and adapters that change nothing: their matrix B is zero. A pipeline
     # wants one in each layer.
     idle = {"rank": 1, "target_modules": tuple({"o_proj", "out_proj"} & adapted)}
-    of_pass = {"lr_scheduler": {"warmup_steps": 0}, "metrics": {"enable_tensorboard": False}, "lora": idle}
-    config = with_settings(config, {"job": {"run_folder": str(folder)}, "model": model, **of_pass})
+    config = with_settings(config, {"job": {"run_folder": str(folder)}, "model": model, "lora": idle})
+    config = with_settings(config, {"lr_scheduler": {"warmup_steps": 0}, "metrics": {"enable_tensorboard": False}})
     check_teacher(load, config.tokenizer_path())
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -195,13 +195,10 @@ def read_beats(folder: Path, files: OpenFiles | None = None) -> list[Beat]:
             while content != (content := files.open(path).read()):  # until equal twice: it may be written meanwhile
                 pass
             *numbers, phase, doing = _RECORD.unpack(content)
+            words = [text.rstrip(b"\0").decode(errors="replace") for text in (phase, doing)]
             if numbers[0]:
-                beats.append(Beat(*numbers, *(_text(words) for words in (phase, doing))))
+                beats.append(Beat(*numbers, *words))
     return beats
-
-
-def _text(words: bytes) -> str:
-    return words.rstrip(b"\0").decode(errors="replace")
 
 
 def record_file(folder: Path, rank: int, kind: str) -> Path:

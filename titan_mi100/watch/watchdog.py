@@ -235,17 +235,12 @@ def _examine(folder: Path, beats: Sequence[Beat], files: OpenFiles) -> list[Proc
 
 def _state(pid: int) -> tuple[str, str]:
     """The letter of a process's state and the kernel's function it waits in; "" where there is none."""
-    letter, waits = _fields(pid)[0], ""
+    letter = waits = ""
+    with suppress(OSError):  # it is gone
+        letter = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     with suppress(OSError):
         waits = Path(f"/proc/{pid}/wchan").read_text().strip("0\n")
     return ("" if letter in "ZX" else letter), waits
-
-
-def _fields(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; [""] for a process that is gone."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    return [""]
 
 
 def how_to_start_again(folder: Path | None) -> str:

@@ -190,7 +190,7 @@ class _Counts:
             self.rows.append(json.dumps([file, line, bad.kind, bad.detail], ensure_ascii=False))
 
 
-def make_shard(folder: Path, plan: ShardPlan, number: int, tokenizer: Tokenizer) -> Shard:
+def make_shard(folder: Path, plan: ShardPlan, tokenizer: Tokenizer, number: int) -> Shard:
     """Write the files of shard `number`, its .json last.
 
     Returns:
