@@ -130,9 +130,8 @@ class Wanted:
     def judge(self, about: Identity, number: int, arrays: Arrays) -> str:
         """What is wrong with the arrays of a part; "": nothing."""
         actual = {name: f"{array.dtype}, {array.ndim}" for name, array in arrays.items()}
-        if actual != (
-            expected := {"documents": "int64, 1", "tokens": "int64, 1"} | (_OF_TEACHER if about.k else _OF_SUMS)
-        ):
+        expected = {"documents": "int64, 1", "tokens": "int64, 1"} | (_OF_TEACHER if about.k else _OF_SUMS)
+        if actual != expected:
             return f"does not hold {', '.join(expected)} in their dtypes"
         documents, tokens = arrays["documents"], arrays["tokens"]
         if documents.size and not (documents.min() >= 0 and documents.max() < self.count):

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, pstdev, stdev
@@ -109,16 +108,14 @@ def _too_late(*_: Any) -> None:
 def check(options: argparse.Namespace, target: Path) -> None:
     """Refuse options before anything is scored. Raises UserError."""
     folders = [Path(os.path.realpath(folder)) for folder in (options.samples, target)]
+    is_inside = options.to and Path(os.path.realpath(options.to)).parent in folders
     for is_wrong, problem in (
         (folders[0] == folders[1], f"--out {target}: holds the samples; name another folder"),
         (not options.by + options.function, f"--by or --function is missing; scorers are {SCORERS}"),
         (not (0 < options.timeout < HIGHEST > options.memory > 0), "--timeout and --memory must be above 0"),
         (options.show < 0, f"--show {options.show}: must be 0 or more"),
         (bool(options.keep) != bool(options.to), "--keep right and --to FILE.jsonl need each other; give both"),
-        (
-            options.to and Path(os.path.realpath(options.to)).parent in folders,
-            f"--to {options.to}: name another folder",
-        ),
+        (is_inside, f"--to {options.to}: name another folder"),
     ):
         if is_wrong:
             raise UserError(problem)
@@ -137,9 +134,8 @@ def _weighted(text: str) -> tuple[str, float]:
 def scorers_of(options: argparse.Namespace) -> dict[str, Scorer]:
     """The scorers that the options name. Raises UserError."""
     scorers = dict[str, Scorer]()
-    for (name, weight), is_code in chain(
-        ((each, False) for each in options.by), ((each, True) for each in options.function)
-    ):
+    for number, (name, weight) in enumerate([*options.by, *options.function]):
+        is_code = number >= len(options.by)
         try:
             if is_code:
                 code = _code(name, options)

@@ -46,10 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if options.ids:
                 door("teach --ids")(student, Path(options.ids))
             else:
-                read = door("teach --from_vllm")
-                read(
-                    student, Path(options.from_vllm), _out(options, student.objective.teacher), options.top_k or _TOP_K
-                )
+                folder = _out(options, student.objective.teacher)
+                door("teach --from_vllm")(student, Path(options.from_vllm), folder, options.top_k or _TOP_K)
         else:
             config = str(write_config(options))
 

@@ -281,9 +281,8 @@ def _bad_rows(folder: Path, plan: ShardPlan, shards: list[Shard], numbers: Seque
     first_files, lines = [unit.first for unit in plan.units], [shard.lines for shard in shards]
     for number in numbers:
         before = lines_before(first_files, lines, number)
-        for line in (
-            shard_path(folder, number, "bad.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
-        ):  # not splitlines(): texts hold U+2028
+        text = shard_path(folder, number, "bad.jsonl").read_text(encoding="utf-8")
+        for line in text.split("\n")[:-1]:  # not splitlines(): texts hold U+2028
             file, line_number, kind, detail = json.loads(line)
             yield plan.files[file], before + line_number, kind, detail
 
