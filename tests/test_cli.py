@@ -213,13 +213,13 @@ def test_help_fits_100_columns_and_a_closed_pipe_and_every_command_has_a_version
 
 
 @pytest.mark.parametrize(
-    "module", ["config.load", "tools.doctor", pytest.param("tools.inspect_dcp", marks=pytest.mark.full)]
+    "words", ["config.load", "__main__ doctor", pytest.param("__main__ convert inspect-dcp", marks=pytest.mark.full)]
 )
-def test_help_whose_reader_is_gone_ends_quietly(module: str) -> None:
+def test_help_whose_reader_is_gone_ends_quietly(words: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as closed:
-        command = [sys.executable, "-m", f"titan_mi100.{module}", "--help"]
+        command = [sys.executable, "-m", *f"titan_mi100.{words}".split(), "--help"]
         buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
         found = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, env=buffered)
     assert (found.returncode, found.stderr) == (0, "")

@@ -149,7 +149,8 @@ def run_command(command: Command, folder: Path) -> str:
             processes, settings, _ = launch.parse(arguments, command.variables.get("NGPU", "1"))
             name, arguments = "train", _small(settings)
         start = [name] if kind == "script" else ["-m", f"titan_mi100.{name}"]
-        start = ["-m", "titan_mi100", *words[1:3]] if ":" in name else start  # a function of a module
+        if words[0] == "titan-mi100" and kind == "module":
+            start, arguments = ["-m", "titan_mi100"], words[1:]
         code, output, errors = _server().run([*start, *arguments], processes, environment, folder, 600)
     if command.output:
         (folder / command.output).write_text(output)

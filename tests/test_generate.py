@@ -485,12 +485,12 @@ def test_bad_input_is_refused_before_the_weights_are_read(
     assert expected in err and not out
 
 
-@pytest.mark.parametrize(("name", "data"), [("tools.generate", "--prompt"), ("tools.exact_match", "--data")])
-def test_a_mistake_ends_the_process_with_code_2(name: str, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", [name, "--model", "/nowhere", data, "/nowhere"])
-    monkeypatch.delitem(sys.modules, f"titan_mi100.{name}", raising=False)
+@pytest.mark.parametrize(("words", "data"), [("generate", "--prompt"), ("evaluate exact-match", "--data")])
+def test_a_mistake_ends_the_process_with_code_2(words: str, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["titan-mi100", *words.split(), "--model", "/nowhere", data, "/nowhere"])
+    monkeypatch.delitem(sys.modules, "titan_mi100.__main__", raising=False)
     with pytest.raises(SystemExit) as ended:
-        runpy.run_module(f"titan_mi100.{name}", run_name="__main__")
+        runpy.run_module("titan_mi100", run_name="__main__")
     assert ended.value.code == 2
 
 

@@ -30,13 +30,13 @@ def bash(script: str, cwd: Path, **environment: str) -> subprocess.CompletedProc
         ("config.load --nope", "2>&-", 2, ""),
         ("config.load --help", ">/dev/full 2>&1", 2, ""),
         ("__main__ nope", "2>/dev/full", 2, ""),
-        ("tools.inspect_dcp --help", ">/dev/full", 2, FULL),
+        ("__main__ convert inspect-dcp --help", ">/dev/full", 2, FULL),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
-                (f"tools.inspect_data {GOOD} --json", ">/dev/full", 2, FULL),
-                (f"tools.inspect_data {GOOD}", ">&- 2>&-", 0, ""),
-                ("tools.generate --model nowhere", "<&-", 2, "--prompt --input is required"),
+                (f"__main__ inspect {GOOD} --json", ">/dev/full", 2, FULL),
+                (f"__main__ inspect {GOOD}", ">&- 2>&-", 0, ""),
+                ("__main__ generate --model nowhere", "<&-", 2, "--prompt --input is required"),
                 ("launch.launcher --help", ">/dev/full", 2, FULL),
             )
         ),

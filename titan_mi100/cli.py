@@ -63,8 +63,6 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         self._example = options.pop("example", "")
         options["prog"] = command_name(options.get("prog", "")) or None  # None: argparse derives one
-        if options.get("formatter_class") is argparse.RawDescriptionHelpFormatter:
-            options["formatter_class"] = _RawHelp
         super().__init__(**options, allow_abbrev=False)
         self.register("action", None, _Once)  # the action of an option that names none
         self.add_argument(
@@ -110,7 +108,9 @@ def reflowed(text: str, width: int = WIDTH) -> str:
     return "\n".join(wrapped[:-1])
 
 
-class _RawHelp(argparse.RawDescriptionHelpFormatter):
+class RawHelp(argparse.RawDescriptionHelpFormatter):
+    """For descriptions and epilogs of several paragraphs."""
+
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return reflowed(text, width)
 

@@ -3,7 +3,8 @@
 import difflib
 import errno
 import resource
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 _BEGINNING, _END = 20_000, 2_000  # characters of a message that are shown
 
@@ -14,6 +15,15 @@ class UserError(ValueError):
     def __str__(self) -> str:
         text = super().__str__()  # a name in a file can have megabytes
         return text if len(text) <= _BEGINNING + _END else f"{text[:_BEGINNING]} ... {text[-_END:]}"
+
+
+@contextmanager
+def read_or_refuse(path: object) -> Iterator[None]:
+    """Turn an error of the file system into a UserError: the file `path` cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 class Preempted(Exception):

@@ -3,7 +3,8 @@
 import logging
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from titan_mi100.wording import printable
@@ -38,6 +39,15 @@ class _LineFormatter(logging.Formatter):
         level = self._of_info if record.levelno < logging.WARNING else f"{record.levelname} "
         head = f"{self.formatTime(record, self.datefmt)} {self._prefix}{level}"
         return "\n".join(head + line for line in printable(record.getMessage()).split("\n"))
+
+
+@contextmanager
+def write_or_say(path: object, say: Callable[[str], None] = log.warning) -> Iterator[None]:
+    """Let a run go on that cannot write the file `path`: an error of the file system is only logged."""
+    try:
+        yield
+    except OSError as error:
+        say(f"{path}: cannot be written to: {error.strerror}")
 
 
 class ByteProgress:

@@ -8,7 +8,6 @@ Needs huggingface_hub: pip install huggingface_hub. The recipes are in recipes.t
 the recipe alone.
 """
 
-import argparse
 import sys
 from collections import Counter
 from fnmatch import fnmatch
@@ -25,7 +24,7 @@ RECIPES = Path(__file__).with_name("recipes.toml")
 
 def main() -> int:
     recipes = read_toml(RECIPES)
-    parser = cli.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = cli.Parser(description=__doc__, formatter_class=cli.RawHelp)
     parser.add_argument("name", help=f"one of {', '.join(recipes)}")
     parser.add_argument(
         "--files", nargs="+", default=[], metavar="PATTERN", help="files to fetch, instead of the recipe's"

@@ -18,13 +18,13 @@ from titan_mi100.files.durable import sha256_of
 _WORK = Path(os.environ.get(WORK, ""))
 
 
-def _ask(module: str, *words: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", f"titan_mi100.{module}", *words], capture_output=True, text=True)
+def _ask(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "titan_mi100", *words], capture_output=True, text=True)
 
 
 def doctor() -> dict[str, Any]:
     """The doctor's lines. A failed check is a failure of this task."""
-    done = _ask("tools.doctor")
+    done = _ask("doctor")
     return {"lines": [line for line in done.stdout.splitlines() if line.strip()], **_ended(done)}
 
 
@@ -110,7 +110,7 @@ def killed(steps: int) -> dict[str, Any]:
 
 def generate(steps: int) -> dict[str, Any]:
     """A greedy answer of the exported model."""
-    done = _ask("tools.generate", "--model", str(_exported("whole")), "--prompt", "23 + 48?", "--max_new_tokens", "16")
+    done = _ask("generate", "--model", str(_exported("whole")), "--prompt", "23 + 48?", "--max_new_tokens", "16")
     return {"lines": done.stderr.splitlines()[-3:], **_ended(done)}
 
 

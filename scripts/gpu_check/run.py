@@ -39,7 +39,7 @@ _BOARD = ("model", "method", "bf16", "N", "toks/s", "mfu")  # columns of certifi
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = cli.Parser(prog="gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = cli.Parser(prog="gpu_check", description=__doc__, formatter_class=cli.RawHelp)
     parser.add_argument("call", choices=CALLS)
     parser.add_argument("--only", nargs="+", metavar="SECTION", help="the sections whose names begin so")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes and long limits, to try the check on a CPU")

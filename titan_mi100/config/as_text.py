@@ -1,6 +1,5 @@
 """Settings as text: their sections and keys, a config as TOML, the help. Imports no torch."""
 
-import argparse
 import json
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -8,7 +7,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, get_args, get_origin
 
-from titan_mi100.cli import WIDTH, Parser, example_of
+from titan_mi100.cli import WIDTH, Parser, RawHelp, example_of
 from titan_mi100.config.settings import Config
 from titan_mi100.errors import UserError
 from titan_mi100.wording import shown
@@ -89,7 +88,7 @@ def settings_parser(prog: str, description: str, epilog: str, first: str = "", e
         usage=f"%(prog)s {first}--job.config_file X.toml [--section.key value ...] [options]",
         description=description,
         epilog=f"{epilog}\n\n{settings_text()}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RawHelp,
         example=example,
     )
 

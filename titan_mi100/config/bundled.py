@@ -6,7 +6,6 @@ They are in train_configs/: inside an installed package; in a checkout beside th
 import argparse
 import difflib
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -67,7 +66,3 @@ def _show(name: str) -> None:
         first_line = (FOLDER / f"{stem}.toml").read_text(encoding="utf-8").partition("\n")[0]
         print(f"{stem:<{width}}  {first_line.removeprefix('#').strip()}")
     print(f"\nin {FOLDER}; train on one: --job.config_file NAME")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

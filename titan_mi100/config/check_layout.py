@@ -6,14 +6,7 @@ from dataclasses import fields
 from titan_mi100.config.as_text import toml_value
 from titan_mi100.config.layout import SCHEDULES, check_schedule
 from titan_mi100.config.problem import ConfigError, Problem
-from titan_mi100.config.settings import (
-    NF4_BLOCK,
-    CompileConfig,
-    Config,
-    LoRAConfig,
-    ParallelismConfig,
-    TrainingConfig,
-)
+from titan_mi100.config.settings import NF4_BLOCK, CompileConfig, Config, LoRAConfig, ParallelismConfig, TrainingConfig
 from titan_mi100.shapes.base import EXPERTS, ModelSpec
 from titan_mi100.wording import some
 

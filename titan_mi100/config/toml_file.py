@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from titan_mi100.errors import UserError
+from titan_mi100.errors import UserError, read_or_refuse
 from titan_mi100.files import child
 from titan_mi100.files.patterns import unusable
 from titan_mi100.files.plain import MIB
@@ -24,10 +24,8 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     """The content of a TOML file. Raises UserError: it cannot be read; the message begins with the path."""
     if problem := unusable(str(path), "*.toml"):
         raise UserError(f"{path}: {problem}")
-    try:
+    with read_or_refuse(path):  # gone since
         is_small = Path(path).stat().st_size <= _SMALL
-    except OSError as error:  # gone since
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     return parse(str(path)) if is_small else child.call_in_child("config.toml_file:parse", Path(path))
 
 

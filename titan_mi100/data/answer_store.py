@@ -30,8 +30,8 @@ from titan_mi100.data.prepared import PackedDataset
 from titan_mi100.data.rows import Row
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import sha256_of
-from titan_mi100.files.parts import STORE, SealedParts, sealed_hash
-from titan_mi100.files.plain import plain_path, read_checked, read_object
+from titan_mi100.files.parts import STORE, SealedParts
+from titan_mi100.files.plain import read_checked, read_object
 from titan_mi100.log import log
 
 REFERENCE_SUMS, TEACHER, SAMPLED = "reference", "teacher", "sampler"  # kinds of stores
@@ -130,9 +130,8 @@ class Wanted:
     def judge(self, about: Identity, number: int, arrays: Arrays) -> str:
         """What is wrong with the arrays of a part; "": nothing."""
         actual = {name: f"{array.dtype}, {array.ndim}" for name, array in arrays.items()}
-        if actual != (
-            expected := {"documents": "int64, 1", "tokens": "int64, 1"} | (_OF_TEACHER if about.k else _OF_SUMS)
-        ):
+        expected = {"documents": "int64, 1", "tokens": "int64, 1"} | (_OF_TEACHER if about.k else _OF_SUMS)
+        if actual != expected:
             return f"does not hold {', '.join(expected)} in their dtypes"
         documents, tokens = arrays["documents"], arrays["tokens"]
         if documents.size and not (documents.min() >= 0 and documents.max() < self.count):
@@ -231,17 +230,15 @@ class LogprobStore(SealedParts[Identity]):
         """
         again = "make it again: titan-mi100 teach" if self.about.kind == TEACHER else "start again: it is made anew"
         remedy = IMPORT if self.about.dtype == VLLM else f"delete it, and {again}"
+
+        def hash_of(path: Path) -> str:
+            return content_hash(path, cache)[0] if cache else sha256_of(path)
+
         for number, path in self.parts.items():
-            try:
-                digest = content_hash(plain_path(path), cache)[0] if cache else sha256_of(plain_path(path))
-            except OSError as error:
-                raise UserError(f"{path}: cannot be read ({error.strerror}); correct that, or {remedy}") from None
-            problem = "is damaged"
-            if digest[:16] == sealed_hash(path.name):
-                depends = [FORMAT, digest, number, self.about.digest, wanted.packing, wanted.vocabulary]
-                judged = partial(self._judged, number, wanted)
-                problem = cached_text(cache / "answers", depends, judged) if cache else judged()
-            if problem:
+            digest = self.check_hash(number, remedy, hash_of)
+            depends = [FORMAT, digest, number, self.about.digest, wanted.packing, wanted.vocabulary]
+            judged = partial(self._judged, number, wanted)
+            if problem := cached_text(cache / "answers", depends, judged) if cache else judged():
                 raise UserError(f"{path}: {problem}; {remedy}")
 
     def _judged(self, number: int, wanted: Wanted) -> str:

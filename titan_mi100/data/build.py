@@ -24,7 +24,7 @@ from titan_mi100.data.packing import Packing, pack_together
 from titan_mi100.data.prepared import DataFacts, SetFacts, write_meta
 from titan_mi100.data.sets import HELD_OUT, choose_sets, file_sources, patterns, set_name
 from titan_mi100.data.tokenise import tokenise
-from titan_mi100.errors import UserError
+from titan_mi100.errors import UserError, read_or_refuse
 from titan_mi100.files.patterns import unusable
 from titan_mi100.files.templates import TEMPLATE
 from titan_mi100.log import ByteProgress, log
@@ -77,10 +77,8 @@ class DataRequest:
         for name in names:
             if problem := unusable(name, TEMPLATE):
                 raise UserError(f"{name}: {problem}")
-            try:
+            with read_or_refuse(name):
                 stamps[name] = content_hash(Path(name), cache)
-            except OSError as error:
-                raise UserError(f"{name}: cannot be read: {error.strerror}") from None
         # cache_folder and workers do not change the result, so they are not part of the key
         options = {**asdict(self.config), "cache_folder": "", "workers": 0, "seq_len": self.seq_len}
         options |= {"answers": self.answers} if self.answers else {}

@@ -277,9 +277,8 @@ class Encoder:
         quoted = list[Any]()
         for number, value in enumerate([*cleaned, tools], 1):
             is_plain = value is not tools and len(value) == 2
-            if mark := self.tokenizer.marks.search(
-                value["content"] if is_plain else json.dumps(value, ensure_ascii=False)
-            ):
+            text = value["content"] if is_plain else json.dumps(value, ensure_ascii=False)
+            if mark := self.tokenizer.marks.search(text):
                 where = f"message {number}" if number <= len(cleaned) else "tools"
                 remedy = 'remove it, or set data.special_in_content = "text" to learn its letters'
                 is_rendered = value is not tools and self._dialogue.match(value["content"])

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 from titan_mi100.data.file_type import BYTE_ORDER_MARK, GZIP, HEAD, PARQUET, WANTED, ZSTD, first_byte, refusal
 from titan_mi100.data.json_array import BrokenArray, array_elements
 from titan_mi100.data.strict_json import UNREAD
-from titan_mi100.errors import UserError
+from titan_mi100.errors import UserError, read_or_refuse
 from titan_mi100.files.child import call_in_child, raise_limits
 from titan_mi100.files.patterns import matching_files, unusable
 from titan_mi100.wording import some
@@ -154,15 +154,12 @@ class RecordReader:
         Raises:
             UserError: the file cannot be read.
         """
-        try:
-            with open(self.path, "rb", buffering=CHUNK) as file:
-                if start:  # skip to the first line start: the line that began before `start` belongs to another span
-                    file.seek(start - 1)  # one byte earlier, so that a line beginning exactly at `start` is kept
-                    while (rest := file.readline(CHUNK)) and not rest.endswith(b"\n"):
-                        pass
-                yield from self._lines(file, stop)
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be read: {error.strerror or error}") from None
+        with read_or_refuse(self.path), open(self.path, "rb", buffering=CHUNK) as file:
+            if start:  # skip to the first line start: the line that began before `start` belongs to another span
+                file.seek(start - 1)  # one byte earlier, so that a line beginning exactly at `start` is kept
+                while (rest := file.readline(CHUNK)) and not rest.endswith(b"\n"):
+                    pass
+            yield from self._lines(file, stop)
 
     def _lines(self, file: BinaryIO, stop: int | None = None) -> Iterator[Record]:
         """The records of JSONL from the file's position on. Args: stop: lines that begin at or after it are left."""

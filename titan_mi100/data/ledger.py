@@ -248,9 +248,8 @@ class Ledger:
                 writer.writerows(self._lines(start, self.records[_WRITTEN][start : start + 65536].tolist()))
 
     def _lines(self, start: int, records: list[tuple[int, ...]]) -> Iterator[tuple[object, ...]]:
-        for number, (file, line, element, status, used_in, tokens, supervised, documents, kind) in enumerate(
-            records, start
-        ):
+        for number, record in enumerate(records, start):
+            file, line, element, status, used_in, tokens, supervised, documents, kind = record
             plain = status != DUPLICATE and not kind and (used_in or not documents)
             reason = "" if plain else self.reason(number)
             first_columns = (self._sources[file].path, label(line, element), STATUSES[status], _SETS[used_in])

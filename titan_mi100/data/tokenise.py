@@ -11,7 +11,7 @@ from titan_mi100.data.files import Record, RecordReader
 from titan_mi100.data.formats import Format
 from titan_mi100.errors import UserError
 from titan_mi100.files.child import limit, raise_limits
-from titan_mi100.files.pool import forked_pool, kill_workers
+from titan_mi100.files.pool import forked_pool, kill_workers, with_state
 
 _CHUNK_BYTES, _CHUNK_RECORDS = 1 << 19, 1024  # a chunk is sent to a worker when it reaches either limit
 _ALONE_BYTES = 1 << 20  # input with fewer bytes is tokenised by one process: starting more takes longer
@@ -36,12 +36,12 @@ def tokenise(
     chunks = _read_chunks(sources, progress)
     workers = workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     workers = 1 if sum(source.bytes for source in sources) < _ALONE_BYTES else workers
-    pool = forked_pool(workers, _init_worker, encoder, [source.format for source in sources])
+    pool = forked_pool(workers, encoder, [source.format for source in sources])
     try:
         waiting: deque[Future[Chunk]] = deque()
         for file, records in chunks:
             try:
-                waiting.append(pool.submit(_work_in_process, file, records))
+                waiting.append(pool.submit(with_state, _work_in_process, file, records))
             except OSError as error:
                 kill_workers()
                 problem = f"cannot start {workers} processes ({error.strerror}); set fewer data.workers"
@@ -78,17 +78,7 @@ def _read_chunks(sources: Sequence[Source], progress: Callable[[int], None]) -> 
         source.oddities.update(reader.oddities)
 
 
-_state: tuple[Encoder, list[Format]]  # the state of a worker process
-
-
-def _init_worker(encoder: Encoder, formats: list[Format]) -> None:
-    """Initialise a worker process."""
-    global _state
-    _state = encoder, formats
-
-
-def _work_in_process(file: int, records: list[Record]) -> Chunk:
-    encoder, formats = _state
+def _work_in_process(encoder: Encoder, formats: list[Format], file: int, records: list[Record]) -> Chunk:
     limit()
     raise_limits(_ALLOWED * sum(len(record.raw) + 512 for record in records))
     return encode_records(encoder, formats[file], file, records)

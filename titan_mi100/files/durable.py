@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from titan_mi100.errors import UserError
 from titan_mi100.log import log
@@ -143,7 +143,11 @@ def write_output(
 
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
+    return hash_of(path, hashlib.sha256())
+
+
+def hash_of(path: Path, digest: Any) -> str:
+    """A file's hash, in hexadecimal. Args: digest: of hashlib; it may have a beginning already."""
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
             digest.update(block)

@@ -38,7 +38,6 @@ _REASONS: dict[str | int, str] = {
     0: "cannot be fetched: the answer of {page} is {status}; try again later",
 }
 _RECORDS = "titan_mi100"  # folder of our records, in a repository's folder in the cache
-_BLOCK = 1 << 20
 _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Commits = MutableMapping[str, str]  # "models/OWNER/NAME@REVISION" -> commit
@@ -229,10 +228,7 @@ class _Repository:
             return False
         is_lfs = len(expected) == 64
         digest = hashlib.sha256() if is_lfs else hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
-        with path.open("rb") as stream:
-            while block := stream.read(_BLOCK):
-                digest.update(block)
-        return digest.hexdigest() == expected
+        return durable.hash_of(path, digest) == expected
 
     def _say(self, text: str) -> None:
         print(f"{self._name.repository}: {text}", file=sys.stderr, flush=True)  # stdout may be a pipe to the launcher
@@ -261,16 +257,11 @@ class _Repository:
         if response is not None:
             code, status = response.headers.get("X-Error-Code", ""), response.status_code
             code = _BAD_TOKEN if _BAD_TOKEN in response.headers.get("X-Error-Message", "") else code
-            wait, login = f"{response.headers.get('Retry-After', 'a few hundred')} s", _LOGIN
+            wait = f"{response.headers.get('Retry-After', 'a few hundred')} s"
             page = f"{self._endpoint}/{'datasets/' * self._is_data}{self._name.repository}"
-            facts = {
-                "type": self._type,
-                "revision": self._commit or self._revision,
-                "status": status,
-                "wait": wait,
-                "page": page,
-            }
-            return (_REASONS.get(code) or _REASONS.get(status) or _REASONS[0]).format(login=login, **facts)
+            facts = {"type": self._type, "revision": self._commit or self._revision, "page": page, "wait": wait}
+            reason = _REASONS.get(code) or _REASONS.get(status) or _REASONS[0]
+            return reason.format(**facts, status=status, login=_LOGIN)
         if disk := next(
             (e for e in chain if isinstance(e, OSError) and (e.filename or e.errno in _DISK_IS_FULL)), None
         ):

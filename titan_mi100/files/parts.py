@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -23,12 +24,6 @@ from titan_mi100.files.plain import plain_path, read_checked
 STORE = "store.json"
 _PART = re.compile(r"part-(\d{5,10})-([0-9a-f]{16})\.(\w+)")
 About = TypeVar("About")
-
-
-def sealed_hash(name: str) -> str:
-    """The beginning of its SHA-256 that a part's name tells; "": it is no part's name."""
-    match = _PART.fullmatch(name)
-    return match[2] if match else ""
 
 
 class SealedParts(Generic[About]):
@@ -112,13 +107,14 @@ class SealedParts(Generic[About]):
             raise self._cannot(error) from None
         self.parts[number] = path
 
-    def check_hash(self, number: int, remedy: str) -> str:
+    def check_hash(self, number: int, remedy: str, hash_of: Callable[[Path], str] = sha256_of) -> str:
         """The SHA-256 of a part. Raises UserError: it is not what its name says, or cannot be read."""
         path = self.parts[number]
         try:
-            digest = sha256_of(plain_path(path))
+            digest = hash_of(plain_path(path))
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror}); correct that, or {remedy}") from None
-        if digest[:16] != sealed_hash(path.name):
+        match = _PART.fullmatch(path.name)
+        if match is None or digest[:16] != match[2]:
             raise UserError(f"{path}: is damaged; {remedy}")
         return digest

@@ -7,16 +7,24 @@ import signal
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from titan_mi100.errors import UserError
 
+T = TypeVar("T")
 
-def forked_pool(workers: int, begin: Callable[..., None], *state: Any, method: str = "fork") -> ProcessPoolExecutor:
+
+_state: tuple[Any, ...] = ()  # of a worker process, see forked_pool
+
+
+def forked_pool(
+    workers: int, *state: Any, begin: Callable[[], None] | None = None, method: str = "fork"
+) -> ProcessPoolExecutor:
     """A pool whose processes end with this one. Forking a process with threads is safe if its workers run no torch.
 
     Args:
-        begin: called with the state in each process.
+        state: what each process has, for `with_state`.
+        begin: called in each process before its first work.
         method: "spawn": start them afresh, for work with torch.
 
     Raises:
@@ -25,6 +33,11 @@ def forked_pool(workers: int, begin: Callable[..., None], *state: Any, method: s
     check_shared_memory()
     context = multiprocessing.get_context(method)
     return ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(os.getpid(), begin, state))
+
+
+def with_state(work: Callable[..., T], *arguments: Any) -> T:
+    """In a process of a pool: call a function with the pool's state and then the arguments."""
+    return work(*_state, *arguments)
 
 
 def kill_workers() -> None:
@@ -44,11 +57,14 @@ def check_shared_memory() -> None:
         ) from None
 
 
-def _begin(parent: int, begin: Callable[..., None], state: tuple[Any, ...]) -> None:
+def _begin(parent: int, begin: Callable[[], None] | None, state: tuple[Any, ...]) -> None:
+    global _state
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork inherited the training run's handler
     end_with_parent(parent)
-    begin(*state)
+    _state = state
+    if begin is not None:
+        begin()
 
 
 def end_with_parent(parent: int) -> None:

@@ -46,7 +46,7 @@ from titan_mi100.wording import command_name, printable
 
 TRAINER, TEACHER = ("-m", "titan_mi100.train"), ("-m", "titan_mi100.teacher")
 _CONFIG = ("-m", "titan_mi100.config.load")
-_REHEARSAL = ("-m", "titan_mi100.tools.plan")
+_REHEARSAL = ("-m", "titan_mi100", "plan")
 _PREPARE = ("-m", "titan_mi100.data.prepare")
 _TORCHRUN = ("-m", "torch.distributed.run", "--log-dir", os.devnull, "--standalone", "--local-addr", "127.0.0.1")
 _SRUN = "srun python -m titan_mi100.train ..."

@@ -39,12 +39,8 @@ class StateFormat:
         """Number of bits of fp32's mantissa that are dropped."""
         return 23 - self.mantissa
 
-    def values(self, device: torch.device) -> Tensor:
-        """The values of the 256 codes relative to the block's power of two, (256,) fp32."""
-        return _on(device, self)
-
     def table(self) -> Tensor:
-        """The same as `values`, computed on the CPU."""
+        """The values of the 256 codes relative to the block's power of two, (256,) fp32 on the CPU."""
         codes = torch.arange(256)
         magnitude = codes & (127 if self.signed else 255)
         exponent = (magnitude >> self.mantissa) - _RANGE
@@ -88,7 +84,7 @@ def decode(codes: Tensor, exponents: Tensor, kind: StateFormat, out: Tensor, scr
         `out`.
     """
     scratch.copy_(codes)
-    torch.index_select(kind.values(codes.device), 0, scratch.view(-1), out=out.view(-1))
+    torch.index_select(_on(codes.device, kind), 0, scratch.view(-1), out=out.view(-1))
     scale = (exponents.to(torch.int32) << 23).view(torch.float32)  # the float 2 ** (exponent - 127)
     _blocks(out, exponents).mul_(scale[..., None])
     return out

@@ -107,9 +107,8 @@ def make_plan(workload: Workload, card: int, gpu: Gpu | None = None, efficiency:
         gpu: its speed; None: not known.
         efficiency: see Plan.
     """
-    config, ranks, spec, layout, batch = (
-        workload.config, workload.ranks, workload.spec, workload.layout, workload.batch
-    )  # fmt: skip
+    config, ranks, spec = workload.config, workload.ranks, workload.spec
+    layout, batch = workload.layout, workload.batch
     training = config.training
     rows = batch.global_batch_size
     tokens = rows * training.seq_len

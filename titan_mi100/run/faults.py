@@ -15,7 +15,7 @@ from titan_mi100.data.loader import RowStream
 from titan_mi100.errors import NumericalError, UserError
 from titan_mi100.files import durable
 from titan_mi100.files.plain import open_plain
-from titan_mi100.log import log
+from titan_mi100.log import log, write_or_say
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import World, data_sheet, gather, local_part
 from titan_mi100.planning.hardware import dtype_advice
@@ -130,11 +130,9 @@ class FaultWatch:
         return list(dict.fromkeys(position for number in numbers for position in self._stream.source.where(number)))
 
     def _note(self, name: str, step: int, places: Iterable[str]) -> None:
-        try:
-            with (self._folder / name).open("a", newline="", encoding="utf-8") as file:
-                csv.writer(file).writerows((step, *position.rsplit(":", 1)) for position in places)
-        except OSError as error:
-            log.warning(f"{self._folder / name}: cannot be written to: {error.strerror}")
+        path = self._folder / name
+        with write_or_say(path), path.open("a", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows((step, *position.rsplit(":", 1)) for position in places)
 
 
 def _drop_after(path: Path, last_step: int) -> None:

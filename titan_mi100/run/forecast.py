@@ -10,7 +10,7 @@ from titan_mi100.config.settings import MemoryConfig
 from titan_mi100.device import accelerator
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import replace
-from titan_mi100.log import log
+from titan_mi100.log import log, write_or_say
 from titan_mi100.parallel.distributed import World, data_sheet, raise_together
 from titan_mi100.planning.costs import flops_of_steps
 from titan_mi100.planning.memory import CATEGORIES
@@ -85,20 +85,15 @@ class Forecast:
         record = {
             "memory": [asdict(memory) for memory in plan.memory], "least": plan.least, "most": plan.most,
             "card": self._card, "flops": plan.flops, "sent": plan.sent, "bubble": plan.bubble,
-            "step_seconds": plan.step, "mfu": self._planned_mfu(),
+            "step_seconds": plan.step, "mfu": plan.flops / plan.step / self._peak_flops if plan.step else None,
         }  # fmt: skip
-        try:
+        with write_or_say(folder / FILE):
             replace(folder / FILE, json.dumps(record, indent=1) + "\n")
-        except OSError as error:
-            log.warning(f"{folder / FILE}: cannot be written to: {error.strerror}")
 
     def mfu(self, result: StepResult) -> float | None:
         """A step's share of the data sheet's rate; None: the device is not known."""
         flops = self._flops(result.tokens, result.supervised, result.attention_pairs)
         return flops / result.seconds / self._peak_flops if self._peak_flops else None
-
-    def _planned_mfu(self) -> float | None:
-        return self.plan.flops / self.plan.step / self._peak_flops if self.plan.step else None
 
     def describe(self, measured_gib: float) -> str:
         """The plan's categories and what was measured, for when memory has run out."""

@@ -10,7 +10,7 @@ from torch.profiler import profile, record_function, schedule
 from titan_mi100.config.settings import TRACED_STEP, ProfilingConfig
 from titan_mi100.device import accelerator
 from titan_mi100.errors import UserError
-from titan_mi100.log import log
+from titan_mi100.log import log, write_or_say
 from titan_mi100.parallel.distributed import World, any_rank
 from titan_mi100.run.next_commands import command, shown_path
 
@@ -71,12 +71,10 @@ class Profiler:
     def write_snapshot(self, name: str) -> None:
         """Write current and recent allocations, for pytorch.org/memory_viz."""
         path = self._folder / self._config.save_memory_snapshot_folder / name / f"rank-{self._world.rank}.pickle"
-        try:
+        with write_or_say(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._write_allocations(str(path))
             log.info(f"memory snapshot: {path}")
-        except OSError as error:
-            log.warning(f"{path}: cannot be written to: {error.strerror}")
 
     def traces(self, step: int) -> bool:
         """Whether the config asks for a trace of this step, on some ranks."""
@@ -104,8 +102,6 @@ class Profiler:
         accelerator.synchronize(self._world.device)
         tracer.stop()
         path = self._trace(step, self._world.rank)
-        try:  # a full disk does not end the run
+        with write_or_say(path, log.error):  # a full disk does not end the run
             path.parent.mkdir(parents=True, exist_ok=True)
             tracer.export_chrome_trace(str(path))
-        except OSError as error:
-            log.error(f"{path}: cannot be written to: {error.strerror}")

@@ -1,8 +1,8 @@
 """Sample answers during training: the sharded model answers held-out prompts, in every layout."""
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -241,13 +241,10 @@ def _answer_by_forwards(
     return answers
 
 
-@contextmanager
-def _not_compiled() -> Iterator[None]:
+def _not_compiled() -> AbstractContextManager[object]:
     """Run compiled modules eagerly. Rows of other lengths would trigger a recompilation with dynamic shapes; the next
     training step would then run other kernels, which round differently.
     """
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing dynamo takes seconds
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]

@@ -8,12 +8,13 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from titan_mi100.errors import UserError
+from titan_mi100.errors import UserError, read_or_refuse
 from titan_mi100.files.plain import LARGEST_CONFIG, LARGEST_TABLE, parse_object, read_plain
 from titan_mi100.files.templates import TEMPLATE, read_template, template_files
 from titan_mi100.shapes.base import ModelSpec
@@ -95,12 +96,8 @@ def tokenizer_files(path: Path) -> Assets:
 def _read_files(folder: Path, names: tuple[str, ...]) -> Assets:
     assets = {}
     for name in names:
-        try:
+        with read_or_refuse(folder / name), suppress(FileNotFoundError):
             assets[name] = read_plain(folder / name, LARGEST_TABLE)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise UserError(f"{folder / name}: cannot be read: {error.strerror}") from None
     return assets
 
 

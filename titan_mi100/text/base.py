@@ -193,9 +193,8 @@ class TokenizerConfig(NamedTuple):
         for token in added:
             fits = ids.setdefault(token.content, token.id) == token.id and 0 <= token.id < 2**31
             if not fits or not token.plain or name_of.setdefault(token.id, token.content) != token.content:
-                problem = (
-                    f"the added token {token.content!r}: its text or its id {token.id} is used twice or out of range, "
-                )
-                problem += "or it is empty, or it has lstrip, rstrip or single_word, which need a tokenizer.json"
-                raise UserError(f"{self.file}: {problem}; use the config that came with the model")
+                twice = f"its text or its id {token.id} is used twice or out of range, or it is empty"
+                problem = f"{twice}, or it has lstrip, rstrip or single_word, which need a tokenizer.json"
+                remedy = "use the config that came with the model"
+                raise UserError(f"{self.file}: the added token {token.content!r}: {problem}; {remedy}")
         return added

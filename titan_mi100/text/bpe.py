@@ -33,15 +33,16 @@ PATTERNS = {
 _NFC = {"type": "NFC"}
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
 _SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
-_PRE_TOKENIZERS = {  # two variants of each: `trim_offsets` does not change the ids
-    kind: [
-        {
-            "type": "Sequence",
-            "pretokenizers": [{**_SPLIT, "pattern": {"Regex": pattern}}, {**_BYTE_LEVEL, "trim_offsets": trim}],
-        }
-        for trim in (False, True)
-    ]
-    for kind, pattern in PATTERNS.items()
+
+
+def _pre_tokenizer(pattern: str, trims: bool) -> dict[str, Any]:
+    steps = [{**_SPLIT, "pattern": {"Regex": pattern}}, {**_BYTE_LEVEL, "trim_offsets": trims}]
+    return {"type": "Sequence", "pretokenizers": steps}
+
+
+# two variants of each: `trim_offsets` does not change the ids
+_PRE_TOKENIZERS = {
+    kind: [_pre_tokenizer(pattern, trims) for trims in (False, True)] for kind, pattern in PATTERNS.items()
 }
 # HF's byte-level files write each byte as a printable character: bytes that are visible in Latin-1 as that character,
 # the others as U+0100, U+0101, ...

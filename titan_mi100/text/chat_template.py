@@ -277,10 +277,8 @@ class ChatTemplate:
         for index, turn in enumerate(turns):
             spans = marks.get(turn.message)
             if spans and spans[-1][1] <= turn.stop - end and not turn.problem:
-                problem = (
-                    f"{{% generation %}} leaves out {finder.end_of_turn!r}, so stopping would not be learned; move "
-                )
-                turns[index] = replace(turn, problem=problem + "{% endgeneration %} behind it")
+                problem = f"{{% generation %}} leaves out {finder.end_of_turn!r}, so stopping would not be learned"
+                turns[index] = replace(turn, problem=problem + "; move {% endgeneration %} behind it")
         return [replace(turn, marked=tuple(marks[turn.message])) if turn.message in marks else turn for turn in turns]
 
     def _prompt(self, prefix: list[dict[str, Any]], variables: dict[str, Any]) -> "Prompt":

@@ -6,7 +6,6 @@ Exit codes: 0 no check fails (there may be warnings), 2 a check fails. docs/DOCT
 import argparse
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 
@@ -67,7 +66,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print facts and verdicts as JSON, for scripts and bug reports")
     add("--fast", action="store_true", help="as at a run's start: torch is not asked (milliseconds); print problems")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,7 +6,6 @@ the first one after its last `####`, or its last number if it writes no `####`. 
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from functools import partial
 
@@ -74,7 +73,3 @@ def summarise(rows: Sequence[Row]) -> Row:
     without = sum(row["extracted"] is None for row in rows)
     cut = sum(row["finish"] == "length" for row in rows)
     return {"n": n, "correct": correct, "score": correct / n, "no_answer": without / n, "stopped_by_length": cut}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

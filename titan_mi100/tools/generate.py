@@ -80,7 +80,3 @@ def _prompt_of(row: Row) -> tuple[str | list[Message], list[Any] | None]:
     if messages[-1]["role"] == "assistant":
         raise BadRecord("nothing to answer", "the last message is the assistant's; leave it out")
     return messages, tools
-
-
-if __name__ == "__main__":
-    sys.exit(main())

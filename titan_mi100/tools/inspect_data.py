@@ -77,7 +77,3 @@ def _parser() -> tool.Parser:
     add("--html", metavar="PATH", default="", help="write a self-contained HTML page, with a summary of the set")
     add("--json", action="store_true", help="print JSON, for scripts; with --row or --where only the rows")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

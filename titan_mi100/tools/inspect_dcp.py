@@ -21,7 +21,7 @@ from titan_mi100.wording import plural, printable
 
 
 def main() -> None:
-    parser = tool.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool.Parser(description=__doc__, formatter_class=tool.RawHelp)
     parser.add_argument("checkpoint", type=Path, help="such as RUN/checkpoint/step-500")
     parser.add_argument("--verify", action="store_true", help="read all files and compare them with the manifest")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
@@ -83,7 +83,3 @@ def facts(found: dict[str, Any]) -> str:
     parts.append(f"{weights} weights with {found['model_values']:,} values")
     parts.append(f"{len(found['tensors']) - weights} other tensors, {found['bytes'] / 1e6:,.1f} MB in total")
     return "; ".join(parts + (["files verified"] if found["verified"] else []))
-
-
-if __name__ == "__main__":
-    main()

@@ -199,16 +199,8 @@ def _write(given: str | None, answers: UserChoices, change: Change, lines: Seque
     print(f"{output}: {answers.method} fine-tuning of {answers.model} on {answers.gpus} x {answers.memory:g} GiB")
     if answers.is_here:
         print(f"no GPU is here: for {plural(answers.gpus, 'process')} on the CPU; for others: --gpus and --memory")
-    print(
-        "\n".join(
-            [
-                *lines,
-                "",
-                "next:",
-                *(f"  {line}" for line in [*(theirs.fetch if theirs else ()), *_next_commands(output, answers)]),
-            ]
-        )
-    )
+    commands = [*(theirs.fetch if theirs else ()), *_next_commands(output, answers)]
+    print("\n".join([*lines, "", "next:", *(f"  {line}" for line in commands)]))
 
 
 def _questions() -> dict[str, Question]:
@@ -314,10 +306,8 @@ def with_larger_forwards(plan: Plan) -> Plan:
     each = batch.global_batch_size // batch.dp_degree  # rows of a step on a card
     for rows in (rows for rows in range(each, batch.local_batch_size, -1) if each % rows == 0):
         larger = make_plan(plan.workload.changed({"training": {"local_batch_size": rows}}), plan.card)
-        if (
-            larger.most <= (1 - _SPARE) * plan.card
-            and larger.workload.batch.global_batch_size == batch.global_batch_size
-        ):
+        is_same_step = larger.workload.batch.global_batch_size == batch.global_batch_size
+        if is_same_step and larger.most <= (1 - _SPARE) * plan.card:
             return larger
     return plan
 
@@ -436,7 +426,3 @@ def _next_commands(output: Path, answers: UserChoices) -> list[str]:
         command("plan", option, config, "--gpus", gpus, "--memory", f"{answers.memory:g}GB"),
         command("train", option, config, "--nproc_per_node", gpus),
     ]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

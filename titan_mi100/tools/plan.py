@@ -269,7 +269,3 @@ def _parser() -> argparse.ArgumentParser:
     text = "count memory and collectives of N devices by the run's own code on fake tensors, see --rehearse --help"
     add("--rehearse", metavar="N", help=f"{text}; default device mi250x")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

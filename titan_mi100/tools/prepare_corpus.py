@@ -6,7 +6,6 @@ the folder; the last one to finish completes the corpus. Then train on it: [[dat
 
 import argparse
 import re
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -17,22 +16,22 @@ from titan_mi100.log import setup_logging
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    def program() -> None:
-        options = _parser().parse_args(argv)
-        setup_logging(0)
-        if not options.tokenizer or not options.input:
-            raise UserError("--input (the files) and --tokenizer (the model's tokenizer) are needed; add them")
-        if options.workers < 0:
-            raise UserError(f"--workers {options.workers}: must be above 0, or 0 for one per core")
-        make_corpus(options)
+    return cli.exit_code(lambda: _run(_parser().parse_args(argv)))
 
-    return cli.exit_code(program)
+
+def _run(options: argparse.Namespace) -> None:
+    setup_logging(0)
+    if not options.tokenizer or not options.input:
+        raise UserError("--input (the files) and --tokenizer (the model's tokenizer) are needed; add them")
+    if options.workers < 0:
+        raise UserError(f"--workers {options.workers}: must be above 0, or 0 for one per core")
+    make_corpus(options)
 
 
 def _parser() -> cli.Parser:
     parser = cli.Parser(
         prog="titan-mi100 prepare", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=cli.RawHelp,
         epilog="Exit codes: 0 the corpus (or this part of it) is complete; 1 crash; 2 bad options or input.",
     )  # fmt: skip
     add = parser.add_argument
@@ -66,7 +65,3 @@ def _part(text: str) -> tuple[int, int]:
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise argparse.ArgumentTypeError(f"{text!r} must be i/N with 1 <= i <= N, such as 1/4")
     return int(match[1]), int(match[2])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -218,13 +218,9 @@ class Rounds:
 
     def _read(self, paths: Sequence[str]) -> list[dict[str, Any]]:
         """The rows of files, each with a prompt. Raises UserError."""
-
-        def with_prompt(row: dict[str, Any]) -> dict[str, Any]:
-            asked_of(row)
-            return row
-
         files = [file for files in expand_patterns(paths) for file in files]
-        return [row for file in files for _, row in read_rows(file, with_prompt)]
+        read = [read_rows(file, lambda row: (row, asked_of(row))) for file in files]
+        return [row for rows in read for _, (row, _) in rows]
 
     def run(self) -> int:
         """Make what is missing. Returns the exit code: 3: told to stop; else that of a part that has failed."""

@@ -97,12 +97,8 @@ def report(folder: Path, summaries: Sequence[dict[str, Any]], why: str) -> dict[
         lines += [f"best: round {best}, held-out score {summaries[best]['held_out']:.3f}{where}"]
     lines += [*[f"ended: {why}"] * bool(why), *(f"WARNING {text}" for text in told["warnings"])]
     for name in ("best", "worst") if summaries else ():
-        lines += [
-            "",
-            f"{name} held-out answers of round {summaries[-1]['round']}",
-            "",
-            *(f"    {text}" for text in summaries[-1][name]),
-        ]
+        last = summaries[-1]
+        lines += ["", f"{name} held-out answers of round {last['round']}", "", *(f"    {text}" for text in last[name])]
     durable.replace(folder / "report.md", "\n".join(lines) + "\n")
     return told
 

@@ -68,12 +68,8 @@ def parser() -> tool.Parser:
     add("--processes", type=int, default=1, metavar="N", help="share the prompts among N processes, a GPU for each")
     add("--server", metavar="URL", default="", help="ask this server, instead of loading the weights")
     add("--served_model", metavar="NAME", default="", help="the model, as the server calls it")
-    add(
-        "--server_kind",
-        choices=("vllm", "sglang", "llamacpp"),
-        default="vllm",
-        help="the server's program; default vllm",
-    )
+    programs = ("vllm", "sglang", "llamacpp")
+    add("--server_kind", choices=programs, default="vllm", help="the server's program; default vllm")
     add("--concurrency", type=int, default=8, metavar="N", help="requests at a time; default 8")
     add("--server_timeout", type=float, default=600.0, metavar="S", help="seconds for an answer; default 600")
     add("--json", action="store_true", help="print the summary as one JSON object")
@@ -167,7 +163,7 @@ def _make(
 def _make_in_processes(options: Namespace, store: GroupStore, prompts: Sequence[Group]) -> None:
     """Process r makes the parts r, r + processes, ...; the first shows its progress. If one fails, all end."""
     count, cpus, futures = options.processes, len(os.sched_getaffinity(0)), list[Future[None]]()
-    pool = forked_pool(count, torch.set_num_threads, max(1, cpus // count), method="spawn")
+    pool = forked_pool(count, begin=partial(torch.set_num_threads, max(1, cpus // count)), method="spawn")
     try:
         for rank in range(count):
             device = options.device or f"{accelerator.kind()}:{rank}" * bool(accelerator.count())
@@ -225,7 +221,3 @@ def _summarise(options: Namespace, store: GroupStore, is_old: bool) -> None:
         if options.json
         else f"{text}\nnext: titan-mi100 score {options.out}"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

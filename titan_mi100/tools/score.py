@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, pstdev, stdev
@@ -50,10 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Make the command's parser."""
-    usage, example = (
-        "%(prog)s SAMPLES --by SCORER[=WEIGHT] [options]",
-        "e.g. titan-mi100 score outputs/samples --by text",
-    )
+    usage = "%(prog)s SAMPLES --by SCORER[=WEIGHT] [options]"
+    example = "e.g. titan-mi100 score outputs/samples --by text"
     epilog = f"Scorers: {SCORERS}. A function is {FORMS}. A score is the weighted sum."
     made = tool.Parser(prog="titan-mi100 score", usage=usage, description=__doc__, epilog=epilog, example=example)
     add, several = made.add_argument, dict[str, Any](action="append", default=[], type=_weighted)
@@ -117,6 +114,7 @@ def check(options: argparse.Namespace, target: Path) -> None:
     """Refuse options before anything is scored. Raises UserError."""
     folders = [Path(os.path.realpath(folder)) for folder in (options.samples, target)]
     is_all, scores = options.keep == "all", bool(options.by + options.function)
+    is_inside = options.to and Path(os.path.realpath(options.to)).parent in folders
     for is_wrong, problem in (
         (folders[0] == folders[1], f"--out {target}: holds the samples; name another folder"),
         (not (is_all or scores), f"--by or --function is missing; scorers are {SCORERS}"),
@@ -124,10 +122,7 @@ def check(options: argparse.Namespace, target: Path) -> None:
         (not (0 < options.timeout < HIGHEST > options.memory > 0), "--timeout and --memory must be above 0"),
         (options.show < 0, f"--show {options.show}: must be 0 or more"),
         (bool(options.keep) != bool(options.to), "--keep and --to FILE.jsonl need each other; give both"),
-        (
-            options.to and Path(os.path.realpath(options.to)).parent in folders,
-            f"--to {options.to}: name another folder",
-        ),
+        (is_inside, f"--to {options.to}: name another folder"),
     ):
         if is_wrong:
             raise UserError(problem)
@@ -146,9 +141,8 @@ def _weighted(text: str) -> tuple[str, float]:
 def scorers_of(options: argparse.Namespace) -> dict[str, Scorer]:
     """The scorers that the options name. Raises UserError."""
     scorers = dict[str, Scorer]()
-    for (name, weight), is_code in chain(
-        ((each, False) for each in options.by), ((each, True) for each in options.function)
-    ):
+    for number, (name, weight) in enumerate([*options.by, *options.function]):
+        is_code = number >= len(options.by)
         try:
             if is_code:
                 code = _code(name, options)
@@ -313,7 +307,3 @@ def _table(summary: dict[str, Any], options: argparse.Namespace) -> str:
     path = os.path.abspath(options.to or f"{summary['scores']}/part-*.jsonl")
     objective = f"# {plural(summary['kept'], 'row')}" if options.to else '[objective]\nname = "policy"'
     return "\n".join([*lines, f"train on it:\n[data]\npath = {json.dumps(path, ensure_ascii=False)}\n{objective}"])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

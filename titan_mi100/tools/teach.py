@@ -7,7 +7,6 @@ their log probabilities; the student learns from them with [objective] name = "d
 import argparse
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,21 +15,13 @@ from titan_mi100 import cli as tool
 from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.hub import local_path
 from titan_mi100.config.load import TEACHER_CONFIG, load_config
-from titan_mi100.config.settings import (
-    CheckpointConfig,
-    Config,
-    JobConfig,
-    LoRAConfig,
-    LRSchedulerConfig,
-    MetricsConfig,
-    ModelConfig,
-    ObjectiveConfig,
-)
+from titan_mi100.config.settings import Config, ObjectiveConfig
 from titan_mi100.data.prepare import check_teacher
 from titan_mi100.doors import door
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import replace as write
 from titan_mi100.log import setup_logging
+from titan_mi100.planning.workload import with_settings
 
 _TOP_K = 32
 # What settings may begin with: those that say which rows, and those that say how a pass is computed.
@@ -55,10 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if options.ids:
                 door("teach --ids")(student, Path(options.ids))
             else:
-                read = door("teach --from_vllm")
-                read(
-                    student, Path(options.from_vllm), _out(options, student.objective.teacher), options.top_k or _TOP_K
-                )
+                folder = _out(options, student.objective.teacher)
+                door("teach --from_vllm")(student, Path(options.from_vllm), folder, options.top_k or _TOP_K)
         else:
             config = str(write_config(options))
 
@@ -141,38 +130,27 @@ def write_config(options: argparse.Namespace) -> Path:
         raise UserError(f"{folder}: exists already, and is no teacher's folder; name a new one with --out")
     training = replace(student.training, steps=1, epochs=0, target_tokens_per_step=0, gradient_accumulation_steps=1)
     training = replace(training, train_router=False)
-    load = CheckpointConfig(initial_load_path=os.path.abspath(local_path(options.model)))
-    # A frozen base in the computation's dtype, and adapters that change nothing: their matrix B is zero. A pipeline
-    # wants one in each layer.
     objective = ObjectiveConfig(name="distill", teacher=str(folder), top_k=options.top_k or _TOP_K)
     if student.objective.answers:
         objective = replace(student.objective, teacher=str(folder), correction="auto", correction_cap=0.0)
-    outputs = ("o_proj", "out_proj")
+    config = Config(data=student.data, training=training, objective=objective)
+    load = os.path.abspath(local_path(options.model))
+    config = with_settings(config, {"checkpoint": {"initial_load_path": load}})
     try:
-        kinds = {tuple(layer.adapted) for layer in Config(checkpoint=load).spec().layers}
+        adapted = {name for layer in config.spec().layers for name in layer.adapted}
     except UserError as error:
         problem = str(error).partition(";")[0].removeprefix("[checkpoint] initial_load_path = ")
         raise UserError(f"--model: {problem}; name an HF folder, or another run's checkpoint/step-N") from None
-    idle = LoRAConfig(rank=1, target_modules=tuple({*outputs} & {name for kind in kinds for name in kind}))
-    config = Config(
-        job=JobConfig(run_folder=str(folder)),
-        model=ModelConfig(tokenizer_path=student.tokenizer_path(), chat_template=student.model.chat_template),
-        data=student.data,
-        training=training,
-        lr_scheduler=LRSchedulerConfig(warmup_steps=0),
-        lora=idle,
-        checkpoint=load,
-        objective=objective,
-        metrics=MetricsConfig(enable_tensorboard=False),
-    )
-    check_teacher(config.checkpoint.initial_load_path, config.tokenizer_path())
+    model = {"tokenizer_path": student.tokenizer_path(), "chat_template": student.model.chat_template}
+    # A frozen base in the computation's dtype, and adapters that change nothing: their matrix B is zero. A pipeline
+    # wants one in each layer.
+    idle = {"rank": 1, "target_modules": tuple({"o_proj", "out_proj"} & adapted)}
+    config = with_settings(config, {"job": {"run_folder": str(folder)}, "model": model, "lora": idle})
+    config = with_settings(config, {"lr_scheduler": {"warmup_steps": 0}, "metrics": {"enable_tensorboard": False}})
+    check_teacher(load, config.tokenizer_path())
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write(folder / TEACHER_CONFIG, to_toml(config))
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror}); name another folder with --out") from None
     return folder / TEACHER_CONFIG
-
-
-if __name__ == "__main__":
-    sys.exit(main())

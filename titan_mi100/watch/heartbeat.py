@@ -83,11 +83,11 @@ class Heartbeat:
         self._memory = mmap.mmap(-1, _RECORD.size)
         self._watcher: subprocess.Popen[bytes] | None = None
         if folder is not None:
-            with open(_path(folder, rank, "beat"), "wb+") as file:
+            with open(record_file(folder, rank, "beat"), "wb+") as file:
                 file.write(bytes(_RECORD.size))  # on a full disk an error here, not a SIGBUS later
                 file.flush()
                 self._memory = mmap.mmap(file.fileno(), _RECORD.size)
-            self._stacks = open(_path(folder, rank, "stacks"), "wb", buffering=0)  # noqa: SIM115  # kept open
+            self._stacks = open(record_file(folder, rank, "stacks"), "wb", buffering=0)  # noqa: SIM115  # kept open
             faulthandler.register(WRITE_STACKS, self._stacks, all_threads=True)
         self._thread, self._beats, self._events, self._step = threading.get_ident(), 0, 0, -1
         self._phase, self._doing, self._limit, self._steps, self._in_step = START, "", 0.0, 0, ""
@@ -195,21 +195,14 @@ def read_beats(folder: Path, files: OpenFiles | None = None) -> list[Beat]:
             while content != (content := files.open(path).read()):  # until equal twice: it may be written meanwhile
                 pass
             *numbers, phase, doing = _RECORD.unpack(content)
+            words = [text.rstrip(b"\0").decode(errors="replace") for text in (phase, doing)]
             if numbers[0]:
-                beats.append(Beat(*numbers, *(_text(words) for words in (phase, doing))))
+                beats.append(Beat(*numbers, *words))
     return beats
 
 
-def stacks_file(folder: Path, rank: int) -> Path:
-    """Where the process writes its stacks when it is told to."""
-    return _path(folder, rank, "stacks")
-
-
-def _text(words: bytes) -> str:
-    return words.rstrip(b"\0").decode(errors="replace")
-
-
-def _path(folder: Path, rank: int, kind: str) -> Path:
+def record_file(folder: Path, rank: int, kind: str) -> Path:
+    """A file of a process. Args: kind: beat: its record; stacks: where it writes its stacks when it is told to."""
     return folder / f"rank-{rank:05}.{kind}"
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from titan_mi100 import cli
 from titan_mi100.files.durable import replace
 from titan_mi100.files.plain import LARGEST_CONFIG, read_plain
-from titan_mi100.log import log
+from titan_mi100.log import log, write_or_say
 from titan_mi100.wording import printable
 
 _STARTS = 4  # how many in a row may fail before their first step
@@ -106,10 +106,8 @@ def write_run_state(folder: Path | None, state: RunState) -> None:
     if launcher_is_told():
         paths.append(Path(os.environ["TITAN_OUTCOME"]))
     for path in paths:
-        try:
+        with write_or_say(path, log.error):
             _write(path, state)
-        except OSError as error:
-            log.error(f"{path}: cannot be written to: {error.strerror}")
 
 
 def _write(path: Path, state: RunState) -> None:
@@ -189,11 +187,9 @@ def note_restart(folder: Path, outcome: Outcome) -> None:
 def append_to_log(folder: Path, lines: Iterable[str]) -> None:
     """Append errors to a run's train.log that its own processes could not write."""
     now = time.strftime("%Y-%m-%d %H:%M:%S")
-    try:
-        with (folder / "train.log").open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.writelines(f"{now} ERROR {printable(line)}\n" for line in lines)
-    except OSError as error:
-        log.warning(f"{folder}/train.log: cannot be written to: {error.strerror}")
+    path = folder / "train.log"
+    with write_or_say(path), path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+        file.writelines(f"{now} ERROR {printable(line)}\n" for line in lines)
 
 
 def next_move(outcome: Outcome) -> str:

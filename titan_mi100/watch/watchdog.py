@@ -22,7 +22,7 @@ from typing import BinaryIO, NamedTuple
 
 from titan_mi100.checkpoint.sealed import DamagedError, all_checkpoints, damaged, list_checkpoints, read_manifest
 from titan_mi100.errors import UserError
-from titan_mi100.watch.heartbeat import ENDED, FOLDER_FILE, WRITE_STACKS, Beat, OpenFiles, read_beats, stacks_file
+from titan_mi100.watch.heartbeat import ENDED, FOLDER_FILE, WRITE_STACKS, Beat, OpenFiles, read_beats, record_file
 from titan_mi100.watch.outcome import HUNG, STATE, Outcome, RunState, read_outcome, write_run_state
 
 LOOK = 1.0  # seconds between two looks
@@ -130,7 +130,7 @@ class Watch:
         beats = read_beats(self._folder, self._files)
         for beat in beats:
             with suppress(OSError):  # not made yet
-                self._files.open(stacks_file(self._folder, beat.rank))
+                self._files.open(record_file(self._folder, beat.rank, "stacks"))
         self._run_folder = self._run_folder or str(self.run_folder() or "")
         return beats
 
@@ -213,7 +213,7 @@ def _examine(folder: Path, beats: Sequence[Beat], files: OpenFiles) -> list[Proc
     sizes = dict[int, int]()
 
     def stacks(rank: int) -> BinaryIO:
-        return files.open(stacks_file(folder, rank))
+        return files.open(record_file(folder, rank, "stacks"))
 
     for beat in beats:
         with suppress(OSError):  # it is gone
@@ -235,17 +235,12 @@ def _examine(folder: Path, beats: Sequence[Beat], files: OpenFiles) -> list[Proc
 
 def _state(pid: int) -> tuple[str, str]:
     """The letter of a process's state and the kernel's function it waits in; "" where there is none."""
-    letter, waits = _fields(pid)[0], ""
+    letter = waits = ""
+    with suppress(OSError):  # it is gone
+        letter = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     with suppress(OSError):
         waits = Path(f"/proc/{pid}/wchan").read_text().strip("0\n")
     return ("" if letter in "ZX" else letter), waits
-
-
-def _fields(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; [""] for a process that is gone."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    return [""]
 
 
 def how_to_start_again(folder: Path | None) -> str:

@@ -43,7 +43,7 @@ from titan_mi100.files.child import end
 from titan_mi100.files.durable import probe
 from titan_mi100.files.patterns import matching_files, unusable
 from titan_mi100.files.plain import parse_object, read_plain
-from titan_mi100.files.pool import forked_pool, kill_workers
+from titan_mi100.files.pool import forked_pool, kill_workers, with_state
 from titan_mi100.files.schema import LONGEST
 from titan_mi100.log import ByteProgress, log
 from titan_mi100.text.assets import CORPUS, PLAN
@@ -201,29 +201,16 @@ def _write_or_check_plan(folder: Path, plan: ShardPlan, by_time: bool) -> None:
         raise UserError(f"{folder}: input files have changed since it was started; name another --output_dir")
 
 
-_worker: tuple[Path, ShardPlan, Tokenizer]  # a worker's state
-
-
-def _init_worker(*state: Any) -> None:
-    global _worker
-    _worker = state  # type: ignore[assignment]
-
-
-def _work_on_shard(number: int) -> Shard:
-    folder, plan, tokenizer = _worker
-    return make_shard(folder, plan, number, tokenizer)
-
-
 def _make_shards(
     folder: Path, plan: ShardPlan, numbers: list[int], tokenizer: Tokenizer, workers: int, most_bad: float
 ) -> None:
     """Make shards in worker processes. Raises UserError: some could not be made; the completed ones are kept."""
     sizes = {number: plan.bytes_of(plan.units[number]) for number in numbers}
     errors = list[str]()
-    pool = forked_pool(min(workers, len(numbers)), _init_worker, folder, plan, tokenizer)
+    pool = forked_pool(min(workers, len(numbers)), folder, plan, tokenizer)
     try:
         with ByteProgress("tokenising", sum(sizes.values())) as progress:
-            futures = {pool.submit(_work_on_shard, number): number for number in numbers}
+            futures = {pool.submit(with_state, make_shard, number): number for number in numbers}
             for future in as_completed(futures):
                 try:
                     shard = future.result()
@@ -294,9 +281,8 @@ def _bad_rows(folder: Path, plan: ShardPlan, shards: list[Shard], numbers: Seque
     first_files, lines = [unit.first for unit in plan.units], [shard.lines for shard in shards]
     for number in numbers:
         before = lines_before(first_files, lines, number)
-        for line in (
-            shard_path(folder, number, "bad.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
-        ):  # not splitlines(): texts hold U+2028
+        text = shard_path(folder, number, "bad.jsonl").read_text(encoding="utf-8")
+        for line in text.split("\n")[:-1]:  # not splitlines(): texts hold U+2028
             file, line_number, kind, detail = json.loads(line)
             yield plan.files[file], before + line_number, kind, detail
 

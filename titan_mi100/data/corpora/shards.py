@@ -25,10 +25,9 @@ from titan_mi100.data.file_type import HEAD, PACKED, first_byte, refusal
 from titan_mi100.data.files import LONGEST_LINE, NoRowsError, Record, RecordReader
 from titan_mi100.data.formats import parse_record
 from titan_mi100.data.strict_json import TO_UTF8, BadRecord, expect, listed
-from titan_mi100.errors import UserError
+from titan_mi100.errors import UserError, read_or_refuse
 from titan_mi100.files.durable import HashingStream, sync
-from titan_mi100.files.plain import read_object
-from titan_mi100.files.schema import validated
+from titan_mi100.files.plain import read_checked
 from titan_mi100.text.base import Tokenizer
 
 # Bytes of the smallest and the largest unit; between them, the size grows so that a corpus has about this many units.
@@ -98,11 +97,8 @@ def cut_into_units(files: Sequence[str], sizes: Sequence[int], is_text: bool) ->
 
 def _is_jsonl(file: str) -> bool:
     """Whether a file can be read from any line on. Raises UserError: its type is not supported."""
-    try:
-        with open(file, "rb") as opened:
-            head = opened.read(HEAD)
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
+    with read_or_refuse(file), open(file, "rb") as opened:
+        head = opened.read(HEAD)
     if not head or head.startswith(PACKED):
         return False
     if reason := refusal(head):
@@ -126,12 +122,7 @@ def read_shard(folder: Path, number: int, key: str) -> Shard | None:
     path = shard_path(folder, number, "json")
     if not path.exists():
         return None
-    remedy = "remove it; the shard is then made again"
-    content = read_object(path, remedy)
-    try:
-        shard: Shard = validated(content, Shard)
-    except ValueError as error:
-        raise UserError(f"{path}: {error}; {remedy}") from None
+    shard: Shard = read_checked(path, Shard, "remove it; the shard is then made again")
     if shard.plan != key:
         raise UserError(f"{path}: was made with another plan; name another --output_dir")
     return shard
@@ -199,7 +190,7 @@ class _Counts:
             self.rows.append(json.dumps([file, line, bad.kind, bad.detail], ensure_ascii=False))
 
 
-def make_shard(folder: Path, plan: ShardPlan, number: int, tokenizer: Tokenizer) -> Shard:
+def make_shard(folder: Path, plan: ShardPlan, tokenizer: Tokenizer, number: int) -> Shard:
     """Write the files of shard `number`, its .json last.
 
     Returns:
@@ -240,10 +231,8 @@ def make_shard(folder: Path, plan: ShardPlan, number: int, tokenizer: Tokenizer)
 
 def _stamp(file: str) -> list[int]:
     """Size and modification time, to notice a change while the file is read."""
-    try:
+    with read_or_refuse(file):
         status = os.stat(file)
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
     return [status.st_size, status.st_mtime_ns]
 
 
