@@ -119,8 +119,7 @@ def keep_gradients(run: Run) -> list[tuple[str, Tensor]]:
             for name, p in run.model.trained_parameters():
                 gradient = like(p, there[p]) if p in there else p.grad
                 factor = factors[run.model.is_draft(name)]
-                assert factor is not None
-                kept.append((name, whole(gradient) * factor))
+                kept.append((name, whole(gradient) * (0.0 if factor is None else factor)))
         update(*factors)
 
     run.optimizer.update = keep  # type: ignore[method-assign]

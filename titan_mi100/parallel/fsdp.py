@@ -1,6 +1,7 @@
 """FSDP2 and HSDP, with or without tensor parallel: how weights are sharded, and forward and backward of a step."""
 
 import itertools
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -90,6 +91,8 @@ def apply_fsdp(
     for before, layer in itertools.pairwise(blocks):  # else the groups above are prefetched, which are here already
         layer.set_modules_to_backward_prefetch([before])  # type: ignore[operator]
     if model.mtp is not None:
+        # a CPU's norm returns a view, see elementwise.py; nothing writes into it
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         fully_shard(model.mtp, reshard_after_forward=False, **options)
     if model.lm_head is not None:
         fully_shard(model.lm_head, reshard_after_forward=False, **options)
