@@ -129,10 +129,9 @@ class MixtureSpec(ModelSpec):
             text = f"num_experts = {self.num_experts} in {self.num_hidden_layers:,} layers makes {expected:,} tensors"
             raise UserError(f"config.json: {text}, but the weights have {there:,} of experts; correct it")
         known = saved.get("experts_fused", self.experts_fused) if form is None else form
-        more = {}
-        if self.draft_layer is not None:
-            more["draft_experts_fused"] = saved.get("draft_experts_fused", known) if of_draft is None else of_draft
-        return replace(self, experts_fused=known, **more)  # type: ignore[type-var]  # of a dataclass
+        drafts = saved.get("draft_experts_fused", known) if of_draft is None else of_draft
+        draft_form = {"draft_experts_fused": drafts} if self.draft_layer is not None else {}
+        return replace(self, experts_fused=known, **draft_form)  # type: ignore[type-var]  # of a dataclass
 
     def fused_in_files(self, name: str) -> bool:
         """The form of one of our matrices of experts in files."""

@@ -28,13 +28,13 @@ class StackedWeights(Weights):
         inside = (name for name in stored.kinds if INSIDE in name and name not in ours)
         there = {name: stored.kinds[name] for name in inside if not spec.passes_through(name)}
         of_head = {name.startswith(DRAFT) for name in there}
-        wanted = {name: parameter for name, parameter in ours.items() if name.startswith(DRAFT) in of_head}
-        expected = spec.in_files({name: parameter.shape for name, parameter in wanted.items()})
+        stacked = {name: parameter for name, parameter in ours.items() if name.startswith(DRAFT) in of_head}
+        expected = spec.in_files({name: parameter.shape for name, parameter in stacked.items()})
         held = {name: (shape, dtype_name(dtype)) for name, (shape, dtype) in there.items()}
         problems = tensor_problems(held, expected, self.named)
         self.kinds = {name: kind for name, kind in stored.kinds.items() if name not in there}
         self._places = {}
-        for name, parameter in wanted.items() if not problems else ():
+        for name, parameter in stacked.items() if not problems else ():
             self._places[name] = list(places(name, parameter, spec.fused_in_files(name))), parameter.is_transposed
             dtypes = {there[position.name].dtype for position in self._places[name][0]}
             self.kinds[name] = Kind(parameter.shape, min(dtypes, key=dtype_name))
@@ -45,7 +45,7 @@ class StackedWeights(Weights):
 
     def read(self, name: str, shape: torch.Size, offset: Box, size: Box, exactly: bool = False) -> Tensor:
         if name not in self._places:
-            return self._stored.read(name, shape, offset, size)
+            return self._stored.read(name, shape, offset, size, exactly)
         (positions, is_transposed), (first, column), (rows, columns) = self._places[name], offset, size
         each, part = shape[0] // len(positions), torch.empty(size, dtype=self.kinds[name].dtype)
         for expert in range(first // each, -(-(first + rows) // each)):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_mi100.config.hub import cached_model
-from titan_mi100.config.settings import Config, LoRAConfig
+from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.errors import UserError
 from titan_mi100.files.model import DRAFT_FILE
 from titan_mi100.log import log
@@ -78,7 +78,8 @@ def load_weights(
         origin = f"random weights, seed {config.training.seed}"
         log.info(f"loading the weights from {source} ..." if source else "drawing random weights ...")
         with raise_together():
-            head = _head_elsewhere(config, spec, checkpoint)
+            drawn = partial(initial_values, spec, config.training.seed) if config.draft_head.fresh else None
+            head = _head_elsewhere(spec, checkpoint is not None, drawn, config.lora.initial_load_path)
         if source:
             with raise_together():
                 base = _open_base(source, spec if head is None else spec.with_draft_head(False))
@@ -125,21 +126,22 @@ def load_weights(
         _load_adapter(model, optimizer, config.lora, spec, fresh, origin)
 
 
-def _head_elsewhere(config: Config, spec: ModelSpec, checkpoint: Path | None) -> Read | None:
-    """Reads the first values of a draft head that is not the model's own; None: it is, or is not trained. Args: as of
-    load_weights.
+def _head_elsewhere(spec: ModelSpec, is_resumed: bool, drawn: Read | None, adapter: str) -> Read | None:
+    """Reads the first values of a draft head that is not the model's own; None: it is, or is not trained.
+
+    Args:
+        is_resumed: a checkpoint fills the head.
+        drawn: random values, if the head starts with these.
+        adapter: that the run starts from; "": none.
     """
-    path = config.lora.initial_load_path
     if not spec.has_draft_head:
-        if path and lexists(Path(path, DRAFT_FILE)):
-            log.warning(f'{path}: its {DRAFT_FILE} is not read, nor exported again: draft_head.train = "no"')
+        if adapter and lexists(Path(adapter, DRAFT_FILE)):
+            log.warning(f'{adapter}: its {DRAFT_FILE} is not read, nor exported again: draft_head.train = "no"')
         return None
-    if checkpoint is not None:  # it fills the head
+    if is_resumed:
         return lambda name, shape, offset, size: torch.zeros(size)
-    if config.draft_head.fresh:
-        return partial(initial_values, spec, config.training.seed)
-    head = open_head(path, spec)
-    return None if head is None else partial(head.read, exactly=True)
+    head = None if drawn else open_head(adapter, spec)
+    return drawn if head is None else partial(head.read, exactly=True)
 
 
 def _with_head(base: Read, head: Read) -> Read:
