@@ -30,20 +30,33 @@ from titan_mi100.model.decode import Sampling, generate
 from titan_mi100.open_run.run import Run
 from titan_mi100.open_run.start import open_run
 from titan_mi100.parallel.distributed import World
-from titan_mi100.shapes.base import DRAFT, parameter_shapes
+from titan_mi100.shapes.base import DRAFT
 from titan_mi100.shapes.families import read_hf_config
 from titan_mi100.text.assets import run_assets
 from titan_mi100.text.bpe import PATTERNS, QWEN3_5
 from titan_mi100.weights import convert
-from titan_mi100.weights.experts import in_files
 from titan_mi100.weights.source import open_source
 from titan_mi100.workshop.made_up import made_up, random_rows
 
 FULL = pytest.mark.full
 # the draft head's experts in the form that the others have not, or in the same
 KINDS = ("experts", pytest.param("dense", marks=FULL), pytest.param("experts, head fused", marks=FULL))
+EXPERTS = (MIXTURE["num_experts"], MIXTURE["moe_intermediate_size"], MIXTURE["hidden_size"])
 LORA = {"rank": 3, "target_modules": ("q_proj", "in_proj_qkv")}
 MODES: dict[str, dict[str, Any]] = {"along": {}, "after": {"train": "after"}, "adapters": {"lora": LORA}}
+
+
+def in_file(name: str, is_fused: bool) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the experts' tensors in files, of one of our matrices."""
+    (module, _, kind), (count, inner, hidden) = name.removesuffix(".weight").rpartition("."), EXPERTS
+    module = module.replace("model.layers", "model.language_model.layers")
+    if is_fused and kind == "up_proj":
+        return []  # it is in gate's
+    if is_fused:
+        sizes = (hidden, inner) if kind == "down_proj" else (2 * inner, hidden)
+        return [(f"{module}.{'down_proj' if kind == 'down_proj' else 'gate_up_proj'}", (count, *sizes))]
+    sizes = (hidden, inner) if kind == "down_proj" else (inner, hidden)
+    return [(f"{module}.{expert}.{kind}.weight", sizes) for expert in range(count)]
 
 
 def published(found: Path, kind: str = "dense", **head: Any) -> Path:
@@ -57,13 +70,12 @@ def published(found: Path, kind: str = "dense", **head: Any) -> Path:
     text |= {"model_type": f"{family}_text", "dtype": "bfloat16"}
     config = {"architectures": ["Any"], "model_type": family, "tie_word_embeddings": False, "text_config": text}
     (found / "config.json").write_text(json.dumps(config))
-    spec: Any = read_hf_config(found).with_draft_head()
-    if kind != "dense":
-        spec = replace(spec, draft_experts_fused=kind.endswith("fused"))
-    draw = torch.Generator().manual_seed(1)
-    ours = {n: 0.1 * torch.randn(shape, generator=draw) for n, shape in parameter_shapes(spec).items()}
-    ours = {n: x if spec.parameters[n].in_fp32 else x.bfloat16() for n, x in ours.items()}
-    stored = {spec.stored_name(name): tensor.clone() for name, tensor in in_files(spec, ours.items())}
+    spec, draw, stored = read_hf_config(found).with_draft_head(), torch.Generator().manual_seed(1), dict[str, Tensor]()
+    for name, parameter in spec.parameters.items():
+        is_fused = kind.endswith("fused") or not name.startswith(DRAFT)
+        for own, shape in in_file(name, is_fused) if parameter.experts else [(spec.stored_name(name), parameter.shape)]:
+            tensor = 0.1 * torch.randn(shape, generator=draw)
+            stored[own] = tensor if parameter.in_fp32 else tensor.bfloat16()
     stored["model.visual.a.weight"] = torch.randn(3, 4).half()
     names = {name: DRAFT_FILE if name.startswith(DRAFT) else "model-1.safetensors" for name in stored}
     for file in {*names.values()}:

@@ -4,7 +4,6 @@ checkpoint/resume.py compares them; config.settings.FINGERPRINTS names them.
 """
 
 import hashlib
-import os
 from dataclasses import asdict
 from typing import Any
 
@@ -35,7 +34,7 @@ def about_run(inputs: RunInputs, of_rows: str) -> dict[str, Any]:
         base["base_model_name_or_path"] = config.lora.base_model_name_or_path
     return {
         **({"lora": {**identity, **base}} if config.lora.rank else {}),
-        **({"draft_head": {"base": os.path.abspath(load)}} if is_after else {}),
+        **({"draft_head": {"base": load}} if is_after else {}),
         "layout": {**asdict(layout), **asdict(batch)},
         "data": data.facts.made_of,
         "rows": data.train_counts.rows,
