@@ -73,7 +73,9 @@ def _run(options: argparse.Namespace) -> None:
     else:
         texts = list(_given(options, model, build))
         meter = DraftMeter(model.load(), k, sampling, is_own)
-        sums += (meter(ids.to(model.device), learned.to(model.device)) for ids, learned in tqdm(texts, unit="row"))
+        seconds = 0.1 if sys.stderr.isatty() else 10  # a log gets few lines, and none from a short job
+        shown = tqdm(texts, unit="row", mininterval=seconds, delay=seconds)
+        sums += (meter(ids.to(model.device), learned.to(model.device)) for ids, learned in shown)
     found, near = rates(torch.stack(sums)), sum(float(each[-1]) for each in sums)
     if not found[0]["n"]:
         raise UserError(f"{options.data}: no answer has a step, {k + 1} tokens; take other rows, or a lower --k")
