@@ -268,12 +268,15 @@ def test_a_lost_head_is_refused_or_starts_fresh(
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ({"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers = 2: only draft heads of one layer are trained; instead"),
+        (
+            {"mtp_num_hidden_layers": 2},
+            "mtp_num_hidden_layers = 2: only draft heads of one layer are supported; instead",
+        ),
         ({"mtp_num_hidden_layers": 0}, 'if it has a draft head, write "mtp_num_hidden_layers": 1 into it'),
         ({"mtp_num_hidden_layers": None}, "mtp_num_hidden_layers is missing: only draft heads of one layer"),
         (
             {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": True},
-            "mtp_use_dedicated_embeddings = true: only heads that use the model's are trained; instead of",
+            "mtp_use_dedicated_embeddings = true: only heads that use the model's are supported; instead of",
         ),
     ],
 )

@@ -192,7 +192,8 @@ def check_start(config: Config) -> None:
         except UserError as error:
             raise UserError(f"{error}{hub_hint(load)}") from None
         if spec.has_draft_head:
-            assets.check_draft_keys(assets.folder_of(load), draft.train, is_elsewhere)
+            instead = f'instead of draft_head.train = "{draft.train}" set "no"'
+            assets.check_draft_keys(assets.folder_of(load), instead, is_elsewhere)
         assets.check_generation(assets.folder_of(load))
     if save.export_hf and os.environ.get("RANK", "0") == "0":
         assets.check_export(spec, load, config.tokenizer_path(), config.model.chat_template)

@@ -24,7 +24,7 @@ from titan_mi100.model.families import MODELS
 from titan_mi100.model.lora import apply_lora, base_fingerprint, is_adapter
 from titan_mi100.parallel.distributed import fill_parameters
 from titan_mi100.shapes.base import parameter_shapes
-from titan_mi100.text.assets import GENERATION, PROMPTS, folder_of, prompt_settings, stop_ids
+from titan_mi100.text.assets import GENERATION, PROMPTS, check_draft_keys, folder_of, prompt_settings, stop_ids
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights.adapter import MergedWeights, merged_source
@@ -64,6 +64,8 @@ class Model:
         self, path: str, adapter: str, tokenizer_path: str, device: torch.device, dtype: torch.dtype,
         with_draft_head: bool = False,
     ) -> None:  # fmt: skip
+        if with_draft_head:
+            check_draft_keys(folder_of(path), "take another model", is_new=True)
         source = open_source(path, with_draft_head=with_draft_head)
         if source.lora is not None:
             raise UserError(f"{path}: is an adapter; name its base in --model, and this in --adapter")
@@ -71,6 +73,9 @@ class Model:
         if source.spec is None:
             remedy = "make an HF folder of it: titan-mi100 convert, with --hf_assets_path"
             raise UserError(f"{path}: has no config.json beside it, so the model's shape is unknown; {remedy}")
+        if with_draft_head and not source.spec.has_draft_head:
+            remedy = 'take a Qwen3.5 that has it, or train one: draft_head.train = "after", draft_head.fresh = true'
+            raise UserError(f"{path}: has no draft head (mtp.*); {remedy}")
         self.source, self.spec, self.device, self.dtype = source, source.spec, device, dtype
         self._manifests = [read_manifest(Path(folder)) for folder in (path, adapter) if folder]
         tokenizer_path = tokenizer_path or str(folder_of(path))
@@ -135,7 +140,7 @@ class PromptBuilder:
         Raises:
             UserError: an option needs a chat template, and none is used.
         """
-        self._tokenizer, self.template = model.tokenizer, None if raw else model.template
+        self._tokenizer, self._raw, self.template = model.tokenizer, raw, None if raw else model.template
         trained, as_trained = model.prompts, f"as the model was trained ({PROMPTS})"
         self.variables = dict(variables or {})
         if self.template is not None:
@@ -159,7 +164,8 @@ class PromptBuilder:
             print(text, file=sys.stderr)
 
     def __call__(self, where: str, given: str | list[Message], tools: list[Any] | None = None) -> Request:
-        """Render it with the template, ending with the header of the answer; without a template, take the text itself.
+        """Render it with the template, ending with the header of the answer. Without a template, take the text itself,
+        or that of a lone message of the user if it is missing.
 
         Raises:
             UserError: the template refuses it, or it is a conversation and there is no template.
@@ -171,6 +177,8 @@ class PromptBuilder:
                 given = self.template.render_prompt(messages, tools=tools, **self.variables)
             except UserError as error:
                 raise UserError(f"{where}: {error}") from None
+        elif not isinstance(given, str) and not self._raw and [message["role"] for message in given] == ["user"]:
+            given = given[0]["content"]
         if not isinstance(given, str):
             raise UserError(f"{where}: a conversation needs a chat template; give a text, or leave out --raw")
         return Request(where, given, self._tokenizer.encode(given))

@@ -10,7 +10,7 @@ chain: vLLM's and SGLang's loops; tests/test_acceptance.py drafts and verifies t
 import math
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,18 +24,9 @@ NEAR = 1e-5  # if the two highest logits are no further apart, rounding decides
 _VALUES = 1 << 25  # of logits, or of keys, at a time
 
 
-class Drafts(NamedTuple):
-    """What a text says of drafts, each (slots,) or (slots, k), of the slots where a step can begin.
-
-    Attributes:
-        held: the probability that a draft holds, given the text, and that those before it hold.
-        mean: the same before it is known which token the text has there.
-        is_near: a near tie decides.
-    """
-
-    held: Tensor
-    mean: Tensor
-    is_near: Tensor
+# Of drafts, (slots,) or (slots, k) each: the probability that a draft holds, given the text, and that those before it
+# hold; the same before it is known which token the text has there; whether a near tie decides.
+Drafts = tuple[Tensor, Tensor, Tensor]
 
 
 class DraftMeter:
@@ -71,13 +62,13 @@ class DraftMeter:
         slots = torch.nonzero(learned[1:].unfold(0, k + 1, 1).all(1))[:, 0] if len(ids) > k + 1 else ids[:0]
         if not len(slots):
             return torch.zeros(k + 2, dtype=torch.float64)
-        drafts = Drafts(*map(torch.cat, zip(*self._drafts(ids, slots), strict=True)))
-        before = torch.cat((torch.ones(len(slots), 1), drafts.held.cumprod(1)), dim=1)  # that all before it hold
+        held, mean, is_near = map(torch.cat, zip(*self._drafts(ids, slots), strict=True))
+        before = torch.cat((torch.ones(len(slots), 1), held.cumprod(1)), dim=1)  # that all before it hold
         begins = step_starts(before) if self._is_own else torch.ones(len(slots), dtype=torch.float64)
-        is_near = (drafts.is_near & (before[:, :-1] > 0)).any(1)
-        counted = begins * ~is_near
-        held = counted @ (before[:, :-1] * drafts.mean)
-        return torch.cat((counted.sum()[None], held, begins[is_near].sum()[None]))
+        left_out = (is_near & (before[:, :-1] > 0)).any(1)
+        counted = begins * ~left_out
+        accepted = counted @ (before[:, :-1] * mean)
+        return torch.cat((counted.sum()[None], accepted, begins[left_out].sum()[None]))
 
     def _drafts(self, ids: Tensor, slots: Tensor) -> Iterator[Drafts]:
         """Measure some slots after others."""
@@ -95,24 +86,25 @@ class DraftMeter:
                 if ahead > 1:
                     tables = self._layer.rotary_tables(decoder.spec, (part + ahead - 1)[None])
                     states = self._head(states, decoder.embed(ids[None, part + ahead]), tables, part)
-                logits = (network.head(x)[0, :, : self._sampling.vocabulary] for x in (hidden[:, part + ahead], states))
-                compared.append(self._compare(*logits, ids[part + ahead + 1]))
-            yield Drafts(*(torch.stack(column, dim=1).cpu() for column in zip(*compared, strict=True)))
+                both = torch.cat((hidden[:, part + ahead], states))
+                logits = network.head(both)[..., : self._sampling.vocabulary]
+                compared.append(self._compare(logits, ids[part + ahead + 1]))
+            held, mean, is_near = (torch.stack(column, dim=1).cpu() for column in zip(*compared, strict=True))
+            yield held, mean, is_near
 
-    def _compare(self, trunk: Tensor, head: Tensor, tokens: Tensor) -> Drafts:
-        """Compare logits of the same places, (slots, V) each. Args: tokens: (slots,), of the text."""
+    def _compare(self, logits: Tensor, tokens: Tensor) -> Drafts:
+        """Compare logits of trunk and head for the same places, (2, slots, V). Args: tokens: (slots,), of the text."""
         if self._sampling.temperature:
-            p, q = (probabilities(logits, self._sampling).double() for logits in (trunk, head))
+            p, q = (probabilities(of_one, self._sampling).double() for of_one in logits)
             of_p, of_q = (x.gather(1, tokens[:, None])[:, 0] for x in (p, q))
             held = (of_q / of_p.clamp(min=1e-300)).clamp(max=1)
-            return Drafts(held, torch.minimum(p, q).sum(1), torch.zeros_like(tokens, dtype=torch.bool))
-        both = torch.stack((trunk, head))
-        (chosen, drafted), values = both.argmax(-1), both.topk(2).values
+            return held, torch.minimum(p, q).sum(1), torch.zeros_like(tokens, dtype=torch.bool)
+        (chosen, drafted), values = logits.argmax(-1), logits.topk(2).values
         is_near = (values[..., 0] - values[..., 1] <= NEAR).any(0)
         if self._is_own:  # the text was written with a cache, which may round otherwise
             is_near, chosen = is_near | (chosen != tokens), tokens
         held = (drafted == chosen).double()
-        return Drafts(held, held, is_near)
+        return held, held, is_near
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any) -> Tensor:
         """Attention of the head's layer, see Backend. After the first call, which is of the whole text, each is of one
@@ -127,7 +119,7 @@ class DraftMeter:
             seen.append(torch.cat((every, *(x[0, :, :, None] for x in own)), dim=2))
         columns = torch.arange(seen[0].shape[2], device=q.device)
         visible = (columns <= prepared[:, None]) | (columns >= self._entries[0][0].shape[1])
-        return cached(q.transpose(0, 1), *seen, visible).transpose(0, 1)
+        return cached(q.transpose(0, 1), seen[0], seen[1], visible).transpose(0, 1)
 
 
 def step_starts(before: Tensor) -> Tensor:

@@ -10,10 +10,11 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from titan_mi100 import cli as tool
@@ -23,14 +24,12 @@ from titan_mi100.data.encode import Encoder
 from titan_mi100.data.formats import choose_format
 from titan_mi100.data.prompts import asked_of
 from titan_mi100.errors import UserError
-from titan_mi100.generation.batch import Row, command_parser, open_model, read_rows, template_variables
-from titan_mi100.generation.engine import Model, PromptBuilder, full_memory_is_an_error
+from titan_mi100.generation.batch import command_parser, generate_all, open_model, read_rows, template_variables
+from titan_mi100.generation.engine import AnswerBatch, Model, PromptBuilder, full_memory_is_an_error
 from titan_mi100.model.acceptance import DraftMeter, rates
-from titan_mi100.model.decode import Sampling, check_lengths, generate
-from titan_mi100.model.decoder import CausalLM
+from titan_mi100.model.decode import Generated, Sampling, generate
 
 _MOST = 3  # drafts of a step
-Text = tuple[np.ndarray, np.ndarray]  # token ids, and which of them the steps choose
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +48,7 @@ def _parser() -> tool.Parser:
     add("--text", choices=("own", "given"), default="own", help=kinds)
     add("--seed", type=int, default=42, help="for sampling; a row's draws depend on the seed and the row's index only")
     add("--json", action="store_true", help="print the summary as one JSON object")
-    parser.set_defaults(dtype="float32")
+    parser.set_defaults(output="", dtype="float32")
     return parser
 
 
@@ -59,81 +58,70 @@ def _run(options: argparse.Namespace) -> None:
     rules = {
         f"--k {k}: must be 1 to {_MOST}": 1 <= k <= _MOST,
         f"--limit {options.limit}: must be 0 (all) or more": options.limit >= 0,
-        f"--batch_size {options.batch_size}: must be 1 or more": options.batch_size > 0,
         f"--max_new_tokens {options.max_new_tokens}: must be more than --k {k}": options.max_new_tokens > k,
         "--text given is measured at temperature 0; leave out --temperature": is_own or not temperature,
     }
     if broken := [rule for rule, holds in rules.items() if not holds]:
         raise UserError("\n".join(broken))
-    sampling = Sampling(temperature, with_log_p=True)
-    model = open_model(options, with_draft_head=True)
+    model, sums = open_model(options, with_draft_head=True), list[Tensor]()
+    sampling = Sampling(temperature, vocabulary=model.tokenizer.n_vocab, with_log_p=True)
     build = PromptBuilder(model, options.system, template_variables(options))
-    texts = list((_asked if is_own else _given)(options, model, build))
-    network = model.load()
-    sampling = replace(sampling, vocabulary=model.tokenizer.n_vocab)
-    meter, sums, tokens = DraftMeter(network, k, sampling, is_own), list[torch.Tensor](), 0
-    interval = 0.1 if sys.stderr.isatty() else 10  # seconds; a log gets few lines
-    with tqdm(total=len(texts), unit="text", mininterval=interval, delay=interval) as progress:
-        for ids, learned in _written(options, network, model, sampling, texts) if is_own else texts:
-            sums.append(meter(*(torch.from_numpy(each).to(model.device) for each in (ids, learned))))
-            tokens += int(learned[1:].sum())
-            progress.update()
-    near = sum(float(each[-1]) for each in sums)
-    length, *positions = found = rates(torch.stack(sums))
-    if not length["n"]:
+    if is_own:
+        rows = read_rows(options.data, asked_of)[: options.limit or None]
+        requests = [build(where, *asked) for where, asked in rows]
+        generate_all(options, model, requests, partial(_load, options, model, sampling, sums), {})
+    else:
+        texts = list(_given(options, model, build))
+        meter = DraftMeter(model.load(), k, sampling, is_own)
+        seconds = 0.1 if sys.stderr.isatty() else 10  # a log gets few lines, and none from a short job
+        shown = tqdm(texts, unit="row", mininterval=seconds, delay=seconds)
+        sums += (meter(ids.to(model.device), learned.to(model.device)) for ids, learned in shown)
+    found, near = rates(torch.stack(sums)), sum(float(each[-1]) for each in sums)
+    if not found[0]["n"]:
         raise UserError(f"{options.data}: no answer has a step, {k + 1} tokens; take other rows, or a lower --k")
     if options.json:
         about = {name: getattr(options, name) for name in ("data", "text", "temperature", "k")}
-        counts = {"texts": len(sums), "tokens": tokens, "near_ties": near}
-        print(json.dumps({**about, **counts, "length": length, "positions": positions}))
+        print(json.dumps({**about, "texts": len(sums), "near_ties": near, "length": found[0], "positions": found[1:]}))
         return
-    how = f"drawn at temperature {temperature:g}" if temperature else "greedy"
-    what = f"the model's own text, {how}" if is_own else "the rows' answers, which a server would not draft"
-    print(f"{options.data}: {len(sums):,} texts, {tokens:,} tokens of {what}")
-    names = ["tokens a step", *(f"draft {number} holds" for number in range(1, k + 1))]
-    for name, rate in zip(names, found, strict=True):
+    how = f"written by the model at temperature {temperature:g}" if temperature else "written by the model, greedily"
+    print(f"{options.data}: {len(sums):,} texts, {how if is_own else 'given: a server drafts what its model writes'}")
+    for number, rate in enumerate(found):
+        name, of = (f"draft {number} holds", "drafts") if number else ("tokens a step", "steps")
         value, error = ("n/a" if rate[key] is None else f"{rate[key]:.3f}" for key in ("value", "error"))
-        print(f"  {name:<15}{value} +- {error} of {rate['n']:,.0f}")
-    print(f"  {near:,.0f} more steps are left out, because a near tie decides")
+        print(f"  {name:<15}{value} +- {error} of {rate['n']:,.0f} {of}")
+    print(f"  left out: {near:,.0f} steps that a near tie decides")
 
 
-def _asked(options: argparse.Namespace, model: Model, build: PromptBuilder) -> Iterator[Text]:
-    """The prompts."""
-    for where, (messages, tools) in read_rows(options.data, asked_of)[: options.limit or None]:
-        is_text = build.template is None and [message["role"] for message in messages] == ["user"]
-        ids = build(where, messages[0]["content"] if is_text else messages, tools).ids
-        check_lengths(model.spec, {where: len(ids)}, options.max_new_tokens)
-        yield np.array(ids), np.zeros(len(ids), dtype=bool)
+def _load(options: argparse.Namespace, model: Model, sampling: Sampling, sums: list[Tensor]) -> AnswerBatch:
+    """Load the weights. Args: sums: receives what is measured of each answer."""
+    network = model.load()
+    meter = DraftMeter(network, options.k, sampling, is_own=True)
+
+    def answer_batch(prompts: Sequence[list[int]], indices: Sequence[int]) -> list[Generated]:
+        seeds = [f"{options.seed}/{index}" for index in indices]
+        answers = generate(network, prompts, sampling, model.stop_ids, options.max_new_tokens, seeds)
+        for prompt, answer in zip(prompts, answers, strict=True):  # the stop token is drafted, too
+            ids = torch.tensor(prompt + [token for token, _ in answer.sampled], device=model.device)
+            sums.append(meter(ids, torch.arange(len(ids), device=model.device) >= len(prompt)))
+        return answers
+
+    return answer_batch
 
 
-def _written(
-    options: argparse.Namespace, network: CausalLM, model: Model, sampling: Sampling, prompts: Sequence[Text]
-) -> Iterator[Text]:
-    """The prompts with what the model answers, its stop token included."""
-    for first in range(0, len(prompts), options.batch_size):
-        asked = [ids.tolist() for ids, _ in prompts[first : first + options.batch_size]]
-        seeds = [f"{options.seed}/{first + number}" for number in range(len(asked))]
-        answers = generate(network, asked, sampling, model.stop_ids, options.max_new_tokens, seeds)
-        for ids, answer in zip(asked, answers, strict=True):
-            every = np.array(ids + [token for token, _ in answer.sampled])
-            yield every, np.arange(len(every)) >= len(ids)
-
-
-def _given(options: argparse.Namespace, model: Model, build: PromptBuilder) -> Iterator[Text]:
-    """The rows as training reads them."""
-    if build.template is None:
-        raise UserError("--text given needs a chat template; name a folder that has one in --tokenizer_path")
-    meant = {name: str(value).lower() for name, value in build.variables.items()}
+def _given(options: argparse.Namespace, model: Model, build: PromptBuilder) -> Iterator[tuple[Tensor, Tensor]]:
+    """The ids of rows as training reads them, and which of them are learned."""
+    meant: dict[str, Any] = {name: str(value).lower() for name, value in build.variables.items()}
     config = DataConfig(system_prompt=build.system, overlong="truncate", **meant)
-    form = choose_format(options.data, config)
-    encoder = Encoder(model.tokenizer, build.template, config, model.spec.reach)
-
-    def read(row: Row) -> list[np.ndarray]:
-        return encoder.encode(form.read_row(row, frozenset(), Findings())).documents
-
-    for _, documents in read_rows(options.data, read)[: options.limit or None]:
-        for values in documents:
-            yield (values >> 1).astype(np.int64), (values & 1).astype(bool)
+    form, encoder = (
+        choose_format(options.data, config),
+        Encoder(model.tokenizer, build.template, config, model.spec.reach),
+    )
+    if build.template is None and form.name not in ("text", "tokens"):
+        raise UserError(f"{options.data}: a conversation needs a chat template; name one's folder in --tokenizer_path")
+    encode = lambda row: encoder.encode(form.read_row(row, frozenset(), Findings())).documents  # noqa: E731
+    for _, documents in read_rows(options.data, encode)[: options.limit or None]:
+        for values in map(torch.from_numpy, documents):
+            yield values.long() >> 1, (values.long() & 1).bool()
 
 
 if __name__ == "__main__":

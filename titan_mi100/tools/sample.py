@@ -85,8 +85,7 @@ def _run(options: Namespace) -> None:
     build = PromptBuilder(model, options.system, template_variables(options))
     prompts = list[Group]()
     for number, (where, (row, messages, tools)) in enumerate(rows):
-        is_text = build.template is None and [message["role"] for message in messages] == ["user"]
-        ids = build(where, messages[0]["content"] if is_text else messages, tools).ids
+        ids = build(where, messages, tools).ids
         check_lengths(model.spec, {where: len(ids)}, options.max_new_tokens)
         prompts.append(Group(number, where.rpartition("/")[2], row, ids, []))
     n_vocab = model.tokenizer.n_vocab

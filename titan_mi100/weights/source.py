@@ -25,7 +25,6 @@ from titan_mi100.weights.dcp import DCPWeights, read_torch_weights
 from titan_mi100.weights.draft_head import WithDraftHead
 from titan_mi100.weights.hf import HFWeights
 from titan_mi100.weights.pieces import joined
-from titan_mi100.wording import shown
 
 _HEAD_ALONE = "draft_head"  # key of the manifest of a checkpoint that holds one alone
 
@@ -93,20 +92,6 @@ def warn_of_missing_draft(where: Path, assets: Assets, names: Iterable[str]) -> 
         log.warning(f"{where}: {message}; a server must be started without it, or set the key to 0")
 
 
-def draft_head_problem(assets: Assets, spec: ModelSpec, names: Iterable[str]) -> str:
-    """Why the draft head of a folder cannot be computed; "": it can. Args: names: of its tensors."""
-    config = asset_files.text_part(parse_object(assets.get(asset_files.CONFIG, b"{}"), asset_files.CONFIG, ""))
-    if spec.draft_layer is None:
-        return f"a model of the family {spec.model_type} has no draft head; take a Qwen3.5, 3.6 or 3.8"
-    if not any(name.startswith(DRAFT) for name in names):
-        remedy = 'name a folder that has it, or train one: draft_head.train = "after", draft_head.fresh = true'
-        return f"has no draft head (mtp.*); {remedy}"
-    for key, only in (("mtp_num_hidden_layers", 1), ("mtp_use_dedicated_embeddings", False)):
-        if (found := config.get(key, only)) != only:
-            return f"config.json has {key} = {shown(found)}; only {shown(only)} is supported"
-    return ""
-
-
 @dataclass(frozen=True)
 class ModelSource:
     """An opened model. Build it with `open_source`.
@@ -136,7 +121,7 @@ def open_source(path: str | Path, assets_folder: str | Path = "", with_draft_hea
     Args:
         path: HF folder, DCP folder, or file of torch.save.
         assets_folder: folder of config.json and tokenizer files, if not the model's own.
-        with_draft_head: the draft head is a part of the model, as in the checkpoints of a run that trains it.
+        with_draft_head: a draft head is a part of the model, as in the checkpoints of a run that trains it.
 
     Raises:
         UserError: there is no model, a file cannot be read, or the tensors do not fit the config.
@@ -168,18 +153,17 @@ def open_source(path: str | Path, assets_folder: str | Path = "", with_draft_hea
         own = {key: adapter[key] for key in ("expert_rank", "expert_alpha", "scaling") if key in adapter}
         own["token_ids"] = tuple(adapter.get("token_ids", ()))
         lora = LoRAConfig(adapter["rank"], adapter["alpha"], adapter["dropout"], targets, **own)
-    # Files beside a single file of torch.save belong to the model only if one of them is a config.json.
-    of_model = path.is_dir() or bool(assets_folder) or has_config
-    assets = asset_files.read_assets(folder) if of_model else {}
     if spec is not None:
-        if with_draft_head and (problem := draft_head_problem(assets, spec, weights.kinds)):
-            raise UserError(f"{path}: {problem}")
-        spec = spec.with_draft_head(with_draft_head or (saved is not None and saved.has_draft_head))
+        drafts = with_draft_head and spec.draft_layer and any(name.startswith(DRAFT) for name in weights.kinds)
+        spec = spec.with_draft_head(bool(drafts) or (saved is not None and saved.has_draft_head))
         spec = spec.as_stored(weights.kinds, trained or {})
         weights = joined(weights, spec)
         shapes = lora.shapes(spec) | draft_shapes(spec) if lora else stored_shapes(spec, weights.kinds)
         weights.check(shapes)
         weights.kinds = {name: weights.kinds[name] for name in shapes}  # drops a tied head and old buffers
+    # Files beside a single file of torch.save belong to the model only if one of them is a config.json.
+    of_model = path.is_dir() or bool(assets_folder) or has_config
+    assets = asset_files.read_assets(folder) if of_model else {}
     return ModelSource(path, weights, folder, assets, spec, manifest, lora)
 
 
