@@ -191,8 +191,8 @@ def check_start(config: Config) -> None:
             check_weights(Path(load), shapes, read.own_name, read.passes_through)
         except UserError as error:
             raise UserError(f"{error}{hub_hint(load)}") from None
-        if spec.has_draft_head:
-            assets.check_draft_keys(assets.folder_of(load), draft.train, is_elsewhere)
+        if spec.has_draft_head and (problem := assets.draft_key_problem(assets.read_assets(assets.folder_of(load)))):
+            raise UserError(f'{load}: {problem}; correct it to that if its weights have mtp.*, or set train = "no"')
         assets.check_generation(assets.folder_of(load))
     if save.export_hf and os.environ.get("RANK", "0") == "0":
         assets.check_export(spec, load, config.tokenizer_path(), config.model.chat_template)

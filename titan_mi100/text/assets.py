@@ -283,23 +283,13 @@ def check_generation(folder: Path) -> None:
     stop_ids({GENERATION: _json(text_part(config))}, folder / CONFIG)
 
 
-def check_draft_keys(folder: Path, train: str, is_new: bool) -> None:
-    """Check what a config.json says of the draft head. Args: train: of [draft_head]. is_new: the folder may have none.
-
-    Raises:
-        UserError: another head than the one that is trained.
-    """
-    config = parse_object(_read_files(folder, (CONFIG,)).get(CONFIG, b"{}"), folder / CONFIG, _REMEDY)
-    part, wrong, instead = text_part(config), [], f'instead of draft_head.train = "{train}" set "no"'
-    layers = part.get(DRAFT_LAYERS)
-    if config and not (layers == 1 or (is_new and layers is None)):
-        remedy = instead if layers else f'if it has a draft head, write "{DRAFT_LAYERS}": 1 into it'
-        number = "is missing" if layers is None else f"= {shown(layers)}"
-        wrong.append(f"{DRAFT_LAYERS} {number}: only draft heads of one layer are trained; {remedy}")
-    if part.get("mtp_use_dedicated_embeddings"):
-        wrong.append(f"mtp_use_dedicated_embeddings = true: only heads that use the model's are trained; {instead}")
-    if wrong:
-        raise UserError("\n".join(f"{folder / CONFIG}: {problem}" for problem in wrong))
+def draft_key_problem(assets: Assets) -> str:
+    """Why a draft head is not as config.json has it; "": it is, or nothing is said."""
+    part = text_part(parse_object(assets.get(CONFIG, b"{}"), CONFIG, _REMEDY))
+    for key, only in ((DRAFT_LAYERS, 1), ("mtp_use_dedicated_embeddings", False)):
+        if (stored := part.get(key)) not in (None, only):
+            return f"config.json has {key} = {shown(stored)}; only {shown(only)} is supported"
+    return ""
 
 
 def check_export(spec: ModelSpec, base: str, tokenizer: str, chat_template: str) -> None:

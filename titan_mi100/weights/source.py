@@ -25,7 +25,6 @@ from titan_mi100.weights.dcp import DCPWeights, read_torch_weights
 from titan_mi100.weights.draft_head import WithDraftHead
 from titan_mi100.weights.hf import HFWeights
 from titan_mi100.weights.pieces import joined
-from titan_mi100.wording import shown
 
 _HEAD_ALONE = "draft_head"  # key of the manifest of a checkpoint that holds one alone
 
@@ -95,16 +94,12 @@ def warn_of_missing_draft(where: Path, assets: Assets, names: Iterable[str]) -> 
 
 def draft_head_problem(assets: Assets, spec: ModelSpec, names: Iterable[str]) -> str:
     """Why the draft head of a folder cannot be computed; "": it can. Args: names: of its tensors."""
-    config = asset_files.text_part(parse_object(assets.get(asset_files.CONFIG, b"{}"), asset_files.CONFIG, ""))
     if spec.draft_layer is None:
         return f"a model of the family {spec.model_type} has no draft head; take a Qwen3.5, 3.6 or 3.8"
     if not any(name.startswith(DRAFT) for name in names):
         remedy = 'name a folder that has it, or train one: draft_head.train = "after", draft_head.fresh = true'
         return f"has no draft head (mtp.*); {remedy}"
-    for key, only in (("mtp_num_hidden_layers", 1), ("mtp_use_dedicated_embeddings", False)):
-        if (found := config.get(key, only)) != only:
-            return f"config.json has {key} = {shown(found)}; only {shown(only)} is supported"
-    return ""
+    return asset_files.draft_key_problem(assets)
 
 
 @dataclass(frozen=True)
@@ -199,9 +194,16 @@ def _with_base(path: Path, manifest: dict[str, Any], assets_folder: str | Path) 
     if not lexists(named):
         raise UserError(f"{path}: holds the draft head of {named}, which is not there; put it back")
     base = open_source(named, assets_folder)
-    base = base if base.spec else open_source(named, path)
-    spec, head = _shape_of(path, trained.get("model", {})), DCPWeights(path, files=manifest.get("files"))
+    base, spec = base if base.spec else open_source(named, path), _shape_of(path, trained.get("model", {}))
+    head = DCPWeights(path, files=manifest.get("files"))
     head.check(draft_shapes(spec))
     if trained.get("base") != base_fingerprint(base.weights.read, parameter_shapes(spec.with_draft_head(False))):
         raise UserError(f"{path}: its draft head was not trained on the weights in {named}; put back those")
-    return replace(base, path=path, weights=WithDraftHead(base.weights, head, spec), spec=spec)
+    return replace(with_head(base, head), path=path, spec=spec)
+
+
+def with_head(base: ModelSource, head: Weights) -> ModelSource:
+    """A model with another draft head, in the form and the dtypes of its own. Args: head: by our names."""
+    assert base.spec is not None
+    spec = base.spec.with_draft_head().as_stored(base.weights.kinds, base.spec.as_dict())
+    return replace(base, weights=WithDraftHead(base.weights, head, spec), spec=spec)
