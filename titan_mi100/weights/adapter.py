@@ -25,8 +25,8 @@ from titan_mi100.text.assets import (
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights import peft as peft_io
 from titan_mi100.weights.base import Box, Weights, box
-from titan_mi100.weights.draft_head import WithDraftHead, open_head
-from titan_mi100.weights.source import ModelSource, open_source, verify_files
+from titan_mi100.weights.draft_head import open_head
+from titan_mi100.weights.source import ModelSource, open_source, verify_files, with_head
 
 
 def merged_source(base: ModelSource, adapter: str | Path) -> ModelSource:
@@ -44,12 +44,12 @@ def merged_source(base: ModelSource, adapter: str | Path) -> ModelSource:
     if base.lora is not None:
         raise UserError(f"{base.path}: is an adapter; name its base model here, and this folder as the adapter")
     lora, matrices, trained, head = _open_adapter(Path(adapter), base, base.spec)
-    matrices.check(lora.shapes(base.spec) | (draft_shapes(trained) if head is matrices else {}))
+    matrices.check(lora.shapes(trained) | (draft_shapes(trained.with_draft_head()) if head is matrices else {}))
     if beyond := [token for token in lora.token_ids if token >= base.spec.vocab_size]:
         raise UserError(f"{adapter}: trains row {beyond[0]}, but {base.path} has {base.spec.vocab_size}; name its base")
-    below = WithDraftHead(base.weights, head, trained) if head is not None else base.weights
-    weights = MergedWeights(below, matrices, lora)
-    return replace(base, weights=weights, assets=_assets_as_trained(base, Path(adapter)), spec=trained)
+    base = replace(base, assets=_assets_as_trained(base, Path(adapter)), spec=trained)
+    base = with_head(base, head) if head is not None else base
+    return replace(base, weights=MergedWeights(base.weights, matrices, lora))
 
 
 def _assets_as_trained(base: ModelSource, adapter: Path) -> Assets:
@@ -79,8 +79,7 @@ def _open_adapter(
         is_other = cached not in ("", named) and is_hub_name(named)
         if not base.path.samefile(named) if named and Path(named).is_dir() else is_other:
             log.warning(f"{path}: was trained on {named}, but is merged into {base.path}")
-        head = open_head(path, spec)
-        return *peft_io.read_adapter(path), spec if head is None else _with_head(base, spec), head
+        return *peft_io.read_adapter(path), spec, open_head(path, spec)
     source = open_source(path)
     if source.lora is None:
         raise UserError(f"{path}: is neither a PEFT folder ({peft_io.CONFIG}) nor a checkpoint of a LoRA run")
@@ -92,14 +91,8 @@ def _open_adapter(
     if source.spec is not None and source.spec.rope_scaling:
         own = {name: getattr(source.spec, name) for name in ("rope_scaling", "max_position_embeddings")}
         spec = replace(spec, **own)  # type: ignore[type-var]
-    if source.spec is None or not source.spec.has_draft_head or spec.draft_layer is None:
-        return source.lora, source.weights, spec, None
-    return source.lora, source.weights, _with_head(base, spec), source.weights
-
-
-def _with_head(base: ModelSource, spec: ModelSpec) -> ModelSpec:
-    """The shape with a draft head in the form of the base's."""
-    return spec.with_draft_head().as_stored(base.weights.kinds, spec.as_dict())
+    has_head = spec.draft_layer is not None and any(name.startswith(DRAFT) for name in source.weights.kinds)
+    return source.lora, source.weights, spec, source.weights if has_head else None
 
 
 class MergedWeights(Weights):

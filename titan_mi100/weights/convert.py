@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from titan_mi100 import cli as tool
@@ -24,6 +25,7 @@ from titan_mi100.checkpoint.hashed_files import HashedFiles
 from titan_mi100.config.settings import LoRAConfig, lora_identity
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.files.durable import atomic_output_folder, sync
+from titan_mi100.files.model import DRAFT_FILE
 from titan_mi100.log import ByteProgress, log
 from titan_mi100.parallel.distributed import raise_together, wait_for_all
 from titan_mi100.shapes.base import EXPERTS, ModelSpec, differences, draft_shapes, modules_of
@@ -34,7 +36,7 @@ from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights import peft as peft_io
 from titan_mi100.weights.base import Kind, Kinds, Weights, dtype_name, raw_bytes
 from titan_mi100.weights.dcp import MODEL_FILE, DCPWeights, read_torch_weights, write_dcp, write_torch
-from titan_mi100.weights.draft_head import kinds_in_base, open_head, write_head
+from titan_mi100.weights.draft_head import kinds_in_base, open_head
 from titan_mi100.weights.experts import in_files
 from titan_mi100.weights.hf import is_hf_folder, write_hf
 from titan_mi100.weights.pieces import joined
@@ -163,7 +165,8 @@ def _to_peft(source: ModelSource, lora: LoRAConfig, output: Path, dtype: str, ve
         digests = Digests()
         tensors = dict(_tensors_to_write(source, kinds, digests))
         if heads:
-            write_head(aside, spec, ((own, tensors.pop(own)) for own in heads))
+            beside = dict(in_files(spec, ((own, tensors.pop(own)) for own in heads)))
+            save_file(beside, aside / DRAFT_FILE, {"format": "pt"})
         peft_io.write_adapter(aside, {spec.stored_name(own): x for own, x in tensors.items()}, lora, name or base)
         if any(spec.stored_name(own) != own for own in tensors):
             kind = to_hf_config(spec)["architectures"][0]

@@ -2,12 +2,10 @@
 beside an adapter.
 """
 
-from collections.abc import Iterable
 from os.path import lexists
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from titan_mi100.errors import UserError
@@ -15,7 +13,6 @@ from titan_mi100.files.model import DRAFT_FILE
 from titan_mi100.files.stored import open_safetensors
 from titan_mi100.shapes.base import DRAFT, ModelSpec, draft_shapes, stored_shapes
 from titan_mi100.weights.base import EMBEDDING, Box, Kinds, StoredWeights, Weights
-from titan_mi100.weights.experts import in_files
 from titan_mi100.weights.pieces import joined
 
 
@@ -53,12 +50,6 @@ def kinds_in_base(head: Kinds, base: Kinds, spec: ModelSpec) -> Kinds:
         dtype = next((base[place].dtype for place in places if place in base), head[name].dtype)
         kinds[name] = head[name]._replace(dtype=dtype)
     return kinds
-
-
-def write_head(folder: Path, spec: ModelSpec, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write a draft head beside an adapter, in the form of its base's files. Args: tensors: by our names, in order."""
-    stored = {name: tensor.contiguous() for name, tensor in in_files(spec, tensors)}
-    save_file(stored, folder / DRAFT_FILE, {"format": "pt"})
 
 
 def open_head(folder: str | Path, spec: ModelSpec) -> Weights | None:

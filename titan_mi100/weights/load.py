@@ -78,8 +78,8 @@ def load_weights(
         origin = f"random weights, seed {config.training.seed}"
         log.info(f"loading the weights from {source} ..." if source else "drawing random weights ...")
         with raise_together():
-            drawn = partial(initial_values, spec, config.training.seed) if config.draft_head.fresh else None
-            head = _head_elsewhere(spec, checkpoint is not None, drawn, config.lora.initial_load_path)
+            is_new = config.draft_head.fresh or checkpoint is not None  # which fills it later
+            head = _head_elsewhere(spec, read if is_new else None, config.lora.initial_load_path)
         if source:
             with raise_together():
                 base = _open_base(source, spec if head is None else spec.with_draft_head(False))
@@ -87,9 +87,7 @@ def load_weights(
                     if head is None:
                         warn_of_missing_draft(Path(source), read_assets(folder_of(source)), base.kinds)
                     elif any(name.startswith(DRAFT) for name in base.kinds):
-                        adapter = f"{config.lora.initial_load_path} has one"
-                        why = "draft_head.fresh = true" if config.draft_head.fresh else adapter
-                        log.info(f"{source}: its draft head is not read: {why}")
+                        log.info(f"{source}: its draft head is not read: {DRAFT_FILE} of the adapter, or fresh = true")
                     if config.lora.rank and (odd := untrained_rows(base, {*tokens()} - {*config.lora.token_ids})):
                         spelt, remedy = ", ".join(map(str, odd[:8])), "[lora] trainable_tokens"
                         with suppress(UserError):  # a corpus is trained without its tokenizer
@@ -106,12 +104,14 @@ def load_weights(
                 # each rank hashes a share of a sealed checkpoint's files
                 verify_files(Path(source), dist.get_rank(), dist.get_world_size())
                 if dist.get_rank() == 0 and not is_frozen:
-                    carried = {name: kind for name, kind in base.kinds.items() if spec.passes_through(name)}
                     # experts of a draft head in a run's checkpoint have our form, and go out in that of files
                     shape = spec.with_draft_head(spec.draft_layer is not None)
-                    tensors = ((name, base.tensor(name, kind.dtype)) for name, kind in carried.items())
-                    model.passed_through = dict(in_files(shape, tensors))
-        read = read if head is None else _with_head(read, head)
+                    names = filter(spec.passes_through, base.kinds)
+                    carried = ((name, base.tensor(name, base.kinds[name].dtype)) for name in names)
+                    model.passed_through = dict(in_files(shape, carried))
+        if (own := head) is not None:
+            trunk = read
+            read = lambda name, *place: (own if name.startswith(DRAFT) else trunk)(name, *place)  # noqa: E731
         fill_base(model, optimizer.keep_residuals(read_pieces(spec, read)))
         base_read = read
     elif dist.get_rank() == 0:
@@ -126,27 +126,19 @@ def load_weights(
         _load_adapter(model, optimizer, config.lora, spec, fresh, origin)
 
 
-def _head_elsewhere(spec: ModelSpec, is_resumed: bool, drawn: Read | None, adapter: str) -> Read | None:
+def _head_elsewhere(spec: ModelSpec, drawn: Read | None, adapter: str) -> Read | None:
     """Reads the first values of a draft head that is not the model's own; None: it is, or is not trained.
 
     Args:
-        is_resumed: a checkpoint fills the head.
         drawn: random values, if the head starts with these.
         adapter: that the run starts from; "": none.
     """
-    if not spec.has_draft_head:
-        if adapter and lexists(Path(adapter, DRAFT_FILE)):
-            log.warning(f'{adapter}: its {DRAFT_FILE} is not read, nor exported again: draft_head.train = "no"')
-        return None
-    if is_resumed:
-        return lambda name, shape, offset, size: torch.zeros(size)
-    head = None if drawn else open_head(adapter, spec)
-    return drawn if head is None else partial(head.read, exactly=True)
-
-
-def _with_head(base: Read, head: Read) -> Read:
-    """Reads a draft head from elsewhere."""
-    return lambda name, *place: (head if name.startswith(DRAFT) else base)(name, *place)
+    if spec.has_draft_head:
+        head = None if drawn else open_head(adapter, spec)
+        return drawn if head is None else partial(head.read, exactly=True)
+    if adapter and lexists(Path(adapter, DRAFT_FILE)):
+        log.warning(f'{adapter}: its {DRAFT_FILE} is not read, nor exported again: draft_head.train = "no"')
+    return None
 
 
 def untrained_rows(base: Weights, tokens: Collection[int]) -> list[int]:

@@ -183,9 +183,16 @@ def _with_base(path: Path, manifest: dict[str, Any], assets_folder: str | Path) 
     if not lexists(named):
         raise UserError(f"{path}: holds the draft head of {named}, which is not there; put it back")
     base = open_source(named, assets_folder)
-    base = base if base.spec else open_source(named, path)
-    spec, head = _shape_of(path, trained.get("model", {})), DCPWeights(path, files=manifest.get("files"))
+    base, spec = base if base.spec else open_source(named, path), _shape_of(path, trained.get("model", {}))
+    head = DCPWeights(path, files=manifest.get("files"))
     head.check(draft_shapes(spec))
     if trained.get("base") != base_fingerprint(base.weights.read, parameter_shapes(spec.with_draft_head(False))):
         raise UserError(f"{path}: its draft head was not trained on the weights in {named}; put back those")
-    return replace(base, path=path, weights=WithDraftHead(base.weights, head, spec), spec=spec)
+    return replace(with_head(base, head), path=path, spec=spec)
+
+
+def with_head(base: ModelSource, head: Weights) -> ModelSource:
+    """A model with another draft head, in the form and the dtypes of its own. Args: head: by our names."""
+    assert base.spec is not None
+    spec = base.spec.with_draft_head().as_stored(base.weights.kinds, base.spec.as_dict())
+    return replace(base, weights=WithDraftHead(base.weights, head, spec), spec=spec)
