@@ -112,7 +112,7 @@ def _load(options: argparse.Namespace, model: Model, sampling: Sampling, sums: l
 
 def _given(options: argparse.Namespace, model: Model, build: PromptBuilder) -> Iterator[tuple[Tensor, Tensor]]:
     """The ids of rows as training reads them, and which of them are learned."""
-    meant: dict[str, Any] = {name: str(value).lower() for name, value in build.variables.items()}
+    meant: dict[str, Any] = {name: str(setting).lower() for name, setting in build.variables.items()}
     config = DataConfig(system_prompt=build.system, overlong="truncate", **meant)
     form, encoder = (
         choose_format(options.data, config),
