@@ -99,8 +99,8 @@ class DraftMeter:
             of_p, of_q = (x.gather(1, tokens[:, None])[:, 0] for x in (p, q))
             held = (of_q / of_p.clamp(min=1e-300)).clamp(max=1)
             return held, torch.minimum(p, q).sum(1), torch.zeros_like(tokens, dtype=torch.bool)
-        (chosen, drafted), values = logits.argmax(-1), logits.topk(2).values
-        is_near = (values[..., 0] - values[..., 1] <= NEAR).any(0)
+        (chosen, drafted), highest = logits.argmax(-1), logits.topk(2).values
+        is_near = (highest[..., 0] - highest[..., 1] <= NEAR).any(0)
         if self._is_own:  # the text was written with a cache, which may round otherwise
             is_near, chosen = is_near | (chosen != tokens), tokens
         held = (drafted == chosen).double()
@@ -145,11 +145,11 @@ def rates(sums: Tensor) -> list[dict[str, float | None]]:
     Args:
         sums: (texts, k + 2), as DraftMeter gives them.
     """
-    columns, found = sums[:, :-1].T, list[dict[str, float | None]]()
+    columns, ratios = sums[:, :-1].T, list[dict[str, float | None]]()
     for below, above in ((columns[0], columns.sum(0)), *pairwise(columns)):
         n, texts = float(below.sum()), len(below)
-        value = float(above.sum()) / n if n else None
-        squares = float((above - (value or 0) * below).square().sum())
+        ratio = float(above.sum()) / n if n else None
+        squares = float((above - (ratio or 0) * below).square().sum())
         error = math.sqrt(squares * texts / (texts - 1)) / n if texts > 1 and n else None
-        found.append({"value": value, "error": error, "n": n})
-    return found
+        ratios.append({"value": ratio, "error": error, "n": n})
+    return ratios

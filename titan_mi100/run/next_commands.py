@@ -48,10 +48,10 @@ def after_run(folder: Path, config: Config, step: int) -> list[tuple[str, str]]:
     return commands
 
 
-def to_measure_drafts(folder: Path, config: Config, step: int, data: str) -> str:
-    """The command that measures a draft head behind a run. Args: as of after_run; data: a file with prompts."""
+def to_measure_drafts(folder: Path, lora: LoRAConfig, base: str, step: int, data: str) -> str:
+    """The command that measures a draft head behind a run. Args: step: as in after_run. data: a file with prompts."""
     checkpoint, export = folder / "checkpoint" / f"step-{step}", folder / f"hf-step-{step}"
-    model = _model_options(config.lora, config.checkpoint.initial_load_path, checkpoint, export)
+    model = _model_options(lora, base, checkpoint, export)
     return command("evaluate acceptance", *model, "--data", shown_path(data), "--limit", "64")
 
 

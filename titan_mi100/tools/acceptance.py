@@ -76,19 +76,21 @@ def _run(options: argparse.Namespace) -> None:
         seconds = 0.1 if sys.stderr.isatty() else 10  # a log gets few lines, and none from a short job
         shown = tqdm(texts, unit="row", mininterval=seconds, delay=seconds)
         sums += (meter(ids.to(model.device), learned.to(model.device)) for ids, learned in shown)
-    found, near = rates(torch.stack(sums)), sum(float(each[-1]) for each in sums)
-    if not found[0]["n"]:
+    summary, near = rates(torch.stack(sums)), sum(float(each[-1]) for each in sums)
+    if not summary[0]["n"]:
         raise UserError(f"{options.data}: no answer has a step, {k + 1} tokens; take other rows, or a lower --k")
     if options.json:
         about = {name: getattr(options, name) for name in ("data", "text", "temperature", "k")}
-        print(json.dumps({**about, "texts": len(sums), "near_ties": near, "length": found[0], "positions": found[1:]}))
+        print(
+            json.dumps({**about, "texts": len(sums), "near_ties": near, "length": summary[0], "positions": summary[1:]})
+        )
         return
     how = f"written by the model at temperature {temperature:g}" if temperature else "written by the model, greedily"
     print(f"{options.data}: {len(sums):,} texts, {how if is_own else 'given: a server drafts what its model writes'}")
-    for number, rate in enumerate(found):
+    for number, rate in enumerate(summary):
         name, of = (f"draft {number} holds", "drafts") if number else ("tokens a step", "steps")
-        value, error = ("n/a" if rate[key] is None else f"{rate[key]:.3f}" for key in ("value", "error"))
-        print(f"  {name:<15}{value} +- {error} of {rate['n']:,.0f} {of}")
+        mean, error = ("n/a" if rate[key] is None else f"{rate[key]:.3f}" for key in ("value", "error"))
+        print(f"  {name:<15}{mean} +- {error} of {rate['n']:,.0f} {of}")
     print(f"  left out: {near:,.0f} steps that a near tie decides")
 
 
@@ -110,7 +112,7 @@ def _load(options: argparse.Namespace, model: Model, sampling: Sampling, sums: l
 
 def _given(options: argparse.Namespace, model: Model, build: PromptBuilder) -> Iterator[tuple[Tensor, Tensor]]:
     """The ids of rows as training reads them, and which of them are learned."""
-    meant: dict[str, Any] = {name: str(value).lower() for name, value in build.variables.items()}
+    meant: dict[str, Any] = {name: str(setting).lower() for name, setting in build.variables.items()}
     config = DataConfig(system_prompt=build.system, overlong="truncate", **meant)
     form, encoder = (
         choose_format(options.data, config),
@@ -120,8 +122,8 @@ def _given(options: argparse.Namespace, model: Model, build: PromptBuilder) -> I
         raise UserError(f"{options.data}: a conversation needs a chat template; name one's folder in --tokenizer_path")
     encode = lambda row: encoder.encode(form.read_row(row, frozenset(), Findings())).documents  # noqa: E731
     for _, documents in read_rows(options.data, encode)[: options.limit or None]:
-        for values in map(torch.from_numpy, documents):
-            yield values.long() >> 1, (values.long() & 1).bool()
+        for document in map(torch.from_numpy, documents):
+            yield document.long() >> 1, (document.long() & 1).bool()
 
 
 if __name__ == "__main__":
