@@ -22,6 +22,7 @@ from titan_mi100.config.settings import (
     OF_POLICY,
     Config,
     DataConfig,
+    DraftHeadConfig,
     LoRAConfig,
     ObjectiveConfig,
     ProfilingConfig,
@@ -127,7 +128,10 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
     yield from _check_data(data, config.objective.name)
     yield from (*_check_lora(config.lora), *_check_effects(config), *check_offload(config))
     yield from _check_objective(config.objective, data, config.lora.dropout)
-    yield from _check_draft_head(config) if config.draft_head.train != "no" else ()
+    if config.draft_head.train != "no":
+        degree, load = config.parallelism.context_parallel_degree, config.checkpoint.initial_load_path
+        name, rank, rounds = config.objective.name, config.lora.rank, config.rounds.count
+        yield from _check_draft_head(config.draft_head, name, rank, rounds, degree, load)
     yield from _check_profiling(config.profiling, world_size)
     validation, best = config.validation, config.checkpoint.keep_best
     needing: dict[str, Any] = {"validation.freq": validation.freq, "checkpoint.keep_best": best}
@@ -457,18 +461,19 @@ def _check_objective(o: ObjectiveConfig, data: DataConfig, dropout: float) -> It
         yield Problem("data.earlier_thinking", text, ("objective.name",))
 
 
-def _check_draft_head(config: Config) -> Iterator[Problem]:
-    """Problems of a draft head that is trained."""
-    draft, name, degree = config.draft_head, config.objective.name, config.parallelism.context_parallel_degree
-    is_after, load = draft.train == "after", config.checkpoint.initial_load_path
+def _check_draft_head(
+    draft: DraftHeadConfig, name: str, rank: int, rounds: int, degree: int, load: str
+) -> Iterator[Problem]:
+    """Problems of a draft head that is trained. Args: name: of the objective. degree: of context parallel."""
+    is_after = draft.train == "after"
     merge = "merge yours first (titan-mi100 convert merge-lora), start from the result, and set rank = 0"
     for is_wrong, text, other in (
         (not is_after and name not in ("sft", "distill"),
          f'would learn rejected answers of name = "{name}", too; train it "after" that run', "objective.name"),
         (is_after and name != "sft", f'learns from text alone: set name = "sft", not "{name}"', "objective.name"),
-        (is_after and config.lora.rank > 0, f"trains no adapter; {merge}", "lora.rank"),
+        (is_after and rank > 0, f"trains no adapter; {merge}", "lora.rank"),
         (is_after and not load, "needs the model that the head belongs to; name it", "checkpoint.initial_load_path"),
-        (config.rounds.count > 0, 'is not for rounds; train it "after" them', "rounds.count"),
+        (rounds > 0, 'is not for rounds; train it "after" them', "rounds.count"),
         (degree > 1, f"is not supported with context_parallel_degree = {degree}; set that to 1",
          "parallelism.context_parallel_degree"),
     ):  # fmt: skip

@@ -120,11 +120,11 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
         """
         self._waiting.clear()
         self._module.current_stream().wait_stream(self._stream)
-        counted_elsewhere, wanted = {id(parameter) for parameter in copies}, {id(parameter) for parameter in measured}
+        counted_elsewhere, asked = ({id(parameter) for parameter in group} for group in (copies, measured))
         every: list[Tensor] = []
         counted = [others.squares]
         for parameter, host_sum in self._sums.items():
-            if id(parameter) not in wanted:
+            if id(parameter) not in asked:
                 continue
             assert host_sum.has_value and host_sum.squares is not None, "a parameter has no gradient"
             every.append(host_sum.squares)

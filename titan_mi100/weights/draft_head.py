@@ -46,8 +46,8 @@ def kinds_in_base(head: Kinds, base: Kinds, spec: ModelSpec) -> Kinds:
     """
     kinds = {}
     for name, shape in draft_shapes(spec).items():
-        places = (name, *spec.in_files({name: shape}), EMBEDDING)
-        dtype = next((base[place].dtype for place in places if place in base), head[name].dtype)
+        names = (name, *spec.in_files({name: shape}), EMBEDDING)
+        dtype = next((base[other].dtype for other in names if other in base), head[name].dtype)
         kinds[name] = head[name]._replace(dtype=dtype)
     return kinds
 
