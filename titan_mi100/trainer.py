@@ -207,7 +207,7 @@ class Trainer:
         can_fall = self._rules.loss_scale is not None and self._rules.loss_scale.can_fall()
         overflowed = can_fall and broken and math.isfinite(loss_sum)
         factor = None if skipped else self._rules.clip(grad_norm) / scale
-        draft_factor, draft_measures = draft.decide(*of_draft, sums[-2], update) if draft else (None, {})
+        draft_factor, draft_measures = draft.decide(of_draft[0], of_draft[1], sums[-2], update) if draft else (None, {})
         if update and (factor is not None or draft_factor is not None):
             self._optimizer.update(factor, draft_factor)
             model.after_update()
