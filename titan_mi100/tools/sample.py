@@ -62,7 +62,7 @@ def parser() -> tool.Parser:
     add("--data", metavar="FILE.jsonl", required=True, help="rows with a prompt, or rows of training data")
     add("--out", metavar="FOLDER", required=True, help="the store of answers; started again, it goes on")
     add("--k", type=int, default=8, metavar="N", help="answers to each prompt; default 8")
-    add("--greedy", action="store_true", help="the likeliest tokens instead: rows for a draft head; with --k 1")
+    add("--greedy", action="store_true", help="the likeliest tokens, for a draft head; with --k 1")
     add("--seed", type=int, default=42, help="what is drawn depends on it, and on the numbers of prompt and answer")
     add("--limit", type=int, default=0, metavar="N", help="use only the first N prompts; 0: all")
     add("--processes", type=int, default=1, metavar="N", help="share the prompts among N processes, a GPU for each")
