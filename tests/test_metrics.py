@@ -56,7 +56,7 @@ def explained(world: World, folder: Path, config: Config, step: int = 0, process
     workload, world = Workload.of(config, processes), replace(world, size=processes)
     inputs = RunInputs(workload, world, folder, data, {}, None, Progress(step=step))
     part = SimpleNamespace(model=SimpleNamespace(backend=None))
-    model: Any = SimpleNamespace(parts=[part], objective=SimpleNamespace(printed=()))
+    model: Any = SimpleNamespace(parts=[part], objective=SimpleNamespace(printed=()), draft="no")
     rows: Any = SimpleNamespace(row=lambda _: data.train.row(0), rows_per_epoch=None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(record, "running_kernel", lambda *_: "none")

@@ -199,7 +199,7 @@ def test_an_option_of_another_trainer_is_answered_with_ours_to_paste(arguments: 
         ("--adapter qlora", "here: --lora.rank 16 --lora.base nf4"),
         ("--neftune_noise_alpha 5", "no noise is added to embeddings; leave it out"),
         ("--trainable_layers 2", "is not an option; --help lists them"),
-        ("--trainer sft", "is not an option; --help lists them"),
+        ("--trainer sft", "is not an option; did you mean --draft_head.train?"),
         ("--max_step 3", "is not an option; did you mean --training.steps?"),
         ("--optimizer.learningrate 1", "is not an option; did you mean --optimizer.lr?"),
         ("--max_steps -1", "-1 means by epochs"),

@@ -18,7 +18,7 @@ if __name__ == "__main__":
     here = distributed.init_distributed()
     job, output = torch.load(sys.argv[1], weights_only=False), Path(sys.argv[2])
     data = made_up(pairs(job["case"]["documents"]), pairs(job["case"]["documents"]))
-    start.choose = lambda _: PairLoss()
+    start.choose = lambda *_: PairLoss()
     results = [run_split(here, job["case"], split, data=data) for split in job["splits"]]
     torch.save(results, output / f"rank-{here.rank}.pt")
     distributed.exit_process(0)

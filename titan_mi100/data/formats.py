@@ -418,6 +418,10 @@ def _read_columns(prompt: str, response: str, system: str, record: dict[str, Any
     return Example(messages)
 
 
+def _read_text(column: str, record: dict[str, Any]) -> Example:
+    return Example(text=_answer(record, column))
+
+
 def _read_tokens(record: dict[str, Any]) -> Example:
     ids = _integers(record, "input_ids")
     if not ids:
@@ -480,4 +484,4 @@ def _columns_format(prompt: str, response: str, system: str) -> Format:
 
 
 def _text_format(column: str) -> Format:
-    return Format("text", f"column {column}", lambda row: Example(text=_answer(row, column)), frozenset({column}))
+    return Format("text", f"column {column}", partial(_read_text, column), frozenset({column}))

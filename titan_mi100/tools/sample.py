@@ -1,4 +1,4 @@
-"""Sample answers: `titan-mi100 sample --model PATH --data FILE.jsonl --out FOLDER` writes k of them to each prompt.
+"""Sample answers: `titan-mi100 sample --model PATH --data FILE.jsonl --out FOLDER` writes k per prompt.
 
 They are drawn at temperature 1 from the whole vocabulary. The folder keeps token ids and their log probabilities, in
 parts that are complete or absent; started again, it goes on.
