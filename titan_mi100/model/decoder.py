@@ -377,7 +377,9 @@ class CausalLM(nn.Module):
         tables = layer.rotary_tables(self.model.spec, positions)
         with torch.no_grad():
             embedded = self.model.embed(next_ids)
-        return self.mtp(hidden.detach(), embedded, tables, documents[layer.shape.kind])  # type: ignore[no-any-return]
+        # FSDP2 reduces a part's gradients when its input has one; else it would keep them until the trunk has its own.
+        hidden = hidden.detach().requires_grad_(self.draft == "along")
+        return self.mtp(hidden, embedded, tables, documents[layer.shape.kind])  # type: ignore[no-any-return]
 
     def merge(self) -> None:
         """Merge weights that have the same input, so that one product replaces several. Faster for text generation. Not

@@ -98,6 +98,9 @@ def apply_fsdp(
         fully_shard(model.lm_head, reshard_after_forward=False, **options)
     if model.model.embed_tokens is not None and model.lm_head is not None:
         fully_shard(model.model.embed_tokens, reshard_after_forward=reshard, **options)
+        if model.mtp is not None:  # read last in forward, but needed by no backward
+            model.mtp.set_modules_to_backward_prefetch([blocks[-1]])  # type: ignore[operator]
+            model.model.embed_tokens.set_modules_to_backward_prefetch([model.model.embed_tokens])  # type: ignore[operator]
     fully_shard(model, reshard_after_forward=False, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
