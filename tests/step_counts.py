@@ -230,7 +230,8 @@ def _microbatch(workload: Workload) -> Microbatch:
 
 @contextmanager
 def _model(workload: Workload, device: str) -> Iterator[ParallelModel]:
-    computation = Computation(FusedKernel(), HeadMemory.of_gpu(CARD), choose(workload.config.objective))
+    objective = choose(workload.config.objective, workload.config.draft_head)
+    computation = Computation(FusedKernel(), HeadMemory.of_gpu(CARD), objective)
     with lone_group.group(0, 1):
         mesh = build_mesh(workload.layout, torch.device("cpu"))
         with patch.object(build, "choose_products", lambda *_: None):  # a trial reads values

@@ -21,7 +21,8 @@ from titan_mi100.data.rows import PADDING_DOCUMENT, Row, columns_where, document
 Microbatch = dict[str, Tensor]
 READ_ON_HOST = ENDS, SUPERVISED, DRAFTED = "document_ends", "supervised_columns", "draft_columns"
 TOKENS = "input_ids"  # what the first stage of a pipeline reads; the later ones get hidden states instead
-_OF_THE_MODEL = (TOKENS, "labels", "positions", "supervised", "next_ids", "draft_labels", *READ_ON_HOST)
+_OF_THE_DRAFT = ("next_ids", "draft_labels", "draft_supervised")
+_OF_THE_MODEL = (TOKENS, "labels", "positions", "supervised", *_OF_THE_DRAFT, *READ_ON_HOST)
 
 
 def for_the_model(microbatch: Microbatch, columns: Iterable[str]) -> Microbatch:

@@ -96,7 +96,9 @@ class PipelinedModel(ParallelModel):
 
     @property
     def receiving_bytes(self) -> int:
-        """Bytes of the receive buffers that torch keeps per microbatch of a step."""
+        """Bytes of the receive buffers that torch's schedule keeps per microbatch of a step."""
+        if self.draft == "after":
+            return 0
         stages = [part.model.stage for part in self.parts]
         return received_per_microbatch(stages) * self._hidden.numel() * self._hidden.itemsize
 

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from titan_mi100.attention.base import Backend, Documents
 from titan_mi100.config.layout import SCHEDULES, Batch, Layout
-from titan_mi100.config.settings import ObjectiveConfig, TrainingConfig
+from titan_mi100.config.settings import Config
 from titan_mi100.data.answers import COLUMNS, PER_ID
 from titan_mi100.data.microbatch import Microbatch
 from titan_mi100.model import experts
@@ -39,7 +39,7 @@ from titan_mi100.objectives.choose import choose
 from titan_mi100.optim import lean
 from titan_mi100.optim.lean import LeanAdamW, rows_at_a_time
 from titan_mi100.optim.optimizer import build_optimizer
-from titan_mi100.parallel import distributed
+from titan_mi100.parallel import base, distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.build import Computation, Placement, build_model
 from titan_mi100.parallel.context_parallel import ContextRanks
@@ -267,7 +267,7 @@ class FakeRank:
         """Run one step with a new optimizer and count its memory."""
         config, model, ledger = self.workload.config, self.model, self.ledger
         is_on_host = config.memory.offload == "weights"
-        rows = inputs(config.training, config.objective, self.microbatches)  # live until the end, as in a run
+        rows = inputs(config, self.microbatches)  # live until the end, as in a run
         optimizer = build_optimizer(model.trained_parameters(), config.optimizer, 0, CPU, model.host_gradients)
         ledger.label((tensor for _, tensor in optimizer.named_state()), HOST if is_on_host else OPTIMIZER)
         trained = [parameter for _, parameter in model.trained_parameters()]
@@ -319,7 +319,7 @@ def as_rank(
     with no_others.group(rank, ranks), TensorLedger() as ledger:
         mesh = build_mesh(layout, CPU)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            computation = Computation(backend or FusedKernel(), head, choose(config.objective))
+            computation = Computation(backend or FusedKernel(), head, choose(config.objective, config.draft_head))
             model = build_model(workload.changed(change), computation, _FakePlacement(mesh, CPU, device_memory), layers)
             if model.context is not None:
                 describe = partial(_describe_whole_rows, model.context)
@@ -334,6 +334,7 @@ def as_rank(
                 patch.object(schedules._PipelineSchedule, "_warmup_p2p", no_others.agree, create=True),
                 patch.object(HostGradients, "_add", partialmethod(_add_labelled, ledger)),
                 patch.object(distributed, "PIECE", _PIECE),
+                patch.object(base, "with_draft", _with_draft),
                 patch.object(experts, "_with_rows", _restored_at_once) if device_memory else nullcontext(),
                 patch.object(Tensor, "to", copying) if where == HOST else nullcontext(),
             ):
@@ -348,6 +349,13 @@ def _describe_whole_rows(context: ContextRanks, part: CausalLM, args: Any, kwarg
         supervised = context.share(index, CPU)
     documents = part.model.prepare(Documents.one_per_row(batch, seq), CPU)
     return args, {**kwargs, "supervised": supervised, "documents": documents}
+
+
+def _with_draft(microbatch: Microbatch) -> Microbatch:
+    """Replace data.microbatch.with_draft: of a document in each row all slots but the last two are learned."""
+    labels = microbatch["labels"]
+    learned = torch.zeros(labels.shape[0] * (labels.shape[1] - 2), dtype=torch.long)
+    return {**microbatch, "next_ids": labels, "draft_labels": labels, "draft_supervised": learned}
 
 
 def first_rows_only() -> AbstractContextManager[object]:
@@ -406,12 +414,12 @@ def enough_microbatches(layout: Layout, batch: Batch, schedule: str) -> int:
     return min(microbatches, 4 * layout.pipeline_ranks if layout.is_pipeline else 2)
 
 
-def inputs(training: TrainingConfig, objective: ObjectiveConfig, microbatches: int) -> list[Microbatch]:
+def inputs(config: Config, microbatches: int) -> list[Microbatch]:
     """The microbatches that need most memory: each row is one document, and all tokens but the last are supervised."""
-    shape, k = (training.local_batch_size, training.seq_len), objective.ids_per_token
+    shape, k = (config.training.local_batch_size, config.training.seq_len), config.objective.ids_per_token
     columns = {
         name: torch.ones(*shape, *[k] * (name in PER_ID), dtype=getattr(torch, COLUMNS[name]))
-        for name in choose(objective).columns
+        for name in choose(config.objective, config.draft_head).columns
         if name in COLUMNS
     }
     return [{**one_document_per_row(*shape), **columns}] * microbatches

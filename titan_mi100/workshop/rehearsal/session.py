@@ -126,7 +126,7 @@ def _trainer_of(fake: FakeRank) -> trainer.Trainer:
 
         return called
 
-    shape = fake.microbatches, 1 + len(model.objective.measures)
+    shape = fake.microbatches, model.outputs
     losses = functools.partial(torch.zeros, shape, dtype=torch.float64)
     model.forward_backward = in_fake_mode(forward_backward, losses)  # type: ignore[method-assign]
     no_gradient = Gradients(torch.zeros((), dtype=torch.float64), torch.tensor(True))
@@ -162,4 +162,4 @@ class _Rows:
         return lambda: self.step(first_row)
 
     def step(self, first_row: int) -> list[Microbatch]:
-        return inputs(self._config.training, self._config.objective, self.batch.gradient_accumulation_steps)
+        return inputs(self._config, self.batch.gradient_accumulation_steps)
