@@ -156,7 +156,8 @@ def layers_per_stage(workload: Workload, supervised_share: float, card: int = 0)
     if parallelism.pipeline_parallel_layers_per_stage:
         return parallelism.pipeline_parallel_layers_per_stage
     rows, is_frozen = training.local_batch_size, config.lora.rank > 0
-    costs = stage_costs(spec, rows, training.seq_len, supervised_share, recompute, is_frozen)
+    draft = config.draft_head.train
+    costs = stage_costs(spec, rows, training.seq_len, supervised_share, recompute, is_frozen, draft)
     counts = split_layers(*costs, ranks * SCHEDULES[parallelism.pipeline_parallel_schedule].stages_per_rank)
     return _by_bytes(_with_pieces(workload, piece_tokens(workload, card)), card, counts) if card else counts
 
@@ -198,7 +199,12 @@ class _RankMemory:
         self.has_first, self.has_last = any(s.first for s in stages), any(s.last for s in stages)
         self.mode, numbers = config.activation_checkpoint.mode, {n for stage in stages for n in stage.layers}
         self.layers = [spec.layers[number] for number in sorted(numbers)]
+        self.is_drafting = config.draft_head.train != "no"
+        self.is_alone = config.draft_head.train == "after"  # the draft head learns alone: layers keep nothing
+        self.learning = [] if self.is_alone else self.layers
+        self.draft = spec.draft_layer if self.has_last and spec.has_draft_head else None
         self.tied, self.lora_rank = spec.tie_word_embeddings, config.lora.rank
+        self.is_frozen = self.is_alone or self.lora_rank > 0  # all but adapters and draft head
         self.offload, self.inputs_on_host = config.memory.offload, config.memory.offload_activations
         self.is_fsdp = layout.zero_stage > 0 and (layout.gradient_ranks > 1 or self.offload == "weights")
         self.shards = layout.weight_shards if self.is_fsdp else 1
@@ -209,12 +215,21 @@ class _RankMemory:
         self.vocab_values = spec.vocab_size * spec.hidden_size / layout.matrix_parts
         self.is_tied_here = self.tied and self.has_first and self.has_last
         self.vocab_matrices = self.has_first + self.has_last - (self.is_tied_here and len(stages) == 1)
+        self.draft_values = self.replicated = self.copied = 0.0
+        if self.draft is not None:
+            self.replicated = sum(p.size for p in spec.draft_head.values()) - self.draft.size  # by tensor parallel
+            self.draft_values = self.replicated + self.draft.size / layout.matrix_parts
+            has_copy = not self.tied and any(stage.last and not stage.first for stage in stages)
+            self.copied = self.vocab_values if has_copy else 0.0
+            alone = {"lora": {"rank": 0, "base": "whole"}, "draft_head": {"train": "no"}}
+            self.of_draft = _RankMemory(workload.changed(alone), device_memory, rank, [], shares_copies)
         # bytes in the dtype in which they are gathered and multiplied
         self.is_nf4 = config.lora.base == "nf4"
         self.weight_bytes = 0.5 + self.compute_bytes / NF4_BLOCK if self.is_nf4 else self.compute_bytes
         self.block_bytes = self.block_values * self.weight_bytes
         self.vocab_bytes = self.vocab_values * self.compute_bytes
-        self.all_bytes = self.layer_values * self.weight_bytes + self.vocab_matrices * self.vocab_bytes
+        self.trunk_bytes = self.layer_values * self.weight_bytes + self.vocab_matrices * self.vocab_bytes
+        self.draft_bytes = self.draft_values * self.compute_bytes
         adapters = config.lora.shapes(spec) if self.lora_rank else {}
         matrices = {name: math.prod(shape) for name, shape in adapters.items() if not name.endswith(ROWS)}
         adapter_sizes = [size for name, size in matrices.items() if int(name.split(".")[2]) in numbers]
@@ -222,7 +237,9 @@ class _RankMemory:
         self.adapter_values = sum(adapter_sizes) / layout.matrix_parts + rows * self.vocab_matrices
         largest = [layer.largest / layout.matrix_parts for layer in self.layers]
         largest += [self.vocab_values][: self.vocab_matrices]
-        self.largest_trained = max(adapter_sizes if self.lora_rank else largest, default=0)  # values of a matrix
+        largest = adapter_sizes if self.is_frozen else largest
+        largest += [self.draft.largest / layout.matrix_parts, self.replicated] if self.draft else []
+        self.largest_trained = max(largest, default=0)  # values of a matrix
         master, self.residual_bytes = config.optimizer.master_bytes
         self.master_bytes = max(master, self.compute_bytes) if self.compute_bytes > 4 else master
         # bytes of a gradient value where it is reduced
@@ -242,38 +259,46 @@ class _RankMemory:
         accumulates = self.batch.gradient_accumulation_steps > 1
         earlier_sums = sums if accumulates and sums_stay else 0.0  # of the microbatches before the last
         # bytes of each weight's copy in the dtype of the computation, if FSDP2 does not gather them
-        is_cast = not self.is_fsdp and not self.lora_rank and self.master_bytes != self.compute_bytes
-        copy_bytes = self.compute_bytes if is_cast else 0.0
+        is_cast = not self.is_fsdp and self.master_bytes != self.compute_bytes
+        draft_copies = self.draft_bytes if is_cast else 0.0
+        copy_bytes = self.compute_bytes if is_cast and not self.is_frozen else 0.0
         is_kept = self.mode == "none" or self.shares_copies
-        on_card = [self._uncut(layer) for layer in self.layers[-2 if self.inputs_on_host else 0 :]]
+        on_card = [self._uncut(layer) for layer in self.learning[-2 if self.inputs_on_host else 0 :]]
         kept_by_layer = [self._bytes(x.kept[self.mode]) + self._added_by_lora(x, "none") for x in on_card]
         rotary = self._bytes(self.spec.per_forward) * self.layout.matrix_parts  # of all tokens that its heads have
+        kept_by_layer += [self._kept_by_draft()]
         kept = sum(kept_by_layer) * self._in_flight() + rotary
-        kept += self.layer_values * copy_bytes if is_kept else 0.0
+        kept += self.layer_values * copy_bytes + draft_copies if is_kept else 0.0
         kept += self.adapter_values * self.compute_bytes if self.shares_copies else 0.0
 
         def moment_with(gradients: float, activations: float, **others: float) -> dict[str, float]:
             added = {"gradients": gradients, "activations": activations, **others}
             return {name: size + added.get(name.replace(" ", "_"), 0.0) for name, size in always.items()}
 
+        if self.is_frozen and self.is_drafting and self.layers:
+            table = self.vocab_bytes if self.tied else 0.0  # still in the buffer of its all-gather, too
+            gathered = self._gathered(2 * self.block_bytes + table, table or self.block_bytes)
+            inside = max(self._bytes(self._uncut(layer).inside["none"]) for layer in self.layers)
+            yield "forward of the first block", moment_with(earlier_sums, rotary + inside, communication=gathered)
         if len(self.layers) > 2 and self.layout.zero_stage == 3:  # one block computes, two are on their way
             gathered = self._gathered(3 * self.block_bytes)
             yield "forward of a block", moment_with(earlier_sums, kept, communication=gathered)
         # the gradient of a vocabulary matrix, before its reduction
-        bytes_each = 0.0 if self.lora_rank else self.compute_bytes if self.is_fsdp else self.master_bytes
+        bytes_each = 0.0 if self.is_frozen else self.compute_bytes if self.is_fsdp else self.master_bytes
         vocab_gradient = self.vocab_values * bytes_each
         if self.has_last:
             # the final norm's input, output and gradient; if it does not compute in pieces also copies in fp32
-            around = (6 if self.piece else 24) * self.spec.hidden_size * self.tokens / self.layout.row_parts
+            around = 6 if self.piece else 8 if self.is_alone else 24
+            around *= self.spec.hidden_size * self.tokens / self.layout.row_parts
             final = kept + around
-            by_head, logits = self.vocab_bytes + self.block_bytes, self._head()
+            by_head, logits = self.vocab_bytes + self.block_bytes + self.draft_bytes, self._head()
             gathered = self._gathered(by_head, 0.0 if self.tied else self.vocab_bytes)
             yield "forward of the head", moment_with(earlier_sums, final, head_loss=logits, communication=gathered)
             gathered, logits = self._gathered(by_head), logits + vocab_gradient
             yield "backward of the head", moment_with(earlier_sums, final, head_loss=logits, communication=gathered)
             if self.is_fsdp and not self.tied and self.layout.zero_stage > 1:
                 gradients = earlier_sums + vocab_gradient
-                reduced = self._reduced(self.vocab_values) + self._gathered(self.block_bytes)
+                reduced = self._reduced(self.vocab_values) + self._gathered(self.block_bytes + self.draft_bytes)
                 yield "reduction of the head's gradient", moment_with(gradients, kept, communication=reduced)
             if self.layout.matrix_parts > 1 and not self.is_fsdp:  # autograd adds DTensors out of place
                 yield "sum of the head's gradient", moment_with(earlier_sums + 3 * vocab_gradient, kept)
@@ -281,20 +306,32 @@ class _RankMemory:
         waiting = vocab_gradient if self.is_tied_here else 0.0
         if self.has_first and vocab_gradient and not sums_stay:  # the embedding's gradient is not there yet
             sums = self._gradient_sums(trained - self.vocab_values)
-        if self.layers:
+        is_head_summed = self.has_last and not self.tied and not self.is_frozen
+        head_sum = self._gradient_sums(self.vocab_values) if is_head_summed else 0.0
+        is_head_reduced = is_head_summed and self.layout.zero_stage > 1 and self._reduced(self.block_values)
+        head_reduced = self.vocab_values * self.reduce_bytes if is_head_reduced else 0.0  # until the next reduction
+        if self.draft is not None:
+            computing = self.of_draft._inside(self.draft) + (0.0 if is_kept else draft_copies)
+            of_head = vocab_gradient if self.tied and self.is_fsdp else waiting  # the last group that is reduced
+            gradients = max(earlier_sums, head_sum) + of_head + self.draft_bytes
+            own = self.draft_bytes + (0.0 if self.is_alone else self.block_bytes)
+            gathered = self._gathered(own, self.vocab_bytes if self.tied else 0.0)
+            last = gathered + head_reduced
+            yield "backward of the draft head", moment_with(gradients, kept + computing, communication=last)
+            reduced = gathered + self._reduced(self.draft_values, of_draft=True)
+            gradients -= self.draft_bytes
+            yield "reduction of the draft head's gradients", moment_with(gradients, kept, communication=reduced)
+        if self.learning:
             computing = max(map(self._inside, self.layers)) + (0.0 if is_kept else self.block_values * copy_bytes)
-            block_gradient = 0.0 if self.lora_rank else self.block_values * self.compute_bytes
+            block_gradient = 0.0 if self.is_frozen else self.block_values * self.compute_bytes
             gathered = self._gathered(2 * self.block_bytes, self.vocab_bytes if self.tied else 0.0)
             block_reduced = self._reduced(self.block_values)
-            is_head_reduced = self.has_last and not self.tied and self.layout.zero_stage > 1 and block_reduced
-            head_reduced = self.vocab_values * self.reduce_bytes if is_head_reduced else 0.0  # until the next reduction
-            is_head_summed = self.has_last and not self.tied and not self.lora_rank
-            head_sum = self._gradient_sums(self.vocab_values) if is_head_summed else 0.0
             gradients = max(earlier_sums, head_sum) + waiting + block_gradient
             last = gathered + max(block_reduced, head_reduced)
-            yield "backward of the last block", moment_with(gradients, kept + computing, communication=last)
+            activations = kept - kept_by_layer[-1] + computing
+            yield "backward of the last block", moment_with(gradients, activations, communication=last)
             # From here on as many gradients wait as may, while each block frees what it has kept; else the last moment.
-            count, gradients = len(kept_by_layer), sums + waiting + block_gradient
+            count, gradients = len(on_card), sums + waiting + block_gradient
             done = int(sums / self._gradient_sums(self.block_values)) if self.offload == "optimizer" else count
             for name, left in (("a block in the middle", max(1, count - done)), ("the first block", 1)):
                 activations = kept - sum(kept_by_layer[left:]) + computing
@@ -314,22 +351,25 @@ class _RankMemory:
 
     def _held(self) -> tuple[float, float, float]:
         """Trained elements; bytes of this rank's weights and of its optimizer state."""
-        trained, frozen = self.adapter_values, self.all_bytes
-        if not self.lora_rank:
+        trained, frozen = self.adapter_values, self.trunk_bytes
+        if not self.is_frozen:
             trained = self.layer_values - self.router_values + self.vocab_matrices * self.vocab_values
             frozen = max(4, self.compute_bytes) * self.router_values
+        trained += self.draft_values
+        frozen += self.copied * (self.compute_bytes if self.is_frozen else self.master_bytes)
         state = trained * (self.config.optimizer.state_bytes + self.residual_bytes)
         return trained, (trained * self.master_bytes + frozen) / self.shards, state / self.shards
 
     def on_host(self) -> float:
         """Bytes that are in the host's memory instead of the device's."""
         trained, weights, state = self._held()
-        each = (self._pinned(self._bytes(layer.kept["full"])) for layer in self.layers)
+        with_draft = [*self.learning, *([self.draft] if self.draft else [])]
+        each = (self._pinned(self._bytes(layer.kept["full"])) for layer in with_draft)
         total = sum(each) * self._in_flight() if self.inputs_on_host else 0.0
         if self.offload == "optimizer":
             total += trained * self.master_bytes / self.shards + state
         if self.offload == "weights":
-            is_added = self.batch.gradient_accumulation_steps > 1 and self.layout.zero_stage > 1 and not self.lora_rank
+            is_added = self.batch.gradient_accumulation_steps > 1 and self.layout.zero_stage > 1 and not self.is_frozen
             largest = max(self.block_values, self.vocab_matrices and self.vocab_values)
             coming = largest * self.master_bytes / self.shards if is_added else 0.0
             rounded = self._weights_pinned() / weights if self.device_memory else 1.0
@@ -342,7 +382,7 @@ class _RankMemory:
 
     def _weights_pinned(self) -> float:
         """Pinned bytes of all weights: each matrix is rounded up separately."""
-        held = self.compute_bytes if self.lora_rank else self.master_bytes
+        held = self.compute_bytes if self.is_frozen else self.master_bytes
         bytes_each = held / self.shards / self.layout.matrix_parts
         matrices = (parameter.size for parameter in self.spec.parameters.values() if parameter.role != "norm")
         return sum(self._pinned(size * bytes_each) for size in matrices)
@@ -359,7 +399,7 @@ class _RankMemory:
     def _in_flight(self) -> int:
         """Microbatches whose activations wait for their backward."""
         ranks, microbatches = self.layout.pipeline_ranks, self.batch.gradient_accumulation_steps
-        if ranks == 1:
+        if ranks == 1 or self.is_alone:
             return 1
         schedule = SCHEDULES[self.config.parallelism.pipeline_parallel_schedule]
         if schedule.forwards_first:
@@ -394,6 +434,13 @@ class _RankMemory:
         for_norms = ValuesPerToken.of(tensor for tensor in layer.saved if tensor.is_for_norm)
         return self.own_tokens * (dropped * (self.compute_bytes + 1) + masks) - self._bytes(for_norms)
 
+    def _kept_by_draft(self) -> float:
+        """Bytes that the draft head keeps for its backward: what its norms and fc read, and what its layer keeps."""
+        if self.draft is None:
+            return 0.0
+        read = 12 * self.spec.hidden_size * self.tokens / self.layout.row_parts
+        return read + self._bytes(self._uncut(self.draft).kept[self.mode])
+
     def _uncut(self, layer: LayerShape) -> LayerShape:
         """The layer as far as it does not compute in pieces, if it does."""
         return layer.in_pieces if self.piece else layer
@@ -420,6 +467,8 @@ class _RankMemory:
 
     def _received(self) -> float:
         """Bytes of receive buffers: torch's pipeline keeps hidden states and gradients of each microbatch."""
+        if self.is_alone:
+            return 0.0  # its forwards run without a schedule
         hidden_bytes = self.tokens * self.compute_bytes * self.spec.hidden_size / self.layout.row_parts
         return self.batch.gradient_accumulation_steps * received_per_microbatch(self.stages) * hidden_bytes
 
@@ -431,10 +480,12 @@ class _RankMemory:
         schedule = SCHEDULES[self.config.parallelism.pipeline_parallel_schedule]
         keeps_all = schedule.forwards_first and self.layout.is_pipeline
         microbatches = self.batch.gradient_accumulation_steps if keeps_all else 1
-        rows = self.own_tokens * self.spec.hidden_size * (2 * c + 4)
+        is_twice = self.draft is not None and not self.is_alone  # the second pass keeps no logits
+        rows = self.own_tokens * self.spec.hidden_size * ((4 if is_twice else 2) * c + 4)
+        recomputed = block * (c + (wide if c < 4 else 0))
         if logits <= kept_logits // microbatches:
-            return rows + microbatches * (logits * c + block * wide)
-        return rows + block * (c + (wide if c < 4 else 0))
+            return rows + microbatches * (logits * c + block * wide) + is_twice * recomputed
+        return rows + recomputed
 
     def _gathered(self, by_group: float, more: float = 0.0) -> float:
         """Bytes of the weights that FSDP2 has gathered.
@@ -445,12 +496,13 @@ class _RankMemory:
         if not self.is_fsdp:
             return 0.0
         if self.layout.zero_stage < 3:
-            return self.all_bytes
+            every = self.trunk_bytes + self.draft_bytes + self.copied * self.compute_bytes
+            return every + (more if self.is_frozen and self.is_drafting else 0.0)
         return by_group + more
 
-    def _reduced(self, elements: float) -> float:
+    def _reduced(self, elements: float, of_draft: bool = False) -> float:
         """Bytes of FSDP2's buffers: it copies a group's gradients into one, reduces into a second, casts the second."""
-        if not self.is_fsdp or self.lora_rank or self.layout.is_pipeline:
+        if not self.is_fsdp or (self.is_frozen and not of_draft) or self.layout.is_pipeline:
             return 0.0
         other = self.master_bytes if self.master_bytes != self.reduce_bytes else 0
         return elements * (self.reduce_bytes + (self.reduce_bytes + other) / self.shards)

@@ -15,7 +15,7 @@ from titan_mi100.planning.costs import flops_of_steps, recomputed_flops
 from titan_mi100.planning.memory import ABOVE, BELOW, Memory, estimate, piece_tokens, with_overhead
 from titan_mi100.planning.scaling import REACHED, bubble_share, exposed_seconds, reached
 from titan_mi100.planning.workload import Workload
-from titan_mi100.shapes.base import parameter_shapes
+from titan_mi100.shapes.base import DRAFT, parameter_shapes
 
 GIB = 1 << 30
 Change = dict[str, dict[str, Any]]  # section -> key -> value
@@ -113,9 +113,10 @@ def make_plan(workload: Workload, card: int, gpu: Gpu | None = None, efficiency:
     rows = batch.global_batch_size
     tokens = rows * training.seq_len
     pairs = rows * training.seq_len * (training.seq_len + 1) // 2
-    flops = float(flops_of_steps(spec, config.lora)(tokens, tokens, pairs))
+    flops = float(flops_of_steps(spec, config)(tokens, tokens, pairs))
     is_cut = piece_tokens(workload, card) > 0
-    done = flops + recomputed_flops(spec, tokens, pairs, config.activation_checkpoint.mode, is_cut)
+    draft, mode = config.draft_head.train, config.activation_checkpoint.mode
+    done = flops + recomputed_flops(spec, tokens, pairs, mode, is_cut, draft)
     sent, sent_at_once = _sent(workload)
     microbatches = batch.gradient_accumulation_steps
     bubble = bubble_share(config.parallelism.pipeline_parallel_schedule, layout.pipeline_ranks, microbatches)
@@ -126,7 +127,8 @@ def make_plan(workload: Workload, card: int, gpu: Gpu | None = None, efficiency:
         computing = done / ranks / (rate * 1e12 * efficiency) / (1 - bubble)
         passes = done / flops  # of a microbatch's forward and backward, with what is computed again
         of_layer = HOST_LAYER[config.lora.base if config.lora.rank else ""][not config.compile.enable]
-        launching = microbatches * passes * spec.num_hidden_layers / layout.pipeline_ranks * of_layer
+        layers = spec.num_hidden_layers / (3 if draft == "after" else 1) + (draft != "no")
+        launching = microbatches * passes * layers / layout.pipeline_ranks * of_layer
         enough = training.local_batch_size * training.seq_len * launching / computing
         computing = max(computing, launching)
         data_parallel = reached(layout.along("data parallel"), gpu)
@@ -134,8 +136,7 @@ def make_plan(workload: Workload, card: int, gpu: Gpu | None = None, efficiency:
         hiding = computing * (1 if config.memory.offload == "weights" else 1 - flops / done / 3)  # backward
         hidden_from = training.local_batch_size * training.seq_len * with_host / hiding
         if config.memory.offload == "weights":
-            trained = config.lora.shapes(spec) if config.lora.rank else parameter_shapes(spec)
-            updated = sum(map(math.prod, trained.values())) / layout.weight_shards
+            updated = sum(map(math.prod, _trained(workload).values())) / layout.weight_shards
             update = updated * _HOST_UPDATE[config.optimizer.is_lean]
         computing = max(computing, computing - hiding + with_host)
         once, spread = sent_at_once / data_parallel, (sent["data parallel"] - sent_at_once) / data_parallel
@@ -167,6 +168,15 @@ def measured_efficiency(workload: Workload, card: int, gpu: Gpu, tokens_per_seco
     return high
 
 
+def _trained(workload: Workload) -> dict[str, tuple[int, ...]]:
+    """Shapes of what is trained, by name."""
+    config, every = workload.config, parameter_shapes(workload.spec)
+    if not config.lora.rank and config.draft_head.train != "after":
+        return every
+    of_draft = {name: shape for name, shape in every.items() if name.startswith(DRAFT)}
+    return {**config.lora.shapes(workload.spec), **of_draft}
+
+
 def _moved(workload: Workload) -> tuple[float, float]:
     """Bytes between a card and the host's memory in a step: during forward and backward, and for the update."""
     config, layout, optimizer = workload.config, workload.layout, workload.config.optimizer
@@ -175,10 +185,11 @@ def _moved(workload: Workload) -> tuple[float, float]:
     master, beside = optimizer.master_bytes
     reductions = 1 if layout.zero_stage == 1 else microbatches
     if config.memory.offload == "optimizer":  # each sum but the first goes there and back
-        return (2 * reductions - 1) * weights * master, weights * (master + optimizer.state_bytes + beside)
+        trained = sum(map(math.prod, _trained(workload).values())) / layout.weight_shards / layout.matrix_parts
+        return (2 * reductions - 1) * trained * master, trained * (master + optimizer.state_bytes + beside)
     if config.memory.offload == "weights":
         fetched = {1: 1, 2: 1, 3: 2 * microbatches}[layout.zero_stage]
-        if config.lora.rank:  # frozen weights are in the dtype of the computation
+        if config.lora.rank or config.draft_head.train == "after":  # frozen weights are in the dtype of the computation
             return weights * (4 if config.training.mixed_precision_param == "float32" else 2) * fetched, 0.0
         return weights * master * (fetched + reductions), 0.0
     return 0.0, 0.0
@@ -191,21 +202,23 @@ def _sent(workload: Workload) -> tuple[dict[str, float], float]:
     microbatches, c = batch.gradient_accumulation_steps, 4 if training.mixed_precision_param == "float32" else 2
     r = 2 if training.mixed_precision_reduce == "bfloat16" else 4
     weights = sum(map(math.prod, parameter_shapes(spec).values())) / layout.matrix_parts / layout.pipeline_ranks
-    trained = weights if not config.lora.rank else 0.0
+    trained = sum(math.prod(shape) for name, shape in _trained(workload).items() if name in spec.parameters)
+    trained = trained / layout.matrix_parts / layout.pipeline_ranks  # adapters are left out
+    is_drafting, is_alone = config.draft_head.train != "no", config.draft_head.train == "after"
     others = (layout.weight_shards - 1) / layout.weight_shards
-    gathers = {0: 0, 1: 1, 2: 1, 3: 2 * microbatches}[layout.zero_stage]
+    gathers = {0: 0, 1: 1, 2: 1, 3: (1 if is_alone else 2) * microbatches}[layout.zero_stage]
     reductions = 1 if layout.zero_stage < 2 else microbatches
     among = layout.replicas
     gathered, reduced = others * gathers * weights * c, others * reductions * trained * r
     replicas = 2 * (among - 1) / among * trained * r / (layout.weight_shards if layout.zero_stage else 1)
     once = replicas + (gathered if layout.zero_stage < 3 else 0) + (reduced if layout.zero_stage < 2 else 0)
     hidden = batch.local_batch_size * training.seq_len // layout.context_ranks * spec.hidden_size * c
-    layers = spec.num_hidden_layers / layout.pipeline_ranks
     passes = 3 if config.activation_checkpoint.mode != "none" else 2
-    tensor = passes * 4 * layers * microbatches * hidden * (layout.matrix_parts - 1) / layout.matrix_parts
+    layers = (spec.num_hidden_layers * (1 if is_alone else passes) + passes * is_drafting) / layout.pipeline_ranks
+    tensor = 4 * layers * microbatches * hidden * (layout.matrix_parts - 1) / layout.matrix_parts
     stages = layout.pipeline_ranks * SCHEDULES[config.parallelism.pipeline_parallel_schedule].stages_per_rank
     borders = (stages - 1) / layout.pipeline_ranks if layout.is_pipeline else 0.0  # for each rank
-    pipeline = 2 * borders * microbatches * hidden / layout.matrix_parts  # hidden states, and their gradients
+    pipeline = (1 if is_alone else 2) * borders * microbatches * hidden / layout.matrix_parts  # and their gradients
     by_axis = {"data parallel": gathered + reduced + replicas, "tensor parallel": tensor, "pipeline": pipeline}
     return {**by_axis, "context parallel": _exchanged(workload, c)}, once
 
