@@ -19,9 +19,11 @@ from pathlib import Path
 from kill_teach import CONFIG, PROGRAM, children, ended, environment, read_options, run
 
 STEPS = 24
-USUAL = ["--training.steps", str(STEPS), "--checkpoint.interval", "4", "--validation.freq", "0",
-         "--validation.prompts", "0", "--training.seq_len", "64", "--training.local_batch_size", "4", "--model.attention_backend", "sdpa",
-         "--metrics.enable_tensorboard", "false"]  # fmt: skip
+USUAL = [
+    "--training.steps", str(STEPS), "--checkpoint.interval", "4", "--validation.freq", "0",
+    "--validation.prompts", "0", "--training.seq_len", "64", "--training.local_batch_size", "4",
+    "--model.attention_backend", "sdpa", "--metrics.enable_tensorboard", "false",
+]  # fmt: skip
 FOLDER = ["--model.flavor", "", "--checkpoint.initial_load_path", f"model/hf-step-{STEPS}"]
 KINDS = {
     "along": ["--model.flavor", "qwen3.5-debug", "--draft_head.train", "along", "--nproc_per_node", "2"],

@@ -9,6 +9,7 @@ import pytest
 import torch
 from parity.table import LAYOUTS, Cell, by_processes, cells, holds, launch, measure, resume
 
+from titan_mi100.config.layout import SCHEDULES
 from titan_mi100.shapes.base import DRAFT
 
 WITHOUT_CONTEXT = [name for name in LAYOUTS if not name.startswith("CP") and LAYOUTS[name][0] <= 4]
@@ -25,7 +26,14 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 def cells_of(layout: str, family: str = "qwen3.5", **changes: Any) -> list[Cell]:
     chosen = cells(changes.pop("precision", "float32"), 0.05, [layout], accumulations=(2,), family=family)
-    return [replace(cell, draft="along", **changes) for cell in chosen]
+    return [replace(cell, draft="along", parallelism=with_stages(cell), **changes) for cell in chosen]
+
+
+def with_stages(cell: Cell) -> dict[str, Any]:
+    """Its parallelism with equal stages: left alone, the last would have fewer layers beside a head."""
+    stages = cell.parallelism.get("pipeline_parallel_degree", 1) * SCHEDULES[cell.schedule].stages_per_rank
+    cut = {"pipeline_parallel_layers_per_stage": (cell.layers // stages,) * stages} if stages > 1 else {}
+    return {**cell.parallelism, **cut}
 
 
 def assert_trunk_stays(chosen: list[Cell], folder: Path, steps: int = 20) -> None:

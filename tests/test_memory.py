@@ -20,7 +20,7 @@ from titan_mi100.config.check import check
 from titan_mi100.config.layout import stages_of
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config
-from titan_mi100.optim.formats import SIGNED, UNSIGNED
+from titan_mi100.optim.formats import SIGNED, UNSIGNED, values_on
 from titan_mi100.optim.lean import LeanAdamW
 from titan_mi100.parallel import distributed, offload
 from titan_mi100.planning import memory
@@ -340,7 +340,7 @@ def test_a_pipelines_loss_keeps_nothing_of_the_microbatches_behind_it(monkeypatc
 def test_counting_leaves_nothing_behind_that_has_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
     count(config_of(replace(UNTIED, num_hidden_layers=1), LEAN, monkeypatch), 1, 0, GPU)
     for kind in (SIGNED, UNSIGNED):
-        assert type(kind.values(torch.device("cpu"))) is torch.Tensor
+        assert type(values_on(torch.device("cpu"), kind)) is torch.Tensor
 
 
 def test_counting_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ _TABLES = {kind: kind.table() for kind in (SIGNED, UNSIGNED)}
 
 
 @functools.cache
-def _on(device: torch.device, kind: StateFormat) -> Tensor:
+def values_on(device: torch.device, kind: StateFormat) -> Tensor:
     return _TABLES[kind].to(device)
 
 
@@ -84,7 +84,7 @@ def decode(codes: Tensor, exponents: Tensor, kind: StateFormat, out: Tensor, scr
         `out`.
     """
     scratch.copy_(codes)
-    torch.index_select(_on(codes.device, kind), 0, scratch.view(-1), out=out.view(-1))
+    torch.index_select(values_on(codes.device, kind), 0, scratch.view(-1), out=out.view(-1))
     scale = (exponents.to(torch.int32) << 23).view(torch.float32)  # the float 2 ** (exponent - 127)
     _blocks(out, exponents).mul_(scale[..., None])
     return out

@@ -7,6 +7,7 @@ backward is in shapes/ (`LayerShape.saved`). Sizes are bytes of one rank.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from titan_mi100.config.check_layout import uncuttable
 from titan_mi100.config.layout import (
@@ -221,7 +222,7 @@ class _RankMemory:
             self.draft_values = self.replicated + self.draft.size / layout.matrix_parts
             has_copy = not self.tied and any(stage.last and not stage.first for stage in stages)
             self.copied = self.vocab_values if has_copy else 0.0
-            alone = {"lora": {"rank": 0, "base": "whole"}, "draft_head": {"train": "no"}}
+            alone: dict[str, dict[str, Any]] = {"lora": {"rank": 0, "base": "whole"}, "draft_head": {"train": "no"}}
             self.of_draft = _RankMemory(workload.changed(alone), device_memory, rank, [], shares_copies)
         # bytes in the dtype in which they are gathered and multiplied
         self.is_nf4 = config.lora.base == "nf4"
@@ -235,9 +236,9 @@ class _RankMemory:
         adapter_sizes = [size for name, size in matrices.items() if int(name.split(".")[2]) in numbers]
         rows = math.prod(next((shape for name, shape in adapters.items() if name.endswith(ROWS)), (0,)))
         self.adapter_values = sum(adapter_sizes) / layout.matrix_parts + rows * self.vocab_matrices
-        largest = [layer.largest / layout.matrix_parts for layer in self.layers]
+        largest: list[float] = [layer.largest / layout.matrix_parts for layer in self.layers]
         largest += [self.vocab_values][: self.vocab_matrices]
-        largest = adapter_sizes if self.is_frozen else largest
+        largest = [*adapter_sizes] if self.is_frozen else largest
         largest += [self.draft.largest / layout.matrix_parts, self.replicated] if self.draft else []
         self.largest_trained = max(largest, default=0)  # values of a matrix
         master, self.residual_bytes = config.optimizer.master_bytes
@@ -288,7 +289,7 @@ class _RankMemory:
         vocab_gradient = self.vocab_values * bytes_each
         if self.has_last:
             # the final norm's input, output and gradient; if it does not compute in pieces also copies in fp32
-            around = 6 if self.piece else 8 if self.is_alone else 24
+            around = 6.0 if self.piece else 8.0 if self.is_alone else 24.0
             around *= self.spec.hidden_size * self.tokens / self.layout.row_parts
             final = kept + around
             by_head, logits = self.vocab_bytes + self.block_bytes + self.draft_bytes, self._head()

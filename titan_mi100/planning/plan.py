@@ -202,8 +202,8 @@ def _sent(workload: Workload) -> tuple[dict[str, float], float]:
     microbatches, c = batch.gradient_accumulation_steps, 4 if training.mixed_precision_param == "float32" else 2
     r = 2 if training.mixed_precision_reduce == "bfloat16" else 4
     weights = sum(map(math.prod, parameter_shapes(spec).values())) / layout.matrix_parts / layout.pipeline_ranks
-    trained = sum(math.prod(shape) for name, shape in _trained(workload).items() if name in spec.parameters)
-    trained = trained / layout.matrix_parts / layout.pipeline_ranks  # adapters are left out
+    sizes = (math.prod(shape) for name, shape in _trained(workload).items() if name in spec.parameters)
+    trained = sum(sizes) / layout.matrix_parts / layout.pipeline_ranks  # adapters are left out
     is_drafting, is_alone = config.draft_head.train != "no", config.draft_head.train == "after"
     others = (layout.weight_shards - 1) / layout.weight_shards
     gathers = {0: 0, 1: 1, 2: 1, 3: (1 if is_alone else 2) * microbatches}[layout.zero_stage]
