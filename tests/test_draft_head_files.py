@@ -304,7 +304,10 @@ WRONG = (
     (("along", "--rounds.count", "2", "--draft_head.lr", "-1"), ["is not for rounds", "lr = '-1' must"]),
     (("no", "--draft_head.fresh", "true"), ['fresh = true has no effect with train = "no"; delete it']),
     (("along", "--model.flavor", "debug"), ["a model of the family qwen3 has no draft head"]),
-    (("after", "--model.flavor", "qwen3.5-debug"), ["needs the model that the head belongs to; name it"]),
+    (
+        ("after", "--model.flavor", "qwen3.5-debug", "--model.tokenizer_path", str(ASSETS / "tokenizer")),
+        ["name the head's model in checkpoint.initial_load_path"],
+    ),
 )
 
 
@@ -313,7 +316,7 @@ def test_settings_that_do_not_fit_are_refused_at_once(words: tuple[str, ...], ex
     given = arguments(dense, "--draft_head.train")
     given = given[2:] if "--model.flavor" in words else given
     with pytest.raises(UserError) as refused:
-        load_config([*given, *words], 1)
+        check_start(load_config([*given, *words], 1))
     for text in expected:
         assert text in str(refused.value)
 

@@ -129,9 +129,8 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
     yield from (*_check_lora(config.lora), *_check_effects(config), *check_offload(config))
     yield from _check_objective(config.objective, data, config.lora.dropout)
     if config.draft_head.train != "no":
-        degree, load = config.parallelism.context_parallel_degree, config.checkpoint.initial_load_path
         name, rank, rounds = config.objective.name, config.lora.rank, config.rounds.count
-        yield from _check_draft_head(config.draft_head, name, rank, rounds, degree, load)
+        yield from _check_draft_head(config.draft_head, name, rank, rounds, config.parallelism.context_parallel_degree)
     yield from _check_profiling(config.profiling, world_size)
     validation, best = config.validation, config.checkpoint.keep_best
     needing: dict[str, Any] = {"validation.freq": validation.freq, "checkpoint.keep_best": best}
@@ -186,6 +185,8 @@ def check_start(config: Config) -> None:
     load, folder = save.initial_load_path, os.path.abspath(config.job.run_folder or config.job.dump_folder)
     if any(Path(folder, "checkpoint").glob("step-*")) and not save.fresh:  # it resumes
         return
+    if config.draft_head.train == "after" and not load:
+        raise UserError('[draft_head] train = "after": name the head\'s model in checkpoint.initial_load_path')
     if load:
         draft, adapter = config.draft_head, lora.initial_load_path
         is_elsewhere = draft.fresh or (bool(adapter) and os.path.lexists(os.path.join(adapter, DRAFT_FILE)))
@@ -461,9 +462,7 @@ def _check_objective(o: ObjectiveConfig, data: DataConfig, dropout: float) -> It
         yield Problem("data.earlier_thinking", text, ("objective.name",))
 
 
-def _check_draft_head(
-    draft: DraftHeadConfig, name: str, rank: int, rounds: int, degree: int, load: str
-) -> Iterator[Problem]:
+def _check_draft_head(draft: DraftHeadConfig, name: str, rank: int, rounds: int, degree: int) -> Iterator[Problem]:
     """Problems of a draft head that is trained. Args: name: of the objective. degree: of context parallel."""
     is_after = draft.train == "after"
     merge = "merge yours first (titan-mi100 convert merge-lora), start from the result, and set rank = 0"
@@ -472,7 +471,6 @@ def _check_draft_head(
          f'would learn rejected answers of name = "{name}", too; train it "after" that run', "objective.name"),
         (is_after and name != "sft", f'learns from text alone: set name = "sft", not "{name}"', "objective.name"),
         (is_after and rank > 0, f"trains no adapter; {merge}", "lora.rank"),
-        (is_after and not load, "needs the model that the head belongs to; name it", "checkpoint.initial_load_path"),
         (rounds > 0, 'is not for rounds; train it "after" them', "rounds.count"),
         (degree > 1, f"is not supported with context_parallel_degree = {degree}; set that to 1",
          "parallelism.context_parallel_degree"),
