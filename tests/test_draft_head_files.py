@@ -10,6 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from conftest import ASSETS
 from gloo.job_parity import config_of
 from safetensors.torch import load_file, save_file
 from test_convert import same, tensors, tool, with_tokenizer
