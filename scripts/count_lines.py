@@ -37,12 +37,12 @@ CORE = (
     ),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )
-BUDGETS = {"core": 12620, "titan_mi100": 31395, "scripts": 1980}  # lines of code
+BUDGETS = {"core": 13115, "titan_mi100": 32085, "scripts": 1980}  # lines of code
 FOLDERS = {  # the same, of folders in titan_mi100/ with all below them
-    "attention": 900, "checkpoint": 730, "config": 2285, "data": 4545, "device": 135, "files": 1745,
-    "generation": 275, "launch": 790, "model": 3450, "objectives": 270, "open_run": 1230, "optim": 615,
-    "parallel": 1285, "planning": 825, "run": 1400, "shapes": 1075, "text": 1595, "tools": 2090, "watch": 505,
-    "weights": 1090, "workshop": 3715,
+    "attention": 900, "checkpoint": 740, "config": 2330, "data": 4525, "device": 135, "files": 1750,
+    "generation": 285, "launch": 790, "model": 3615, "objectives": 280, "open_run": 1270, "optim": 625,
+    "parallel": 1370, "planning": 900, "run": 1405, "shapes": 1110, "text": 1600, "tools": 2145, "watch": 495,
+    "weights": 1215, "workshop": 3720,
 }  # fmt: skip
 BUDGETS |= {f"titan_mi100/{folder}": budget for folder, budget in FOLDERS.items()}
 LONG_FUNCTION, LONG_FILE = 80, 450  # lines above which a function or a file is named, as a reason to look at it
