@@ -9,7 +9,7 @@ from titan_mi100.objectives.preference import Preference
 from titan_mi100.objectives.sft import SFT
 
 
-def choose(wanted: ObjectiveConfig, draft: DraftHeadConfig) -> Objective:
+def choose(wanted: ObjectiveConfig, draft: DraftHeadConfig = DraftHeadConfig()) -> Objective:
     if draft.train == "after":
         return Draft()
     if wanted.name == "preference":

@@ -64,7 +64,7 @@ def open_record(inputs: RunInputs, model: ParallelModel, rows: RowSource, steps:
             sinks = open_sinks(folder, config.metrics, about, progress.step)
             peak = tflops * 1e12 * world.size if tflops else None
             flops, printed = (
-                flops_of_steps(spec, config),
+                flops_of_steps(spec, config.lora, config.draft_head.train),
                 (*model.objective.printed, *["draft_loss"] * (model.draft == "along")),
             )
             figures = RunFigures(steps, rows.rows_per_epoch, flops, peak, dtype, printed)

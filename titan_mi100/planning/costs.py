@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from titan_mi100.config.settings import Config
+from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.shapes.base import ROWS, LayerShape, ModelSpec
 
 _FLOP_PER_BYTE = 40  # bf16 FLOPs that a GPU computes in the time of moving one byte, roughly
@@ -73,11 +73,14 @@ def train_flops(
     return trunk + 3 * _of_draft_head(spec, tokens, attention_pairs) + 2 * head
 
 
-def flops_of_steps(spec: ModelSpec, config: Config) -> Callable[[int, int, int], int]:
-    """A function (tokens, supervised tokens, attention pairs) -> train_flops of this model and config."""
-    adapters = config.lora.shapes(spec).items()  # without LoRA of no elements
+def flops_of_steps(spec: ModelSpec, lora: LoRAConfig, draft: str) -> Callable[[int, int, int], int]:
+    """A function (tokens, supervised tokens, attention pairs) -> train_flops of this model and LoRA config.
+
+    Args: draft: draft_head.train.
+    """
+    adapters = lora.shapes(spec).items()  # without LoRA of no elements
     sizes = (math.prod(shape) for name, shape in adapters if not name.endswith(ROWS))
-    return partial(train_flops, spec, adapter_values=sum(sizes), draft=config.draft_head.train)
+    return partial(train_flops, spec, adapter_values=sum(sizes), draft=draft)
 
 
 def recomputed_flops(

@@ -44,7 +44,8 @@ class Forecast:
         gpu = data_sheet(world.device)
         self.plan = make_plan(workload, card if is_gpu else 0, gpu)
         tflops = gpu.tflops.get(config.training.mixed_precision_param, 0) if gpu else 0
-        self._flops, self._peak_flops = flops_of_steps(workload.spec, config), tflops * 1e12 * world.size
+        self._flops = flops_of_steps(workload.spec, config.lora, config.draft_head.train)
+        self._peak_flops = tflops * 1e12 * world.size
         self._card, self._folder = card, folder if world.rank == 0 else None
         with raise_together():  # cards may differ
             self._check_host()

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from titan_mi100.attention.base import Backend, Documents
 from titan_mi100.config.layout import SCHEDULES, Batch, Layout
-from titan_mi100.config.settings import Config
+from titan_mi100.config.settings import ObjectiveConfig, TrainingConfig
 from titan_mi100.data.answers import COLUMNS, PER_ID
 from titan_mi100.data.microbatch import Microbatch
 from titan_mi100.model import experts
@@ -267,7 +267,7 @@ class FakeRank:
         """Run one step with a new optimizer and count its memory."""
         config, model, ledger = self.workload.config, self.model, self.ledger
         is_on_host = config.memory.offload == "weights"
-        rows = inputs(config, self.microbatches)  # live until the end, as in a run
+        rows = inputs(config.training, config.objective, self.microbatches)  # live until the end, as in a run
         optimizer = build_optimizer(model.trained_parameters(), config.optimizer, 0, CPU, model.host_gradients)
         ledger.label((tensor for _, tensor in optimizer.named_state()), HOST if is_on_host else OPTIMIZER)
         trained = [parameter for _, parameter in model.trained_parameters()]
@@ -414,12 +414,12 @@ def enough_microbatches(layout: Layout, batch: Batch, schedule: str) -> int:
     return min(microbatches, 4 * layout.pipeline_ranks if layout.is_pipeline else 2)
 
 
-def inputs(config: Config, microbatches: int) -> list[Microbatch]:
+def inputs(training: TrainingConfig, objective: ObjectiveConfig, microbatches: int) -> list[Microbatch]:
     """The microbatches that need most memory: each row is one document, and all tokens but the last are supervised."""
-    shape, k = (config.training.local_batch_size, config.training.seq_len), config.objective.ids_per_token
+    shape, k = (training.local_batch_size, training.seq_len), objective.ids_per_token
     columns = {
         name: torch.ones(*shape, *[k] * (name in PER_ID), dtype=getattr(torch, COLUMNS[name]))
-        for name in choose(config.objective, config.draft_head).columns
+        for name in choose(objective).columns
         if name in COLUMNS
     }
     return [{**one_document_per_row(*shape), **columns}] * microbatches

@@ -162,4 +162,4 @@ class _Rows:
         return lambda: self.step(first_row)
 
     def step(self, first_row: int) -> list[Microbatch]:
-        return inputs(self._config, self.batch.gradient_accumulation_steps)
+        return inputs(self._config.training, self._config.objective, self.batch.gradient_accumulation_steps)
