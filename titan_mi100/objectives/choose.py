@@ -1,6 +1,6 @@
 """The objective that a config names."""
 
-from titan_mi100.config.settings import DraftHeadConfig, ObjectiveConfig
+from titan_mi100.config.settings import ObjectiveConfig
 from titan_mi100.objectives.base import Objective
 from titan_mi100.objectives.distill import Distill
 from titan_mi100.objectives.draft import Draft
@@ -9,8 +9,8 @@ from titan_mi100.objectives.preference import Preference
 from titan_mi100.objectives.sft import SFT
 
 
-def choose(wanted: ObjectiveConfig, draft: DraftHeadConfig = DraftHeadConfig()) -> Objective:
-    if draft.train == "after":
+def choose(wanted: ObjectiveConfig, draft: str = "no") -> Objective:
+    if draft == "after":
         return Draft()
     if wanted.name == "preference":
         return Preference(wanted.preference, wanted.factors, wanted.sft_weight)

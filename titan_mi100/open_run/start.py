@@ -95,7 +95,7 @@ def open_run(
     stages, fused = choose_stages(inputs, forecast.plan.card), choose_fused(inputs, attention.arch)
     about = {**about, "chosen": {"attention": asdict(attention), "head": asdict(head), **stages, **fused}}
     mesh = distributed.build_mesh(inputs.layout, world.device)
-    computation = Computation(attention.make(), head, choose(config.objective, config.draft_head))
+    computation = Computation(attention.make(), head, choose(config.objective, config.draft_head.train))
     placement = Placement(mesh, world.device, forecast.plan.card)
     model = build_model(inputs.workload, computation, placement, stages.get("stages", ()))
     trained, seed = model.trained_parameters(), config.training.seed

@@ -319,7 +319,7 @@ def as_rank(
     with no_others.group(rank, ranks), TensorLedger() as ledger:
         mesh = build_mesh(layout, CPU)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            computation = Computation(backend or FusedKernel(), head, choose(config.objective, config.draft_head))
+            computation = Computation(backend or FusedKernel(), head, choose(config.objective, config.draft_head.train))
             model = build_model(workload.changed(change), computation, _FakePlacement(mesh, CPU, device_memory), layers)
             if model.context is not None:
                 describe = partial(_describe_whole_rows, model.context)
