@@ -28,6 +28,7 @@ from titan_mi100.planning.plan import make_plan
 from titan_mi100.planning.scaling import bubble_share, reached
 from titan_mi100.planning.workload import Workload, with_settings
 from titan_mi100.shapes.families import PRESETS
+from titan_mi100.shapes.qwen3_5 import Qwen3_5Spec, every_fourth
 from titan_mi100.workshop import rehearse
 from titan_mi100.workshop.rehearsal import saved, session
 from titan_mi100.workshop.rehearsal.counter import as_rank, enough_microbatches
@@ -38,6 +39,9 @@ pytestmark = pytest.mark.usefixtures("no_process_group")
 SEQ_LEN, RANKS = 32, 4
 GPU = 64 << 30  # bytes; so many keep the head's logits for its backward
 SPEC = replace(SPECS["untied"], vocab_size=312, num_hidden_layers=2)
+DRAFTS = Qwen3_5Spec(
+    312, 64, 96, 2, 4, 2, 2, 4, False, every_fourth(2, 2), 32, 16, 24, rope_theta=1e4, has_draft_head=True
+)
 TIED, DEEP = replace(SPEC, tie_word_embeddings=True), replace(SPEC, num_hidden_layers=4)
 PP, TP = {"pipeline_parallel_degree": 2}, {"tensor_parallel_degree": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -63,6 +67,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "CP4, one head of keys a rank": {"parallelism": {"context_parallel_degree": 4}, "accumulation": 2},
     "CP2 x TP2": {"parallelism": {**TP, "context_parallel_degree": 2}, "accumulation": 2},
     "CP2 x PP2": {"parallelism": {**PP, "context_parallel_degree": 2}, "accumulation": 4},
+    "draft head along, FSDP2": {"draft_head": {"train": "along"}, "spec": DRAFTS, "accumulation": 2},
+    "draft head along, DDP": {"draft_head": {"train": "along"}, "spec": DRAFTS, "parallelism": {"zero_stage": 0}},
+    "draft head along, PP2 x TP2": {
+        "draft_head": {"train": "along"}, "spec": DRAFTS, "parallelism": {**PP, **TP}, "accumulation": 4
+    },
+    "draft head after, PP2 x FSDP2": {
+        "draft_head": {"train": "after"}, "spec": DRAFTS, "parallelism": PP, "accumulation": 11
+    },
+    "draft head after, TP2 x FSDP2": {"draft_head": {"train": "after"}, "spec": DRAFTS, "parallelism": TP},
 }  # fmt: skip
 
 

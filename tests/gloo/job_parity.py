@@ -20,6 +20,7 @@ from titan_mi100.config.settings import (
     CheckpointConfig,
     CompileConfig,
     Config,
+    DraftHeadConfig,
     LoRAConfig,
     LRSchedulerConfig,
     MemoryConfig,
@@ -61,6 +62,7 @@ def config_of(case: dict, split: dict) -> Config:
         memory=MemoryConfig(**split.get("memory", {})),
         checkpoint=CheckpointConfig(initial_load_path=split.get("load", "")),
         objective=ObjectiveConfig(**split.get("objective", {})),
+        draft_head=DraftHeadConfig(**split.get("draft_head", {})),
     )
 
 

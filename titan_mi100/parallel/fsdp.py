@@ -33,11 +33,7 @@ class ShardedModel(ParallelModel):
 
     @contextmanager
     def _microbatch(self, is_last: bool) -> Iterator[None]:
-        # ZeRO-1 reduces gradients once, after the last microbatch; ZeRO-2 and 3 reduce them after each microbatch.
-        # Only ZeRO-3 frees the gathered weights between microbatches and gathers them again.
-        self.wrapped.set_requires_gradient_sync(is_last or self._zero_stage > 1)
-        self.wrapped.set_reshard_after_backward(is_last or self._zero_stage == 3)
-        self.wrapped.set_requires_all_reduce(is_last)  # HSDP: the replicas sum once per step
+        begin_microbatch(self.parts, is_last, self._zero_stage)
         yield
 
     def _after_backward(self) -> None:
@@ -109,6 +105,17 @@ def apply_fsdp(
             # on later versions.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def begin_microbatch(parts: Iterable[nn.Module], is_last: bool, zero_stage: int) -> None:
+    """Say what the next backward does. ZeRO-1 reduces gradients once, after the last microbatch; ZeRO-2 and 3 reduce
+    them after each microbatch. Only ZeRO-3 frees the gathered weights between microbatches and gathers them again.
+    """
+    for part in parts:
+        if isinstance(part, FSDPModule):
+            part.set_requires_gradient_sync(is_last or zero_stage > 1)
+            part.set_reshard_after_backward(is_last or zero_stage == 3)
+            part.set_requires_all_reduce(is_last)  # HSDP: the replicas sum once per step
 
 
 class _GatherGroup(nn.Module):

@@ -21,7 +21,7 @@ from titan_mi100.data.microbatch import TOKENS, Microbatch
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.objectives.base import Objective
 from titan_mi100.parallel.base import ParallelModel
-from titan_mi100.parallel.fsdp import free_gathered
+from titan_mi100.parallel.fsdp import begin_microbatch, free_gathered
 from titan_mi100.parallel.tensor_parallel import tensor_parallel_ranks
 
 
@@ -138,7 +138,8 @@ class PipelinedModel(ParallelModel):
     def forward_backward(self, microbatches: Sequence[Microbatch], weight: float, draft_weight: float = 0.0) -> Tensor:
         self._weights, self._losses = (weight, draft_weight), []
         if self.draft == "after":  # the schedules of torch demand that every stage has gradients
-            for microbatch in microbatches:
+            for number, microbatch in enumerate(microbatches, start=1):
+                begin_microbatch(self.parts, number == len(microbatches), zero_stage=1)
                 if (loss := self.forward(microbatch)) is not None:
                     self._weighted_loss(loss, loss).backward()
             free_gathered(self.parts)

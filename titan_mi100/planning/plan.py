@@ -201,15 +201,20 @@ def _sent(workload: Workload) -> tuple[dict[str, float], float]:
     training = config.training
     microbatches, c = batch.gradient_accumulation_steps, 4 if training.mixed_precision_param == "float32" else 2
     r = 2 if training.mixed_precision_reduce == "bfloat16" else 4
-    weights = sum(map(math.prod, parameter_shapes(spec).values())) / layout.matrix_parts / layout.pipeline_ranks
-    trained = sum(math.prod(shape) for name, shape in _trained(workload).items() if name in spec.parameters)
-    trained = trained / layout.matrix_parts / layout.pipeline_ranks  # adapters are left out
     is_drafting, is_alone = config.draft_head.train != "no", config.draft_head.train == "after"
+    fc = is_drafting * 2 * spec.hidden_size**2 * (layout.matrix_parts - 1)  # of a draft head, whole on every rank
+    weights = sum(map(math.prod, parameter_shapes(spec).values())) + fc
+    trained = sum(math.prod(shape) for name, shape in _trained(workload).items() if name in spec.parameters)
+    trained += fc  # adapters are left out
+    weights, trained = (x / layout.matrix_parts / layout.pipeline_ranks for x in (weights, trained))
+    # A draft head reads an untied embedding once more: gathered again, or a copy at the other end of a pipeline.
+    table = spec.vocab_size * spec.hidden_size / layout.matrix_parts * (is_drafting and not spec.tie_word_embeddings)
+    again = table / layout.pipeline_ranks if layout.is_pipeline else table * microbatches * (layout.zero_stage == 3)
     others = (layout.weight_shards - 1) / layout.weight_shards
     gathers = {0: 0, 1: 1, 2: 1, 3: (1 if is_alone else 2) * microbatches}[layout.zero_stage]
     reductions = 1 if layout.zero_stage < 2 else microbatches
     among = layout.replicas
-    gathered, reduced = others * gathers * weights * c, others * reductions * trained * r
+    gathered, reduced = others * (gathers * weights + again) * c, others * reductions * trained * r
     replicas = 2 * (among - 1) / among * trained * r / (layout.weight_shards if layout.zero_stage else 1)
     once = replicas + (gathered if layout.zero_stage < 3 else 0) + (reduced if layout.zero_stage < 2 else 0)
     hidden = batch.local_batch_size * training.seq_len // layout.context_ranks * spec.hidden_size * c
@@ -219,6 +224,8 @@ def _sent(workload: Workload) -> tuple[dict[str, float], float]:
     stages = layout.pipeline_ranks * SCHEDULES[config.parallelism.pipeline_parallel_schedule].stages_per_rank
     borders = (stages - 1) / layout.pipeline_ranks if layout.is_pipeline else 0.0  # for each rank
     pipeline = (1 if is_alone else 2) * borders * microbatches * hidden / layout.matrix_parts  # and their gradients
+    is_copied = layout.is_pipeline and not is_alone and not config.lora.rank  # after each update
+    pipeline += is_copied * table * config.optimizer.master_bytes[0] / layout.weight_shards / layout.pipeline_ranks
     by_axis = {"data parallel": gathered + reduced + replicas, "tensor parallel": tensor, "pipeline": pipeline}
     return {**by_axis, "context parallel": _exchanged(workload, c)}, once
 
