@@ -325,7 +325,7 @@ def test_the_shipped_configs_are_sound(tmp_path: Path) -> None:
         rows = config.batch(cards).global_batch_size
         others = {"debug": 2, "debug_rounds": 16, "finetune": 32, "qwen3_0.6b_ddp_powersgd": 100, **CLUSTER}
         others |= dict.fromkeys(("qwen3_8b_qlora_32k_1gpu", "qwen3_4b_lora_64k_1gpu", "qwen3.5_9b_lora_64k_cp2"), 4)
-        others |= dict.fromkeys(("qwen3_8b_32k_cp8_8gpu", "qwen3_4b_128k_cp8_8gpu"), 4)
+        others |= dict.fromkeys(("qwen3_8b_32k_cp8_8gpu", "qwen3_4b_128k_cp8_8gpu"), 4) | {"8gb_draft_head": 16}
         usual = (
             96 if not path.stem.startswith(("qwen3.5", "qwen3.6", "qwen3_30b")) else 8 * config.layout(cards).dp_degree
         )
