@@ -150,7 +150,8 @@ class Reporter:
         words = f"validation loss {loss:.4f}"
         if measures:
             record |= {f"validation_{name}": if_finite(measure) for name, measure in measures.items()}
-            words += "".join(f"  {in_words(name)} {measures[name]:.4f}" for name in self._printed)
+            shown = (name for name in self._printed if name in measures)
+            words += "".join(f"  {in_words(name)} {measures[name]:.4f}" for name in shown)
         else:  # the loss of a token's label
             perplexity = math.exp(min(loss, _LARGEST_EXPONENT))
             record |= {"perplexity": if_finite(perplexity), "bits_per_byte": if_finite(bits_per_byte)}
