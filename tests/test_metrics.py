@@ -134,15 +134,17 @@ def test_a_validation_that_is_done_again_is_recorded_once_and_one_that_is_not_fi
 
 
 def test_a_validation_with_a_draft_head_shows_it_behind_the_objective_s_measures(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(log, "info", lines.append)
     figures = RunFigures(9, 64, partial(train_flops, PRESETS["0.6B"]), None, "bf16", ("kl", "draft_loss"))
     reporter = Reporter(tmp_path, MetricsConfig(enable_tensorboard=False), figures)
     drafts = {"draft_acceptance": 0.5, "draft_loss": 1.5, "draft_slots": 8.0}
     for measures in ({"kl": 0.25}, {}):
         reporter.validation(1, {"loss": 2.0, **measures, **drafts}, None, {})
     reporter.close()
-    with_kl, alone = (record.message for record in caplog.records if "validation" in record.message)
+    with_kl, alone = lines
     assert "kl 0.2500  draft acceptance 50.0%" in with_kl and "perplexity 7.389" in alone and "50.0%" in alone
     entry = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
     assert {f"validation_{name}" for name in drafts} < entry.keys()
