@@ -43,6 +43,7 @@ CP = {"parallelism.context_parallel_degree": 2}
 STATE_ON_HOST, INPUTS_ON_HOST = {"memory.offload": "optimizer"}, {"memory.offload_activations": True}
 PIECES = {"memory.piece_tokens": 2048, "training.seq_len": 16384}
 HSDP = {"parallelism.data_parallel_replicate_degree": 2}
+ALONG, AFTER = ({**FULL, "draft_head.train": train} for train in ("along", "after"))
 GPU = 32 << 30
 
 
@@ -119,7 +120,7 @@ REAL = {
 }
 
 
-QUICK = ("LoRA",)
+QUICK = ("LoRA", "draft head along, QLoRA", "draft head after, pipeline")
 
 
 def mostly_full(names: Iterable[str]) -> list[Any]:
@@ -214,6 +215,37 @@ PLANNED = {
     "pieces, experts": ("30B-A3B", 1, {**FULL, **QLORA, **PIECES}),
     "pieces, experts with adapters of theirs": ("30B-A3B", 1, {**FULL, **QLORA, **OF_EXPERTS, **PIECES}),
     "pieces, shared experts": ("qwen3.5-35B-A3B", 1, {**FULL, **QLORA, **PIECES}),
+    "draft head along": ("qwen3.5-0.8B", 1, {**ALONG, "training.local_batch_size": 8}),
+    "draft head along, nothing recomputed": (
+        "qwen3.5-0.8B", 1, {**ALONG, "activation_checkpoint.mode": "none", "training.local_batch_size": 8}
+    ),
+    "draft head along, LoRA": ("qwen3.5-9B", 1, {**ALONG, "lora.rank": 16}),
+    "draft head along, QLoRA": ("qwen3.5-9B", 1, {**ALONG, **QLORA}),
+    "draft head along, QLoRA, pieces": ("qwen3.5-9B", 1, {**ALONG, **QLORA, **PIECES}),
+    "draft head along, QLoRA, experts": ("qwen3.5-35B-A3B", 1, {**ALONG, **QLORA}),
+    "draft head along, FSDP2": ("qwen3.5-9B", 2, {**ALONG, **LEAN}),
+    "draft head along, FSDP2, pieces": ("qwen3.5-9B", 2, {**ALONG, **LEAN, **PIECES}),
+    "draft head along, LoRA, FSDP2, tied": ("qwen3.5-4B", 2, {**ALONG, "lora.rank": 16}),
+    "draft head along, ZeRO-1": (
+        "qwen3.5-0.8B", 2, {**ALONG, "parallelism.zero_stage": 1, "training.local_batch_size": 4}
+    ),
+    "draft head along, DDP": ("qwen3.5-0.8B", 2, {**ALONG, "parallelism.zero_stage": 0}),
+    "draft head along, pipeline": ("qwen3.5-9B", 2, {**ALONG, **LEAN, **PP}),
+    "draft head along, LoRA, pipeline x FSDP2": ("qwen3.5-9B", 4, {**ALONG, **PP, "lora.rank": 16}),
+    "draft head along, pipeline x FSDP2, tied": ("qwen3.5-4B", 4, {**ALONG, **PP, "training.local_batch_size": 4}),
+    "draft head along, tensor parallel": ("qwen3.5-9B", 2, {**ALONG, **LEAN, **TP}),
+    "draft head along, state on the host": ("qwen3.5-9B", 1, {**ALONG, **LEAN, **STATE_ON_HOST}),
+    "draft head after": ("qwen3.5-9B", 1, {**AFTER, "training.local_batch_size": 4}),
+    "draft head after, nothing recomputed": (
+        "qwen3.5-0.8B", 1, {**AFTER, "activation_checkpoint.mode": "none", "training.local_batch_size": 8}
+    ),
+    "draft head after, pieces": ("qwen3.5-9B", 1, {**AFTER, **PIECES}),
+    "draft head after, experts, FSDP2": ("qwen3.5-35B-A3B", 2, {**AFTER, "training.local_batch_size": 4}),
+    "draft head after, FSDP2, tied": ("qwen3.5-4B", 2, AFTER),
+    "draft head after, pipeline": ("qwen3.5-9B", 2, {**AFTER, **PP, "training.gradient_accumulation_steps": 32}),
+    "draft head after, pipeline x FSDP2": ("qwen3.5-9B", 4, {**AFTER, **PP}),
+    "draft head after, tensor parallel x FSDP2": ("qwen3.5-4B", 4, {**AFTER, **TP}),
+    "draft head after, state on the host": ("qwen3.5-9B", 1, {**AFTER, **STATE_ON_HOST, **INPUTS_ON_HOST}),
 }  # fmt: skip
 
 
@@ -251,6 +283,7 @@ def test_the_plan_is_near_the_count(name: str, monkeypatch: pytest.MonkeyPatch) 
     layers = 8 if flavor == "0.6B" or PP.items() <= settings.items() else 4
     kinds = {"layer_types": every_fourth(layers)} if flavor.startswith("qwen3.5") else {}
     spec = replace(PRESETS[flavor], num_hidden_layers=layers, **kinds)
+    spec = spec.with_draft_head("draft_head.train" in settings)
     config = config_of(spec, {"training.gradient_accumulation_steps": 8, **settings}, monkeypatch)
     compare(config, ranks, -0.03, 0.10, 0.17)
 

@@ -28,7 +28,7 @@ from titan_mi100.planning.plan import make_plan
 from titan_mi100.planning.scaling import bubble_share, reached
 from titan_mi100.planning.workload import Workload, with_settings
 from titan_mi100.shapes.families import PRESETS
-from titan_mi100.shapes.qwen3_5 import Qwen3_5Spec, every_fourth
+from titan_mi100.shapes.qwen3_5 import FULL, Qwen3_5Spec, every_fourth
 from titan_mi100.workshop import rehearse
 from titan_mi100.workshop.rehearsal import saved, session
 from titan_mi100.workshop.rehearsal.counter import as_rank, enough_microbatches
@@ -146,6 +146,26 @@ def test_the_flops_of_all_ranks_are_what_arithmetic_gives(
         assert RANKS * rehearsed.work.flops == expected, mode
 
 
+@pytest.mark.parametrize("draft", [pytest.param("along", marks=pytest.mark.full), "after"])
+def test_so_are_those_of_a_draft_head(draft: str, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = replace(DRAFTS, layer_types=(FULL, FULL))  # products of the delta rule are no more than near its list
+    monkeypatch.setattr(Config, "spec", lambda _: spec)
+    rows = 2 * 2
+    tokens, pairs, product = rows * SEQ_LEN, rows * SEQ_LEN * (SEQ_LEN + 1) // 2, 2 * spec.vocab_size * spec.hidden_size
+    slots = tokens - 2 * rows  # the planner takes as many as tokens have labels
+    expected = -2 * rows * product + (slots * product if draft == "along" else 0)  # of which no logits are kept
+    trained = [name for name in spec.parameters if draft == "along" or name.startswith("mtp.")]
+    of_heads = {"q_norm": spec.num_attention_heads, "k_norm": spec.num_key_value_heads}
+    for name in (name for name in trained if spec.parameters[name].role == "norm"):  # a CPU's are products
+        expected += 2 * tokens * spec.parameters[name].size * of_heads.get(name.split(".")[-2], 1)
+    for mode in ("none", "selective", "full") if full else ("selective",):
+        split = {"local_batch_size": 2, "accumulation": 1, "checkpointing": mode, "parallelism": TP}
+        config = config_of({"seq_len": SEQ_LEN}, {**split, "draft_head": {"train": draft}})
+        planned = train_flops(spec, tokens, tokens - rows, pairs, draft=draft)
+        planned += recomputed_flops(spec, tokens, pairs, mode, draft=draft)
+        assert RANKS * session.rehearse(Workload.of(config, RANKS), 0, GPU).work.flops == planned + expected, mode
+
+
 def drawn(draws: random.Random) -> Config:
     """A config of RANKS ranks that trains all weights, if it is one."""
     settings = {
@@ -171,20 +191,42 @@ def test_the_planner_sends_on_each_axis_what_a_rehearsal_counts(full: bool, monk
     draws, seen = random.Random(0), set()
     while len(seen) < (24 if full else 1):
         config = drawn(draws)
-        if check(config, RANKS, with_files=False) or (layout := config.layout(RANKS)) in seen:
-            continue
-        seen.add(layout)
-        counted: Counter[str] = Counter()
-        for rank in range(0, RANKS, RANKS // layout.pp):
-            for one, _, _, ring in by_axis(session.rehearse(Workload.of(config, RANKS), rank, GPU).work.traffic):
-                counted[one.axis.removesuffix("_shard").removesuffix("_replicate")] += ring / layout.pp
-        planned = make_plan(Workload.of(config, RANKS), GPU).sent
-        for axis, name, least, most in (
-            ("dp", "data parallel", 1.0, 1.3 if layout.zero_stage == 3 else 1.0),
-            ("tp", "tensor parallel", 0.75, 1.0), ("pp", "pipeline", 1.0, 1.0),
-            ("cp", "context parallel", 0.9, 1.0),
-        ):  # fmt: skip
-            assert 0.99 * least * counted[axis] <= planned[name] <= 1.01 * most * counted[axis], (axis, config)
+        if not check(config, RANKS, with_files=False) and config.layout(RANKS) not in seen:
+            seen.add(config.layout(RANKS))
+            assert_sends_what_is_planned(config)
+
+
+def assert_sends_what_is_planned(config: Config) -> None:
+    layout, counted = config.layout(RANKS), Counter[str]()
+    for rank in range(0, RANKS, RANKS // layout.pp):
+        for one, _, _, ring in by_axis(session.rehearse(Workload.of(config, RANKS), rank, GPU).work.traffic):
+            counted[one.axis.removesuffix("_shard").removesuffix("_replicate")] += ring / layout.pp
+    planned = make_plan(Workload.of(config, RANKS), GPU).sent
+    for axis, name, least, most in (
+        ("dp", "data parallel", 1.0, 1.3 if layout.zero_stage == 3 else 1.0),
+        ("tp", "tensor parallel", 0.75, 1.0), ("pp", "pipeline", 1.0, 1.0),
+        ("cp", "context parallel", 0.9, 1.0),
+    ):  # fmt: skip
+        assert 0.99 * least * counted[axis] <= planned[name] <= 1.01 * most * counted[axis], (axis, config)
+
+
+SENT = {
+    "PP": PP,
+    "ZeRO-3": {},
+    "ZeRO-1": {"zero_stage": 1},
+    "DDP": {"zero_stage": 0},
+    "TP": TP,
+    "PP x TP": {**PP, **TP},
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name != "PP")) for name in SENT])
+def test_so_it_does_with_a_draft_head(name: str, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Config, "spec", lambda _: DRAFTS)
+    training = {"gradient_accumulation_steps": 3, "seq_len": 256, "target_tokens_per_step": 0}
+    settings = {"training": training, "parallelism": SENT[name], "activation_checkpoint": {"mode": "full"}}
+    for train in ("along", "after") if full else ("along",):
+        assert_sends_what_is_planned(with_settings(Config(), {**settings, "draft_head": {"train": train}}))
 
 
 def test_a_groups_ranks_lie_at_equal_distances() -> None:

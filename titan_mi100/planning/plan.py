@@ -15,7 +15,7 @@ from titan_mi100.planning.costs import flops_of_steps, recomputed_flops
 from titan_mi100.planning.memory import ABOVE, BELOW, Memory, estimate, piece_tokens, with_overhead
 from titan_mi100.planning.scaling import REACHED, bubble_share, exposed_seconds, reached
 from titan_mi100.planning.workload import Workload
-from titan_mi100.shapes.base import DRAFT, parameter_shapes
+from titan_mi100.shapes.base import draft_shapes, parameter_shapes
 
 GIB = 1 << 30
 Change = dict[str, dict[str, Any]]  # section -> key -> value
@@ -170,11 +170,10 @@ def measured_efficiency(workload: Workload, card: int, gpu: Gpu, tokens_per_seco
 
 def _trained(workload: Workload) -> dict[str, tuple[int, ...]]:
     """Shapes of what is trained, by name."""
-    config, every = workload.config, parameter_shapes(workload.spec)
-    if not config.lora.rank and config.draft_head.train != "after":
-        return every
-    of_draft = {name: shape for name, shape in every.items() if name.startswith(DRAFT)}
-    return {**config.lora.shapes(workload.spec), **of_draft}
+    config, spec = workload.config, workload.spec
+    if config.lora.rank or config.draft_head.train == "after":
+        return config.lora.shapes(spec) | draft_shapes(spec)
+    return parameter_shapes(spec)
 
 
 def _moved(workload: Workload) -> tuple[float, float]:

@@ -217,7 +217,11 @@ def _longest(options: argparse.Namespace, workload: Workload, cards: Sequence[in
     parts: dict[str, Any] = {"lora": LoRAConfig(), "optimizer": OptimizerConfig(), "memory": MemoryConfig()}
     workload, entries = replace(workload, config=replace(workload.config, **parts)), list[dict[str, Any]]()
     lines = [f"{'':<20}" + "".join(f"{f'{card / GIB:g} GB':>23}" for card in cards)]
-    for method, change in METHODS.items():
+    is_head_alone = workload.config.draft_head.train == "after"
+    for name, change in METHODS.items():
+        if is_head_alone and "lora" in change:
+            continue
+        method = name.replace("all weights", "draft head") if is_head_alone else name
         alone = workload.changed(change)
         moved = alone.changed({"memory": {"offload_activations": True}})
         pairs = [(longest(alone, card), longest(moved, card)) for card in cards]
