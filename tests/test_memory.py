@@ -229,7 +229,7 @@ PLANNED = {
     "draft head along, ZeRO-1": (
         "qwen3.5-0.8B", 2, {**ALONG, "parallelism.zero_stage": 1, "training.local_batch_size": 4}
     ),
-    "draft head along, DDP": ("qwen3.5-0.8B", 2, {**ALONG, "parallelism.zero_stage": 0}),
+    "draft head along, LoRA, DDP": ("qwen3.5-9B", 2, {**ALONG, "lora.rank": 16, "parallelism.zero_stage": 0}),
     "draft head along, pipeline": ("qwen3.5-9B", 2, {**ALONG, **LEAN, **PP}),
     "draft head along, LoRA, pipeline x FSDP2": ("qwen3.5-9B", 4, {**ALONG, **PP, "lora.rank": 16}),
     "draft head along, pipeline x FSDP2, tied": ("qwen3.5-4B", 4, {**ALONG, **PP, "training.local_batch_size": 4}),

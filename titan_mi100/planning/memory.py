@@ -249,7 +249,10 @@ class _RankMemory:
     def moments(self) -> Iterator[tuple[str, dict[str, float]]]:
         """The moments of the last microbatch and of the update at which the peak can be, with their categories."""
         trained, weights, state = self._held()
+        accumulates = self.batch.gradient_accumulation_steps > 1
         sums = self._gradient_sums(trained)
+        if self.layout.zero_stage == 0 and accumulates and not self.is_alone:
+            sums -= self.draft_values * self.master_bytes  # DDP's buckets have no copy of it
         is_all_here = self.offload == "nothing"
         # ZeRO-1 keeps gradients until the last microbatch; so does FSDP2 with replicas, after its reduction.
         sums_stay = is_all_here or (self.is_fsdp and (self.layout.zero_stage == 1 or self.layout.replicas > 1))
@@ -257,7 +260,6 @@ class _RankMemory:
             PARAMETERS: weights if self.offload != "weights" else 0.0, OPTIMIZER: state if is_all_here else 0.0,
             COMMUNICATION: self._received(), HEAD_LOSS: 0.0, GRADIENTS: 0.0, ACTIVATIONS: 0.0,
         }  # fmt: skip
-        accumulates = self.batch.gradient_accumulation_steps > 1
         earlier_sums = sums if accumulates and sums_stay else 0.0  # of the microbatches before the last
         # bytes of each weight's copy in the dtype of the computation, if FSDP2 does not gather them
         is_cast = not self.is_fsdp and self.master_bytes != self.compute_bytes
