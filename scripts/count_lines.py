@@ -37,7 +37,7 @@ CORE = (
     ),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )
-BUDGETS = {"core": 13125, "titan_mi100": 32095, "scripts": 1980}  # lines of code
+BUDGETS = {"core": 13125, "titan_mi100": 32105, "scripts": 1980}  # lines of code
 FOLDERS = {  # the same, of folders in titan_mi100/ with all below them
     "attention": 900, "checkpoint": 740, "config": 2330, "data": 4525, "device": 135, "files": 1750,
     "generation": 285, "launch": 790, "model": 3615, "objectives": 280, "open_run": 1270, "optim": 625,
