@@ -137,6 +137,17 @@ def test_the_head_costs_as_many_layers_as_its_supervised_tokens_make_it() -> Non
     assert first == 0 and frozen * 3 == pytest.approx((3 * 151936 * 1024 + 4 * logits) / unit, rel=0.01)
 
 
+def test_a_draft_head_costs_a_layer_an_fc_and_the_head_once_more() -> None:
+    spec = PRESETS["qwen3.5-9B"]
+    plain, beside, alone = (stage_costs(spec, 8, 1024, 1.0, recompute=True, draft=x) for x in ("no", "along", "after"))
+    assert beside[:2] == plain[:2] and alone[1] == 0 and alone[0] == pytest.approx(plain[0])
+    # in multiplications of a token: q with its gate, k, v, o, the MLP, attention; fc; head and logits as above
+    layer = (3 * 4096 + 2 * 1024) * 4096 + 3 * 4096 * 12288 + 2 * 4096 * 1025 / 2
+    more = 4 * (layer + 2 * 4096**2) + 248320 * (3 * 4096 + 60 * 40 / 2)
+    unit = max(2 * x.products + x.pair_flops * 1025 / 2 for x in spec.layers) / 2
+    assert 4 * (beside[2] - plain[2]) == pytest.approx(more / unit) and alone[2] == pytest.approx(more / unit)
+
+
 def test_the_log_names_every_layout() -> None:
     words = {
         Layout(): "FSDP2 over 1 (ZeRO-3)",

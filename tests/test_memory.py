@@ -328,6 +328,15 @@ def test_stages_are_cut_by_bytes_where_a_card_would_be_almost_full(
         assert small < large - (1 << 30)
 
 
+def test_a_pipelines_last_stage_has_fewer_layers_beside_a_draft_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    for train in ("no", "along", "after"):
+        spec = PRESETS["qwen3.5-9B"].with_draft_head(train != "no")
+        config = config_of(spec, {**PP, **FULL, "draft_head.train": train}, monkeypatch)
+        counts.append(memory.layers_per_stage(Workload.of(config, 2), 1.0)[1])
+    assert counts == [14, 11, 6]
+
+
 def drawn(draws: random.Random, monkeypatch: pytest.MonkeyPatch) -> tuple[Config, int]:
     """A config and its ranks, of any methods and layouts that go together."""
     choices = {

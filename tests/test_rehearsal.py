@@ -229,6 +229,15 @@ def test_so_it_does_with_a_draft_head(name: str, full: bool, monkeypatch: pytest
         assert_sends_what_is_planned(with_settings(Config(), {**settings, "draft_head": {"train": train}}))
 
 
+def test_fsdp2_gathers_nothing_for_nothing_beside_a_draft_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Config, "spec", lambda _: DRAFTS)
+    training = {"gradient_accumulation_steps": 1, "seq_len": 64, "target_tokens_per_step": 0}
+    config = with_settings(Config(), {"training": training, "draft_head": {"train": "along"}})
+    traffic = session.rehearse(Workload.of(config, RANKS), 0, GPU).work.traffic
+    gathered = {transfer.payload: n for transfer, n in traffic.items() if transfer.operation == "all-gather"}
+    assert gathered[2 * DRAFTS.layers[-1].size] == 1  # in forward: it stays there for its backward
+
+
 def test_a_groups_ranks_lie_at_equal_distances() -> None:
     assert [*_as_range([1, 3, 5])] == [1, 3, 5] and [*_as_range([2, 3])] == [2, 3]
 
