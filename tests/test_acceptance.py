@@ -215,7 +215,7 @@ def test_every_draft_of_a_chain_has_the_logits_of_a_computation_from_the_beginni
         found = measured(model, 3, Sampling(temperature), text[:5], text[5:], is_own=False)
         assert found[0] == 5 and found[-1] == 0
         assert (found[:-1] - expected).abs().max() < 1e-10
-        monkeypatch.setattr(of_drafts, "_VALUES", 1)
+        monkeypatch.setattr(of_drafts, "VALUES_AT_ONCE", 1)
 
 
 @torch.no_grad()

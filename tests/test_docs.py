@@ -170,6 +170,7 @@ def _small(settings: list[str]) -> list[str]:
     """The settings of a training command, with SMALL in the place of its own. A few steps may stay."""
     few = re.search(r"--training\.steps[ =](\d)(?: |$)", " ".join(settings))
     small = {**SMALL, **({"training.steps": few[1]} if few else {})}
+    small |= {"model.flavor": "qwen3.5-debug"} if "qwen3.5-debug" in settings else {}  # it has a draft head
     kept, is_ours = [], False
     for word in settings:
         if word.startswith("--"):

@@ -90,7 +90,7 @@ def data() -> Any:
 
 @pytest.mark.full
 def test_pairs_on_one_process_and_after_a_resume(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "choose", lambda _: PairLoss())
+    monkeypatch.setattr(start, "choose", lambda *_: PairLoss())
     options = {"data": data()}
     for each in (split(1), split(4, checkpointing="full"), split(2, parallelism={"zero_stage": 0})):
         result = run_split(world, make_case(), each, **options)

@@ -131,7 +131,7 @@ def about_of(folder: Path) -> Identity:
 # First words of a message of data/answer_store.py -> what it says, and its remedy.
 STORES = {
     "": "is without its store.json, which says what it was made of; move it out of the folder, and start again",
-    "answers delete it, and": "is damaged; delete it, and make it again: titan-mi100 teach",
+    "is damaged": "is damaged; delete it, and make it again: titan-mi100 teach",
     "cannot be read ( ); correct": "(No such file or directory); correct that, or delete it, and make it again: titan",
     "cannot be read ( ); name": "cannot be read (Not a directory); name another folder",
     "cannot be written ( ); free": "cannot be written (Not a directory); free some space, or correct the path",

@@ -21,7 +21,7 @@ from titan_mi100.model.decode import Sampling, probabilities
 from titan_mi100.model.decoder import CausalLM, Layer
 
 NEAR = 1e-5  # if the two highest logits are no further apart, rounding decides
-_VALUES = 1 << 25  # of logits, or of keys, at a time
+VALUES_AT_ONCE = 1 << 25  # of logits, or of keys, at a time
 
 
 # Of drafts, (slots,) or (slots, k) each: the probability that a draft holds, given the text, and that those before it
@@ -79,7 +79,7 @@ class DraftMeter:
         self._entries.clear()
         first = network.draft_states(hidden, ids[None].roll(-1, 1), positions, documents)
         largest = max(decoder.spec.vocab_size, self._entries[0][0].numel())
-        for part in slots.split(max(1, _VALUES // largest)):
+        for part in slots.split(max(1, VALUES_AT_ONCE // largest)):
             states, compared = first[:, part], list[Drafts]()
             del self._entries[1:]
             for ahead in range(1, self._k + 1):
