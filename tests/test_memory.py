@@ -242,7 +242,9 @@ PLANNED = {
     "draft head after, pieces": ("qwen3.5-9B", 1, {**AFTER, **PIECES}),
     "draft head after, experts, FSDP2": ("qwen3.5-35B-A3B", 2, {**AFTER, "training.local_batch_size": 4}),
     "draft head after, FSDP2, tied": ("qwen3.5-4B", 2, AFTER),
-    "draft head after, pipeline": ("qwen3.5-9B", 2, {**AFTER, **PP, "training.gradient_accumulation_steps": 32}),
+    "draft head after, pipeline": ("qwen3.5-9B", 2, {
+        **AFTER, **PP, "training.local_batch_size": 4, "training.gradient_accumulation_steps": 32,
+    }),
     "draft head after, pipeline x FSDP2": ("qwen3.5-9B", 4, {**AFTER, **PP}),
     "draft head after, tensor parallel x FSDP2": ("qwen3.5-4B", 4, {**AFTER, **TP}),
     "draft head after, state on the host": ("qwen3.5-9B", 1, {**AFTER, **STATE_ON_HOST, **INPUTS_ON_HOST}),
