@@ -200,7 +200,6 @@ class _RankMemory:
         self.has_first, self.has_last = any(s.first for s in stages), any(s.last for s in stages)
         self.mode, numbers = config.activation_checkpoint.mode, {n for stage in stages for n in stage.layers}
         self.layers = [spec.layers[number] for number in sorted(numbers)]
-        self.is_drafting = config.draft_head.train != "no"
         self.is_alone = config.draft_head.train == "after"  # the draft head learns alone: layers keep nothing
         self.learning = [] if self.is_alone else self.layers
         self.draft = spec.draft_layer if self.has_last and spec.has_draft_head else None
@@ -278,7 +277,7 @@ class _RankMemory:
             added = {"gradients": gradients, "activations": activations, **others}
             return {name: size + added.get(name.replace(" ", "_"), 0.0) for name, size in always.items()}
 
-        if self.is_frozen and self.is_drafting and self.layers:
+        if self.is_frozen and self.layers:
             table = self.vocab_bytes if self.tied else 0.0  # still in the buffer of its all-gather, too
             gathered = self._gathered(2 * self.block_bytes + table, table or self.block_bytes)
             inside = max(self._bytes(self._uncut(layer).inside["none"]) for layer in self.layers)
@@ -500,7 +499,7 @@ class _RankMemory:
             return 0.0
         if self.layout.zero_stage < 3:
             every = self.trunk_bytes + self.draft_bytes + self.copied * self.compute_bytes
-            return every + (more if self.is_frozen and self.is_drafting else 0.0)
+            return every + (more if self.is_frozen else 0.0)
         return by_group + more
 
     def _reduced(self, elements: float, of_draft: bool = False) -> float:
