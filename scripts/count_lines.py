@@ -37,11 +37,11 @@ CORE = (
     ),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )
-BUDGETS = {"core": 13125, "titan_mi100": 32105, "scripts": 1980}  # lines of code
+BUDGETS = {"core": 13140, "titan_mi100": 32115, "scripts": 1980}  # lines of code
 FOLDERS = {  # the same, of folders in titan_mi100/ with all below them
     "attention": 900, "checkpoint": 740, "config": 2330, "data": 4525, "device": 135, "files": 1750,
     "generation": 285, "launch": 790, "model": 3615, "objectives": 280, "open_run": 1270, "optim": 625,
-    "parallel": 1375, "planning": 905, "run": 1405, "shapes": 1110, "text": 1600, "tools": 2145, "watch": 495,
+    "parallel": 1385, "planning": 905, "run": 1405, "shapes": 1110, "text": 1600, "tools": 2145, "watch": 495,
     "weights": 1215, "workshop": 3720,
 }  # fmt: skip
 BUDGETS |= {f"titan_mi100/{folder}": budget for folder, budget in FOLDERS.items()}

@@ -469,5 +469,5 @@ def test_a_run_says_that_it_left_the_head_behind(
             log_summary(SimpleNamespace(**about, model=model, data=data), 5)  # type: ignore[arg-type]
         [*lines] = [line for line in caplog.messages if "the draft head (mtp.*) was not trained" in line]
         named = f"--model {folder} --adapter {tmp_path}" if of_lora else f"--model {tmp_path}"
-        ends = f"titan-mi100 evaluate acceptance {named}/checkpoint/step-5 --data {tmp_path}/rows.jsonl --limit 64"
+        ends = f"titan-mi100 evaluate acceptance {named}/checkpoint/step-5 --data PROMPTS.jsonl --limit 64"
         assert [line.endswith(ends) for line in lines] == [True] * says

@@ -219,15 +219,18 @@ def test_a_function_scores_or_is_refused_and_nothing_of_it_survives(
     name: str, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     is_late = name in ("loops", "swallows", "forks")  # the others have all the time that a busy machine needs
-    monkeypatch.setattr(user_code, "LOADING", 3.0 if is_late else 60.0)
     if name == "daemon" and not user_code.namespaces(False):
         pytest.skip("without a space of processes a daemon survives")
     (path := tmp_path / "f.py").write_text(FUNCTIONS)
     row = {"question": "1 + 1?"} if expected == [None] * 3 else {**ROW, "answer": "2"}
     folder, before = samples(tmp_path / "s", [["2", "it is 3", ""]], [row]), time.monotonic()
-    code = run(folder, "--function", f"{path}:{name}", "--timeout", 0.2 if is_late else 60)
+    for loading in (3.0, 12.0, 48.0) if is_late else (60.0,):  # on a busy machine its process may begin later
+        monkeypatch.setattr(user_code, "LOADING", loading)
+        code = run(folder, "--function", f"{path}:{name}", "--timeout", 0.2 if is_late else 60)
+        said = capsys.readouterr().err
+        if name != "forks" or Path(f"{path}.pids").exists():
+            break
     assert time.monotonic() - before < 240  # it waits for nothing that the function has left
-    said = capsys.readouterr().err
     if isinstance(expected, list):
         assert code == 0, said
         assert scores(folder / "scored") == [expected] and "noise" not in said

@@ -131,9 +131,10 @@ class _DraftStep:
         norm, is_broken = math.sqrt(squares) / self._scale, not_finite > 0 or not math.isfinite(squares + loss)
         measures = {"draft_loss": loss * self._mean, "draft_grad_norm": norm, "draft_skipped": float(is_broken)}
         if (scale := self._rules.draft_loss_scale) is not None:
-            measures |= {"draft_loss_scale": self._scale}
+            overflowed = is_broken and scale.can_fall() and math.isfinite(loss)
+            measures |= {"draft_loss_scale": self._scale, "draft_overflowed": float(overflowed)}
             if update:
-                scale.after_step(is_broken and scale.can_fall() and math.isfinite(loss))
+                scale.after_step(overflowed)
         return None if is_broken else self._rules.clip(norm) / self._scale, measures
 
 
@@ -208,6 +209,7 @@ class Trainer:
         overflowed = can_fall and broken and math.isfinite(loss_sum)
         factor = None if skipped else self._rules.clip(grad_norm) / scale
         draft_factor, draft_measures = draft.decide(of_draft[0], of_draft[1], sums[-2], update) if draft else (None, {})
+        draft_factor = None if is_spike and skipped else draft_factor
         if update and (factor is not None or draft_factor is not None):
             self._optimizer.update(factor, draft_factor)
             model.after_update()

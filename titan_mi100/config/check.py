@@ -130,6 +130,9 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
     yield from _check_objective(config.objective, data, config.lora.dropout)
     if config.draft_head.train != "no":
         name, rank, rounds = config.objective.name, config.lora.rank, config.rounds.count
+        if config.lora.trainable_tokens and config.parallelism.pipeline_parallel_degree > 1:
+            text = "is not supported with draft_head.train in a pipeline; leave one of the three out"
+            yield Problem("lora.trainable_tokens", text, ("draft_head.train",))
         yield from _check_draft_head(config.draft_head, name, rank, rounds, config.parallelism.context_parallel_degree)
     yield from _check_profiling(config.profiling, world_size)
     validation, best = config.validation, config.checkpoint.keep_best

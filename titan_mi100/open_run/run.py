@@ -189,7 +189,7 @@ class Run:
         count = 0 if self.data.validation else _ROWS_OF_DRAFTS
         if self.model.draft == "no" or (losses := self.validation_losses(count)) is None:
             return
-        which = f"the first {count} training rows" if count else "the validation rows"
+        which = f"the first {count} training rows of each source" if count else "the validation rows"
         share, slots = losses[0]["draft_acceptance"], losses[0]["draft_slots"]
         error = math.sqrt(share * (1 - share) / slots) if slots else math.nan
         text = f"{share:.1%} +- {error:.1%} of {slots:,.0f} drafts of one token are accepted"

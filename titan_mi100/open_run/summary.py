@@ -53,9 +53,7 @@ def log_summary(run: Run, step: int) -> None:
     for purpose, command in after_run(folder, config, step):
         log.info(f"  {purpose:<10} {command}")
     if _has_old_draft_head(run):
-        rows = run.data.facts.files if config.objective.name in ("sft", "distill") else []
-        prompts = rows[0] if rows else "PROMPTS.jsonl"
-        command = to_measure_drafts(folder, config.lora, config.checkpoint.initial_load_path, step, prompts)
+        command = to_measure_drafts(folder, config.lora, config.checkpoint.initial_load_path, step, "PROMPTS.jsonl")
         log.info(f"  the draft head (mtp.*) was not trained: fewer of its drafts may hold now. To measure: {command}")
 
 

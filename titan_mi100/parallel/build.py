@@ -109,13 +109,12 @@ def build_model(
         # Copies of a tied weight need a common gradient only if it is trained; LoRA freezes all but rows of tokens.
         trains_embedding = config.draft_head.train != "after" and bool(not config.lora.rank or config.lora.token_ids)
         tied = spec.tie_word_embeddings and trains_embedding
-        copied = ["model.embed_tokens" + (ROWS if config.lora.rank else ".weight")] * trains_embedding
-        copied = copied if spec.has_draft_head and not spec.tie_word_embeddings else []
+        is_copied = spec.has_draft_head and not spec.tie_word_embeddings and trains_embedding and not config.lora.rank
         from titan_mi100.parallel.pipeline import PipelinedModel, PipelinePlan  # half a second; other layouts skip it
 
         plan = PipelinePlan(
             stages_of(layers), schedule, microbatches, boundary, compute_dtype(config.training), tied,
-            config.draft_head.train, copied,
+            config.draft_head.train, is_copied,
         )  # fmt: skip
         model = PipelinedModel(part, plan, mesh, device, objective)
     elif layout.zero_stage == 0:
@@ -176,7 +175,9 @@ def parallelize(
         model.mtp.requires_grad_(True)
         if copy is not None:
             copy.requires_grad_(False)
-    for layer in () if training.train_router else model.blocks():
+    # a fresh draft head's router has yet to learn
+    with_routers = model.model.blocks() if config.draft_head.fresh else model.blocks()
+    for layer in () if training.train_router else with_routers:
         for name in layer.routers:
             layer.get_submodule(name).requires_grad_(False)
     # Trained weights get the master dtype, a base under adapters the compute dtype, which the DTensors made below keep.

@@ -89,6 +89,7 @@ class ReplicatedModel(ParallelModel):
                 parameter.grad.copy_(sent)
         if self._compression is not None and self._compression.is_on(self._step):
             self.gradient_bytes = self._compression.reduce(self._step)
+            self.gradient_bytes += sum(self._sent_in.itemsize * parameter.numel() for parameter in self._drafting)
 
     def _reduce(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """DDP's communication hook: average a bucket in the reduction dtype. In a compressed step it does nothing:

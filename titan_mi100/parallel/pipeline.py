@@ -4,7 +4,7 @@ FSDP2 within a stage works as ZeRO-1: the gathered weights, and the unsharded gr
 until the schedule's last backward; then the gradients are reduced once.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ class PipelinePlan:
         dtype: the dtype of the hidden states.
         tied: the first and the last stage train copies of one weight.
         draft: as draft_head.train.
-        copied: names of what the last stage copies for its draft head after each update of the first stage.
+        is_copied: after each update the last stage copies the embedding, for its draft head.
     """
 
     cuts: Sequence[Stage]
@@ -47,7 +47,7 @@ class PipelinePlan:
     dtype: torch.dtype
     tied: bool
     draft: str = "no"
-    copied: Collection[str] = ()
+    is_copied: bool = False
 
 
 class PipelinedModel(ParallelModel):
@@ -63,7 +63,7 @@ class PipelinedModel(ParallelModel):
             part: builds a stage of the model on `device`, see build.parallelize.
             objective: what is learned.
         """
-        self.objective, self.draft, self._copied = objective, plan.draft, plan.copied
+        self.objective, self.draft, self._is_copied = objective, plan.draft, plan.is_copied
         cuts, schedule, microbatches, tied = plan.cuts, plan.schedule, plan.microbatches, plan.tied
         boundary, dtype = plan.boundary, plan.dtype
         self.device, self._pp, self._tp = device, mesh["pp"], tensor_parallel_ranks(mesh)
@@ -71,7 +71,7 @@ class PipelinedModel(ParallelModel):
         self._mine = stages_on(self._pp.get_local_rank(), self._pp.size(), len(cuts))
         self.parts = [part(cuts[index]) for index in self._mine]
         self._tied = tied
-        self._ends_group = self._group_of_ends(mesh) if tied or plan.copied else None
+        self._ends_group = self._group_of_ends(mesh) if tied or plan.is_copied else None
 
         # Shapes and dtypes of what the stages receive and return; see _stage.
         self._ids = torch.empty(boundary[0], boundary[1] * self._tp.size(), dtype=torch.long, device="meta")
@@ -171,13 +171,17 @@ class PipelinedModel(ParallelModel):
 
     def after_update(self) -> None:
         """Copy what the draft head reads of the embedding from the first stage to the last."""
-        for name, parameter in self.named_parameters():
-            if name in self._copied:
-                dist.broadcast(_local(parameter.detach()), group=self._ends_group, group_src=0)
+        for parameter in self._embedding() if self._is_copied else ():
+            dist.broadcast(_local(parameter.detach()), group=self._ends_group, group_src=0)
 
     def replicated_parameters(self) -> list[nn.Parameter]:
-        """The head's copy of a tied weight: the norm counts the weight once, as the embedding."""
-        return self._tied_weights() if self._stages - 1 in self._mine else []
+        """The last stage's copy of the embedding: the norm counts it once, and it is saved once."""
+        if self._stages - 1 not in self._mine:
+            return []
+        return self._embedding() if self._is_copied else self._tied_weights()
+
+    def _embedding(self) -> list[nn.Parameter]:
+        return [p for name, p in self.named_parameters() if name == "model.embed_tokens.weight"]
 
     def _forward(self, inputs: Microbatch) -> Tensor | None:
         """Run a forward without backward through all stages, with point-to-point transfers between ranks.

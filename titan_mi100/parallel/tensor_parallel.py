@@ -25,6 +25,7 @@ from titan_mi100.model.layers import local_weight
 from titan_mi100.model.lora import LoRAExpertLinear, LoRALinear
 from titan_mi100.model.token_rows import rows_of
 from titan_mi100.parallel.distributed import all_gather_tensor, named_group, reduce_scatter_tensor
+from titan_mi100.shapes.base import DRAFT
 
 
 def apply_tensor_parallel(model: CausalLM, mesh: DeviceMesh) -> None:
@@ -97,12 +98,18 @@ def sum_replicated_gradients(parts: Sequence[CausalLM], mesh: DeviceMesh) -> Non
 
     A norm's gradient covers this rank's part of the sequence or of the heads. The same holds for LoRA's A of a layer
     that is split by output, and for B of a layer that is split by input. Call it once per step, after the last
-    backward: it is one collective.
+    backward: it is one collective, and one more for a draft head, so that the others' sums are as without it.
     """
     if mesh.size() == 1:
         return
+    trained = [(name, p) for part in parts for name, p in part.named_parameters() if p.requires_grad]
+    for is_draft in (False, True):
+        _sum_replicated([p for name, p in trained if name.startswith(DRAFT) == is_draft], mesh)
+
+
+def _sum_replicated(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
     gradients = []
-    for parameter in (p for part in parts for p in part.parameters() if p.requires_grad):
+    for parameter in parameters:
         assert isinstance(parameter, DTensor)
         assert parameter.device_mesh.mesh_dim_names[-1] == "tp"  # type: ignore[index]
         if parameter.placements[-1].is_replicate():

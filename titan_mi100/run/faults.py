@@ -53,8 +53,8 @@ class FaultWatch:
         Raises:
             NumericalError: on all ranks: too many steps in a row were not finite.
         """
-        if result.measures.get("draft_skipped"):
-            log.warning(f"step {step}: the draft head's loss or gradients are not finite; it alone was not updated")
+        if result.measures.get("draft_skipped") and not result.measures.get("draft_overflowed"):
+            log.warning(f"step {step}: the draft head's loss or gradients are not finite; it was not updated")
         if result.spike_above is not None:
             self._after_spike(step, result, result.spike_above)
             return

@@ -119,8 +119,9 @@ class Progress:
 
     def trainer_state(self) -> dict[str, Any]:
         """What trainer.json holds."""
-        # without the exact match where there is none: earlier versions do not know it
-        progress = {name: own for name, own in asdict(self).items() if (name, own) != ("best_match", None)}
+        # without what earlier versions do not know, where there is none
+        unused = {"best_match": None, "draft_loss_scale": asdict(LossScale())}
+        progress = {name: own for name, own in asdict(self).items() if name not in unused or own != unused[name]}
         return {"step": self.step, "loader": {"rows_consumed": progress.pop("rows_consumed")}, "progress": progress}
 
     @classmethod

@@ -124,7 +124,3 @@ def _given(options: argparse.Namespace, model: Model, build: PromptBuilder) -> I
     for _, documents in read_rows(options.data, encode)[: options.limit or None]:
         for document in map(torch.from_numpy, documents):
             yield document.long() >> 1, (document.long() & 1).bool()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return tool.exit_code(lambda: _run(parser().parse_args(argv)))
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> tool.Parser:
     """Make the command's parser."""
     usage = "%(prog)s SAMPLES --by SCORER[=WEIGHT] [options]"
     example = "e.g. titan-mi100 score outputs/samples --by text"
@@ -76,6 +76,7 @@ def _run(options: argparse.Namespace) -> None:
         raise UserError(f"{options.samples}: some parts are missing; run titan-mi100 sample again: it goes on")
     check(options, target)
     if options.keep == "all":
+        parser().check_used(options, "--keep all", ("samples", "keep", "to", "json"))
         rows = [*_kept(_groups(samples), None)]
         write_output(options.to, rows, "--to", _is_ours)
         print(json.dumps({"kept": len(rows)}) if options.json else f"{options.to}: {plural(len(rows), 'answer')}")
