@@ -7,16 +7,14 @@ Trained along on two FSDP2 processes, along beside adapters, and after, alone. A
 processes, or all.
 """
 
-import os
 import random
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-from kill_teach import CONFIG, PROGRAM, children, ended, environment, read_options, run
+from kill_samples import kill_once
+from kill_teach import CONFIG, read_options, run
 
 STEPS = 24
 USUAL = [
@@ -43,23 +41,6 @@ def content(out: Path) -> dict[str, bytes]:
     return {str(path.relative_to(out)): path.read_bytes() for path in files if path.exists()}
 
 
-def kill_once(work: Path, command: list[str], after: float, who: str, draw: random.Random) -> str:
-    process = subprocess.Popen([PROGRAM, *command], cwd=work, env=environment(work), stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
-    try:
-        process.wait(after)
-        return "ended before"
-    except subprocess.TimeoutExpired:
-        below = children(process.pid)
-    targets = {"launcher": [process.pid], "child": [draw.choice(below or [process.pid])], "all": [process.pid, *below]}
-    for target in targets[who]:
-        try:
-            os.kill(target, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    return ended(process, below)
-
-
 def main() -> int:
     options, work = read_options(__doc__.splitlines()[0], 12)
     draw, failures, seconds, undisturbed = (
@@ -80,7 +61,7 @@ def main() -> int:
         kind, out, told = [*KINDS][number % len(KINDS)], work / f"killed-{number}", []
         shutil.rmtree(out, ignore_errors=True)
         for _ in range(draw.choice((1, 1, 2))):
-            after, who = draw.uniform(0.3, 1.0) * seconds[kind], draw.choice(("launcher", "child", "all"))
+            after, who = draw.uniform(0.3, 1.0) * seconds[kind], draw.choice(("command", "child", "all"))
             told.append(f"{who} after {after:.1f} s: {kill_once(work, words(kind, out), after, who, draw)}")
         done = run(work, *words(kind, out))
         is_equal = content(out) == undisturbed[kind] and not done.returncode and "Traceback" not in done.stderr

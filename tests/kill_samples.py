@@ -87,7 +87,9 @@ class Server:
         self._process.wait()
 
 
-def kill_once(work: Path, words: list[str], after: float, who: str, server: Server, draw: random.Random) -> str:
+def kill_once(
+    work: Path, words: list[str], after: float, who: str, draw: random.Random, server: Server | None = None
+) -> str:
     process = subprocess.Popen([PROGRAM, *words], cwd=work, env=environment(work), stdout=subprocess.DEVNULL,
                                stderr=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
     try:
@@ -96,7 +98,7 @@ def kill_once(work: Path, words: list[str], after: float, who: str, server: Serv
     except subprocess.TimeoutExpired:
         pass
     below = children(process.pid)
-    if who == "server":
+    if who == "server" and server:
         server.kill()
     targets = {"command": [process.pid], "child": [draw.choice(below or [process.pid])], "all": [process.pid, *below]}
     for target in targets.get(who, ()):
@@ -105,7 +107,7 @@ def kill_once(work: Path, words: list[str], after: float, who: str, server: Serv
         except ProcessLookupError:
             continue
     how = ended(process, below)
-    if who == "server":
+    if who == "server" and server:
         server.start()
     return how
 
@@ -134,7 +136,7 @@ def main() -> int:
         for _ in range(draw.choice((1, 1, 2))):
             after = draw.uniform(0.1, 1.0) * seconds[kind]
             who = draw.choice(("command", "child", "all", *["server"] * 2 * (kind == "server")))
-            said.append(f"{who} after {after:.1f} s: {kill_once(work, words, after, who, server, draw)}")
+            said.append(f"{who} after {after:.1f} s: {kill_once(work, words, after, who, draw, server)}")
         parts = len(list(out.rglob("part-*"))) if out.exists() else 0
         done = run(work, *words)
         left = [path.name for path in out.rglob(".*part-*")] if out.exists() else []

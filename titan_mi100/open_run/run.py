@@ -187,7 +187,11 @@ class Run:
         training. A collective.
         """
         count = 0 if self.data.validation else _ROWS_OF_DRAFTS
-        if self.model.draft == "no" or (losses := self.validation_losses(count)) is None:
+        if self.model.draft == "no":
+            return
+        # the last step's validation has measured it already
+        losses = [self.measured] if self.measured else self.validation_losses(count)
+        if losses is None:
             return
         which = f"the first {count} training rows of each source" if count else "the validation rows"
         share, slots = losses[0]["draft_acceptance"], losses[0]["draft_slots"]
