@@ -231,6 +231,8 @@ def test_what_breaks_the_head_skips_the_head_alone(precision: str, world: World)
     assert not any(changed[name].nan_to_num().any() for name in changed if name.startswith(DRAFT))
     if precision == "float16":  # the head's scale falls alone
         assert [step.measures["draft_loss_scale"] for step in steps] == [65536.0, 32768.0, 16384.0]
+    overflowed = [step.measures.get("draft_overflowed") for step in steps]
+    assert overflowed == [1.0 if precision == "float16" else None] * 3
     assert not any(step.measures["draft_skipped"] for step in after("along")[0][precision == "float16" :])
 
 

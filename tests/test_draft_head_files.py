@@ -266,6 +266,19 @@ def test_a_lost_head_is_refused_or_starts_fresh(
     assert form in (set(), {"gate_up", "down_pr"})  # as the trunk has them
 
 
+@pytest.mark.parametrize("mode", ["along", "after"])
+def test_routers_stay_as_they_are_but_that_of_a_fresh_head(mode: str, tmp_path: Path, world: World) -> None:
+    base = published(tmp_path / "model", "experts")
+    for fresh in (True, False):
+        run = opened(base, world, mode, fresh, lr=0.01)
+        before = state(run)
+        routers = {name for name in before if name.endswith("mlp.gate.weight") and not name.startswith("of ")}
+        assert len(routers) > 1 and len(heads(routers)) == 1
+        run.step()
+        after = state(run)
+        assert {name for name in routers if not torch.equal(before[name], after[name])} == heads(routers if fresh else ())
+
+
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [

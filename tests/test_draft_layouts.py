@@ -74,6 +74,14 @@ def test_so_it_does_beside_experts(tmp_path: Path) -> None:
     assert_trunk_stays(chosen, tmp_path)
 
 
+@pytest.mark.full
+def test_so_it_does_where_more_than_two_ranks_split_the_matrices(tmp_path: Path) -> None:
+    """The sum of four numbers depends on the order in which a collective adds them, and that on what is sent with it."""
+    (tied, untied) = cells_of("TP2", kv_heads=4)
+    four = {"processes": 4, "parallelism": {"tensor_parallel_degree": 4}}
+    assert_trunk_stays([replace(tied, **four), replace(untied, **four)], tmp_path)
+
+
 def test_it_trains_as_on_one_process(tmp_path: Path, full: bool) -> None:
     families = ("qwen3.5", "qwen3.5_moe") if full else ("qwen3.5",)
     every = [cell for family in families for cell in cells("float64", 0.0, WITHOUT_CONTEXT, (2,), family)]

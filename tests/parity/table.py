@@ -96,6 +96,7 @@ class Cell:
     seq_len: int = SEQ_LEN  # or LONG_ROW, with LONG_CHUNK
     pieces: int = 0  # tokens of a piece
     draft: str = "no"  # draft_head.train
+    kv_heads: int = 2
 
     @property
     def is_lean(self) -> bool:
@@ -163,7 +164,7 @@ def spec_of(cell: Cell) -> ModelSpec:
     size = 2 if cell.is_lean else 1  # wide enough for blocks of the optimizer's state
     mixture = {"moe_intermediate_size": 32 * size**2, "num_experts": 5, "num_experts_per_tok": 2}
     if cell.family.startswith("qwen3.5"):
-        kinds, heads = every_fourth(cell.layers, 2), (4, 2, 4, 8)
+        kinds, heads = every_fourth(cell.layers, 2), (4, cell.kv_heads, 4, 8)
         sizes = {"head_dim": 16, "linear_key_head_dim": 8 * size, "linear_value_head_dim": 8}
         dims = (320, 64 * size, 128 * size if cell.is_lean else 96, cell.layers, *heads, cell.tied, kinds)
         if cell.family == "qwen3.5_moe":
