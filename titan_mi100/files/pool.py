@@ -47,7 +47,7 @@ def kill_workers() -> None:
 
 
 def check_shared_memory() -> None:
-    """Raise UserError if no semaphore can be made. Pools of processes and torchdata's threads need some."""
+    """Raise UserError if no semaphore can be made. Pools of processes need some."""
     try:
         multiprocessing.Event()
     except OSError as error:
