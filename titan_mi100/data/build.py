@@ -156,9 +156,7 @@ def open_files(request: DataRequest) -> tuple[list[Source], Encoder]:
     sources = []
     for number, (pattern, files) in enumerate(zip(patterns(config), request.files, strict=True)):
         own = replace(config, format=pattern.format)
-        sources += [
-            Source(file, number, choose_format(file, own, answers), os.path.getsize(file), {}) for file in files
-        ]
+        sources += [Source(file, number, choose_format(file, own, answers), os.path.getsize(file)) for file in files]
     template = _load_template(request, sources, tokenizer)
     return sources, Encoder(tokenizer, template, config, request.seq_len)
 

@@ -69,7 +69,6 @@ class Source(NamedTuple):
     pattern: int  # index of its path or glob in `sets.patterns`
     format: Format
     bytes: int
-    oddities: dict[str, tuple[int, int]]  # filled from `RecordReader.oddities` when the file has been read
 
 
 class Chunk(NamedTuple):

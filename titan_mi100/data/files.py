@@ -30,8 +30,6 @@ _UNPACKED = 2**22  # bytes of parquet rows that are unpacked, and sent by the ch
 _BOMB, _MOST_UNPACKED = 2**20, 100
 _ZSTD_BLOCK = 2**16  # bytes unpacked at once; those before a damaged place in the same block are lost
 
-# Harmless oddities that exports contain. They are accepted and counted.
-BLANK, CRLF, BOM = "blank line", "CRLF line end", "byte order mark"
 # Why a record cannot be read, as "kind: what is wrong; remedy".
 NUL = "NUL byte: the file is damaged, or not UTF-8 (UTF-16?); write it again, or convert it with iconv"
 BROKEN_ARRAY = "broken JSON array"  # never skipped, even with on_bad_row = "skip": unknown many rows follow
@@ -78,13 +76,11 @@ def expand_patterns(patterns: Sequence[str]) -> list[list[str]]:
 class RecordReader:
     """Iterates over the records of one file, holding a bounded part of it in memory; a JSON array as a whole.
 
-    During the iteration `consumed` rises to `size`, the file's bytes on disk; a progress bar shows both. Afterwards
-    `oddities` maps each of BLANK, CRLF and BOM that occurred to (its count, the first line with it).
+    During the iteration `consumed` rises to `size`, the file's bytes on disk; a progress bar shows both.
     """
 
     def __init__(self, path: str) -> None:
         self.path, self.size, self.line = path, 0, 0  # line: number of the last line read
-        self.oddities: dict[str, tuple[int, int]] = {}
         self._position: Callable[[], int] = lambda: 0
 
     @property
@@ -138,13 +134,8 @@ class RecordReader:
         if first_byte(head) != b"[":
             return self._lines(stream)
         if head.startswith(BYTE_ORDER_MARK):
-            self._count_oddity(BOM, 1)
             stream.read(len(BYTE_ORDER_MARK))
         return _elements(stream)
-
-    def _count_oddity(self, what: str, line: int) -> None:
-        number, first = self.oddities.get(what, (0, line))
-        self.oddities[what] = number + 1, first
 
     def span(self, start: int, stop: int) -> Iterator[Record]:
         """The lines of a JSONL file that begin in bytes [start, stop), numbered from 1.
@@ -166,25 +157,16 @@ class RecordReader:
         number, limit, readline = 0, LONGEST_LINE + 1, file.readline  # + 1: the line end
         while (stop is None or file.tell() < stop) and (line := readline(limit)):
             self.line = number = number + 1
-            if line.endswith(b"\n"):
-                line = line[:-1]
-            elif len(line) == limit:  # too long: skip its rest in pieces, without holding it in memory
+            if len(line) == limit and not line.endswith(b"\n"):
+                # too long: skip its rest in pieces, without holding it in memory
                 while (rest := readline(CHUNK)) and not rest.endswith(b"\n"):
                     pass
                 yield Record(number, b"", _TOO_LONG.format(LONGEST_LINE))
                 continue
-            if line.endswith(b"\r"):
-                self._count_oddity(CRLF, number)
-                line = line[:-1]
-            if line.startswith(BYTE_ORDER_MARK):  # on any line: joined files have one in the middle
-                self._count_oddity(BOM, number)
-                line = line.removeprefix(BYTE_ORDER_MARK)
-            if not line or line.isspace():
-                self._count_oddity(BLANK, number)
-            elif b"\0" in line:
-                yield Record(number, b"", NUL)
-            else:
-                yield Record(number, line, "")
+            line = line.removesuffix(b"\n").removesuffix(b"\r")
+            line = line.removeprefix(BYTE_ORDER_MARK)  # on any line: joined files have one in the middle
+            if line.strip():
+                yield Record(number, b"", NUL) if b"\0" in line else Record(number, line, "")
 
     def _parquet_rows(self) -> Iterator[Record]:
         number, rows, unpacked = 0, 1, 0

@@ -23,7 +23,7 @@ from titan_mi100.data.encode import (
     Chunk,
     Source,
 )
-from titan_mi100.data.files import BLANK, BOM, BROKEN_ARRAY, CRLF, label
+from titan_mi100.data.files import BROKEN_ARRAY, label
 from titan_mi100.data.strict_json import listed
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import copy
@@ -207,10 +207,6 @@ class Ledger:
             lines.append(
                 f"{len(twice):,} validation rows are training rows too, so the validation loss is too low ({first})"
             )
-        for name in (BLANK, CRLF, BOM):
-            if occurrences := [(file.oddities[name], file.path) for file in self._sources if name in file.oddities]:
-                [((_, line), path), *_], number = occurrences, sum(number for (number, _), _ in occurrences)
-                lines.append(f"{plural(number, name)} accepted, the first at {path}:{line}")
         for key, unused in sorted(self._findings.unused.items(), key=lambda item: -item[1].words)[:_SHOWN]:
             if unused.words > MANY_WORDS * unused.rows:
                 mean = f"{unused.rows:,} rows have {unused.words / unused.rows:.0f} words there on average"

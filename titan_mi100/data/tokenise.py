@@ -75,7 +75,6 @@ def _read_chunks(sources: Sequence[Source], progress: Callable[[int], None]) -> 
         if records:
             yield file, records
         progress(source.bytes - reported)
-        source.oddities.update(reader.oddities)
 
 
 def _work_in_process(encoder: Encoder, formats: list[Format], file: int, records: list[Record]) -> Chunk:
