@@ -28,7 +28,7 @@ _UNPACKED = 2**22  # bytes of parquet rows that are unpacked, and sent by the ch
 # Protection against decompression bombs: once this many bytes are unpacked, a file may not exceed so many times its
 # packed size.
 _BOMB, _MOST_UNPACKED = 2**20, 100
-_ZSTD_BLOCK = 2**16  # bytes unpacked at once; those before a damaged place in the same block are lost
+_PACKED_BLOCK = 2**16  # bytes unpacked at once; of zstd those before a damaged place in the same block are lost
 
 # Why a record cannot be read, as "kind: what is wrong; remedy".
 NUL = "NUL byte: the file is damaged, or not UTF-8 (UTF-16?); write it again, or convert it with iconv"
@@ -105,11 +105,10 @@ class RecordReader:
                 for record in self._records(file):
                     number = record.number
                     yield record
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise UserError(
-                f"{self.path}: the gzip data is damaged or truncated after line {number} ({error}); copy or write "
-                "the file again (gzip -t checks it)"
-            ) from None
+        except EOFError as damage:
+            kind, reason = damage.args
+            problem = f"the {kind} data is damaged or truncated after line {number} ({reason})"
+            raise UserError(f"{self.path}: {problem}; copy or write the file again ({kind} -t checks it)") from None
         except OSError as error:
             raise UserError(f"{self.path}: cannot be read: {error.strerror or error}") from None
         finally:
@@ -124,9 +123,9 @@ class RecordReader:
         if stream.peek().startswith(PARQUET):
             return self._parquet_rows()
         if stream.peek().startswith(GZIP):
-            stream = io.BufferedReader(_Gunzip(fileobj=stream), max(CHUNK, HEAD))  # type: ignore[arg-type]
+            stream = io.BufferedReader(_Unpacked(self.path, stream, "gzip"), max(CHUNK, HEAD))
         elif stream.peek().startswith(ZSTD):
-            stream = io.BufferedReader(_Unzstd(self.path, stream), max(CHUNK, HEAD))
+            stream = io.BufferedReader(_Unpacked(self.path, stream, "zstd"), max(CHUNK, HEAD))
         head = stream.peek()[:HEAD]
         if reason := refusal(head):
             kind = UserError if head else NoRowsError
@@ -309,42 +308,35 @@ def without_nulls(value: Any, call: bool = False, keep: bool = False) -> Any:
     return [without_nulls(child, call, keep) for child in value] if isinstance(value, list) else value
 
 
-class _Gunzip(gzip.GzipFile):
-    """A gzip file that returns all data before a damaged place; the base class's `readinto` would lose some of it."""
+class _Unpacked(io.RawIOBase):
+    """Unpacks gzip or zstd, all that comes before a damaged place. Raises EOFError: the kind, and what is wrong."""
 
-    def readinto(self, buffer: Any) -> int:
-        block = self.read1(len(buffer))
-        if self.tell() > max(_BOMB, _MOST_UNPACKED * self.fileobj.tell()):  # type: ignore[union-attr]
-            raise gzip.BadGzipFile(f"over {_MOST_UNPACKED} times its size; if that is right, unpack it first")
-        buffer[: len(block)] = block
-        return len(block)
-
-
-class _Unzstd(io.RawIOBase):
-    """Unpacks zstd frames one after another, with the same limit as `_Gunzip`."""
-
-    def __init__(self, path: str, packed: io.BufferedReader) -> None:
+    def __init__(self, path: str, packed: io.BufferedReader, kind: str) -> None:
+        self._packed, self._kind, self._written = packed, kind, 0
+        self._read: Callable[[int], bytes]
+        if kind == "gzip":
+            self._read = gzip.GzipFile(fileobj=packed).read1
+            return
         try:
             import pyarrow
         except ImportError:
             problem = "is packed by zstd, which needs pyarrow: pip install pyarrow, or unpack it (zstd -d)"
             raise UserError(f"{path}: {problem}") from None
-        self._path, self._packed, self._written = path, packed, 0
-        self._stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(packed, "r"), "zstd")
+        self._read = pyarrow.CompressedInputStream(pyarrow.PythonFile(packed, "r"), "zstd").read
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         try:
-            block = self._stream.read(min(len(buffer), _ZSTD_BLOCK))
-        except OSError as error:
-            problem = f"the zstd data is damaged or truncated ({error}); copy the file again (zstd -t checks it)"
-            raise UserError(f"{self._path}: {problem}") from None
+            block = self._read(min(len(buffer), _PACKED_BLOCK))
+        except (EOFError, zlib.error, OSError) as error:
+            if getattr(error, "errno", None):  # the disk's
+                raise
+            raise EOFError(self._kind, error) from None
         self._written += len(block)
         if self._written > max(_BOMB, _MOST_UNPACKED * self._packed.tell()):
-            problem = f"the zstd data is over {_MOST_UNPACKED} times its size; if that is right, unpack it first"
-            raise UserError(f"{self._path}: {problem}")
+            raise EOFError(self._kind, f"over {_MOST_UNPACKED} times its size; if that is right, unpack it first")
         buffer[: len(block)] = block
         return len(block)
 
