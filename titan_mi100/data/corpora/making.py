@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import as_completed
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict
 from fnmatch import fnmatch
@@ -43,7 +42,7 @@ from titan_mi100.files.child import end
 from titan_mi100.files.durable import probe
 from titan_mi100.files.patterns import matching_files, unusable
 from titan_mi100.files.plain import parse_object, read_plain
-from titan_mi100.files.pool import forked_pool, kill_workers, with_state
+from titan_mi100.files.pool import forked_pool, with_state
 from titan_mi100.files.schema import LONGEST
 from titan_mi100.log import ByteProgress, log
 from titan_mi100.text.assets import CORPUS, PLAN
@@ -207,27 +206,24 @@ def _make_shards(
     """Make shards in worker processes. Raises UserError: some could not be made; the completed ones are kept."""
     sizes = {number: plan.bytes_of(plan.units[number]) for number in numbers}
     errors = list[str]()
-    pool = forked_pool(min(workers, len(numbers)), folder, plan, tokenizer)
-    try:
-        with ByteProgress("tokenising", sum(sizes.values())) as progress:
-            futures = {pool.submit(with_state, make_shard, number): number for number in numbers}
-            for future in as_completed(futures):
-                try:
-                    shard = future.result()
-                    progress.advance(sizes[futures[future]])
-                    _check_readable(plan, shard, most_bad)
-                except UserError as error:
-                    errors.append(str(error))
-                    if _MOSTLY_BAD in errors[-1]:  # probably a wrong option: stop early
-                        break
-    except BrokenProcessPool:
-        problem = "a tokenising process was killed, most likely because memory ran out (see dmesg)"
-        raise UserError(f"{problem}; start again with fewer --workers; complete shards are kept") from None
-    except KeyboardInterrupt:
-        kill_workers()  # their unfinished shards are made again
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
+    killed = (
+        "a tokenising process was killed, most likely because memory ran out (see dmesg); start again with fewer "
+        "--workers; complete shards are kept"
+    )
+    with (
+        forked_pool(min(workers, len(numbers)), folder, plan, tokenizer, killed=killed) as pool,
+        ByteProgress("tokenising", sum(sizes.values())) as progress,
+    ):
+        futures = {pool.submit(with_state, make_shard, number): number for number in numbers}
+        for future in as_completed(futures):
+            try:
+                shard = future.result()
+                progress.advance(sizes[futures[future]])
+                _check_readable(plan, shard, most_bad)
+            except UserError as error:
+                errors.append(str(error))
+                if _MOSTLY_BAD in errors[-1]:  # probably a wrong option: stop early
+                    break
     if errors:
         raise UserError("\n".join([*sorted(set(errors))[:_SHOWN], "fix the input, or leave these files out"]))
 
