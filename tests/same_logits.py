@@ -160,4 +160,4 @@ def _compare_texts(folder: Path) -> list[str]:
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    return (folder / "tokenizer.json").exists() or (folder / "vocab.json").exists()
+    return (folder / "tokenizer.json").exists()

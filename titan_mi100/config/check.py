@@ -298,7 +298,7 @@ def _check_paths(config: Config) -> Iterator[Problem]:
     elif not os.path.exists(path):
         yield Problem(key, f"= {path!r}: no such folder or file{hub_hint(path) or nearby(path)}")
     elif not os.path.isfile(path) and not assets.has_tokenizer(path):
-        text = f"= {path!r} has neither tokenizer.json nor vocab.json with merges.txt, nor a sentencepiece .model; "
+        text = f"= {path!r} has neither tokenizer.json nor a sentencepiece .model; "
         yield Problem(key, f"{text}set model.tokenizer_path to a folder that does, or to such a file")
 
 

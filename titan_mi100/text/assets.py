@@ -63,7 +63,7 @@ def read_assets(folder: Path) -> Assets:
 
 
 def has_tokenizer(folder: str | Path) -> bool:
-    known = ("tokenizer.json", "vocab.json", "*.model")
+    known = ("tokenizer.json", "*.model")
     return any(glob.glob(os.path.join(glob.escape(str(folder)), name)) for name in known)
 
 
@@ -320,7 +320,7 @@ def check_export(spec: ModelSpec, base: str, tokenizer: str, chat_template: str)
             raise UserError(f"[checkpoint] export_hf = true: the export's files {problem}") from None
         try:
             read_hf_config(folder)
-            if "tokenizer.json" in made or "vocab.json" in made:
+            if "tokenizer.json" in made:
                 load_tokenizer(folder)
             export_assets(folder, made, spec, None, [])
         except UserError as error:
