@@ -150,9 +150,8 @@ def sparse_template(folder: Path) -> object:
     definition["normalizer"] = {"type": "Sequence", "normalizers": [double] * 40}
     (folder / "tok" / "tokenizer.json").unlink()
     (folder / "tok" / "tokenizer.json").write_text(json.dumps(definition))
-    (folder / "tok" / "additional_chat_templates").mkdir()
-    (folder / "tok" / "additional_chat_templates" / "a.jinja").touch()
-    os.truncate(folder / "tok" / "additional_chat_templates" / "a.jinja", 1 << 40)
+    (folder / "tok" / "chat_template.jinja").touch()
+    os.truncate(folder / "tok" / "chat_template.jinja", 1 << 40)
     return load_tokenizer(folder / "tok")
 
 

@@ -303,7 +303,7 @@ FOLLOWED: dict[tuple[str, str], tuple[Call, Call, str, Call, Call, str]] = {
         tensors("a.safetensors", a=torch.zeros(1)), lambda f: open_safetensors(f / "a.safetensors"), ""),
     ("config/check", "lora. = is more than hidden_size"): (
         NOTHING, config("--lora.rank", "4096"), "lower it", NOTHING, config("--lora.rank", "128"), ""),
-    ("text/chat_template", "no (default) chat_template, and no chat_template.jinja;"): (
+    ("text/chat_template", "no chat_template, or several, and no"): (
         both(copied(TOKENIZER, "t"), edited("t/tokenizer_config.json", chat_template=None)),
         rows(**{"model.tokenizer_path": "F/t"}), "name a Jinja file in model.chat_template, e.g. ",
         NOTHING, rows(**{"model.tokenizer_path": "F/t", "model.chat_template": CHATML}), ""),

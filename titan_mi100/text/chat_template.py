@@ -23,7 +23,7 @@ import jinja2.meta
 from titan_mi100.errors import UserError
 from titan_mi100.files.child import call_in_child
 from titan_mi100.files.plain import LARGEST_CONFIG, read_plain, refuse_code
-from titan_mi100.files.templates import read_template, template_files
+from titan_mi100.files.templates import read_template, template_file
 from titan_mi100.text.base import Tokenizer, named_tokens
 from titan_mi100.text.traced import Origin, Traced, TracingEnvironment, trace
 from titan_mi100.text.turns import REASONING, Prompt, Turn, TurnFinder, Untraceable, has_reasoning, reasoning_spans
@@ -49,23 +49,22 @@ class ChatTemplate:
 
     _render_in_child: Callable[..., str]  # renders a prompt in the child process
 
-    def __init__(
-        self, file: Path, sources: Mapping[str, str], special_tokens: dict[str, str], special: Collection[str] = ()
-    ) -> None:
+    def __init__(self, file: Path, source: str, special_tokens: dict[str, str], special: Collection[str] = ()) -> None:
         """
         Args:
             file: where the template came from, for messages.
-            sources: Jinja texts: "default", and optionally "tool_use" for conversations with tools.
+            source: Jinja text.
             special_tokens: variables of the template, such as eos_token.
             special: the tokens that can end a turn, besides eos_token.
         """
         self._file = file
         self._special = special
         self._special_tokens = special_tokens
-        self._sources = sources
-        self.is_dated = any("strftime_now" in source for source in sources.values())
+        self._source = source
+        self.is_dated = "strftime_now" in source
+        self._environment = TracingEnvironment()
         try:
-            self._templates = {name: TracingEnvironment().from_string(source) for name, source in sources.items()}
+            self._template = self._environment.from_string(source)
         except Exception as error:  # from Jinja, or from Python for code that it cannot compile
             reason = str(error) or type(error).__name__
             raise UserError(f"{file}: the chat template is not valid Jinja: {reason}; correct or replace it") from error
@@ -75,8 +74,7 @@ class ChatTemplate:
     def from_folder(
         cls, path: str | Path, template: str | Path = "", eos_token: str = "", special: Collection[str] = ()
     ) -> "ChatTemplate":
-        """Read a folder's templates: `chat_template.jinja` and `additional_chat_templates/`, or if there are none,
-        those in `tokenizer_config.json`.
+        """Read a folder's template: `chat_template.jinja`, or if there is none, that in `tokenizer_config.json`.
 
         Args:
             path: an HF tokenizer folder, or a tokenizer file in such a folder.
@@ -110,35 +108,30 @@ class ChatTemplate:
         folder = Path(path) if Path(path).is_dir() else Path(path).parent
         config_file = folder / "tokenizer_config.json"
         # A link that the user names is followed. A link inside a model folder is not: it came with the folder.
-        files = {"default": Path(os.path.realpath(template))} if template else template_files(folder)
+        file = Path(os.path.realpath(template)) if template else template_file(folder)
         try:
             # A folder must have a tokenizer_config.json; beside a single tokenizer file it is optional.
             needed = folder == Path(path) or os.path.lexists(config_file)
             config = json.loads(read_plain(config_file, LARGEST_CONFIG).decode("utf-8")) if needed else {}
             refuse_code(config_file, config)
-            sources = config.get("chat_template")
-            if isinstance(sources, list):
-                sources = {entry["name"]: entry["template"] for entry in sources}
-            elif not isinstance(sources, dict):
-                sources = {"default": sources}
+            source = config.get("chat_template")
             special_tokens = named_tokens(config)
         except UserError:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             problem = f"{config_file}: cannot be used ({error!r}); copy the checkpoint's tokenizer files"
             raise UserError(problem) from error
-        if files:
-            sources = {name: read_template(file) for name, file in files.items()}
-        used = {name: sources[name] for name in ("default", "tool_use") if name in sources}
-        if "default" not in used or not all(isinstance(source, str) for source in used.values()):
+        if file:
+            source = read_template(file)
+        if not isinstance(source, str):
             raise UserError(
-                f"{config_file}: no (default) chat_template, and no chat_template.jinja; copy that file from "
+                f"{config_file}: no chat_template, or several, and no chat_template.jinja; copy that file from "
                 f"the family's chat model, or name a Jinja file in model.chat_template, e.g. {_CHATML}"
             )
         if eos_token:
             special_tokens.setdefault("eos_token", eos_token)
-        file = Path(template) if template else files.get("default", config_file)
-        return cls(file, used, special_tokens, special)
+        named = Path(template) if template else file or config_file
+        return cls(named, source, special_tokens, special)
 
     @cached_property
     def end_of_turn(self) -> str:
@@ -196,8 +189,7 @@ class ChatTemplate:
 
     def require(self, variables: Mapping[str, Any]) -> None:
         """Raises UserError: the template does not read one of the variables, or refuses its value."""
-        parsed = map(TracingEnvironment().parse, self._sources.values())
-        reads = {*chain(*map(jinja2.meta.find_undeclared_variables, parsed))} if variables else set[str]()
+        reads = jinja2.meta.find_undeclared_variables(TracingEnvironment().parse(self._source))
         for name in variables.keys() - reads:
             raise UserError(f"{self._file}: the chat template does not read {name}; leave it out, or use one that does")
         try:
@@ -223,8 +215,7 @@ class ChatTemplate:
             UserError: from `render`; or the template rewrites an assistant's message so that the source of its
                 characters is lost. (Rewritten text of other messages counts as the template's own.)
         """
-        prepared, environment = self._prepared(messages), self._template(variables).environment
-        assert isinstance(environment, TracingEnvironment)
+        prepared, environment = self._prepared(messages), self._environment
         # Both may render, so they come before the marks are counted.
         end_of_turn, prompt = self.end_of_turn, None
         answers = [i for i, message in enumerate(prepared) if message.get("role") == "assistant"]
@@ -327,16 +318,11 @@ class ChatTemplate:
             prepared.append(present)
         return prepared
 
-    def _template(self, variables: dict[str, Any]) -> jinja2.Template:
-        """The template that `transformers` would choose."""
-        has_tools = variables.get("tools") is not None
-        return self._templates["tool_use" if has_tools and "tool_use" in self._templates else "default"]
-
     def _run(self, messages: list[dict[str, Any]], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
         fixed = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         context = {"tools": None, "documents": None, **self._special_tokens, **variables, **fixed}
         try:
-            return self._template(variables).render(context)
+            return self._template.render(context)
         except Exception as error:  # the template is data, so each of its errors is reported to the user
             as_objects = messages
             with suppress(AttributeError, TypeError, ValueError):  # no calls, or no JSON

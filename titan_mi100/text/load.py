@@ -7,7 +7,7 @@ from pathlib import Path
 from titan_mi100.errors import UserError
 from titan_mi100.files.child import call_in_child, raise_limits
 from titan_mi100.files.plain import LARGEST_TABLE, plain_path, read_object
-from titan_mi100.files.templates import template_files
+from titan_mi100.files.templates import template_file
 from titan_mi100.text.agreement import check_agreement
 from titan_mi100.text.base import Tokenizer, TokenizerConfig
 from titan_mi100.text.bpe import class_like, read_bpe
@@ -67,7 +67,7 @@ def tokenizer_files(path: str | Path) -> list[Path]:
     """The files that determine the result of `load_tokenizer(path)` and the chat template there. No file is read.
 
     Returns:
-        The existing ones: first the file that defines the tokenizer, then `tokenizer_config.json` and template files.
+        The existing ones: first the file that defines the tokenizer, then `tokenizer_config.json` and the template.
 
     Raises:
         UserError: there is no tokenizer; or a file is a link out of the folder, or larger than any real one.
@@ -75,7 +75,7 @@ def tokenizer_files(path: str | Path) -> list[Path]:
     file = _definition_file(Path(path))
     config = file.with_name("tokenizer_config.json")
     files = [file, *[config] * os.path.lexists(config)]
-    files += template_files(file.parent).values()
+    files += [template] if (template := template_file(file.parent)) else []
     # The caller hashes these files: a link must not lead elsewhere, and hashing must not take hours.
     if odd := [file for file in files if plain_path(file).stat().st_size > LARGEST_TABLE]:
         raise UserError(f"{odd[0]}: is larger than {LARGEST_TABLE:,} bytes; no real file is; download it again")
