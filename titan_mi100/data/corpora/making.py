@@ -36,7 +36,6 @@ from titan_mi100.data.corpora.shards import (
     remove_temporary_files,
     write_atomically,
 )
-from titan_mi100.data.formats import IDENTIFIERS, first_row, holds_identifiers
 from titan_mi100.errors import UserError
 from titan_mi100.files.child import end
 from titan_mi100.files.durable import probe
@@ -68,7 +67,7 @@ def make_corpus(options: argparse.Namespace) -> None:
     folder, started = Path(options.output_dir), time.monotonic()
     tokenizer = load_tokenizer(options.tokenizer)
     plan = _plan(options, tokenizer)
-    end()  # the child process that tried the tokenizer and read the first row: forked workers must not share it
+    end()  # the child process that tried the tokenizer: forked workers must not share it
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_temporary_files(folder)
@@ -107,11 +106,6 @@ def _plan(options: argparse.Namespace, tokenizer: Tokenizer) -> ShardPlan:
     files = _files(options.input, options.include)
     sizes = [os.path.getsize(file) for file in files]
     units = cut_into_units(files, sizes, options.format == "text")
-    row: dict[str, Any] = {}
-    with suppress(UserError):  # the file has no row that can be read: the ledger counts that
-        row = first_row(files[0]) if options.format == "rows" else row
-    if holds_identifiers(row) and not isinstance(row.get(options.text_column), str):
-        raise UserError(f"{files[0]}: {IDENTIFIERS}")
     if len(units) > LONGEST:  # corpus.json could not be read
         raise UserError(f"--input: makes {len(units):,} shards, {LONGEST:,} are possible; join files into fewer")
     is_text = options.format == "text"
