@@ -357,7 +357,7 @@ def test_a_template_of_ones_own_and_a_tokenizer_without_one(tmp_path: Path, toke
         [(ids, supervised)] = documents(load(path, tokenizer=source, template=template).train)
         assert read.decode(ids) == "<|im_start|>user\n>> one<|im_end|><|im_start|>assistantONE<|im_end|>"
         assert read.decode(supervised) == "ONE<|im_end|>"
-    with pytest.raises(UserError, match=r"no \(default\) chat_template, .*or name a Jinja file in model.chat_template"):
+    with pytest.raises(UserError, match=r"no chat_template, .*or name a Jinja file in model.chat_template"):
         load(path, tokenizer=file)
     template.write_text("{{ strftime_now('%Y') }}")
     with pytest.raises(UserError, match="rows would change from day to day; set model"):
@@ -729,12 +729,13 @@ def test_a_file_that_changed_since_it_was_hashed_or_as_it_was_is_hashed_again(
     monkeypatch.setattr(cache_module, "_stamp", lambda _: stamp)  # a change within the file system's tick
     path.write_text("two")
     assert cache_module.content_hash(path, cache)[0] == hashes["two"]
+    monkeypatch.setattr(cache_module, "_SETTLES_NS", -(10**18))
+    assert cache_module.content_hash(path, cache)[0] == hashes["two"]
+    path.write_text("three")
+    assert cache_module.content_hash(path, cache)[0] == hashes["two"]  # else every start would read all files
     record = next((cache / "hashes").iterdir())
     record.write_text(record.read_text()[:20])  # cut short by a kill
-    assert cache_module.content_hash(path, cache)[0] == hashes["two"]
-    settled = json.loads(record.read_text()) | {"settled": True, "sha256": "remembered"}
-    record.write_text(json.dumps(settled))
-    assert cache_module.content_hash(path, cache)[0] == "remembered"  # else every start would read all files
+    assert cache_module.content_hash(path, cache)[0] == hashlib.sha256(b"three").hexdigest()
 
 
 @pytest.mark.parametrize("what", ["rows change", "template comes", "template goes"])

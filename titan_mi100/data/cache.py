@@ -49,22 +49,16 @@ def content_hash(path: Path, cache: Path) -> Stamp:
         UserError: the file changes while it is hashed.
         OSError: the file cannot be read.
     """
-    known = cache / "hashes" / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
-    now = _stamp(path)
-    with suppress(OSError, ValueError, KeyError):  # the file was not hashed before, or its note is damaged
-        stored = parse_object(read_plain(known, _LARGEST_NOTE), known, "")
-        if stored["stamp"] == now and stored["settled"] is True and isinstance(stored["sha256"], str):
-            return stored["sha256"], now
-    started = time.time_ns()
-    digest = sha256_of(path)
-    if _stamp(path) != now:
-        raise UserError(f"{path}: changes while it is read; start again when it is complete")
-    # now[3] is the ctime. An unsettled note is written all the same: it marks that the file must be hashed again.
-    note = {"stamp": now, "settled": started - now[3] > _SETTLES_NS, "sha256": digest}
-    with suppress(OSError):  # a read-only cache: the file is hashed again next time
-        known.parent.mkdir(exist_ok=True)
-        replace(known, json.dumps(note))
-    return digest, now
+    now, started = _stamp(path), time.time_ns()
+
+    def digest() -> str:
+        found = sha256_of(path)
+        if _stamp(path) != now:
+            raise UserError(f"{path}: changes while it is read; start again when it is complete")
+        return found
+
+    is_settled = started - now[3] > _SETTLES_NS  # now[3] is the ctime
+    return cached_text(cache / "hashes", [str(path.resolve()), now], digest) if is_settled else digest(), now
 
 
 def _stamp(path: Path) -> list[int]:
