@@ -47,7 +47,7 @@ class Rendered:
 class ChatTemplate:
     """A folder's Jinja chat template, run as `transformers` runs it. Build it with `from_folder`."""
 
-    _render_in_child: Callable[..., str]  # renders a prompt in the child process
+    _given: tuple[Path, str, str]  # what `from_folder` was given
 
     def __init__(self, file: Path, source: str, special_tokens: dict[str, str], special: Collection[str] = ()) -> None:
         """
@@ -91,9 +91,7 @@ class ChatTemplate:
         special = tuple(sorted(special))
         call_in_child("text.chat_template:try_template", Path(path), str(template), eos_token, special)
         made = cls._read(path, template, eos_token, special)
-        made._render_in_child = partial(
-            call_in_child, "text.chat_template:render_apart", Path(path), str(template), eos_token
-        )
+        made._given = Path(path), str(template), eos_token
         return made
 
     @classmethod
@@ -200,7 +198,7 @@ class ChatTemplate:
 
     def render_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """`render` with add_generation_prompt, in the child process with limits on memory and time."""
-        return self._render_in_child(messages, variables)
+        return str(call_in_child("text.chat_template:render_apart", *self._given, messages, variables))
 
     def render_turns(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Rendered:
         """Render a conversation and find each message in the text.
@@ -279,11 +277,7 @@ class ChatTemplate:
         only if the template refuses that one, for the beginning of this conversation.
         """
         variables = {key: value for key, value in variables.items() if key != "enable_thinking"}
-        try:
-            prompt = self._probed(json.dumps(variables))
-        except (TypeError, ValueError):  # a variable is not JSON, so it cannot be a key of the cache
-            prompt = None
-        return prompt or self._prompt_after(prefix or list(_PROBE), variables)
+        return self._probed(json.dumps(variables)) or self._prompt_after(prefix or list(_PROBE), variables)
 
     def _probe(self, variables: str) -> "Prompt | None":
         try:
