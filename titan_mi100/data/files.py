@@ -257,12 +257,9 @@ def _parquet_as_json(path: str, file: Any, groups: list[Any], types: Any, start:
         size = min(max(1, _UNPACKED * group.num_rows // max(1, group.total_byte_size)), 256)
         for batch in file.iter_batches(size, row_groups=[i], columns=columns, use_threads=False):
             number += batch.num_rows
-            for row in _unpacked(batch.slice(max(0, start - number + batch.num_rows))) if number > start else ():
-                text = "" if row is None else json.dumps(without_nulls(row) | unread, ensure_ascii=False)
-                if len(text.encode()) > LONGEST_LINE:
-                    yield "", _TOO_LONG.format(LONGEST_LINE)
-                else:
-                    yield text, "" if text else "not UTF-8: a text of the row; write the file again"
+            for row in batch.slice(max(0, start - number + batch.num_rows)).to_pylist() if number > start else ():
+                text = json.dumps(without_nulls(row) | unread, ensure_ascii=False)
+                yield ("", _TOO_LONG.format(LONGEST_LINE)) if len(text.encode()) > LONGEST_LINE else (text, "")
         if number != behind:
             raise UserError(f"{path}: is damaged parquet: {number:,} rows instead of {behind:,}; write it again")
 
@@ -276,16 +273,6 @@ def _is_json(kind: Any, types: Any) -> bool:
     of_text = (types.is_string, types.is_large_string, getattr(types, "is_string_view", types.is_string))
     tests = (*of_text, types.is_boolean, types.is_integer, types.is_null)
     return any(test(kind) for test in tests) or types.is_float32(kind) or types.is_float64(kind)
-
-
-def _unpacked(batch: Any) -> list[dict[str, Any] | None]:
-    """The rows of an Arrow batch; None for a row with a text that is not UTF-8."""
-    try:
-        return batch.to_pylist()
-    except UnicodeDecodeError:  # Arrow does not say which row, so decode them one by one
-        if batch.num_rows == 1:
-            return [None]
-        return [row for i in range(batch.num_rows) for row in _unpacked(batch.slice(i, 1))]
 
 
 def without_nulls(value: Any, call: bool = False, keep: bool = False) -> Any:
