@@ -8,12 +8,8 @@ from conftest import ASSETS, examples, transformers_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from titan_mi100.config.settings import DataConfig
-from titan_mi100.data.encode import Encoder, supervise
-from titan_mi100.data.formats import Example
 from titan_mi100.errors import UserError
 from titan_mi100.text.chat_template import ChatTemplate, Rendered
-from titan_mi100.text.load import load_tokenizer
 from titan_mi100.text.load import tokenizer_files as files_of_tokenizer
 
 QWEN3 = Path(__file__).parents[2] / "shared" / "data" / "qwen3_tokenizer"
@@ -236,7 +232,6 @@ EVERY_FEATURE = """{# comment #}
 {{ {"b": "<é>", "a": [1, 2.5, none, true]} | tojson }} {{ [1] | tojson(indent=2) }}
 {{ {"b": 1, "a": 2} | tojson(sort_keys=true) }}
 {{ strftime_now("%Y") }} {{ extra }} {{ namespace(x=1).x }} {{ dict(a=1).a }} {{ range(3) | list }} {{ "a" ~ 1 ~ "b" }}
-{% generation %}{% set inner = 1 %}inside{% endgeneration %}{{ inner is defined }}
 {%- macro shout(text) %}{{ text }}!{% endmacro %}{{ shout(messages[0].content) }}
 {% set block %}[{{ messages[0].content }}]{% endset %}{{ block }}
 {% if add_generation_prompt %}go{% endif %}
@@ -269,7 +264,7 @@ def test_a_missing_or_broken_config_is_refused(tmp_path: Path) -> None:
         ChatTemplate.from_folder(tmp_path)
 
 
-# -- the template's file, and marks: as transformers --
+# -- the template's file: as transformers --
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
 WITH_TOOLS = "{{ tools | tojson }}\r\n" + PLAIN
@@ -281,6 +276,10 @@ BOTH = {"default": PLAIN, "tool_use": WITH_TOOLS}
     [
         *((source, "chat_template") for source in (None, [{"name": "default", "template": "x"}], [], 3, BOTH)),
         ("{% for %}", "not valid Jinja"),
+        (
+            "{% generation %}{{ messages[0].content }}{% endgeneration %}",
+            "unknown tag 'generation'.*correct or replace it",
+        ),
         ("{{ [1, 2] | random }}", "No filter named 'random'"),
     ],
 )
@@ -308,91 +307,6 @@ def test_the_file_is_read_before_the_config_and_several_templates_are_refused(tm
     for read in (ChatTemplate.from_folder, files_of_tokenizer):
         with pytest.raises(UserError, match=r"additional_chat_templates: only one chat template is read"):
             read(folder)
-
-
-def marking(answer: str, before: str = "", after: str = "") -> str:
-    """A template that writes the assistant's turns as `answer`. HEAD: a turn's header; << and >>: a mark's ends."""
-    source = (
-        "{% for m in messages %}" + before + "{% if m.role == 'assistant' %}" + answer + "{% else %}"
-        "HEAD{{ m.content }}<|im_end|>{{ '\n' }}{% endif %}" + after + "{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
-    header = "{{ '<|im_start|>' + m.role + '\n' }}"
-    return source.replace("HEAD", header).replace("<<", "{% generation %}").replace(">>", "{% endgeneration %}")
-
-
-UNMARKED = "HEAD{{ m.content }}<|im_end|>{{ '\n' }}"
-MARKS = {
-    "the answer and its end": "HEAD<<{{ m.content + '<|im_end|>' }}>>{{ '\n' }}",
-    "the line break behind it too": "HEAD<<{{ m.content }}<|im_end|>{{ '\n' }}>>",
-    "the header": "<<HEAD{{ m.content }}<|im_end|>{{ '\n' }}>>",
-    "two blocks": "HEAD<<{{ m.content[:1] }}>>{{ m.content[1:2] }}<<{{ m.content[2:] }}<|im_end|>>>{{ '\n' }}",
-    "not its thought": "HEAD{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "<<{{ m.content }}<|im_end|>>>{{ '\n' }}",
-    "the last turn": f"{{% if loop.last %}}HEAD<<{{{{ m.content }}}}<|im_end|>>>{{% else %}}{UNMARKED}{{% endif %}}",
-    "with other spaces": "HEAD{%- generation -%} {{ m.content ~ eos_token }}{%- endgeneration %}{{ '\n' }}",
-}
-ASKED = [say("user", "q"), say("assistant", "one", reasoning_content="x"), say("user", "r"), say("assistant", "two\n")]
-
-
-@pytest.mark.parametrize("name", MARKS)
-def test_what_a_template_marks_is_learned_as_transformers_marks_it(name: str, tmp_path: Path) -> None:
-    folder = whole_folder(tmp_path, marking(MARKS[name]))
-    render = transformers_tokenizer(folder).apply_chat_template
-    theirs = render(ASKED, return_dict=True, return_assistant_tokens_mask=True)
-    encoder = Encoder(load_tokenizer(folder), ChatTemplate.from_folder(folder), DataConfig(), 512)
-    (found,) = encoder.encode(Example(messages=ASKED)).documents
-    assert (found >> 1).tolist() == theirs["input_ids"]
-    assert (found & 1).tolist() == theirs["assistant_masks"]
-    assert 0 < sum(theirs["assistant_masks"]) < len(found)
-
-
-def learned(chat: ChatTemplate, messages: list[dict[str, Any]], **settings: Any) -> list[str]:
-    return [r.text[a:b] for r, spans in supervise(chat, messages, **settings) for a, b in spans]
-
-
-def test_marks_leave_the_weights_of_messages_and_the_settings_of_the_loss_as_they_are(tmp_path: Path) -> None:
-    chat = template(tmp_path, marking(MARKS["the answer and its end"]))
-    assert learned(chat, ASKED) == ["one<|im_end|>", "two\n<|im_end|>"]
-    assert learned(chat, ASKED, loss="last") == ["two\n<|im_end|>"]
-    assert learned(chat, [ASKED[0], {**ASKED[1], "weight": 0}, *ASKED[2:]]) == ["two\n<|im_end|>"]
-    assert learned(chat, [{**ASKED[0], "weight": 1}, *ASKED[1:]], loss="weight") == ["q<|im_end|>"]
-    assert learned(chat, ASKED, earlier_thinking="mask") == ["two\n<|im_end|>"]
-    assert chat.render(ASKED) == chat.render_turns(ASKED).text and type(chat.render(ASKED)) is str
-
-
-LOST = "HEAD{% set text %}<<{{ m.content }}>>{% endset %}BODY{{ m.content }}<|im_end|>{{ '\n' }}"
-
-
-@pytest.mark.parametrize(
-    ("source", "told"),
-    [
-        *(
-            (source, "marks .* not a single assistant message")
-            for source in (
-                marking(UNMARKED, "<<", ">>"),
-                marking(MARKS["the answer and its end"], "<<x>>"),
-                "{% generation %}" + marking(UNMARKED) + "{% endgeneration %}",
-            )
-        ),
-        *(
-            (marking(LOST.replace("BODY", body)), "rewrites or drops text inside {% generation %}")
-            for body in ("{{ [text, 'x'] | join }}", "{{ text | title }}", "x")
-        ),
-    ],
-    ids=["every message", "what is no message", "everything", "joined", "title", "gone"],
-)
-def test_marks_that_get_lost_or_are_not_on_single_assistant_messages_are_refused(
-    source: str, told: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=told):
-        template(tmp_path, source).render_turns(ASKED)
-
-
-def test_a_mark_inside_of_a_mark_or_a_macro_is_where_its_text_stands(tmp_path: Path) -> None:
-    macro = "{% macro show(m) %}HEADx<<a<<{{ m.content }}>>b>>{% endmacro %}"
-    chat = template(tmp_path, marking("{{ show(m) }}<|im_end|>{{ '\n' }}", before=macro))
-    assert learned(chat, ASKED) == ["aoneb", "atwo\nb"]
 
 
 # -- errors of a template --

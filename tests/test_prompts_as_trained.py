@@ -164,14 +164,6 @@ def test_arguments_that_a_template_writes_in_quotes_are_refused(tmp_path: Path) 
     assert encoder.encode(Example(messages=messages)).documents
 
 
-def test_marks_that_leave_the_end_token_out_are_refused(tmp_path: Path) -> None:
-    marks = "{% generation %}{{ m.content }}{% endgeneration %}"
-    body = "{% if m.role == 'assistant' %}" + marks + "{% else %}{{ m.content }}{% endif %}"
-    encoder = encoder_for(tmp_path, chatml(body))
-    with pytest.raises(BadRecord, match=r"leaves out '<\|im_end\|>', so stopping would not be learned"):
-        encoder.encode(Example(messages=ROWS["an answer"][0]))
-
-
 def by_default(name: str, *chosen: str) -> tuple[pytest.MarkDecorator, ...]:
     return () if name in ("small", "telling", *chosen) else (pytest.mark.full,)
 

@@ -447,8 +447,7 @@ def supervised_spans(
             turn, unless its weight is 0; "last_round": the assistant turns after the last user message except those of
             weight 0; "all": the whole text except messages of weight 0; "weight": exactly the messages of weight 1, of
             any role.
-        empty_think: whether an empty think block that the template wrote before an answer is supervised too. If the
-            template marks the generated text (`{% generation %}`), its marks decide instead.
+        empty_think: whether an empty think block that the template wrote before an answer is supervised too.
         earlier_thinking: "template": supervise what the template renders; otherwise turns that lack their reasoning
             are masked; "context": and also the reasoning of turns before the last user message.
         first: messages before this index are context only.
@@ -479,9 +478,8 @@ def supervised_spans(
             answers = (turn for turn in turns if turn.role == "assistant" and turn.message >= begin)
             chosen = [turn for turn in answers if weights[turn.message] != 0]
         for turn in chosen:
-            own = [(turn.start if empty_think else turn.answer, turn.stop)] if turn.marked is None else turn.marked
-            for start, stop in own if turn.message not in masked else ():
-                learned[start:stop] = True
+            if turn.message not in masked:
+                learned[turn.start if empty_think else turn.answer : turn.stop] = True
     for turn in turns if earlier_thinking == "context" else ():
         if turn.reasons and turn.message < asked:
             learned[turn.start : turn.thought] = False

@@ -8,10 +8,9 @@ a turn's header cannot mislead it.
 import json
 import os
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import chain, cycle, pairwise
 from pathlib import Path
@@ -27,7 +26,6 @@ from titan_mi100.files.templates import read_template, template_file
 from titan_mi100.text.base import Tokenizer, named_tokens
 from titan_mi100.text.traced import Origin, Traced, TracingEnvironment, trace
 from titan_mi100.text.turns import REASONING, Prompt, Turn, TurnFinder, Untraceable, has_reasoning, reasoning_spans
-from titan_mi100.wording import shortened
 
 _REASONING_FIELDS = (REASONING, "thinking", "reasoning")  # names that `transformers` accepts, by priority
 _CHATML = Path(__file__).parents[1] / "train_configs" / "chatml.jinja"  # ours, for base models without a template
@@ -62,9 +60,8 @@ class ChatTemplate:
         self._special_tokens = special_tokens
         self._source = source
         self.is_dated = "strftime_now" in source
-        self._environment = TracingEnvironment()
         try:
-            self._template = self._environment.from_string(source)
+            self._template = TracingEnvironment().from_string(source)
         except Exception as error:  # from Jinja, or from Python for code that it cannot compile
             reason = str(error) or type(error).__name__
             raise UserError(f"{file}: the chat template is not valid Jinja: {reason}; correct or replace it") from error
@@ -213,19 +210,14 @@ class ChatTemplate:
             UserError: from `render`; or the template rewrites an assistant's message so that the source of its
                 characters is lost. (Rewritten text of other messages counts as the template's own.)
         """
-        prepared, environment = self._prepared(messages), self._environment
-        # Both may render, so they come before the marks are counted.
-        end_of_turn, prompt = self.end_of_turn, None
+        prepared, end_of_turn, prompt = self._prepared(messages), self.end_of_turn, None
         answers = [i for i, message in enumerate(prepared) if message.get("role") == "assistant"]
         if answers and end_of_turn:
             prompt = self._prompt(prepared[: answers[0]], variables)
             if prompt.changes_text and "enable_thinking" not in variables:
                 variables = {**variables, "enable_thinking": has_reasoning(prepared[answers[-1]])}
-        environment.issued.clear()
         text = self._run([_traced(i, message) for i, message in enumerate(prepared)], False, variables)
         finder = TurnFinder(text, end_of_turn)
-        if environment.issued != {number for _, _, number in finder.marks}:
-            raise UserError(f"{self._file}: rewrites or drops text inside {{% generation %}}; mark the final text")
         turns: list[Turn] = []
         for i, message in enumerate(prepared):
             if message.get("role") != "assistant":
@@ -241,34 +233,7 @@ class ChatTemplate:
                     f"{self._file}: message {i}: {problem}, so the assistant's own text cannot be located; "
                     "use a template that writes each assistant message as Qwen3's does"
                 ) from problem
-        if environment.has_marks:
-            turns = self._marked(turns, finder)
         return Rendered(finder.text, turns)
-
-    def _marked(self, turns: list[Turn], finder: "TurnFinder") -> list[Turn]:
-        """The turns, with the spans that the template marks in each assistant turn.
-
-        Raises:
-            UserError: a mark covers text outside a single assistant turn.
-        """
-        own = [turn for turn in turns if turn.role == "assistant"]  # ascending and disjoint, so bisect finds owners
-        starts, stops = [turn.start for turn in own], [turn.stop for turn in own]
-        marks: dict[int, list[tuple[int, int]]] = {turn.message: [] for turn in own}
-        for start, stop, _ in finder.marks:
-            owners = {turn.message for turn in own[bisect_right(stops, start) : bisect_left(starts, stop)]}
-            if len(owners) != 1 or not finder.messages_between(start, stop) <= owners:
-                raise UserError(
-                    f"{self._file}: {{% generation %}} marks {shortened(repr(finder.text[start:stop]))}, which is "
-                    "not a single assistant message; use a template that marks each of them separately"
-                )
-            marks[owners.pop()].append((start, stop))
-        end = len(finder.end_of_turn)
-        for index, turn in enumerate(turns):
-            spans = marks.get(turn.message)
-            if spans and spans[-1][1] <= turn.stop - end and not turn.problem:
-                problem = f"{{% generation %}} leaves out {finder.end_of_turn!r}, so stopping would not be learned"
-                turns[index] = replace(turn, problem=problem + "; move {% endgeneration %} behind it")
-        return [replace(turn, marked=tuple(marks[turn.message])) if turn.message in marks else turn for turn in turns]
 
     def _prompt(self, prefix: list[dict[str, Any]], variables: dict[str, Any]) -> "Prompt":
         """The generation prompt with these variables.

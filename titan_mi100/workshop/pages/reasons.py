@@ -131,8 +131,6 @@ class _NotingEncoder(Encoder):
             why = "the template leaves out its reasoning"
         elif is_answer and config.earlier_thinking == "unroll":
             why = "an earlier round: a document of its own teaches it"
-        elif turn.marked is not None:
-            why = "outside the template's generation marks"
         yield turn.start, turn.stop, Kind(_OF_ROLES[turn.role], why)
         yield turn.start, turn.answer, Kind("empty think block", why or "the prompt ends with it: data.empty_think")
         if turn.reasons:
