@@ -9,67 +9,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from titan_mi100.config.layout import Batch
 from titan_mi100.data.microbatch import Microbatch, collate
-from titan_mi100.data.mixture import Segment
+from titan_mi100.data.mixture import Mixture, Segment
 from titan_mi100.data.prepared import PADDING_ROW, RowSet
 from titan_mi100.data.rows import Row
 
 _THREADS = 2  # that read ahead: one makes tensors while the other waits for the disk
-
-
-class RowSource(Protocol):
-    """The rows of a run. Each row is a pure function of its number.
-
-    Row numbers count from the start of training, over all ranks. The source maps a number to content; it handles
-    shuffling, epochs, mixture weights and padding rows. So the number of consumed rows is the whole state of the data,
-    any rank can read any row, and steps can be read in any order.
-
-    Attributes:
-        segments: parts of the run with different sources, which a checkpoint stores; empty: there is one part.
-        on_exhausted: "repeat": the run's number of steps decides where it ends; else it ends with the data at latest.
-    """
-
-    @property
-    def segments(self) -> Sequence[Segment]: ...
-
-    @property
-    def on_exhausted(self) -> str: ...
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the content of all rows. It must not change on resume, unless the user allows it."""
-
-    @property
-    def rows_per_epoch(self) -> int | None:
-        """Row numbers per epoch, including padding rows; None for a stream without epochs."""
-
-    @property
-    def end(self) -> int:
-        """The row number at which the data end, for a run that sets no number of steps."""
-
-    def row(self, number: int) -> Row:
-        """The tokens of row `number`."""
-
-    def is_padding(self, number: int) -> bool:
-        """Whether row `number` is a padding row."""
-
-    def where(self, number: int) -> list[str]:
-        """`file:line` of each document in the row, from left to right, each once; empty for a padding row."""
-
-    def resume_at(self, consumed: int, rows: int, global_batch_size: int) -> int:
-        """The row number to resume from, after the data or the batch size has changed.
-
-        Args:
-            consumed: row numbers that the run has consumed.
-            rows: rows of the set that they were read from.
-            global_batch_size: the run's until now.
-        """
-
-    def describe(self, stop: int) -> tuple[list[str], list[str]]:
-        """Lines, and warnings, on how often each source will have been read before row number `stop`."""
 
 
 def with_padding_rows(rows: int, multiple: int) -> int:
@@ -83,6 +31,11 @@ class ShuffledEpochs:
 
     Padding rows fill the last step of an epoch, so that no step reaches into the next one. Only the number of padding
     rows depends on the global batch size; the order of the rows does not.
+
+    Attributes:
+        fingerprint: a hash of the content of all rows. It must not change on resume, unless the user allows it.
+        segments: parts of the run with different sources, which a checkpoint stores; here there is one part.
+        on_exhausted: "repeat": the run's number of steps decides where it ends; else it ends with the data at latest.
     """
 
     dataset: RowSet
@@ -95,19 +48,24 @@ class ShuffledEpochs:
 
     @property
     def rows_per_epoch(self) -> int:
+        """Row numbers per epoch, including padding rows."""
         return with_padding_rows(len(self.dataset), self.global_batch_size)
 
     @property
     def end(self) -> int:
+        """The row number at which the data end, for a run that sets no number of steps."""
         return self.epochs * self.rows_per_epoch
 
     def row(self, number: int) -> Row:
+        """The tokens of row `number`."""
         return self.dataset.row(self.index(number))
 
     def where(self, number: int) -> list[str]:
+        """`file:line` of each document in the row, from left to right, each once; empty for a padding row."""
         return self.dataset.where(self.index(number))
 
     def is_padding(self, number: int) -> bool:
+        """Whether row `number` is a padding row."""
         return number % self.rows_per_epoch >= len(self.dataset)
 
     def index(self, number: int) -> int:
@@ -116,14 +74,25 @@ class ShuffledEpochs:
         return PADDING_ROW if self.is_padding(number) else self.dataset.shuffled((self.seed,), epoch, position)
 
     def resume_at(self, consumed: int, rows: int, global_batch_size: int) -> int:
-        """The same place in the same epoch, although the length of an epoch may have changed. The batch size until now
-        determines the padding rows at the end of epochs until now.
+        """The row number to resume from: the same place in the same epoch, although its length may have changed.
+
+        Args:
+            consumed: row numbers that the run has consumed.
+            rows: rows of the set that they were read from.
+            global_batch_size: the run's until now. It determines the padding rows at the end of epochs until now.
         """
         epoch, position = divmod(consumed, with_padding_rows(rows, global_batch_size))
         return epoch * self.rows_per_epoch + min(position, len(self.dataset))
 
     def describe(self, stop: int) -> tuple[list[str], list[str]]:
+        """See `Mixture.describe`."""
         return [], []
+
+
+# The rows of a run. Each row is a pure function of its number, which counts from the start of training, over all ranks.
+# The source maps a number to content; it handles shuffling, epochs, mixture weights and padding rows. So the number of
+# consumed rows is the whole state of the data, any rank can read any row, and steps can be read in any order.
+RowSource = ShuffledEpochs | Mixture
 
 
 class RowStream:

@@ -198,14 +198,11 @@ def _by_server(options: Namespace, server: Any, asked: Asked) -> Iterator[Answer
 
 
 def _summarise(options: Namespace, store: GroupStore, is_old: bool) -> None:
-    lengths, cut = list[int](), 0
-    for part in range(store.count):
-        answers = [answer for group in store.read(part) for answer in group.answers]
-        lengths += [len(answer.ids) for answer in answers]
-        cut += sum(answer.is_cut for answer in answers)
-    mean, share = sum(lengths) / len(lengths), cut / len(lengths)
-    summary = {"prompts": store.about.count, "answers": len(lengths), "mean_length": mean, "cut_off": share}
-    text = f"{store.about.count:,} prompts, {len(lengths):,} answers with {mean:.1f} tokens on average; {share:.1%} are"
+    groups = (group for part in range(store.count) for group in store.read(part))
+    answers = [(len(answer.ids), answer.is_cut) for group in groups for answer in group.answers]
+    mean, share = (sum(each) / len(answers) for each in zip(*answers, strict=True))
+    summary = {"prompts": store.about.count, "answers": len(answers), "mean_length": mean, "cut_off": share}
+    text = f"{store.about.count:,} prompts, {len(answers):,} answers with {mean:.1f} tokens on average; {share:.1%} are"
     text = f"{options.out}: {'was complete; ' * is_old}{text} cut off after --max_new_tokens {options.max_new_tokens}"
     print(
         json.dumps({"out": options.out, **summary})
