@@ -87,7 +87,7 @@ def cached_text(folder: Path, depends: list[Any], make: Callable[[], str]) -> st
 
 
 def open_or_build_folder(
-    folder: Path, open_folder: Callable[[Path], T], make: Callable[[Path], None], patience: float
+    folder: Path, open_folder: Callable[[Path], T], make: Callable[[Path], None]
 ) -> tuple[T, bool]:
     """Open `folder`. If it is missing or damaged, build it first, or wait until another process has built it.
 
@@ -95,7 +95,6 @@ def open_or_build_folder(
         folder: named by a hash of what it depends on.
         open_folder: opens it; raises DamagedFolder if the content differs from what was written.
         make: writes all files into the temporary folder that it is given.
-        patience: seconds to wait for another process to begin, before this one builds the folder itself.
 
     Returns:
         The result of `open_folder`, and whether this process found the folder already built.
@@ -105,10 +104,6 @@ def open_or_build_folder(
     """
     with suppress(DamagedFolder):  # the fast path takes no lock
         return open_folder(folder), True
-    # The builder's temporary folder is named `.NAME.*`, see atomic_output_folder; it shows that the work has begun.
-    until = time.monotonic() + patience
-    while time.monotonic() < until and not folder.is_dir() and not list(folder.parent.glob(f".{folder.name}.*")):
-        time.sleep(0.02)
     with folder.with_name(f"{folder.name}.lock").open("a+", encoding="utf-8", errors="replace") as lock:
         waited = _acquire_lock(lock.fileno())
         try:  # once more: another process may have built it before this one got the lock
