@@ -42,7 +42,7 @@ def written(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def template_of(folder: Path) -> ChatTemplate:
-    return ChatTemplate.of(load_tokenizer(folder), folder)
+    return ChatTemplate.from_folder(folder, tokenizer=load_tokenizer(folder))
 
 
 @pytest.mark.parametrize("loss", ["assistant", "all", "last"])

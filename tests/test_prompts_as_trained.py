@@ -53,7 +53,9 @@ def encoder_for(tmp_path: Path, template: str | Path) -> Encoder:
     if not real:
         (tmp_path / "tokenizer.json").write_bytes((ASSETS / "tokenizer" / "tokenizer.json").read_bytes())
     tokenizer = qwen3_tokenizer() if real else load_tokenizer(folder)
-    return Encoder(tokenizer, ChatTemplate.of(tokenizer, folder, str(template) if real else ""), DataConfig(), 1 << 20)
+    return Encoder(
+        tokenizer, ChatTemplate.from_folder(folder, str(template) if real else "", tokenizer), DataConfig(), 1 << 20
+    )
 
 
 @pytest.mark.parametrize(
@@ -206,7 +208,7 @@ def test_an_export_prompts_as_in_training_and_can_be_trained_again(
         learned = []
         for folder in (base, export):
             tokenizer = load_tokenizer(folder)
-            encoder = Encoder(tokenizer, ChatTemplate.of(tokenizer, folder), config, 1 << 20)
+            encoder = Encoder(tokenizer, ChatTemplate.from_folder(folder, tokenizer=tokenizer), config, 1 << 20)
             learned.append([documents_or_reason(encoder, *row) for row in ROWS.values()])
         assert learned[0] == learned[1]
 

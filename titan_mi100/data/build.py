@@ -196,7 +196,7 @@ def _load_template(request: DataRequest, sources: Sequence[Source], tokenizer: T
         if idle := [name for name in ("system_prompt", *VARIABLES) if getattr(request.config, name)]:
             raise UserError(f"[data] {idle[0]} is for conversations, and no data file holds any; leave it out")
         return None
-    template = ChatTemplate.of(tokenizer, request.tokenizer_path, request.chat_template)
+    template = ChatTemplate.from_folder(request.tokenizer_path, request.chat_template, tokenizer)
     if template.is_dated:
         raise UserError(
             "the chat template writes the date (strftime_now), so rows would change from day to day; set "

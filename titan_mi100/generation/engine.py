@@ -89,7 +89,7 @@ class Model:
         self.template, config = None, folder_of(tokenizer_path) / "tokenizer_config.json"
         settings = read_object(config, "copy it from the model that you started from") if lexists(config) else {}
         if settings.get("chat_template") or template_file(config.parent):
-            self.template = ChatTemplate.of(self.tokenizer, tokenizer_path)
+            self.template = ChatTemplate.from_folder(tokenizer_path, tokenizer=self.tokenizer)
         ends = self.tokenizer.end_ids("" if self.template is None else self.template.end_of_turn)
         self.stop_ids = {*ends, *stop_ids(source.assets, source.assets_folder / GENERATION)}
 

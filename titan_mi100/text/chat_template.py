@@ -69,15 +69,15 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(
-        cls, path: str | Path, template: str | Path = "", eos_token: str = "", special: Collection[str] = ()
+        cls, path: str | Path, template: str | Path = "", tokenizer: Tokenizer | None = None
     ) -> "ChatTemplate":
         """Read a folder's template: `chat_template.jinja`, or if there is none, that in `tokenizer_config.json`.
 
         Args:
             path: an HF tokenizer folder, or a tokenizer file in such a folder.
             template: a Jinja file to use instead, for all conversations.
-            eos_token: the tokenizer's end token, in case `tokenizer_config.json` is missing or does not name it.
-            special: the tokenizer's special tokens, for `end_of_turn`.
+            tokenizer: of that folder. It has the end token in case `tokenizer_config.json` is missing or does not name
+                it, and the special tokens for `end_of_turn`.
 
         Returns:
             The compiled template, with the special tokens of `tokenizer_config.json` as its variables.
@@ -85,16 +85,11 @@ class ChatTemplate:
         Raises:
             UserError: a file is missing or malformed, there is no template, or it needs too much memory or time.
         """
-        special = tuple(sorted(special))
+        eos_token, special = (tokenizer.eos_token, tuple(sorted(tokenizer.special))) if tokenizer else ("", ())
         call_in_child("text.chat_template:try_template", Path(path), str(template), eos_token, special)
         made = cls._read(path, template, eos_token, special)
         made._given = Path(path), str(template), eos_token
         return made
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer, path: str | Path, template: str | Path = "") -> "ChatTemplate":
-        """`from_folder`, for the tokenizer of that folder."""
-        return cls.from_folder(path, template, tokenizer.eos_token, tokenizer.special)
 
     @classmethod
     def _read(

@@ -44,7 +44,7 @@ def explain(
     files, lines = table.origins.files, table.origins.lines[table.origins.document_lines[list(numbers)]].tolist()
     template = None
     if facts.system_prompt is not None:  # the data hold conversations
-        template = ChatTemplate.of(tokenizer, config.tokenizer_path(), config.model.chat_template)
+        template = ChatTemplate.from_folder(config.tokenizer_path(), config.model.chat_template, tokenizer)
     encoder = _NotingEncoder(tokenizer, template, config.data, config.training.seq_len)
     noted = {}
     for index in {file for file, _, _ in lines}:
