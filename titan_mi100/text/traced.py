@@ -97,12 +97,10 @@ class Traced(str):
         return lines if keepends else [line[: len(str.splitlines(line)[0])] for line in lines]
 
     def partition(self, sep: str, /) -> tuple[str, str, str]:
-        before, separator, after = self._located(list(super().partition(sep)), 0)
-        return before, separator, after
+        return tuple(self._located(list(super().partition(sep)), 0))  # type: ignore[return-value]
 
     def rpartition(self, sep: str, /) -> tuple[str, str, str]:
-        before, separator, after = self._located(list(super().rpartition(sep)), 0)
-        return before, separator, after
+        return tuple(self._located(list(super().rpartition(sep)), 0))  # type: ignore[return-value]
 
     def _located(self, pieces: list[str], gap: int) -> list[str]:
         """Turn pieces of this string into slices of it, which keep their sources.
