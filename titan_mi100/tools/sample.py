@@ -204,8 +204,5 @@ def _summarise(options: Namespace, store: GroupStore, is_old: bool) -> None:
     summary = {"prompts": store.about.count, "answers": len(answers), "mean_length": mean, "cut_off": share}
     text = f"{store.about.count:,} prompts, {len(answers):,} answers with {mean:.1f} tokens on average; {share:.1%} are"
     text = f"{options.out}: {'was complete; ' * is_old}{text} cut off after --max_new_tokens {options.max_new_tokens}"
-    print(
-        json.dumps({"out": options.out, **summary})
-        if options.json
-        else f"{text}\nnext: titan-mi100 score {options.out}"
-    )
+    text += f"\nnext: titan-mi100 score {options.out}"
+    print(json.dumps({"out": options.out, **summary}) if options.json else text)
