@@ -149,7 +149,7 @@ def _compare_texts(folder: Path) -> list[str]:
     if theirs.chat_template is None:
         return problems
     try:
-        template = ChatTemplate.of(ours, folder)
+        template = ChatTemplate.from_folder(folder, tokenizer=ours)
     except UserError as error:
         return [*problems, f"the chat template cannot be used: {error}"]
     for messages in _MESSAGES:
@@ -160,4 +160,4 @@ def _compare_texts(folder: Path) -> list[str]:
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    return (folder / "tokenizer.json").exists() or (folder / "vocab.json").exists()
+    return (folder / "tokenizer.json").exists()

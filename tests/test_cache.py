@@ -40,11 +40,11 @@ def test_it_is_made_once_with_the_users_permissions(tmp_path: Path) -> None:
     folder = tmp_path / "key"
     before = os.umask(0o022)
     try:
-        assert cache.open_or_build_folder(folder, opened, make, patience=0) == ("key", False)
+        assert cache.open_or_build_folder(folder, opened, make) == ("key", False)
     finally:
         os.umask(before)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755  # others may use a shared cache
-    assert cache.open_or_build_folder(folder, opened, lambda _: pytest.fail("made again"), patience=0) == ("key", True)
+    assert cache.open_or_build_folder(folder, opened, lambda _: pytest.fail("made again")) == ("key", True)
 
 
 def test_a_failed_attempt_leaves_nothing_and_those_who_waited_fail_alike(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_failed_attempt_leaves_nothing_and_those_who_waited_fail_alike(tmp_pat
     def attempt(number: int) -> None:
         (tmp_path / f"here{number}").touch()
         try:
-            cache.open_or_build_folder(folder, opened, fail, patience=0)
+            cache.open_or_build_folder(folder, opened, fail)
         except UserError as error:
             (tmp_path / f"said{number}").write_text(str(error))
 
@@ -72,7 +72,7 @@ def test_a_failed_attempt_leaves_nothing_and_those_who_waited_fail_alike(tmp_pat
     assert (tmp_path / "attempts").read_text() == "x"
     assert [(tmp_path / f"said{number}").read_text() for number in range(4)] == ["line 7 is bad"] * 4
     assert not folder.exists() and not list(tmp_path.glob(".*"))
-    assert not cache.open_or_build_folder(folder, opened, make, patience=0)[1]  # a later start tries again
+    assert not cache.open_or_build_folder(folder, opened, make)[1]  # a later start tries again
 
 
 def test_without_locks_all_build_and_one_result_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_without_locks_all_build_and_one_result_stays(tmp_path: Path, monkeypatc
         time.sleep(0.5)
         make(aside)
 
-    processes = [fork(cache.open_or_build_folder, tmp_path / "key", opened, slow, 0) for _ in range(3)]
+    processes = [fork(cache.open_or_build_folder, tmp_path / "key", opened, slow) for _ in range(3)]
     for process in processes:
         process.join(30)
         assert process.exitcode == 0
@@ -97,18 +97,8 @@ def test_what_a_killed_build_left_is_removed_but_not_another_nodes(tmp_path: Pat
     mine, other = (tmp_path / f".key.{host}.1.incomplete" for host in (socket.gethostname(), "elsewhere"))
     mine.mkdir()
     other.mkdir()
-    cache.open_or_build_folder(tmp_path / "key", opened, make, patience=0)
+    cache.open_or_build_folder(tmp_path / "key", opened, make)
     assert not mine.exists() and other.exists()
-
-
-def test_patience_leaves_the_work_to_who_is_about_to_begin(tmp_path: Path) -> None:
-    def late() -> None:
-        time.sleep(0.3)
-        cache.open_or_build_folder(tmp_path / "key", opened, make, patience=0)
-
-    process = fork(late)
-    assert cache.open_or_build_folder(tmp_path / "key", opened, lambda _: pytest.fail("made twice"), patience=20)[1]
-    process.join(30)
 
 
 def test_several_that_find_damage_make_it_once_and_a_kill_in_between_leaves_it_to_the_next(tmp_path: Path) -> None:
@@ -130,11 +120,11 @@ def test_several_that_find_damage_make_it_once_and_a_kill_in_between_leaves_it_t
 
     damage()
     (tmp_path / ".key.damaged.1").mkdir()  # of a kill just before it was removed
-    process = fork(cache.open_or_build_folder, folder, opened, killed, 0)
+    process = fork(cache.open_or_build_folder, folder, opened, killed)
     process.join(30)
     assert process.exitcode == 9 and not folder.exists()
     damage()
-    processes = [fork(cache.open_or_build_folder, folder, opened, count, 0) for _ in range(3)]
+    processes = [fork(cache.open_or_build_folder, folder, opened, count) for _ in range(3)]
     for process in processes:
         process.join(30)
         assert process.exitcode == 0

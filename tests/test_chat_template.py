@@ -8,14 +8,8 @@ from conftest import ASSETS, examples, transformers_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from titan_mi100.config.settings import DataConfig
-from titan_mi100.data.encode import Encoder, supervise
-from titan_mi100.data.formats import Example
 from titan_mi100.errors import UserError
-from titan_mi100.shapes.families import PRESETS
-from titan_mi100.text.assets import run_assets, tokenizer_files
 from titan_mi100.text.chat_template import ChatTemplate, Rendered
-from titan_mi100.text.load import load_tokenizer
 from titan_mi100.text.load import tokenizer_files as files_of_tokenizer
 
 QWEN3 = Path(__file__).parents[2] / "shared" / "data" / "qwen3_tokenizer"
@@ -238,7 +232,6 @@ EVERY_FEATURE = """{# comment #}
 {{ {"b": "<é>", "a": [1, 2.5, none, true]} | tojson }} {{ [1] | tojson(indent=2) }}
 {{ {"b": 1, "a": 2} | tojson(sort_keys=true) }}
 {{ strftime_now("%Y") }} {{ extra }} {{ namespace(x=1).x }} {{ dict(a=1).a }} {{ range(3) | list }} {{ "a" ~ 1 ~ "b" }}
-{% generation %}{% set inner = 1 %}inside{% endgeneration %}{{ inner is defined }}
 {%- macro shout(text) %}{{ text }}!{% endmacro %}{{ shout(messages[0].content) }}
 {% set block %}[{{ messages[0].content }}]{% endset %}{{ block }}
 {% if add_generation_prompt %}go{% endif %}
@@ -271,20 +264,22 @@ def test_a_missing_or_broken_config_is_refused(tmp_path: Path) -> None:
         ChatTemplate.from_folder(tmp_path)
 
 
-# -- several templates, and marks: as transformers --
+# -- the template's file: as transformers --
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
 WITH_TOOLS = "{{ tools | tojson }}\r\n" + PLAIN
 BOTH = {"default": PLAIN, "tool_use": WITH_TOOLS}
-FILES = {"chat_template.jinja": PLAIN, "additional_chat_templates/tool_use.jinja": WITH_TOOLS}
 
 
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        *((source, "chat_template") for source in (None, [{"name": "tool_use", "template": "x"}], [], 3)),
-        *((source, "chat_template") for source in ({**BOTH, "tool_use": 3}, {"tool_use": WITH_TOOLS})),
+        *((source, "chat_template") for source in (None, [{"name": "default", "template": "x"}], [], 3, BOTH)),
         ("{% for %}", "not valid Jinja"),
+        (
+            "{% generation %}{{ messages[0].content }}{% endgeneration %}",
+            "unknown tag 'generation'.*correct or replace it",
+        ),
         ("{{ [1, 2] | random }}", "No filter named 'random'"),
     ],
 )
@@ -293,172 +288,25 @@ def test_a_folder_without_a_valid_template_is_refused(tmp_path: Path, source: An
         template(tmp_path, source)
 
 
-# chat_template in tokenizer_config.json, and the files beside it; None: transformers has no template for that row
-SEVERAL: dict[str, tuple[Any, dict[str, str]]] = {
-    "one": (PLAIN, {}),
-    "a list": ([{"name": name, "template": source} for name, source in BOTH.items()], {}),
-    "an object": (BOTH, {}),
-    "a list without tools": ([{"name": "default", "template": PLAIN}, {"name": "rag", "template": "x"}], {}),
-    "files": (None, FILES),
-    "files before a list": (
-        [{"name": name, "template": source + "!"} for name, source in BOTH.items()], {"chat_template.jinja": PLAIN}
-    ),
-    "files before a template": ("x", FILES),
-    "a default among the others": (
-        None, {f"additional_chat_templates/{name}.jinja": source for name, source in BOTH.items()}
-    ),
-    "another one": (None, {"chat_template.jinja": PLAIN, "additional_chat_templates/rag.jinja": "x"}),
-}  # fmt: skip
-
-
 def whole_folder(path: Path, source: Any) -> Path:
     """A folder with a tokenizer, which `transformers` can load."""
     (path / "tokenizer.json").write_bytes((ASSETS / "tokenizer" / "tokenizer.json").read_bytes())
     return folder_with(path, source, tokenizer_class="PreTrainedTokenizerFast", pad_token=END)
 
 
-@pytest.fixture
-def several(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    source, files = SEVERAL[request.param]
-    whole_folder(tmp_path, source)
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(text.encode())
-    return tmp_path
-
-
-def rendered_by_both(folder: Path) -> list[tuple[str, str]]:
+def test_the_file_is_read_before_the_config_and_several_templates_are_refused(tmp_path: Path) -> None:
+    folder, messages = whole_folder(tmp_path, "x"), [say("user", "q"), say("assistant", "a")]
+    (folder / "chat_template.jinja").write_bytes(WITH_TOOLS.encode())
     ours, theirs = ChatTemplate.from_folder(folder), transformers_tokenizer(folder)
-    messages = [say("user", "q"), say("assistant", "a")]
-    return [
-        (ours.render(messages, tools=tools), theirs.apply_chat_template(messages, tools=tools, tokenize=False))
-        for tools in (None, TOOLS)
-    ]
-
-
-@pytest.mark.parametrize("several", SEVERAL, indirect=True)
-def test_a_row_with_tools_is_rendered_by_the_template_that_transformers_takes(several: Path) -> None:
-    (plain, expected), (with_tools, expected_with_tools) = rendered_by_both(several)
-    assert plain == expected
-    assert with_tools == expected_with_tools
-
-
-@pytest.mark.parametrize("several", ["files", "a default among the others", "a list"], indirect=True)
-def test_a_checkpoint_has_all_templates_in_one_folder(several: Path, tmp_path: Path) -> None:
-    before = rendered_by_both(several)
-    assets = tokenizer_files(several)
-    (tmp_path / "checkpoint").mkdir()
-    for name, content in assets.items():
-        (tmp_path / "checkpoint" / name).write_bytes(content)
-    assert rendered_by_both(tmp_path / "checkpoint") == before
-    assert before[0] != before[1]
-
-
-@pytest.mark.parametrize("several", ["files"], indirect=True)
-def test_a_named_template_is_for_all_rows_and_every_template_counts_for_the_cache(several: Path) -> None:
-    (several / "own.jinja").write_text("own {{ tools is none }}")
-    chat = ChatTemplate.from_folder(several, several / "own.jinja")
-    assert chat.render([say("user")], tools=TOOLS) == "own False"
-    assert several / "additional_chat_templates/tool_use.jinja" in files_of_tokenizer(several)
-    assets = run_assets(PRESETS["debug"], "", str(several), str(several / "own.jinja"))
-    for name, content in assets.items():
-        (several / name).write_bytes(content)
-    (several / "additional_chat_templates/tool_use.jinja").unlink()
-    assert ChatTemplate.from_folder(several).render([say("user")], tools=TOOLS) == "own False"
-
-
-def test_a_date_in_either_template_is_told_and_files_hide_the_templates_of_the_config(tmp_path: Path) -> None:
-    assert template(tmp_path, {**BOTH, "tool_use": "{{ strftime_now('%Y') }}"}).is_dated
-    assert not template(tmp_path, {**BOTH, "rag": "{{ strftime_now('%Y') }}"}).is_dated
-    (tmp_path / "additional_chat_templates").mkdir()
-    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(WITH_TOOLS)
-    with pytest.raises(UserError, match="no \\(default\\) chat_template"):  # as transformers: files hide the config's
-        template(tmp_path, PLAIN)
-
-
-def marking(answer: str, before: str = "", after: str = "") -> str:
-    """A template that writes the assistant's turns as `answer`. HEAD: a turn's header; << and >>: a mark's ends."""
-    source = (
-        "{% for m in messages %}" + before + "{% if m.role == 'assistant' %}" + answer + "{% else %}"
-        "HEAD{{ m.content }}<|im_end|>{{ '\n' }}{% endif %}" + after + "{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
-    header = "{{ '<|im_start|>' + m.role + '\n' }}"
-    return source.replace("HEAD", header).replace("<<", "{% generation %}").replace(">>", "{% endgeneration %}")
-
-
-UNMARKED = "HEAD{{ m.content }}<|im_end|>{{ '\n' }}"
-MARKS = {
-    "the answer and its end": "HEAD<<{{ m.content + '<|im_end|>' }}>>{{ '\n' }}",
-    "the line break behind it too": "HEAD<<{{ m.content }}<|im_end|>{{ '\n' }}>>",
-    "the header": "<<HEAD{{ m.content }}<|im_end|>{{ '\n' }}>>",
-    "two blocks": "HEAD<<{{ m.content[:1] }}>>{{ m.content[1:2] }}<<{{ m.content[2:] }}<|im_end|>>>{{ '\n' }}",
-    "not its thought": "HEAD{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "<<{{ m.content }}<|im_end|>>>{{ '\n' }}",
-    "the last turn": f"{{% if loop.last %}}HEAD<<{{{{ m.content }}}}<|im_end|>>>{{% else %}}{UNMARKED}{{% endif %}}",
-    "with other spaces": "HEAD{%- generation -%} {{ m.content ~ eos_token }}{%- endgeneration %}{{ '\n' }}",
-}
-ASKED = [say("user", "q"), say("assistant", "one", reasoning_content="x"), say("user", "r"), say("assistant", "two\n")]
-
-
-@pytest.mark.parametrize("name", MARKS)
-def test_what_a_template_marks_is_learned_as_transformers_marks_it(name: str, tmp_path: Path) -> None:
-    folder = whole_folder(tmp_path, marking(MARKS[name]))
-    render = transformers_tokenizer(folder).apply_chat_template
-    theirs = render(ASKED, return_dict=True, return_assistant_tokens_mask=True)
-    encoder = Encoder(load_tokenizer(folder), ChatTemplate.from_folder(folder), DataConfig(), 512)
-    (found,) = encoder.encode(Example(messages=ASKED)).documents
-    assert (found >> 1).tolist() == theirs["input_ids"]
-    assert (found & 1).tolist() == theirs["assistant_masks"]
-    assert 0 < sum(theirs["assistant_masks"]) < len(found)
-
-
-def learned(chat: ChatTemplate, messages: list[dict[str, Any]], **settings: Any) -> list[str]:
-    return [r.text[a:b] for r, spans in supervise(chat, messages, **settings) for a, b in spans]
-
-
-def test_marks_leave_the_weights_of_messages_and_the_settings_of_the_loss_as_they_are(tmp_path: Path) -> None:
-    chat = template(tmp_path, marking(MARKS["the answer and its end"]))
-    assert learned(chat, ASKED) == ["one<|im_end|>", "two\n<|im_end|>"]
-    assert learned(chat, ASKED, loss="last") == ["two\n<|im_end|>"]
-    assert learned(chat, [ASKED[0], {**ASKED[1], "weight": 0}, *ASKED[2:]]) == ["two\n<|im_end|>"]
-    assert learned(chat, [{**ASKED[0], "weight": 1}, *ASKED[1:]], loss="weight") == ["q<|im_end|>"]
-    assert learned(chat, ASKED, earlier_thinking="mask") == ["two\n<|im_end|>"]
-    assert chat.render(ASKED) == chat.render_turns(ASKED).text and type(chat.render(ASKED)) is str
-
-
-LOST = "HEAD{% set text %}<<{{ m.content }}>>{% endset %}BODY{{ m.content }}<|im_end|>{{ '\n' }}"
-
-
-@pytest.mark.parametrize(
-    ("source", "told"),
-    [
-        *(
-            (source, "marks .* not a single assistant message")
-            for source in (
-                marking(UNMARKED, "<<", ">>"),
-                marking(MARKS["the answer and its end"], "<<x>>"),
-                "{% generation %}" + marking(UNMARKED) + "{% endgeneration %}",
-            )
-        ),
-        *(
-            (marking(LOST.replace("BODY", body)), "rewrites or drops text inside {% generation %}")
-            for body in ("{{ [text, 'x'] | join }}", "{{ text | title }}", "x")
-        ),
-    ],
-    ids=["every message", "what is no message", "everything", "joined", "title", "gone"],
-)
-def test_marks_that_get_lost_or_are_not_on_single_assistant_messages_are_refused(
-    source: str, told: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=told):
-        template(tmp_path, source).render_turns(ASKED)
-
-
-def test_a_mark_inside_of_a_mark_or_a_macro_is_where_its_text_stands(tmp_path: Path) -> None:
-    macro = "{% macro show(m) %}HEADx<<a<<{{ m.content }}>>b>>{% endmacro %}"
-    chat = template(tmp_path, marking("{{ show(m) }}<|im_end|>{{ '\n' }}", before=macro))
-    assert learned(chat, ASKED) == ["aoneb", "atwo\nb"]
+    for tools in (None, TOOLS):
+        expected = theirs.apply_chat_template(messages, tools=tools, tokenize=False)
+        assert ours.render(messages, tools=tools) == expected != "x"
+    (folder / "own.jinja").write_text("own {{ tools is none }}")
+    assert ChatTemplate.from_folder(folder, folder / "own.jinja").render(messages, tools=TOOLS) == "own False"
+    (folder / "additional_chat_templates").mkdir()
+    for read in (ChatTemplate.from_folder, files_of_tokenizer):
+        with pytest.raises(UserError, match=r"additional_chat_templates: only one chat template is read"):
+            read(folder)
 
 
 # -- errors of a template --
@@ -656,7 +504,7 @@ def test_the_prompt_does_not_depend_on_the_order_of_conversations(tmp_path: Path
         {"tools": [{"a": 1.0}]},
         {"tools": [{"a": 1, "b": 2}]},
         {"tools": [{"b": 2, "a": 1}]},
-        {"tools": ({"a": 1},), "extra": object()},
+        {"tools": ({"a": 1},), "extra": "x"},
         {},
     ]
     alone = [template(tmp_path, source).render_turns(messages, **each) for each in variables]

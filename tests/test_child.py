@@ -150,9 +150,8 @@ def sparse_template(folder: Path) -> object:
     definition["normalizer"] = {"type": "Sequence", "normalizers": [double] * 40}
     (folder / "tok" / "tokenizer.json").unlink()
     (folder / "tok" / "tokenizer.json").write_text(json.dumps(definition))
-    (folder / "tok" / "additional_chat_templates").mkdir()
-    (folder / "tok" / "additional_chat_templates" / "a.jinja").touch()
-    os.truncate(folder / "tok" / "additional_chat_templates" / "a.jinja", 1 << 40)
+    (folder / "tok" / "chat_template.jinja").touch()
+    os.truncate(folder / "tok" / "chat_template.jinja", 1 << 40)
     return load_tokenizer(folder / "tok")
 
 
@@ -298,8 +297,8 @@ def test_nothing_is_computed_when_a_template_is_compiled(source: str) -> None:
 
 def test_a_pools_processes_end_with_their_parent() -> None:
     code = (
-        "import os, time\nfrom titan_mi100.files.pool import forked_pool\npool = forked_pool(1, int)\n"
-        "print(pool.submit(os.getpid).result(), flush=True)\npool.submit(time.sleep, 99)\ntime.sleep(99)"
+        "import os, time\nfrom titan_mi100.files.pool import forked_pool\nwith forked_pool(1, killed='') as pool:\n"
+        "    print(pool.submit(os.getpid).result(), flush=True)\n    pool.submit(time.sleep, 99)\n    time.sleep(99)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None

@@ -228,7 +228,7 @@ def test_help_whose_reader_is_gone_ends_quietly(words: str) -> None:
 def test_too_little_memory_is_no_damaged_file_and_no_unexpected_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(load, "read_definition", raises(MemoryError()))
+    monkeypatch.setattr(load, "read_object", raises(MemoryError()))
     assert cli.exit_code(lambda: load.load_tokenizer(ASSETS / "tokenizer")) == 6
     assert (
         capsys.readouterr().err == "ERROR out of memory; use a machine with more, or end other programs (MemoryError)\n"

@@ -4,6 +4,7 @@ FOLLOWED and NOT_HERE were the first of `sorted(remedies.messages(), key=remedie
 is gone is deleted; another seed in remedies.py draws others.
 """
 
+import gzip
 import json
 import os
 import shutil
@@ -262,10 +263,6 @@ FOLLOWED: dict[tuple[str, str], tuple[Call, Call, str, Call, Call, str]] = {
     ("checkpoint/resume", "or the run now differs from"): (
         SAVED, run(**{"data.loss": "all"}), "or allow it: --checkpoint.allow_changed data",
         NOTHING, run(**{"data.loss": "all", "checkpoint.allow_changed": "data"}), ""),
-    ("text/bpe", "save the tokenizer with a tokenizer.json"): (
-        both(wrote("t/vocab.json", "{}"), wrote("t/merges.txt"), edited("t/tokenizer_config.json")),
-        lambda f: load_tokenizer(f / "t"), "save the tokenizer with a tokenizer.json",
-        copied(TOKENIZER, "t"), lambda f: load_tokenizer(f / "t"), ""),
     ("weights/experts", "has shape , and is not"): (
         tensors("a.safetensors", **{EXPERTS: torch.zeros(2)}),
         experts, "save it again",
@@ -306,7 +303,7 @@ FOLLOWED: dict[tuple[str, str], tuple[Call, Call, str, Call, Call, str]] = {
         tensors("a.safetensors", a=torch.zeros(1)), lambda f: open_safetensors(f / "a.safetensors"), ""),
     ("config/check", "lora. = is more than hidden_size"): (
         NOTHING, config("--lora.rank", "4096"), "lower it", NOTHING, config("--lora.rank", "128"), ""),
-    ("text/chat_template", "no (default) chat_template, and no chat_template.jinja;"): (
+    ("text/chat_template", "no chat_template, or several, and no"): (
         both(copied(TOKENIZER, "t"), edited("t/tokenizer_config.json", chat_template=None)),
         rows(**{"model.tokenizer_path": "F/t"}), "name a Jinja file in model.chat_template, e.g. ",
         NOTHING, rows(**{"model.tokenizer_path": "F/t", "model.chat_template": CHATML}), ""),
@@ -336,6 +333,9 @@ FOLLOWED: dict[tuple[str, str], tuple[Call, Call, str, Call, Call, str]] = {
     ("data/files", "is parquet, which needs pyarrow: pip"): (
         PARQUET, without_pyarrow(lambda f: unpack_parquet(str(f / "in.parquet"), 0)), "or convert to JSONL",
         TEXT, rows(**{"data.path": "F/in.jsonl"}), ""),
+    ("data/files", "copy or write the file again"): (
+        wrote("in.jsonl.gz", gzip.compress(b'{"text": "abc"}\n')[:-4]), rows(**{"data.path": "F/in.jsonl.gz"}),
+        "copy or write the file again", TEXT, rows(**{"data.path": "F/in.jsonl"}), ""),
     ("launch/launcher", "one node is started here; for"): (
         NOTHING, lambda f: launcher.parse(["--nnodes", "2"], ""), "run on each: torchrun --nnodes 2",
         NOTHING, lambda f: launcher.parse(["--nproc_per_node", "8"], ""), ""),
@@ -356,7 +356,6 @@ FOLLOWED: dict[tuple[str, str], tuple[Call, Call, str, Call, Call, str]] = {
 NOT_HERE = {  # drawn, too, but not provoked on any machine of the tests
     ("text/assets", "[checkpoint] export_hf = true: of the"): "only a defect of the files that the export makes itself",
     ("parallel/distributed", "this machine has GPUs ( ),"): "needs a GPU",
-    ("data/tokenise", "a tokenising process was killed: ;"): "needs memory to run out in a worker",
     ("files/pool", "/dev/shm: ; semaphores are kept there:"): "needs a mount that is full",
     ("data/prepare", "changed while it was read; start"): "needs a file that changes at the right moment",
     ("text/other", "needs a newer sentencepiece; run: pip"): "needs another package, so a network",

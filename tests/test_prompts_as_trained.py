@@ -53,7 +53,9 @@ def encoder_for(tmp_path: Path, template: str | Path) -> Encoder:
     if not real:
         (tmp_path / "tokenizer.json").write_bytes((ASSETS / "tokenizer" / "tokenizer.json").read_bytes())
     tokenizer = qwen3_tokenizer() if real else load_tokenizer(folder)
-    return Encoder(tokenizer, ChatTemplate.of(tokenizer, folder, str(template) if real else ""), DataConfig(), 1 << 20)
+    return Encoder(
+        tokenizer, ChatTemplate.from_folder(folder, str(template) if real else "", tokenizer), DataConfig(), 1 << 20
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,14 +166,6 @@ def test_arguments_that_a_template_writes_in_quotes_are_refused(tmp_path: Path) 
     assert encoder.encode(Example(messages=messages)).documents
 
 
-def test_marks_that_leave_the_end_token_out_are_refused(tmp_path: Path) -> None:
-    marks = "{% generation %}{{ m.content }}{% endgeneration %}"
-    body = "{% if m.role == 'assistant' %}" + marks + "{% else %}{{ m.content }}{% endif %}"
-    encoder = encoder_for(tmp_path, chatml(body))
-    with pytest.raises(BadRecord, match=r"leaves out '<\|im_end\|>', so stopping would not be learned"):
-        encoder.encode(Example(messages=ROWS["an answer"][0]))
-
-
 def by_default(name: str, *chosen: str) -> tuple[pytest.MarkDecorator, ...]:
     return () if name in ("small", "telling", *chosen) else (pytest.mark.full,)
 
@@ -214,7 +208,7 @@ def test_an_export_prompts_as_in_training_and_can_be_trained_again(
         learned = []
         for folder in (base, export):
             tokenizer = load_tokenizer(folder)
-            encoder = Encoder(tokenizer, ChatTemplate.of(tokenizer, folder), config, 1 << 20)
+            encoder = Encoder(tokenizer, ChatTemplate.from_folder(folder, tokenizer=tokenizer), config, 1 << 20)
             learned.append([documents_or_reason(encoder, *row) for row in ROWS.values()])
         assert learned[0] == learned[1]
 

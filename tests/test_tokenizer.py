@@ -1,7 +1,6 @@
 import json
 import pickle
 import random
-import shutil
 import unicodedata
 from collections.abc import Callable
 from itertools import pairwise
@@ -165,20 +164,6 @@ def trained_both(trained: Path) -> Both:
 @pytest.fixture(scope="module")
 def qwen3_both() -> Both:
     return both(QWEN3)
-
-
-def as_vocab_and_merges(source: Path, target: Path) -> Path:
-    """The same tokenizer in the older files: vocab.json, merges.txt, and added tokens in the config."""
-    data = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
-    config = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
-    config["added_tokens_decoder"] = {
-        str(token["id"]): {key: value for key, value in token.items() if key != "id"} for token in data["added_tokens"]
-    }
-    merges = "#version: 0.2\n" + "".join(" ".join(merge) + "\n" for merge in data["model"]["merges"])
-    (target / "vocab.json").write_text(json.dumps(data["model"]["vocab"]), encoding="utf-8")
-    (target / "merges.txt").write_text(merges, encoding="utf-8")
-    (target / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-    return target
 
 
 # -- the same ids --
@@ -394,20 +379,6 @@ def test_long_runs_of_spaces_are_cut_where_hf_cuts_them(tmp_path: Path, split: A
     texts += ["!" + " " * run + right for right in ["", "1", "!", "\n", "\n a", "\x1c", "\u3042"]]
     texts += ["a" + " " * run + "!" + " " * run + "\n" + " " * run + "1", ("\n " * run) + "a", "\u2003" * run + "\x85!"]
     assert_same_ids(ours, theirs, texts)
-
-
-@pytest.mark.parametrize("real", [False, pytest.param(True, marks=[needs_qwen3, pytest.mark.full])])
-def test_vocab_and_merges_files_give_the_same_tokenizer(tmp_path: Path, trained: Path, real: bool) -> None:
-    if real:
-        for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):
-            shutil.copyfile(QWEN3 / name, tmp_path / name)
-    else:
-        as_vocab_and_merges(trained, tmp_path)
-    ours, other = load_tokenizer(tmp_path), load_tokenizer(QWEN3 if real else trained)
-    assert ours.fingerprint == other.fingerprint
-    text = "<think>it's\n\n 12 e\u0301</think><|im_end|>"
-    assert ours.encode(text) == other.encode(text)
-    assert ends_of(ours) == ends_of(other)
 
 
 # -- which merges tiktoken can represent --
@@ -723,18 +694,6 @@ def test_what_the_tokenizers_library_refuses_is_refused_whichever_engine_runs_th
         load_tokenizer(write(tmp_path, definition([AB], **engine, **change)))
 
 
-@pytest.mark.parametrize(
-    "change", [{"tokenizer_class": "GPT2Tokenizer"}, {"tokenizer_class": None}, {"add_prefix_space": True}]
-)
-def test_vocab_and_merges_of_an_unknown_class_are_refused(
-    tmp_path: Path, trained: Path, change: dict[str, Any]
-) -> None:
-    file = as_vocab_and_merges(trained, tmp_path) / "tokenizer_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), **change}), encoding="utf-8")
-    with pytest.raises(UserError, match=next(iter(change))):
-        load_tokenizer(tmp_path)
-
-
 def test_missing_and_unreadable_files_of_a_folder_are_named(tmp_path: Path) -> None:
     whole, no_json = json.dumps(definition([])), r"tokenizer\.json: cannot be read as JSON"
     for name, content, told in (
@@ -743,14 +702,13 @@ def test_missing_and_unreadable_files_of_a_folder_are_named(tmp_path: Path) -> N
         ("tokenizer.json", b"\xff", no_json),
         ("tokenizer.json", whole.encode("utf-8-sig"), no_json),  # as by the tokenizers library
         ("tokenizer.json", whole.encode("utf-16"), no_json),
-        ("vocab.json", b"{}", no_json),
         ("tokenizer_config.json", b'{"tokenizer_class": "Qwen2Tokenizer"}', no_json),
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match=told):
             load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match=r"merges\.txt"):
+    (tmp_path / "tokenizer.json").rename(tmp_path / "vocab.json")
+    with pytest.raises(UserError, match=r"has no tokenizer; name a folder with tokenizer\.json"):
         load_tokenizer(tmp_path)
 
 
@@ -830,8 +788,6 @@ def test_what_an_added_token_does_not_say_is_as_in_hf() -> None:
 def test_load_tokenizer_finds_what_a_path_means(tmp_path: Path, trained: Path) -> None:
     expected = load_tokenizer(trained).encode("it's thinking<|im_end|>")
     assert load_tokenizer(str(trained)).encode("it's thinking<|im_end|>") == expected
-    older = as_vocab_and_merges(trained, tmp_path)
-    assert load_tokenizer(older).encode("it's thinking<|im_end|>") == expected
     folder = tmp_path / "pieces"
     folder.mkdir()
     (folder / "tokenizer.model").write_bytes(train_pieces())
@@ -867,8 +823,6 @@ def test_tokenizer_files_are_those_that_are_read(tmp_path: Path) -> None:
         (tmp_path / name).write_text("", encoding="utf-8")
     beside = ["tokenizer_config.json", "chat_template.jinja"]
     assert names(tmp_path) == names(tmp_path / "tokenizer.model") == ["tokenizer.model", *beside]
-    (tmp_path / "vocab.json").write_text("", encoding="utf-8")
-    assert names(tmp_path) == ["vocab.json", "merges.txt", *beside]
     (tmp_path / "tokenizer.json").write_text("", encoding="utf-8")
     assert names(tmp_path) == ["tokenizer.json", *beside]
     assert names(tmp_path / "tokenizer.model") == ["tokenizer.model", *beside]

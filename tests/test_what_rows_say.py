@@ -51,7 +51,7 @@ def template_of(source: str, real: bool = False) -> ChatTemplate:
     path = SHARED_DATA / folder if real else ASSETS / "tokenizer"
     config = json.loads((path / "tokenizer_config.json").read_text())
     text = source if source and not real else Path(source).read_text() if source else config["chat_template"]
-    return ChatTemplate(path, {"default": text}, named_tokens(config), tokenizer.special)
+    return ChatTemplate(path, text, named_tokens(config), tokenizer.special)
 
 
 WRITES = """\

@@ -306,9 +306,7 @@ def read_hf(folder: Path) -> None:
 def open_tokenizer(folder: Path) -> None:
     tokenizer_files(folder / "tok")
     tokenizer = load_tokenizer(folder / "tok")
-    ChatTemplate.from_folder(folder / "tok", eos_token=tokenizer.eos_token).render(
-        [{"role": "user", "content": "Hello"}]
-    )
+    ChatTemplate.from_folder(folder / "tok", tokenizer=tokenizer).render([{"role": "user", "content": "Hello"}])
 
 
 _KINDS: dict[str, tuple[Callable[[], dict[str, Build]], Callable[[Path], None]]] = {

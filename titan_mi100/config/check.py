@@ -48,7 +48,7 @@ ALTERNATIVES = (
 )
 # what every run imports, and the oldest version; as in pyproject.toml
 _PACKAGES = {
-    "torch": "2.8", "torchdata": "0.11", "tiktoken": "0.13", "tokenizers": "0.21", "jinja2": "3.1.6",
+    "torch": "2.8", "tiktoken": "0.13", "tokenizers": "0.21", "jinja2": "3.1.6",
     "safetensors": "0.4.5", "tqdm": "4.66.3", "numpy": "1.26",
 }  # fmt: skip
 _TAKEN = ("checkpoint", "tensorboard", "logs")  # names that the run folder needs itself
@@ -298,7 +298,7 @@ def _check_paths(config: Config) -> Iterator[Problem]:
     elif not os.path.exists(path):
         yield Problem(key, f"= {path!r}: no such folder or file{hub_hint(path) or nearby(path)}")
     elif not os.path.isfile(path) and not assets.has_tokenizer(path):
-        text = f"= {path!r} has neither tokenizer.json nor vocab.json with merges.txt, nor a sentencepiece .model; "
+        text = f"= {path!r} has neither tokenizer.json nor a sentencepiece .model; "
         yield Problem(key, f"{text}set model.tokenizer_path to a folder that does, or to such a file")
 
 

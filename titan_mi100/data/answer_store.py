@@ -348,35 +348,29 @@ class ByLearnedToken:
         self.values, self.starts = values, starts
 
     def __call__(self, documents: np.ndarray, row: Row) -> np.ndarray:
-        padded: np.ndarray = np.zeros(len(row.labels), dtype=self.values.dtype)
         own = [self.values[self.starts[number] : self.starts[number + 1]] for number in documents.tolist()]
-        padded[row.labels != IGNORE] = np.concatenate([self.values[:0], *own])
-        return padded
+        return _where_predicted(row, self.values[:0], own)
 
 
-def by_token(teacher: Teacher, name: str, k: int, dtype: str) -> Column:
-    """A teacher's arrays at the tokens that predict the learned ones, (seq_len, k)."""
-
-    def column(documents: np.ndarray, row: Row) -> np.ndarray:
-        padded: np.ndarray = np.zeros((len(row.labels), k), dtype=dtype)
-        learned = np.flatnonzero(row.labels != IGNORE)
-        if len(learned):
-            padded[learned] = np.concatenate([teacher.read(name, number) for number in documents.tolist()])
-        return padded
-
-    return column
+def _where_predicted(row: Row, empty: np.ndarray, own: Sequence[np.ndarray]) -> np.ndarray:
+    """Values of the documents' learned tokens, at the tokens that predict them, (seq_len, ...). Args: empty: none."""
+    padded: np.ndarray = np.zeros((len(row.labels), *empty.shape[1:]), dtype=empty.dtype)
+    padded[row.labels != IGNORE] = np.concatenate([empty, *own])
+    return padded
 
 
 def teacher_columns(store: LogprobStore, sets: Iterable[PackedDataset]) -> dict[str, Column]:
-    """Raises UserError: a document of a row is not in the store."""
-    teacher, k = Teacher(store), store.about.k
+    """A teacher's arrays, (seq_len, k). Raises UserError: a document of a row is not in the store."""
+    teacher = Teacher(store)
     if lacking := sum(teacher.lacks(rows.packing.documents) for rows in sets):
         problem = f"has nothing about {lacking:,} documents of the rows, which other settings of [data] left out"
         raise UserError(f"{store.folder}: {problem}; {store.remedy}")
-    return {
-        TEACHER_IDS: by_token(teacher, "ids", k, COLUMNS[TEACHER_IDS]),
-        TEACHER_LOG_P: by_token(teacher, "log_p", k, COLUMNS[TEACHER_LOG_P]),
-    }
+
+    def column(name: str, dtype: str) -> Column:
+        empty = np.zeros((0, store.about.k), dtype)
+        return lambda documents, row: _where_predicted(row, empty, [teacher.read(name, n) for n in documents.tolist()])
+
+    return {TEACHER_IDS: column("ids", COLUMNS[TEACHER_IDS]), TEACHER_LOG_P: column("log_p", COLUMNS[TEACHER_LOG_P])}
 
 
 def tokens_hash(tables: Iterable[PackedDataset]) -> str:

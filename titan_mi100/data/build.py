@@ -156,9 +156,7 @@ def open_files(request: DataRequest) -> tuple[list[Source], Encoder]:
     sources = []
     for number, (pattern, files) in enumerate(zip(patterns(config), request.files, strict=True)):
         own = replace(config, format=pattern.format)
-        sources += [
-            Source(file, number, choose_format(file, own, answers), os.path.getsize(file), {}) for file in files
-        ]
+        sources += [Source(file, number, choose_format(file, own, answers), os.path.getsize(file)) for file in files]
     template = _load_template(request, sources, tokenizer)
     return sources, Encoder(tokenizer, template, config, request.seq_len)
 
@@ -198,7 +196,7 @@ def _load_template(request: DataRequest, sources: Sequence[Source], tokenizer: T
         if idle := [name for name in ("system_prompt", *VARIABLES) if getattr(request.config, name)]:
             raise UserError(f"[data] {idle[0]} is for conversations, and no data file holds any; leave it out")
         return None
-    template = ChatTemplate.of(tokenizer, request.tokenizer_path, request.chat_template)
+    template = ChatTemplate.from_folder(request.tokenizer_path, request.chat_template, tokenizer)
     if template.is_dated:
         raise UserError(
             "the chat template writes the date (strftime_now), so rows would change from day to day; set "

@@ -49,22 +49,16 @@ def content_hash(path: Path, cache: Path) -> Stamp:
         UserError: the file changes while it is hashed.
         OSError: the file cannot be read.
     """
-    known = cache / "hashes" / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
-    now = _stamp(path)
-    with suppress(OSError, ValueError, KeyError):  # the file was not hashed before, or its note is damaged
-        stored = parse_object(read_plain(known, _LARGEST_NOTE), known, "")
-        if stored["stamp"] == now and stored["settled"] is True and isinstance(stored["sha256"], str):
-            return stored["sha256"], now
-    started = time.time_ns()
-    digest = sha256_of(path)
-    if _stamp(path) != now:
-        raise UserError(f"{path}: changes while it is read; start again when it is complete")
-    # now[3] is the ctime. An unsettled note is written all the same: it marks that the file must be hashed again.
-    note = {"stamp": now, "settled": started - now[3] > _SETTLES_NS, "sha256": digest}
-    with suppress(OSError):  # a read-only cache: the file is hashed again next time
-        known.parent.mkdir(exist_ok=True)
-        replace(known, json.dumps(note))
-    return digest, now
+    now, started = _stamp(path), time.time_ns()
+
+    def digest() -> str:
+        found = sha256_of(path)
+        if _stamp(path) != now:
+            raise UserError(f"{path}: changes while it is read; start again when it is complete")
+        return found
+
+    is_settled = started - now[3] > _SETTLES_NS  # now[3] is the ctime
+    return cached_text(cache / "hashes", [str(path.resolve()), now], digest) if is_settled else digest(), now
 
 
 def _stamp(path: Path) -> list[int]:
@@ -93,7 +87,7 @@ def cached_text(folder: Path, depends: list[Any], make: Callable[[], str]) -> st
 
 
 def open_or_build_folder(
-    folder: Path, open_folder: Callable[[Path], T], make: Callable[[Path], None], patience: float
+    folder: Path, open_folder: Callable[[Path], T], make: Callable[[Path], None]
 ) -> tuple[T, bool]:
     """Open `folder`. If it is missing or damaged, build it first, or wait until another process has built it.
 
@@ -101,7 +95,6 @@ def open_or_build_folder(
         folder: named by a hash of what it depends on.
         open_folder: opens it; raises DamagedFolder if the content differs from what was written.
         make: writes all files into the temporary folder that it is given.
-        patience: seconds to wait for another process to begin, before this one builds the folder itself.
 
     Returns:
         The result of `open_folder`, and whether this process found the folder already built.
@@ -111,10 +104,6 @@ def open_or_build_folder(
     """
     with suppress(DamagedFolder):  # the fast path takes no lock
         return open_folder(folder), True
-    # The builder's temporary folder is named `.NAME.*`, see atomic_output_folder; it shows that the work has begun.
-    until = time.monotonic() + patience
-    while time.monotonic() < until and not folder.is_dir() and not list(folder.parent.glob(f".{folder.name}.*")):
-        time.sleep(0.02)
     with folder.with_name(f"{folder.name}.lock").open("a+", encoding="utf-8", errors="replace") as lock:
         waited = _acquire_lock(lock.fileno())
         try:  # once more: another process may have built it before this one got the lock

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titan_mi100.config.settings import DataConfig
-from titan_mi100.data.answers import EARLIER, PROMPT_AGAIN, SAME, differs_early, repeats_prompt
+from titan_mi100.data.answers import SAME
 from titan_mi100.data.columns import Findings
 from titan_mi100.data.conversation import check_answer, last_of, with_system_prompt
 from titan_mi100.data.files import Record
@@ -69,7 +69,6 @@ class Source(NamedTuple):
     pattern: int  # index of its path or glob in `sets.patterns`
     format: Format
     bytes: int
-    oddities: dict[str, tuple[int, int]]  # filled from `RecordReader.oddities` when the file has been read
 
 
 class Chunk(NamedTuple):
@@ -195,8 +194,6 @@ class Encoder:
                 raise BadRecord(OVERLONG, f"{detail}; raise it, or set data.overlong to drop")
             return made._replace(kind=OVERLONG, detail=detail, lost=sum(lengths))
         kind = next((each.kind for each in encoded if each.kind not in ("", JOINED)), encoded[0].kind)
-        if pair := (example.messages or [], example.rejected) if example.rejected else None:
-            kind = PROMPT_AGAIN if repeats_prompt(*pair) else EARLIER if differs_early(*pair) else kind
         labels = (1, -1) if example.rejected else (example.label,)
         return made._replace(status=KEPT, documents=documents, kind=kind, labels=labels)
 
@@ -450,8 +447,7 @@ def supervised_spans(
             turn, unless its weight is 0; "last_round": the assistant turns after the last user message except those of
             weight 0; "all": the whole text except messages of weight 0; "weight": exactly the messages of weight 1, of
             any role.
-        empty_think: whether an empty think block that the template wrote before an answer is supervised too. If the
-            template marks the generated text (`{% generation %}`), its marks decide instead.
+        empty_think: whether an empty think block that the template wrote before an answer is supervised too.
         earlier_thinking: "template": supervise what the template renders; otherwise turns that lack their reasoning
             are masked; "context": and also the reasoning of turns before the last user message.
         first: messages before this index are context only.
@@ -482,9 +478,8 @@ def supervised_spans(
             answers = (turn for turn in turns if turn.role == "assistant" and turn.message >= begin)
             chosen = [turn for turn in answers if weights[turn.message] != 0]
         for turn in chosen:
-            own = [(turn.start if empty_think else turn.answer, turn.stop)] if turn.marked is None else turn.marked
-            for start, stop in own if turn.message not in masked else ():
-                learned[start:stop] = True
+            if turn.message not in masked:
+                learned[turn.start if empty_think else turn.answer : turn.stop] = True
     for turn in turns if earlier_thinking == "context" else ():
         if turn.reasons and turn.message < asked:
             learned[turn.start : turn.thought] = False

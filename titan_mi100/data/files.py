@@ -28,10 +28,8 @@ _UNPACKED = 2**22  # bytes of parquet rows that are unpacked, and sent by the ch
 # Protection against decompression bombs: once this many bytes are unpacked, a file may not exceed so many times its
 # packed size.
 _BOMB, _MOST_UNPACKED = 2**20, 100
-_ZSTD_BLOCK = 2**16  # bytes unpacked at once; those before a damaged place in the same block are lost
+_PACKED_BLOCK = 2**16  # bytes unpacked at once; of zstd those before a damaged place in the same block are lost
 
-# Harmless oddities that exports contain. They are accepted and counted.
-BLANK, CRLF, BOM = "blank line", "CRLF line end", "byte order mark"
 # Why a record cannot be read, as "kind: what is wrong; remedy".
 NUL = "NUL byte: the file is damaged, or not UTF-8 (UTF-16?); write it again, or convert it with iconv"
 BROKEN_ARRAY = "broken JSON array"  # never skipped, even with on_bad_row = "skip": unknown many rows follow
@@ -78,13 +76,11 @@ def expand_patterns(patterns: Sequence[str]) -> list[list[str]]:
 class RecordReader:
     """Iterates over the records of one file, holding a bounded part of it in memory; a JSON array as a whole.
 
-    During the iteration `consumed` rises to `size`, the file's bytes on disk; a progress bar shows both. Afterwards
-    `oddities` maps each of BLANK, CRLF and BOM that occurred to (its count, the first line with it).
+    During the iteration `consumed` rises to `size`, the file's bytes on disk; a progress bar shows both.
     """
 
     def __init__(self, path: str) -> None:
         self.path, self.size, self.line = path, 0, 0  # line: number of the last line read
-        self.oddities: dict[str, tuple[int, int]] = {}
         self._position: Callable[[], int] = lambda: 0
 
     @property
@@ -109,11 +105,10 @@ class RecordReader:
                 for record in self._records(file):
                     number = record.number
                     yield record
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise UserError(
-                f"{self.path}: the gzip data is damaged or truncated after line {number} ({error}); copy or write "
-                "the file again (gzip -t checks it)"
-            ) from None
+        except EOFError as damage:
+            kind, reason = damage.args
+            problem = f"the {kind} data is damaged or truncated after line {number} ({reason})"
+            raise UserError(f"{self.path}: {problem}; copy or write the file again ({kind} -t checks it)") from None
         except OSError as error:
             raise UserError(f"{self.path}: cannot be read: {error.strerror or error}") from None
         finally:
@@ -128,9 +123,9 @@ class RecordReader:
         if stream.peek().startswith(PARQUET):
             return self._parquet_rows()
         if stream.peek().startswith(GZIP):
-            stream = io.BufferedReader(_Gunzip(fileobj=stream), max(CHUNK, HEAD))  # type: ignore[arg-type]
+            stream = io.BufferedReader(_Unpacked(self.path, stream, "gzip"), max(CHUNK, HEAD))
         elif stream.peek().startswith(ZSTD):
-            stream = io.BufferedReader(_Unzstd(self.path, stream), max(CHUNK, HEAD))
+            stream = io.BufferedReader(_Unpacked(self.path, stream, "zstd"), max(CHUNK, HEAD))
         head = stream.peek()[:HEAD]
         if reason := refusal(head):
             kind = UserError if head else NoRowsError
@@ -138,13 +133,8 @@ class RecordReader:
         if first_byte(head) != b"[":
             return self._lines(stream)
         if head.startswith(BYTE_ORDER_MARK):
-            self._count_oddity(BOM, 1)
             stream.read(len(BYTE_ORDER_MARK))
         return _elements(stream)
-
-    def _count_oddity(self, what: str, line: int) -> None:
-        number, first = self.oddities.get(what, (0, line))
-        self.oddities[what] = number + 1, first
 
     def span(self, start: int, stop: int) -> Iterator[Record]:
         """The lines of a JSONL file that begin in bytes [start, stop), numbered from 1.
@@ -166,25 +156,16 @@ class RecordReader:
         number, limit, readline = 0, LONGEST_LINE + 1, file.readline  # + 1: the line end
         while (stop is None or file.tell() < stop) and (line := readline(limit)):
             self.line = number = number + 1
-            if line.endswith(b"\n"):
-                line = line[:-1]
-            elif len(line) == limit:  # too long: skip its rest in pieces, without holding it in memory
+            if len(line) == limit and not line.endswith(b"\n"):
+                # too long: skip its rest in pieces, without holding it in memory
                 while (rest := readline(CHUNK)) and not rest.endswith(b"\n"):
                     pass
                 yield Record(number, b"", _TOO_LONG.format(LONGEST_LINE))
                 continue
-            if line.endswith(b"\r"):
-                self._count_oddity(CRLF, number)
-                line = line[:-1]
-            if line.startswith(BYTE_ORDER_MARK):  # on any line: joined files have one in the middle
-                self._count_oddity(BOM, number)
-                line = line.removeprefix(BYTE_ORDER_MARK)
-            if not line or line.isspace():
-                self._count_oddity(BLANK, number)
-            elif b"\0" in line:
-                yield Record(number, b"", NUL)
-            else:
-                yield Record(number, line, "")
+            line = line.removesuffix(b"\n").removesuffix(b"\r")
+            line = line.removeprefix(BYTE_ORDER_MARK)  # on any line: joined files have one in the middle
+            if line.strip():
+                yield Record(number, b"", NUL) if b"\0" in line else Record(number, line, "")
 
     def _parquet_rows(self) -> Iterator[Record]:
         number, rows, unpacked = 0, 1, 0
@@ -276,12 +257,9 @@ def _parquet_as_json(path: str, file: Any, groups: list[Any], types: Any, start:
         size = min(max(1, _UNPACKED * group.num_rows // max(1, group.total_byte_size)), 256)
         for batch in file.iter_batches(size, row_groups=[i], columns=columns, use_threads=False):
             number += batch.num_rows
-            for row in _unpacked(batch.slice(max(0, start - number + batch.num_rows))) if number > start else ():
-                text = "" if row is None else json.dumps(without_nulls(row) | unread, ensure_ascii=False)
-                if len(text.encode()) > LONGEST_LINE:
-                    yield "", _TOO_LONG.format(LONGEST_LINE)
-                else:
-                    yield text, "" if text else "not UTF-8: a text of the row; write the file again"
+            for row in batch.slice(max(0, start - number + batch.num_rows)).to_pylist() if number > start else ():
+                text = json.dumps(without_nulls(row) | unread, ensure_ascii=False)
+                yield ("", _TOO_LONG.format(LONGEST_LINE)) if len(text.encode()) > LONGEST_LINE else (text, "")
         if number != behind:
             raise UserError(f"{path}: is damaged parquet: {number:,} rows instead of {behind:,}; write it again")
 
@@ -295,16 +273,6 @@ def _is_json(kind: Any, types: Any) -> bool:
     of_text = (types.is_string, types.is_large_string, getattr(types, "is_string_view", types.is_string))
     tests = (*of_text, types.is_boolean, types.is_integer, types.is_null)
     return any(test(kind) for test in tests) or types.is_float32(kind) or types.is_float64(kind)
-
-
-def _unpacked(batch: Any) -> list[dict[str, Any] | None]:
-    """The rows of an Arrow batch; None for a row with a text that is not UTF-8."""
-    try:
-        return batch.to_pylist()
-    except UnicodeDecodeError:  # Arrow does not say which row, so decode them one by one
-        if batch.num_rows == 1:
-            return [None]
-        return [row for i in range(batch.num_rows) for row in _unpacked(batch.slice(i, 1))]
 
 
 def without_nulls(value: Any, call: bool = False, keep: bool = False) -> Any:
@@ -327,42 +295,35 @@ def without_nulls(value: Any, call: bool = False, keep: bool = False) -> Any:
     return [without_nulls(child, call, keep) for child in value] if isinstance(value, list) else value
 
 
-class _Gunzip(gzip.GzipFile):
-    """A gzip file that returns all data before a damaged place; the base class's `readinto` would lose some of it."""
+class _Unpacked(io.RawIOBase):
+    """Unpacks gzip or zstd, all that comes before a damaged place. Raises EOFError: the kind, and what is wrong."""
 
-    def readinto(self, buffer: Any) -> int:
-        block = self.read1(len(buffer))
-        if self.tell() > max(_BOMB, _MOST_UNPACKED * self.fileobj.tell()):  # type: ignore[union-attr]
-            raise gzip.BadGzipFile(f"over {_MOST_UNPACKED} times its size; if that is right, unpack it first")
-        buffer[: len(block)] = block
-        return len(block)
-
-
-class _Unzstd(io.RawIOBase):
-    """Unpacks zstd frames one after another, with the same limit as `_Gunzip`."""
-
-    def __init__(self, path: str, packed: io.BufferedReader) -> None:
+    def __init__(self, path: str, packed: io.BufferedReader, kind: str) -> None:
+        self._packed, self._kind, self._written = packed, kind, 0
+        self._read: Callable[[int], bytes]
+        if kind == "gzip":
+            self._read = gzip.GzipFile(fileobj=packed).read1
+            return
         try:
             import pyarrow
         except ImportError:
             problem = "is packed by zstd, which needs pyarrow: pip install pyarrow, or unpack it (zstd -d)"
             raise UserError(f"{path}: {problem}") from None
-        self._path, self._packed, self._written = path, packed, 0
-        self._stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(packed, "r"), "zstd")
+        self._read = pyarrow.CompressedInputStream(pyarrow.PythonFile(packed, "r"), "zstd").read
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         try:
-            block = self._stream.read(min(len(buffer), _ZSTD_BLOCK))
-        except OSError as error:
-            problem = f"the zstd data is damaged or truncated ({error}); copy the file again (zstd -t checks it)"
-            raise UserError(f"{self._path}: {problem}") from None
+            block = self._read(min(len(buffer), _PACKED_BLOCK))
+        except (EOFError, zlib.error, OSError) as error:
+            if getattr(error, "errno", None):  # the disk's
+                raise
+            raise EOFError(self._kind, error) from None
         self._written += len(block)
         if self._written > max(_BOMB, _MOST_UNPACKED * self._packed.tell()):
-            problem = f"the zstd data is over {_MOST_UNPACKED} times its size; if that is right, unpack it first"
-            raise UserError(f"{self._path}: {problem}")
+            raise EOFError(self._kind, f"over {_MOST_UNPACKED} times its size; if that is right, unpack it first")
         buffer[: len(block)] = block
         return len(block)
 

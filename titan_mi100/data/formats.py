@@ -26,7 +26,7 @@ from titan_mi100.data.columns import (
     LISTS,
     Findings,
     check_keys,
-    check_unused,
+    check_parts,
     follow_masks,
     is_flags,
 )
@@ -49,11 +49,6 @@ from titan_mi100.errors import UserError
 _LARGEST_ID = 2**31 - 1  # a stored value is 2 * id + supervised in 32 bits
 # Column names that `auto` recognises; with an instruction the last pair is alpaca's.
 _COLUMN_PAIRS = (("question", "answer"), ("prompt", "response"), ("input", "output"))
-_TEXTS = {"text", "content"}
-IDENTIFIERS = (
-    "identifiers, not code: rows have a blob_id for each file, and no text; get the contents from Software Heritage "
-    "(s3://softwareheritage/content/BLOB_ID), then prepare those: the script is in docs/DATA.md, The Stack v2"
-)
 _SHAREGPT_ROLES = INSTEAD["role"]
 _SPEAKERS = [*_SHAREGPT_ROLES, "function_call"]
 _REPR = re.compile(  # Python's and numpy's form of messages
@@ -124,7 +119,7 @@ class Format:
         answers = [*(example.messages or []), *(example.rejected or [])]
         settle_nulls(answers, nulls, findings.nulls)
         if example.input_ids is None:
-            check_unused(self.name, kept, self.keys | self.optional, unread - ignored, findings)
+            check_parts(self.name, kept, self.keys | self.optional, unread - ignored)
         learned = (message for message in pairwise(answers) if message[0].get("weight") != 0)
         if any(one["role"] == later["role"] == "assistant" for one, later in learned):
             notes.append("two_answers")
@@ -181,20 +176,12 @@ def choose_format(path: str, config: DataConfig, answers: str = "") -> Format:
             return _columns_format(*pair, "")
     if name == "auto" and "text" in keys:
         return _text_format("text")
-    if holds_identifiers(first_row(path)):
-        raise UserError(f"{path}: {IDENTIFIERS}")
     raise UserError(
         f"{path}: rows have the keys {listed(keys)}; expected messages, conversations, instruction and output, prompt "
         "and completion, question and answer, prompt and response, input and output, text, or input_ids; or name "
         "two columns in [data] prompt_column and response_column, or one in text_column; for pairs of answers "
         '(chosen, rejected) set [objective] name = "preference" and loss = "dpo"'
     )
-
-
-def holds_identifiers(row: dict[str, Any]) -> bool:
-    """Whether a row is one of The Stack v2: a file, or a repository's `files`, as blob_id without a text."""
-    files = row["files"] if isinstance(row.get("files"), list) else [row]
-    return any(isinstance(file, dict) and "blob_id" in file and not file.keys() & _TEXTS for file in files)
 
 
 def first_keys(path: str) -> set[str]:

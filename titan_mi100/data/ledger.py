@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from titan_mi100.config.settings import DataConfig
-from titan_mi100.data.answers import PROMPT_AGAIN
-from titan_mi100.data.columns import INSTEAD, MANY_WORDS, Findings
+from titan_mi100.data.columns import INSTEAD, Findings
 from titan_mi100.data.encode import (
     DROPPED,
     DUPLICATE,
@@ -23,7 +22,7 @@ from titan_mi100.data.encode import (
     Chunk,
     Source,
 )
-from titan_mi100.data.files import BLANK, BOM, BROKEN_ARRAY, CRLF, label
+from titan_mi100.data.files import BROKEN_ARRAY, label
 from titan_mi100.data.strict_json import listed
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import copy
@@ -207,25 +206,13 @@ class Ledger:
             lines.append(
                 f"{len(twice):,} validation rows are training rows too, so the validation loss is too low ({first})"
             )
-        for name in (BLANK, CRLF, BOM):
-            if occurrences := [(file.oddities[name], file.path) for file in self._sources if name in file.oddities]:
-                [((_, line), path), *_], number = occurrences, sum(number for (number, _), _ in occurrences)
-                lines.append(f"{plural(number, name)} accepted, the first at {path}:{line}")
-        for key, unused in sorted(self._findings.unused.items(), key=lambda item: -item[1].words)[:_SHOWN]:
-            if unused.words > MANY_WORDS * unused.rows:
-                mean = f"{unused.rows:,} rows have {unused.words / unused.rows:.0f} words there on average"
-                lines.append(
-                    f"{listed([key])} is not used: {mean}, such as {unused.example} at {self.where(unused.record)}; "
-                    "name it in one of data.prompt_column, response_column, system_column and text_column, or, if it "
-                    "does not matter, in data.ignored_keys"
-                )
         if (nulls := self._findings.nulls) and not config.null_arguments:
             counted = some(f"{number:,} {name}" for name, number in sorted(nulls.items()))
             remedy = 'set data.null_arguments to "keep" or "drop"'
             lines.append(f"{nulls.total():,} tool calls have nulls in their arguments ({counted}); {remedy}")
         lines += [text for *shares, text in self.lost() if max(shares) > _MUCH_LOST]
         kinds = self._count_kinds(np.arange(len(self.records)))
-        for kind in filter(kinds.get, (LOST_LAST, LOST_REASONING, PROMPT_AGAIN, JOINED)):
+        for kind in filter(kinds.get, (LOST_LAST, LOST_REASONING, JOINED)):
             first = np.flatnonzero(self.records["kind"] == self._kinds.index(kind))[0]
             self._findings.notes[kind.replace(" ", "_")] = kinds[kind], int(first)
         return lines + self._noted(True)

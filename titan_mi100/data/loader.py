@@ -5,76 +5,19 @@ microbatch.py makes the tensors.
 """
 
 import itertools
-import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
-
-import torch
+from typing import ClassVar
 
 from titan_mi100.config.layout import Batch
 from titan_mi100.data.microbatch import Microbatch, collate
-from titan_mi100.data.mixture import Segment
+from titan_mi100.data.mixture import Mixture, Segment
 from titan_mi100.data.prepared import PADDING_ROW, RowSet
 from titan_mi100.data.rows import Row
-from titan_mi100.device import accelerator
-from titan_mi100.files.pool import check_shared_memory
 
-# Threads that read ahead, each two microbatches (torchdata's prefetch). One makes tensors while the other waits for the
-# disk.
-_THREADS = 2
-
-
-class RowSource(Protocol):
-    """The rows of a run. Each row is a pure function of its number.
-
-    Row numbers count from the start of training, over all ranks. The source maps a number to content; it handles
-    shuffling, epochs, mixture weights and padding rows. So the number of consumed rows is the whole state of the data,
-    any rank can read any row, and steps can be read in any order.
-
-    Attributes:
-        segments: parts of the run with different sources, which a checkpoint stores; empty: there is one part.
-        on_exhausted: "repeat": the run's number of steps decides where it ends; else it ends with the data at latest.
-    """
-
-    @property
-    def segments(self) -> Sequence[Segment]: ...
-
-    @property
-    def on_exhausted(self) -> str: ...
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the content of all rows. It must not change on resume, unless the user allows it."""
-
-    @property
-    def rows_per_epoch(self) -> int | None:
-        """Row numbers per epoch, including padding rows; None for a stream without epochs."""
-
-    @property
-    def end(self) -> int:
-        """The row number at which the data end, for a run that sets no number of steps."""
-
-    def row(self, number: int) -> Row:
-        """The tokens of row `number`."""
-
-    def is_padding(self, number: int) -> bool:
-        """Whether row `number` is a padding row."""
-
-    def where(self, number: int) -> list[str]:
-        """`file:line` of each document in the row, from left to right, each once; empty for a padding row."""
-
-    def resume_at(self, consumed: int, rows: int, global_batch_size: int) -> int:
-        """The row number to resume from, after the data or the batch size has changed.
-
-        Args:
-            consumed: row numbers that the run has consumed.
-            rows: rows of the set that they were read from.
-            global_batch_size: the run's until now.
-        """
-
-    def describe(self, stop: int) -> tuple[list[str], list[str]]:
-        """Lines, and warnings, on how often each source will have been read before row number `stop`."""
+_THREADS = 2  # that read ahead: one makes tensors while the other waits for the disk
 
 
 def with_padding_rows(rows: int, multiple: int) -> int:
@@ -88,6 +31,11 @@ class ShuffledEpochs:
 
     Padding rows fill the last step of an epoch, so that no step reaches into the next one. Only the number of padding
     rows depends on the global batch size; the order of the rows does not.
+
+    Attributes:
+        fingerprint: a hash of the content of all rows. It must not change on resume, unless the user allows it.
+        segments: parts of the run with different sources, which a checkpoint stores; here there is one part.
+        on_exhausted: "repeat": the run's number of steps decides where it ends; else it ends with the data at latest.
     """
 
     dataset: RowSet
@@ -100,19 +48,24 @@ class ShuffledEpochs:
 
     @property
     def rows_per_epoch(self) -> int:
+        """Row numbers per epoch, including padding rows."""
         return with_padding_rows(len(self.dataset), self.global_batch_size)
 
     @property
     def end(self) -> int:
+        """The row number at which the data end, for a run that sets no number of steps."""
         return self.epochs * self.rows_per_epoch
 
     def row(self, number: int) -> Row:
+        """The tokens of row `number`."""
         return self.dataset.row(self.index(number))
 
     def where(self, number: int) -> list[str]:
+        """`file:line` of each document in the row, from left to right, each once; empty for a padding row."""
         return self.dataset.where(self.index(number))
 
     def is_padding(self, number: int) -> bool:
+        """Whether row `number` is a padding row."""
         return number % self.rows_per_epoch >= len(self.dataset)
 
     def index(self, number: int) -> int:
@@ -121,14 +74,25 @@ class ShuffledEpochs:
         return PADDING_ROW if self.is_padding(number) else self.dataset.shuffled((self.seed,), epoch, position)
 
     def resume_at(self, consumed: int, rows: int, global_batch_size: int) -> int:
-        """The same place in the same epoch, although the length of an epoch may have changed. The batch size until now
-        determines the padding rows at the end of epochs until now.
+        """The row number to resume from: the same place in the same epoch, although its length may have changed.
+
+        Args:
+            consumed: row numbers that the run has consumed.
+            rows: rows of the set that they were read from.
+            global_batch_size: the run's until now. It determines the padding rows at the end of epochs until now.
         """
         epoch, position = divmod(consumed, with_padding_rows(rows, global_batch_size))
         return epoch * self.rows_per_epoch + min(position, len(self.dataset))
 
     def describe(self, stop: int) -> tuple[list[str], list[str]]:
+        """See `Mixture.describe`."""
         return [], []
+
+
+# The rows of a run. Each row is a pure function of its number, which counts from the start of training, over all ranks.
+# The source maps a number to content; it handles shuffling, epochs, mixture weights and padding rows. So the number of
+# consumed rows is the whole state of the data, any rank can read any row, and steps can be read in any order.
+RowSource = ShuffledEpochs | Mixture
 
 
 class RowStream:
@@ -153,13 +117,22 @@ class RowStream:
         """Microbatch `number` of this rank in the step that begins with row number `first_row`."""
         return collate([self.source.row(row) for row in self.row_numbers(first_row, [number])])
 
-    def ahead(self, first_row: int, pinned: bool) -> Callable[[], list[Microbatch]]:
+    def ahead(self, first_row: int) -> Callable[[], list[Microbatch]]:
         """A function that returns the microbatches of one step per call, beginning with the step at row `first_row`.
 
-        Args:
-            pinned: put them into page-locked memory, for asynchronous copies to a GPU.
+        Threads read a step ahead. Their only state follows from the number of consumed rows, so a checkpoint stores
+        nothing of it. The function raises what failed in a thread.
         """
-        return ReadAhead(self, first_row, pinned).step
+        pool = ThreadPoolExecutor(_THREADS)
+        firsts = itertools.count(first_row, self.batch.global_batch_size)
+        steps = ([pool.submit(self.microbatch, first, number) for number in self.numbers(first)] for first in firsts)
+        reading = deque([next(steps)])
+
+        def step() -> list[Microbatch]:
+            reading.append(next(steps))
+            return [microbatch.result() for microbatch in reading.popleft()]
+
+        return step
 
     def row_numbers(self, first_row: int, microbatches: Iterable[int]) -> list[int]:
         """The row numbers of some of this rank's microbatches, in the step that begins with row `first_row`.
@@ -170,62 +143,6 @@ class RowStream:
         local, ranks = self.batch.local_batch_size, self.batch.dp_degree
         starts = (first_row + (microbatch * ranks + self.dp_rank) * local for microbatch in microbatches)
         return [number for start in starts for number in range(start, start + local)]
-
-
-class ReadAhead:
-    """The steps of a stream in order, read ahead by threads of torchdata; for a GPU into page-locked memory.
-
-    Its only state is the next step, which follows from the number of consumed rows. So a checkpoint stores nothing of
-    it.
-    """
-
-    def __init__(self, stream: RowStream, first_row: int, pinned: bool) -> None:
-        """Begin to read the step that begins with row number `first_row`."""
-        self._stream, self._row = stream, first_row
-        self._microbatches: Iterator[Microbatch | Exception] | None = None
-        self._failure: Exception | None = None
-        self._opening = threading.Thread(target=self._open, args=(stream, first_row, pinned), daemon=True)
-        self._opening.start()  # importing torchdata takes time, so it happens in this thread, beside other set-up
-
-    def step(self) -> list[Microbatch]:
-        """The next step's microbatches. Raises whatever failed in the threads."""
-        self._opening.join()
-        if self._failure is not None:
-            raise self._failure
-        assert self._microbatches is not None
-        microbatches = [next(self._microbatches) for _ in self._stream.numbers(self._row)]
-        self._row += self._stream.batch.global_batch_size
-        for microbatch in microbatches:
-            if isinstance(microbatch, Exception):
-                raise microbatch
-        return microbatches  # type: ignore[return-value]
-
-    def _open(self, stream: RowStream, first_row: int, pinned: bool) -> None:
-        try:
-            self._microbatches = self._read(stream, first_row, pinned)
-        except Exception as error:
-            self._failure = error
-
-    def _read(self, stream: RowStream, first_row: int, pinned: bool) -> Iterator[Microbatch | Exception]:
-        from torchdata import nodes
-
-        check_shared_memory()  # here, and not in torchdata, whose clean-up would print a traceback
-
-        # `read` must not refer to self: the threads would keep this object alive, and this object keeps the threads.
-        def read(place: tuple[int, int]) -> Microbatch | Exception:
-            try:
-                return stream.microbatch(*place)
-            except Exception as error:  # returned, not raised: torchdata would wrap it in an exception of its own
-                return error
-
-        firsts = itertools.count(first_row, stream.batch.global_batch_size)
-        places = nodes.IterableWrapper((first, number) for first in firsts for number in stream.numbers(first))
-        node = nodes.ParallelMapper(places, read, num_workers=_THREADS)
-        if pinned:
-            kind = accelerator.kind()
-            # CUDA is not named: torchdata's thread would make a context on the first card
-            node = nodes.PinMemory(node, "" if accelerator.is_cuda(torch.device(kind)) else kind)
-        return iter(nodes.Loader(node))
 
 
 def validation_batches(dataset: RowSet, batch: Batch, dp_rank: int, most: int = 0) -> Iterator[Microbatch]:

@@ -163,17 +163,14 @@ class Mixture:
         for key, source in self.sources.items():
             times = consumed[key] / len(source.rows)
             line = f"{source.name}: {segment.shares[key] / period:.4%} of the rows; "
-            line += f"{plural(len(source.rows), 'row')}, {_times(times)} by the end of the run"
+            read = f"read {times:,.2f} times" if times >= 0.01 else "less than 1% of them read"
+            line += f"{plural(len(source.rows), 'row')}, {read} by the end of the run"
             lines.append(f"source {line}")
             if times > _TOO_MANY_EPOCHS:
                 raise UserError(f"{line}; the limit is {_TOO_MANY_EPOCHS:,} times: lower its weight, or leave it out")
             if times > _MANY_EPOCHS:
                 warnings.append(f"{line}: the model will memorise it")
         return lines, warnings
-
-
-def _times(times: float) -> str:
-    return f"read {times:,.2f} times" if times >= 0.01 else "less than 1% of them read"
 
 
 def consumed_at(segment: Segment, seed: int, number: int) -> dict[str, int]:

@@ -37,12 +37,11 @@ from titan_mi100.wording import some
 _FEW_TOKENS = 0.9
 
 
-def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Prepared:
+def prepare_run(config: Config, folder: Path | None) -> Prepared:
     """Prepare a run's files (see `prepare_data`), open its corpora, and check all against its model.
 
     Args:
         folder: the run folder, which gets the ledger of refused data. None: another rank does that.
-        patience: see `prepare_data`.
 
     Raises:
         UserError: from `prepare_data`, or a corpus cannot be read, or the tokenizer is not the model's.
@@ -52,7 +51,7 @@ def prepare_run(config: Config, folder: Path | None, patience: float = 0) -> Pre
     try:
         if patterns(config.data):
             template, answers = config.model.chat_template, config.objective.answers
-            prepared = prepare_data(config.data, path, template, seq_len, patience, answers)
+            prepared = prepare_data(config.data, path, template, seq_len, answers)
     except RefusedData as error:
         if folder is None:
             raise
@@ -168,7 +167,7 @@ def _gives_same_ids(*paths: Path) -> bool:
 
 
 def prepare_data(
-    config: DataConfig, tokenizer_path: str, chat_template: str, seq_len: int, patience: float = 0, answers: str = ""
+    config: DataConfig, tokenizer_path: str, chat_template: str, seq_len: int, answers: str = ""
 ) -> Prepared:
     """Open the prepared folder of these settings and files; build it first if it is missing.
 
@@ -176,7 +175,6 @@ def prepare_data(
         tokenizer_path: HF folder or tokenizer file.
         chat_template: a Jinja file that replaces the tokenizer's own template, or "".
         seq_len: tokens per row.
-        patience: seconds to wait for another process to begin, before this one builds the folder itself.
         answers: see ObjectiveConfig.answers.
 
     Raises:
@@ -196,7 +194,7 @@ def prepare_data(
     try:
         cache.mkdir(parents=True, exist_ok=True)
         before = request.inputs(cache)
-        opened, cached = open_or_build_folder(cache / before.key, partial(open_prepared, cache=cache), make, patience)
+        opened, cached = open_or_build_folder(cache / before.key, partial(open_prepared, cache=cache), make)
         return replace(opened, cached=cached)
     except OSError as error:
         where = error.filename or cache

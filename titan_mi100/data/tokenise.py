@@ -4,14 +4,13 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
 
 from titan_mi100.data.encode import Chunk, Encoder, Source, encode_records
 from titan_mi100.data.files import Record, RecordReader
 from titan_mi100.data.formats import Format
 from titan_mi100.errors import UserError
 from titan_mi100.files.child import limit, raise_limits
-from titan_mi100.files.pool import forked_pool, kill_workers, with_state
+from titan_mi100.files.pool import forked_pool, with_state
 
 _CHUNK_BYTES, _CHUNK_RECORDS = 1 << 19, 1024  # a chunk is sent to a worker when it reaches either limit
 _ALONE_BYTES = 1 << 20  # input with fewer bytes is tokenised by one process: starting more takes longer
@@ -36,26 +35,22 @@ def tokenise(
     chunks = _read_chunks(sources, progress)
     workers = workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     workers = 1 if sum(source.bytes for source in sources) < _ALONE_BYTES else workers
-    pool = forked_pool(workers, encoder, [source.format for source in sources])
-    try:
+    killed = (
+        "a tokenising process was killed: memory was full, or the chat template or the tokenizer took too much memory "
+        "or time; set fewer data.workers, or use the tokenizer folder that came with the model"
+    )
+    with forked_pool(workers, encoder, [source.format for source in sources], killed=killed) as pool:
         waiting: deque[Future[Chunk]] = deque()
         for file, records in chunks:
             try:
                 waiting.append(pool.submit(with_state, _work_in_process, file, records))
             except OSError as error:
-                kill_workers()
                 problem = f"cannot start {workers} processes ({error.strerror}); set fewer data.workers"
                 raise UserError(problem) from None
             if len(waiting) > 2 * workers:  # bounds the chunks in memory, and keeps every worker busy
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
-    except BrokenProcessPool:
-        problem = "memory was full, or the chat template or the tokenizer took too much memory or time"
-        remedy = "set fewer data.workers, or use the tokenizer folder that came with the model"
-        raise UserError(f"a tokenising process was killed: {problem}; {remedy}") from None
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _read_chunks(sources: Sequence[Source], progress: Callable[[int], None]) -> Iterator[tuple[int, list[Record]]]:
@@ -75,7 +70,6 @@ def _read_chunks(sources: Sequence[Source], progress: Callable[[int], None]) -> 
         if records:
             yield file, records
         progress(source.bytes - reported)
-        source.oddities.update(reader.oddities)
 
 
 def _work_in_process(encoder: Encoder, formats: list[Format], file: int, records: list[Record]) -> Chunk:

@@ -1,16 +1,14 @@
 """Finds the data files that a path or glob pattern of the config matches. Imports no torch."""
 
-import difflib
-import fnmatch
 import functools
 import glob
 import os
+import re
 import stat
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator
 
-from titan_mi100.errors import UserError
+from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.files.plain import LFS_POINTER, lfs_problem
 from titan_mi100.log import log
 from titan_mi100.wording import some
@@ -26,7 +24,7 @@ def matching_files(pattern: str) -> tuple[list[str], list[str]]:
     try:
         links = list[str]()  # to folders, below **
         files = [pattern] if literal else sorted({f for f in _matches(pattern, links) if not os.path.isdir(f)})
-        left = f"; ** follows no links: name the folders {some(sorted(links), 3)}" if links else ""
+        left = f"; ** follows no links: name the folders {some(sorted({*links}), 3)}" if links else ""
     except (UserError, RecursionError) as error:
         return [], [f"{pattern}: {error}"]
     problems = [f"{file}: {reason}" for file in files if (reason := unusable(file))]
@@ -46,46 +44,23 @@ def _matches(pattern: str, links: list[str]) -> Iterator[str]:
     Raises:
         UserError: there is too much to look at.
     """
-    folder, parts, looked, end = pattern, list[str](), 0, time.monotonic() + _MOST_SECONDS
-    while glob.has_magic(folder):
-        folder, part = os.path.split(folder)
-        parts.insert(0, part)
-
-    def entries(folder: str) -> Iterator[os.DirEntry[str]]:
-        nonlocal looked
-        with suppress(OSError), os.scandir(folder or ".") as listing:
-            for entry in listing:
-                looked += 1
-                if looked > _MOST_ENTRIES or time.monotonic() > end:
-                    limit = f"more than {_MOST_ENTRIES:,} files and folders to look at, or {_MOST_SECONDS:.0f} seconds"
-                    raise UserError(f"{limit}; name a folder further down, or fewer *")
-                yield entry
-
-    def below(folder: str, parts: Sequence[str]) -> Iterator[str]:
-        part, rest = parts[0], parts[1:]
-        if not glob.has_magic(part):  # "": the pattern ends with a slash
-            path = os.path.join(folder, part)
-            yield from below(path, rest) if rest else [path] if os.path.lexists(path) else []
-            return
-        folders = [folder]
-        if part == "**" and rest:
-            yield from below(folder, rest)
-        while folders:
-            for entry in entries(above := folders.pop()):
-                path = os.path.join(above, entry.name)
-                if entry.name.startswith(".") and not part.startswith("."):
-                    continue
-                if part == "**" and entry.is_dir(follow_symlinks=False):
-                    folders.append(path)
-                    yield from below(path, rest) if rest else ()
-                elif part == "**" and rest and entry.is_symlink() and os.path.isdir(path):
-                    links.append(path)
-                elif not rest and fnmatch.fnmatchcase(entry.name, part):
-                    yield path
-                elif rest and part != "**" and fnmatch.fnmatchcase(entry.name, part) and os.path.isdir(path):
-                    yield from below(path, rest)
-
-    return below(folder, parts)
+    if os.path.basename(pattern) == "**":
+        pattern = os.path.join(pattern, "*")
+    before, *behind = re.split(r"(?<![^/])\*\*/", pattern, maxsplit=1)
+    if not behind:
+        yield from glob.iglob(pattern)
+        return
+    looked, end = 0, time.monotonic() + _MOST_SECONDS
+    for root in glob.iglob(before) if before else [""]:
+        for folder, below, names in os.walk(root or os.curdir):
+            looked += len(below) + len(names)
+            if looked > _MOST_ENTRIES or time.monotonic() > end:
+                limit = f"more than {_MOST_ENTRIES:,} files and folders to look at, or {_MOST_SECONDS:.0f} seconds"
+                raise UserError(f"{limit}; name a folder further down, or fewer *")
+            below[:] = [name for name in below if not name.startswith(".")]
+            links += [link for name in below if os.path.islink(link := os.path.join(folder, name))]
+            here = folder if root else folder[2:]  # without ./
+            yield from _matches(os.path.join(glob.escape(here), behind[0]), links)
 
 
 def nearby(path: str) -> str:
@@ -97,8 +72,8 @@ def nearby(path: str) -> str:
         names = sorted(set(os.listdir(folder)) - {os.path.basename(path)})[:_MOST_NAMES]  # a broken link is there
     except OSError:
         return ""
-    close = difflib.get_close_matches(os.path.basename(path), names, n=1, cutoff=0.8)
-    return f"; did you mean {os.path.join(os.path.dirname(path), close[0])}?" if close else ""
+    beside = os.path.join(os.path.dirname(path), "")
+    return did_you_mean(os.path.basename(path), names, beside, otherwise="", cutoff=0.8)
 
 
 def unusable(path: str, kind: str = "*.jsonl") -> str:

@@ -5,8 +5,10 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from titan_mi100.errors import UserError
@@ -17,22 +19,35 @@ T = TypeVar("T")
 _state: tuple[Any, ...] = ()  # of a worker process, see forked_pool
 
 
+@contextmanager
 def forked_pool(
-    workers: int, *state: Any, begin: Callable[[], None] | None = None, method: str = "fork"
-) -> ProcessPoolExecutor:
-    """A pool whose processes end with this one. Forking a process with threads is safe if its workers run no torch.
+    workers: int, *state: Any, killed: str, begin: Callable[[], None] | None = None, method: str = "fork"
+) -> Iterator[ProcessPoolExecutor]:
+    """A pool whose processes end with the block, at once if it raises, and with this process. Forking a process with
+    threads is safe if its workers run no torch.
 
     Args:
         state: what each process has, for `with_state`.
+        killed: the message if one was killed.
         begin: called in each process before its first work.
         method: "spawn": start them afresh, for work with torch.
 
     Raises:
-        UserError: there is no shared memory.
+        UserError: there is no shared memory, or a process was killed.
     """
     check_shared_memory()
     context = multiprocessing.get_context(method)
-    return ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(os.getpid(), begin, state))
+    pool = ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(os.getpid(), begin, state))
+    try:
+        yield pool
+    except BaseException as error:
+        for process in multiprocessing.active_children():  # the pool itself does not end those that work
+            process.kill()
+        if isinstance(error, BrokenProcessPool):
+            raise UserError(killed) from None
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def with_state(work: Callable[..., T], *arguments: Any) -> T:
@@ -40,14 +55,8 @@ def with_state(work: Callable[..., T], *arguments: Any) -> T:
     return work(*_state, *arguments)
 
 
-def kill_workers() -> None:
-    """End the processes at once; a pool does not end those that work."""
-    for process in multiprocessing.active_children():
-        process.kill()
-
-
 def check_shared_memory() -> None:
-    """Raise UserError if no semaphore can be made. Pools of processes and torchdata's threads need some."""
+    """Raise UserError if no semaphore can be made. Pools of processes need some."""
     try:
         multiprocessing.Event()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Chat templates in files of their own, beside the tokenizer's files. Imports no torch."""
+"""The chat template in a file of its own, beside the tokenizer's files. Imports no torch."""
 
 import io
 import os
@@ -11,18 +11,15 @@ TEMPLATE = "chat_template.jinja"
 _NAMED = "additional_chat_templates"
 
 
-def template_files(folder: Path) -> dict[str, Path]:
-    """The template files of a folder, by the names that `transformers` gives them.
-
-    If there is one, `transformers` (and we) ignore the templates in tokenizer_config.json.
+def template_file(folder: Path) -> Path | None:
+    """The template file of a folder. Where there is one, `transformers` (and we) ignore that in tokenizer_config.json.
 
     Raises:
-        UserError: the folder of additional templates is a link.
+        UserError: there are several templates.
     """
-    default = {"default": folder / TEMPLATE} if os.path.lexists(folder / TEMPLATE) else {}
-    if (named := folder / _NAMED).is_symlink():
-        raise UserError(f"{named}: is a link; copy the folder itself there (cp -rL)")
-    return default | {file.stem: file for file in sorted(named.glob("*.jinja"))}
+    if os.path.lexists(several := folder / _NAMED):
+        raise UserError(f"{several}: only one chat template is read, {TEMPLATE}; remove this folder")
+    return folder / TEMPLATE if os.path.lexists(folder / TEMPLATE) else None
 
 
 def read_template(file: Path) -> str:

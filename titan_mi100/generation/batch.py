@@ -25,7 +25,7 @@ from titan_mi100.generation.engine import AnswerBatch, Model, Request
 from titan_mi100.model.decode import check_lengths
 from titan_mi100.text.assets import VARIABLES
 from titan_mi100.weights.base import dtype_name
-from titan_mi100.wording import plural, some
+from titan_mi100.wording import some
 
 _MODEL = "outputs/RUN/checkpoint/step-500"
 _ROW_BEGINS = b'{"prompt": "'
@@ -92,14 +92,12 @@ def read_rows(path: str, read: Callable[[Row], T]) -> list[tuple[str, T]]:
         UserError: the first wrong row, as file:line.
     """
     rows = []
-    for record in (reader := RecordReader(path)):
+    for record in RecordReader(path):
         where = f"{path}:{label(record.number, record.element)}"
         try:
             rows.append((where, read(parse_record(record))))
         except BadRecord as bad:
             raise UserError(f"{where}: {bad}") from None
-    for oddity, (number, line) in reader.oddities.items():
-        print(f"WARNING {plural(number, oddity)} accepted, the first at {path}:{line}", file=sys.stderr)
     return rows
 
 

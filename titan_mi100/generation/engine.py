@@ -17,7 +17,7 @@ from titan_mi100.attention.choice import without_trial
 from titan_mi100.data.conversation import Message, with_system_prompt
 from titan_mi100.errors import UserError
 from titan_mi100.files.plain import read_object
-from titan_mi100.files.templates import template_files
+from titan_mi100.files.templates import template_file
 from titan_mi100.model.decode import Generated, Sampling, generate
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.model.families import MODELS
@@ -88,8 +88,8 @@ class Model:
         self.prompts = prompt_settings(source.assets, source.assets_folder)
         self.template, config = None, folder_of(tokenizer_path) / "tokenizer_config.json"
         settings = read_object(config, "copy it from the model that you started from") if lexists(config) else {}
-        if settings.get("chat_template") or template_files(config.parent):
-            self.template = ChatTemplate.of(self.tokenizer, tokenizer_path)
+        if settings.get("chat_template") or template_file(config.parent):
+            self.template = ChatTemplate.from_folder(tokenizer_path, tokenizer=self.tokenizer)
         ends = self.tokenizer.end_ids("" if self.template is None else self.template.end_of_turn)
         self.stop_ids = {*ends, *stop_ids(source.assets, source.assets_folder / GENERATION)}
 

@@ -41,10 +41,9 @@ def load_data(config: Config, world: World, folder: Path | None, heartbeat: Hear
         log.info("preparing the data ...")
         heartbeat.allow(_PATIENCE)
     started = time.perf_counter()
-    first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
     with raise_together():
         try:
-            prepared = prepare_run(config, folder if world.rank == 0 else None, patience=0 if first_of_node else 1)
+            prepared = prepare_run(config, folder if world.rank == 0 else None)
         finally:
             distributed.wait_for_all()
     same_on_all_ranks(prepared.facts.plan, "the data files are not the same on all nodes; copy them again")

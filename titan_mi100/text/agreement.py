@@ -26,7 +26,7 @@ def check_agreement(config: TokenizerConfig, definition: dict[str, Any], splits_
 
     Args:
         config: tokenizer_config.json.
-        definition: tokenizer.json, or the equivalent made of vocab.json and merges.txt.
+        definition: tokenizer.json.
         splits_as: the class of transformers that splits and normalises text as the definition does; "": none.
 
     Raises:

@@ -16,7 +16,7 @@ from typing import Any
 
 from titan_mi100.errors import UserError, read_or_refuse
 from titan_mi100.files.plain import LARGEST_CONFIG, LARGEST_TABLE, parse_object, read_plain
-from titan_mi100.files.templates import TEMPLATE, read_template, template_files
+from titan_mi100.files.templates import TEMPLATE
 from titan_mi100.shapes.base import ModelSpec
 from titan_mi100.shapes.families import read_hf_config, to_hf_config
 from titan_mi100.shapes.hf_config import ROPES, rope_of
@@ -63,7 +63,7 @@ def read_assets(folder: Path) -> Assets:
 
 
 def has_tokenizer(folder: str | Path) -> bool:
-    known = ("tokenizer.json", "vocab.json", "*.model")
+    known = ("tokenizer.json", "*.model")
     return any(glob.glob(os.path.join(glob.escape(str(folder)), name)) for name in known)
 
 
@@ -73,24 +73,11 @@ def is_corpus(path: str | os.PathLike[str]) -> bool:
 
 
 def tokenizer_files(path: Path) -> Assets:
-    """The files of a tokenizer. `path` is its folder, or a sentencepiece file.
-
-    Named chat templates, which are files in a subfolder, become a list in tokenizer_config.json, which means the same:
-    a checkpoint has no subfolders.
-    """
-    folder = path if path.is_dir() else path.parent
-    if path.is_dir():
-        own = [file.name for file in sorted(path.glob("*.model"))]
-        assets = _read_files(path, (*_TOKENIZER, *own))
-    else:
-        assets = _read_files(folder, (path.name, _TOKENIZER_CONFIG, TEMPLATE))
-    files = template_files(folder)
-    if files.keys() - {"default"}:
-        config = parse_object(assets.get(_TOKENIZER_CONFIG, b"{}"), folder / _TOKENIZER_CONFIG, _REMEDY)
-        config["chat_template"] = [{"name": name, "template": read_template(file)} for name, file in files.items()]
-        assets[_TOKENIZER_CONFIG] = _json(config)
-        assets.pop(TEMPLATE, None)
-    return assets
+    """The files of a tokenizer. `path` is its folder, or a sentencepiece file."""
+    if not path.is_dir():
+        return _read_files(path.parent, (path.name, _TOKENIZER_CONFIG, TEMPLATE))
+    own = [file.name for file in sorted(path.glob("*.model"))]
+    return _read_files(path, (*_TOKENIZER, *own))
 
 
 def _read_files(folder: Path, names: tuple[str, ...]) -> Assets:
@@ -149,14 +136,12 @@ def naming_class(assets: Assets, beside: Assets) -> Assets:
 
 
 def prompting_by_default(assets: Assets, variables: Mapping[str, Any]) -> Assets:
-    """The files with chat templates whose prompts are those of training, also in programs that do not know our file.
+    """The files with a chat template whose prompts are those of training, also in programs that do not know our file.
 
-    Such programs can still set the variables. Templates that do not read one stay as they are.
+    Such programs can still set the variables. A template that does not read one stays as it is.
     """
 
     def changed(template: Any) -> Any:
-        if isinstance(template, list):
-            return [{**entry, "template": changed(entry.get("template"))} for entry in template]
         for name, value in variables.items():
             before = re.escape(_DEFAULT.format(name, "@")).replace("@", "[^%]*")
             own = re.sub(before, "", template)
@@ -320,7 +305,7 @@ def check_export(spec: ModelSpec, base: str, tokenizer: str, chat_template: str)
             raise UserError(f"[checkpoint] export_hf = true: the export's files {problem}") from None
         try:
             read_hf_config(folder)
-            if "tokenizer.json" in made or "vocab.json" in made:
+            if "tokenizer.json" in made:
                 load_tokenizer(folder)
             export_assets(folder, made, spec, None, [])
         except UserError as error:

@@ -10,16 +10,13 @@ import json
 import re
 import unicodedata
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tiktoken
 
-from titan_mi100.errors import UserError
-from titan_mi100.files.plain import parse_object, read_plain
 from titan_mi100.text.base import AddedToken, Ends, Segments, Tokenizer, TokenizerConfig
-from titan_mi100.text.classes import QWEN2, QWEN3_5, class_of
+from titan_mi100.text.classes import QWEN2, QWEN3_5
 
 QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -143,26 +140,6 @@ def nfc(text: str) -> str:
         return "".join(mark for _, marks in groups for mark in sorted(marks, key=unicodedata.combining))
 
     return unicodedata.normalize("NFC", _MAYBE_MARKS.sub(decomposed, text))
-
-
-def read_definition(file: Path, config: TokenizerConfig) -> dict[str, Any]:
-    """The content of tokenizer.json; or its equivalent, made of `vocab.json`, merges.txt and the config."""
-    content = parse_object(read_plain(file), file, "download it again")
-    if file.name == "tokenizer.json":
-        return content
-    kind = class_of(config.content)
-    if not config.content.get("tokenizer_class") or kind not in PATTERNS:
-        # These files do not say how a text is split and normalised. The class determines it, and we know these only.
-        problem = f"without a tokenizer.json only tokenizer_class {' and '.join(PATTERNS)} are supported"
-        raise UserError(f"{config.file}: {problem}; save the tokenizer with a tokenizer.json")
-    lines = read_plain(file.with_name("merges.txt")).decode().rstrip("\n").split("\n")
-    return {
-        "added_tokens": config.entries(),
-        "normalizer": _NFC,
-        "pre_tokenizer": _PRE_TOKENIZERS[kind][0],
-        "decoder": _BYTE_LEVEL,
-        "model": {"type": "BPE", "vocab": content, "merges": [x.rstrip("\r") for x in lines if x[:8] != "#version"]},
-    }
 
 
 def read_bpe(definition: dict[str, Any], config: TokenizerConfig) -> BpeTokenizer | None:

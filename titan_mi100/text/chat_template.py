@@ -8,10 +8,9 @@ a turn's header cannot mislead it.
 import json
 import os
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import chain, cycle, pairwise
 from pathlib import Path
@@ -23,11 +22,10 @@ import jinja2.meta
 from titan_mi100.errors import UserError
 from titan_mi100.files.child import call_in_child
 from titan_mi100.files.plain import LARGEST_CONFIG, read_plain, refuse_code
-from titan_mi100.files.templates import read_template, template_files
+from titan_mi100.files.templates import read_template, template_file
 from titan_mi100.text.base import Tokenizer, named_tokens
 from titan_mi100.text.traced import Origin, Traced, TracingEnvironment, trace
 from titan_mi100.text.turns import REASONING, Prompt, Turn, TurnFinder, Untraceable, has_reasoning, reasoning_spans
-from titan_mi100.wording import shortened
 
 _REASONING_FIELDS = (REASONING, "thinking", "reasoning")  # names that `transformers` accepts, by priority
 _CHATML = Path(__file__).parents[1] / "train_configs" / "chatml.jinja"  # ours, for base models without a template
@@ -47,25 +45,23 @@ class Rendered:
 class ChatTemplate:
     """A folder's Jinja chat template, run as `transformers` runs it. Build it with `from_folder`."""
 
-    _render_in_child: Callable[..., str]  # renders a prompt in the child process
+    _given: tuple[Path, str, str]  # what `from_folder` was given
 
-    def __init__(
-        self, file: Path, sources: Mapping[str, str], special_tokens: dict[str, str], special: Collection[str] = ()
-    ) -> None:
+    def __init__(self, file: Path, source: str, special_tokens: dict[str, str], special: Collection[str] = ()) -> None:
         """
         Args:
             file: where the template came from, for messages.
-            sources: Jinja texts: "default", and optionally "tool_use" for conversations with tools.
+            source: Jinja text.
             special_tokens: variables of the template, such as eos_token.
             special: the tokens that can end a turn, besides eos_token.
         """
         self._file = file
         self._special = special
         self._special_tokens = special_tokens
-        self._sources = sources
-        self.is_dated = any("strftime_now" in source for source in sources.values())
+        self._source = source
+        self.is_dated = "strftime_now" in source
         try:
-            self._templates = {name: TracingEnvironment().from_string(source) for name, source in sources.items()}
+            self._template = TracingEnvironment().from_string(source)
         except Exception as error:  # from Jinja, or from Python for code that it cannot compile
             reason = str(error) or type(error).__name__
             raise UserError(f"{file}: the chat template is not valid Jinja: {reason}; correct or replace it") from error
@@ -73,16 +69,15 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(
-        cls, path: str | Path, template: str | Path = "", eos_token: str = "", special: Collection[str] = ()
+        cls, path: str | Path, template: str | Path = "", tokenizer: Tokenizer | None = None
     ) -> "ChatTemplate":
-        """Read a folder's templates: `chat_template.jinja` and `additional_chat_templates/`, or if there are none,
-        those in `tokenizer_config.json`.
+        """Read a folder's template: `chat_template.jinja`, or if there is none, that in `tokenizer_config.json`.
 
         Args:
             path: an HF tokenizer folder, or a tokenizer file in such a folder.
             template: a Jinja file to use instead, for all conversations.
-            eos_token: the tokenizer's end token, in case `tokenizer_config.json` is missing or does not name it.
-            special: the tokenizer's special tokens, for `end_of_turn`.
+            tokenizer: of that folder. It has the end token in case `tokenizer_config.json` is missing or does not name
+                it, and the special tokens for `end_of_turn`.
 
         Returns:
             The compiled template, with the special tokens of `tokenizer_config.json` as its variables.
@@ -90,18 +85,11 @@ class ChatTemplate:
         Raises:
             UserError: a file is missing or malformed, there is no template, or it needs too much memory or time.
         """
-        special = tuple(sorted(special))
+        eos_token, special = (tokenizer.eos_token, tuple(sorted(tokenizer.special))) if tokenizer else ("", ())
         call_in_child("text.chat_template:try_template", Path(path), str(template), eos_token, special)
         made = cls._read(path, template, eos_token, special)
-        made._render_in_child = partial(
-            call_in_child, "text.chat_template:render_apart", Path(path), str(template), eos_token
-        )
+        made._given = Path(path), str(template), eos_token
         return made
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer, path: str | Path, template: str | Path = "") -> "ChatTemplate":
-        """`from_folder`, for the tokenizer of that folder."""
-        return cls.from_folder(path, template, tokenizer.eos_token, tokenizer.special)
 
     @classmethod
     def _read(
@@ -110,35 +98,30 @@ class ChatTemplate:
         folder = Path(path) if Path(path).is_dir() else Path(path).parent
         config_file = folder / "tokenizer_config.json"
         # A link that the user names is followed. A link inside a model folder is not: it came with the folder.
-        files = {"default": Path(os.path.realpath(template))} if template else template_files(folder)
+        file = Path(os.path.realpath(template)) if template else template_file(folder)
         try:
             # A folder must have a tokenizer_config.json; beside a single tokenizer file it is optional.
             needed = folder == Path(path) or os.path.lexists(config_file)
             config = json.loads(read_plain(config_file, LARGEST_CONFIG).decode("utf-8")) if needed else {}
             refuse_code(config_file, config)
-            sources = config.get("chat_template")
-            if isinstance(sources, list):
-                sources = {entry["name"]: entry["template"] for entry in sources}
-            elif not isinstance(sources, dict):
-                sources = {"default": sources}
+            source = config.get("chat_template")
             special_tokens = named_tokens(config)
         except UserError:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             problem = f"{config_file}: cannot be used ({error!r}); copy the checkpoint's tokenizer files"
             raise UserError(problem) from error
-        if files:
-            sources = {name: read_template(file) for name, file in files.items()}
-        used = {name: sources[name] for name in ("default", "tool_use") if name in sources}
-        if "default" not in used or not all(isinstance(source, str) for source in used.values()):
+        if file:
+            source = read_template(file)
+        if not isinstance(source, str):
             raise UserError(
-                f"{config_file}: no (default) chat_template, and no chat_template.jinja; copy that file from "
+                f"{config_file}: no chat_template, or several, and no chat_template.jinja; copy that file from "
                 f"the family's chat model, or name a Jinja file in model.chat_template, e.g. {_CHATML}"
             )
         if eos_token:
             special_tokens.setdefault("eos_token", eos_token)
-        file = Path(template) if template else files.get("default", config_file)
-        return cls(file, used, special_tokens, special)
+        named = Path(template) if template else file or config_file
+        return cls(named, source, special_tokens, special)
 
     @cached_property
     def end_of_turn(self) -> str:
@@ -196,8 +179,7 @@ class ChatTemplate:
 
     def require(self, variables: Mapping[str, Any]) -> None:
         """Raises UserError: the template does not read one of the variables, or refuses its value."""
-        parsed = map(TracingEnvironment().parse, self._sources.values())
-        reads = {*chain(*map(jinja2.meta.find_undeclared_variables, parsed))} if variables else set[str]()
+        reads = jinja2.meta.find_undeclared_variables(TracingEnvironment().parse(self._source))
         for name in variables.keys() - reads:
             raise UserError(f"{self._file}: the chat template does not read {name}; leave it out, or use one that does")
         try:
@@ -208,7 +190,7 @@ class ChatTemplate:
 
     def render_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """`render` with add_generation_prompt, in the child process with limits on memory and time."""
-        return self._render_in_child(messages, variables)
+        return str(call_in_child("text.chat_template:render_apart", *self._given, messages, variables))
 
     def render_turns(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Rendered:
         """Render a conversation and find each message in the text.
@@ -223,20 +205,14 @@ class ChatTemplate:
             UserError: from `render`; or the template rewrites an assistant's message so that the source of its
                 characters is lost. (Rewritten text of other messages counts as the template's own.)
         """
-        prepared, environment = self._prepared(messages), self._template(variables).environment
-        assert isinstance(environment, TracingEnvironment)
-        # Both may render, so they come before the marks are counted.
-        end_of_turn, prompt = self.end_of_turn, None
+        prepared, end_of_turn, prompt = self._prepared(messages), self.end_of_turn, None
         answers = [i for i, message in enumerate(prepared) if message.get("role") == "assistant"]
         if answers and end_of_turn:
             prompt = self._prompt(prepared[: answers[0]], variables)
             if prompt.changes_text and "enable_thinking" not in variables:
                 variables = {**variables, "enable_thinking": has_reasoning(prepared[answers[-1]])}
-        environment.issued.clear()
         text = self._run([_traced(i, message) for i, message in enumerate(prepared)], False, variables)
         finder = TurnFinder(text, end_of_turn)
-        if environment.issued != {number for _, _, number in finder.marks}:
-            raise UserError(f"{self._file}: rewrites or drops text inside {{% generation %}}; mark the final text")
         turns: list[Turn] = []
         for i, message in enumerate(prepared):
             if message.get("role") != "assistant":
@@ -252,34 +228,7 @@ class ChatTemplate:
                     f"{self._file}: message {i}: {problem}, so the assistant's own text cannot be located; "
                     "use a template that writes each assistant message as Qwen3's does"
                 ) from problem
-        if environment.has_marks:
-            turns = self._marked(turns, finder)
         return Rendered(finder.text, turns)
-
-    def _marked(self, turns: list[Turn], finder: "TurnFinder") -> list[Turn]:
-        """The turns, with the spans that the template marks in each assistant turn.
-
-        Raises:
-            UserError: a mark covers text outside a single assistant turn.
-        """
-        own = [turn for turn in turns if turn.role == "assistant"]  # ascending and disjoint, so bisect finds owners
-        starts, stops = [turn.start for turn in own], [turn.stop for turn in own]
-        marks: dict[int, list[tuple[int, int]]] = {turn.message: [] for turn in own}
-        for start, stop, _ in finder.marks:
-            owners = {turn.message for turn in own[bisect_right(stops, start) : bisect_left(starts, stop)]}
-            if len(owners) != 1 or not finder.messages_between(start, stop) <= owners:
-                raise UserError(
-                    f"{self._file}: {{% generation %}} marks {shortened(repr(finder.text[start:stop]))}, which is "
-                    "not a single assistant message; use a template that marks each of them separately"
-                )
-            marks[owners.pop()].append((start, stop))
-        end = len(finder.end_of_turn)
-        for index, turn in enumerate(turns):
-            spans = marks.get(turn.message)
-            if spans and spans[-1][1] <= turn.stop - end and not turn.problem:
-                problem = f"{{% generation %}} leaves out {finder.end_of_turn!r}, so stopping would not be learned"
-                turns[index] = replace(turn, problem=problem + "; move {% endgeneration %} behind it")
-        return [replace(turn, marked=tuple(marks[turn.message])) if turn.message in marks else turn for turn in turns]
 
     def _prompt(self, prefix: list[dict[str, Any]], variables: dict[str, Any]) -> "Prompt":
         """The generation prompt with these variables.
@@ -288,11 +237,7 @@ class ChatTemplate:
         only if the template refuses that one, for the beginning of this conversation.
         """
         variables = {key: value for key, value in variables.items() if key != "enable_thinking"}
-        try:
-            prompt = self._probed(json.dumps(variables))
-        except (TypeError, ValueError):  # a variable is not JSON, so it cannot be a key of the cache
-            prompt = None
-        return prompt or self._prompt_after(prefix or list(_PROBE), variables)
+        return self._probed(json.dumps(variables)) or self._prompt_after(prefix or list(_PROBE), variables)
 
     def _probe(self, variables: str) -> "Prompt | None":
         try:
@@ -327,16 +272,11 @@ class ChatTemplate:
             prepared.append(present)
         return prepared
 
-    def _template(self, variables: dict[str, Any]) -> jinja2.Template:
-        """The template that `transformers` would choose."""
-        has_tools = variables.get("tools") is not None
-        return self._templates["tool_use" if has_tools and "tool_use" in self._templates else "default"]
-
     def _run(self, messages: list[dict[str, Any]], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
         fixed = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         context = {"tools": None, "documents": None, **self._special_tokens, **variables, **fixed}
         try:
-            return self._template(variables).render(context)
+            return self._template.render(context)
         except Exception as error:  # the template is data, so each of its errors is reported to the user
             as_objects = messages
             with suppress(AttributeError, TypeError, ValueError):  # no calls, or no JSON

@@ -7,10 +7,10 @@ from pathlib import Path
 from titan_mi100.errors import UserError
 from titan_mi100.files.child import call_in_child, raise_limits
 from titan_mi100.files.plain import LARGEST_TABLE, plain_path, read_object
-from titan_mi100.files.templates import template_files
+from titan_mi100.files.templates import template_file
 from titan_mi100.text.agreement import check_agreement
 from titan_mi100.text.base import Tokenizer, TokenizerConfig
-from titan_mi100.text.bpe import class_like, read_bpe, read_definition
+from titan_mi100.text.bpe import class_like, read_bpe
 from titan_mi100.text.other import HfTokenizer, SentencePieceTokenizer, check_definition
 
 _SENTENCEPIECE = ".model"
@@ -21,8 +21,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load the tokenizer of a folder or a file. Its kind is detected by name and content.
 
     Args:
-        path: an HF folder, with `tokenizer.json` or with `vocab.json` and `merges.txt`; or a folder with exactly one
-            sentencepiece `.model` file instead; or such a file. A `tokenizer_config.json` beside it is read, too.
+        path: an HF folder with `tokenizer.json`; or a folder with exactly one sentencepiece `.model` file instead; or
+            such a file. A `tokenizer_config.json` beside it is read, too.
 
     Raises:
         UserError: there is no tokenizer, a file is malformed, or no engine here supports it.
@@ -49,7 +49,7 @@ def _load(path: Path) -> Tokenizer:
     try:
         if file.suffix == _SENTENCEPIECE:
             return SentencePieceTokenizer(file, config)
-        definition = read_definition(file, config)
+        definition = read_object(file, "download it again", LARGEST_TABLE)
         exact = read_bpe(definition, config)  # None: tiktoken would give other ids
         check_definition(file, definition, exact is not None)
         tokenizer = exact or HfTokenizer(file, definition, config)
@@ -67,16 +67,15 @@ def tokenizer_files(path: str | Path) -> list[Path]:
     """The files that determine the result of `load_tokenizer(path)` and the chat template there. No file is read.
 
     Returns:
-        The existing ones: first the file that defines the tokenizer, then `tokenizer_config.json` and template files.
+        The existing ones: first the file that defines the tokenizer, then `tokenizer_config.json` and the template.
 
     Raises:
         UserError: there is no tokenizer; or a file is a link out of the folder, or larger than any real one.
     """
     file = _definition_file(Path(path))
-    merges = ["merges.txt"] if file.name == "vocab.json" else []
-    names = [file.name, *merges, "tokenizer_config.json"]
-    files = [file.with_name(name) for name in names if os.path.lexists(file.with_name(name))]
-    files += template_files(file.parent).values()
+    config = file.with_name("tokenizer_config.json")
+    files = [file, *[config] * os.path.lexists(config)]
+    files += [template] if (template := template_file(file.parent)) else []
     # The caller hashes these files: a link must not lead elsewhere, and hashing must not take hours.
     if odd := [file for file in files if plain_path(file).stat().st_size > LARGEST_TABLE]:
         raise UserError(f"{odd[0]}: is larger than {LARGEST_TABLE:,} bytes; no real file is; download it again")
@@ -86,12 +85,13 @@ def tokenizer_files(path: str | Path) -> list[Path]:
 def _definition_file(path: Path) -> Path:
     """The file that defines the tokenizer.
 
-    If `path` is a sentencepiece model, that file. In a folder: tokenizer.json, else vocab.json, else its only model.
+    If `path` is a sentencepiece model, that file. In a folder: tokenizer.json, else its only model.
     """
     if path.is_file() and path.suffix == _SENTENCEPIECE:
         return path
-    files = [path / name for name in ("tokenizer.json", "vocab.json") if os.path.lexists(path / name)][:1]
-    files = files or sorted(file for file in path.glob("*") if file.suffix == _SENTENCEPIECE and not file.is_dir())
+    if os.path.lexists(path / "tokenizer.json"):
+        return path / "tokenizer.json"
+    files = sorted(file for file in path.glob("*") if file.suffix == _SENTENCEPIECE and not file.is_dir())
     if len(files) != 1:
         names = ", ".join(file.name for file in files) or "no tokenizer"
         problem = f"has {names}" if path.exists() else "no such file or folder"

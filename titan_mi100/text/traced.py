@@ -3,13 +3,11 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
-from itertools import count
 from typing import Any, NamedTuple, SupportsIndex
 
 import jinja2
 from jinja2 import ext, nodes
 from jinja2.compiler import CodeGenerator, Frame
-from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MIXED = "*"  # field of a source whose characters come from several fields of one message, in unknown order
@@ -18,9 +16,8 @@ MIXED = "*"  # field of a source whose characters come from several fields of on
 class Origin(NamedTuple):
     """The origin of characters."""
 
-    message: int  # index of the message; -1: the template's own text inside a `{% generation %}` block
+    message: int  # index of the message
     field: str  # key in the message, or MIXED
-    mark: int = 0  # number of the `{% generation %}` block that they are in; 0: none
 
 
 Run = tuple[int, Origin | None]  # (number of characters, their source); None: the template's own text
@@ -100,12 +97,10 @@ class Traced(str):
         return lines if keepends else [line[: len(str.splitlines(line)[0])] for line in lines]
 
     def partition(self, sep: str, /) -> tuple[str, str, str]:
-        before, separator, after = self._located(list(super().partition(sep)), 0)
-        return before, separator, after
+        return tuple(self._located(list(super().partition(sep)), 0))  # type: ignore[return-value]
 
     def rpartition(self, sep: str, /) -> tuple[str, str, str]:
-        before, separator, after = self._located(list(super().rpartition(sep)), 0)
-        return before, separator, after
+        return tuple(self._located(list(super().rpartition(sep)), 0))  # type: ignore[return-value]
 
     def _located(self, pieces: list[str], gap: int) -> list[str]:
         """Turn pieces of this string into slices of it, which keep their sources.
@@ -142,8 +137,7 @@ def _whole(text: str, sources: set[Origin | None]) -> str:
     first = next(iter(sources), None)
     if first is None or any(source is None or source.message != first.message for source in sources):
         return text
-    mixed = Origin(first.message, MIXED, max(source.mark for source in sources if source is not None))
-    return Traced(text, [(len(text), first if len(sources) == 1 else mixed)])
+    return Traced(text, [(len(text), first if len(sources) == 1 else Origin(first.message, MIXED))])
 
 
 def _concat(pieces: Iterable[str]) -> str:
@@ -192,31 +186,6 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-class _GenerationTag(ext.Extension):
-    """The tag `{% generation %} ... {% endgeneration %}` of `transformers`, which marks text that the assistant
-    generates. Each time a block is rendered, its output gets a number of its own."""
-
-    tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        self.environment.has_marks = True  # type: ignore[attr-defined]
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
-
-    def mark(self, caller: Callable[[], str]) -> str:
-        text, number = caller(), next(_MARKS)
-        marked = [(n, source or Origin(-1, "")) for n, source in runs_of(text)]
-        # Characters of a nested block keep its number. `issued` collects the numbers that must occur in the final text:
-        # if one is missing there, the template has dropped or rewritten marked text.
-        if any(n and not source.mark for n, source in marked):
-            self.environment.issued.add(number)  # type: ignore[attr-defined]
-        return Traced(text, [(n, source._replace(mark=source.mark or number)) for n, source in marked])
-
-
-_MARKS = count(1)
-
-
 class _TracingCodeGenerator(CodeGenerator):
     """Changes two things in the code that Jinja generates.
 
@@ -255,12 +224,9 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
 
     code_generator_class = _TracingCodeGenerator
     concat = staticmethod(_concat)
-    has_marks = False
 
     def __init__(self) -> None:
-        extensions = [_GenerationTag, ext.loopcontrols]
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False)
-        self.issued: set[int] = set()  # numbers of rendered {% generation %} blocks, see _GenerationTag
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols], optimized=False)
         del self.filters["random"]  # a row must render to the same text each time
         self.globals["lipsum"] = lambda *_, **__: _raise_exception("lipsum makes random text")
         self.filters["tojson"] = _tojson

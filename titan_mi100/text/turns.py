@@ -26,8 +26,6 @@ class Turn:
     lost_reasoning: bool  # the assistant's message has reasoning, but the template left it out of the text
     reasons: bool = False  # the text shows reasoning of the assistant's message
     thought: int = 0  # the end of that reasoning and of the tag behind it
-    # Spans of characters that the template marks with {% generation %}; None: the template has no such marks.
-    marked: tuple[tuple[int, int], ...] | None = None
     trimmed: bool = False  # the template removes white space at the beginning or end of the answer
     problem: str = ""  # why it must not be learned as it stands, with a remedy: the template hides or repeats text ...
 
@@ -118,17 +116,12 @@ class TurnFinder:
 
     def __init__(self, text: str, end_of_turn: str) -> None:
         self.text, self.end_of_turn = str.__str__(text), end_of_turn
-        self.marks: list[tuple[int, int, int]] = []  # (begin, end, number) of {% generation %} blocks, in order
         self._spans: list[tuple[int, int, Origin]] = []  # (begin, end, source) of text from messages, in order
         self._of_message: dict[int, list[tuple[int, int, str]]] = defaultdict(list)  # message -> (begin, end, field)
         end = 0
         for length, source in runs_of(text):
             begin, end = end, end + length
-            if source is not None and source.mark:
-                # Adjacent runs with the same number belong to one block.
-                last = self.marks.pop() if self.marks and self.marks[-1][1:] == (begin, source.mark) else (begin,)
-                self.marks.append((last[0], end, source.mark))
-            if source is not None and source.message >= 0:
+            if source is not None:
                 self._spans.append((begin, end, source))
                 self._of_message[source.message].append((begin, end, source.field))
         self._begins = [begin for begin, _, _ in self._spans]
@@ -188,7 +181,7 @@ class TurnFinder:
         thought = behind.end() if behind else max(thoughts, default=stop)
         trimmed = not problem and self._is_trimmed(index, message)
         shows = reasoned and not lost
-        return Turn(index, message["role"], start, stop, answer, lost, shows, thought, None, trimmed, problem)
+        return Turn(index, message["role"], start, stop, answer, lost, shows, thought, trimmed, problem)
 
     def _misread(self, start: int, stop: int, message: dict[str, Any], lost: bool) -> str:
         """What a server would read differently in a generated turn, with a remedy; "": nothing.

@@ -46,14 +46,12 @@ def _run(options: argparse.Namespace) -> None:
         return {"question": question, "gold": gold, "extracted": extracted, "correct": extracted == gold}
 
     summary = summarise(generate_all(options, model, requests, load, {}, judge))
-    if options.json:
-        print(json.dumps({"data": options.data, **summary}))
-        return
-    print(
+    text = (
         f"{options.data}: {summary['correct']} of {summary['n']} correct, exact match {summary['score']:.1%}; "
         f"{summary['no_answer']:.1%} without an answer, {summary['stopped_by_length']} stopped by length "
         f"(--max_new_tokens {options.max_new_tokens})"
     )
+    print(json.dumps({"data": options.data, **summary}) if options.json else text)
 
 
 def _question_and_gold(row: Row) -> tuple[str, str]:

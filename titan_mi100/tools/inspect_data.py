@@ -29,14 +29,11 @@ def _show(options: argparse.Namespace, settings: Sequence[str]) -> None:
     setup_logging(0)
     if options.html:
         _parser().check_used(options, "--html", vars(options).keys() - {"json"})
-        return door("inspect --html")(options, lambda: load_config(settings, world_size=None))
+        door("inspect --html")(options, lambda: load_config(settings, world_size=None))
+        return
     with redirect_stdout(sys.stderr):  # stdout gets the report only, so that it can be piped
         report = make_report(load_config(settings, world_size=None), options)
-    if options.json:
-        return print(json.dumps(report, ensure_ascii=False))
-    for line in report_lines(report):
-        print(line)
-    return None
+    print(json.dumps(report, ensure_ascii=False) if options.json else "\n".join(report_lines(report)))
 
 
 def report_lines(report: dict[str, Any]) -> Iterator[str]:

@@ -11,7 +11,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from titan_mi100.device import accelerator
 from titan_mi100.doors import door
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import FolderLock
-from titan_mi100.files.pool import forked_pool, kill_workers
+from titan_mi100.files.pool import forked_pool
 from titan_mi100.generation.batch import command_parser, open_model, read_rows, template_variables
 from titan_mi100.generation.engine import Model, PromptBuilder, full_memory_is_an_error
 from titan_mi100.model.decode import Sampling, check_lengths, generate
@@ -162,8 +161,8 @@ def _make(
 def _make_in_processes(options: Namespace, store: GroupStore, prompts: Sequence[Group]) -> None:
     """Process r makes the parts r, r + processes, ...; the first shows its progress. If one fails, all end."""
     count, cpus, futures = options.processes, len(os.sched_getaffinity(0)), list[Future[None]]()
-    pool = forked_pool(count, begin=partial(torch.set_num_threads, max(1, cpus // count)), method="spawn")
-    try:
+    threads, killed = max(1, cpus // count), "one of the processes was killed; start again: it goes on"
+    with forked_pool(count, begin=partial(torch.set_num_threads, threads), method="spawn", killed=killed) as pool:
         for rank in range(count):
             device = options.device or f"{accelerator.kind()}:{rank}" * bool(accelerator.count())
             there = Namespace(**{**vars(options), "device": device, "is_quiet": rank > 0})
@@ -171,13 +170,6 @@ def _make_in_processes(options: Namespace, store: GroupStore, prompts: Sequence[
             futures.append(pool.submit(_make, there, store.about, prompts, parts))
         for future in as_completed(futures):
             future.result()
-    except BaseException as error:
-        kill_workers()
-        if isinstance(error, BrokenProcessPool):
-            raise UserError("one of the processes was killed; start again: it goes on") from None
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _by_engine(options: Namespace, model: Model) -> Ask:
@@ -206,17 +198,11 @@ def _by_server(options: Namespace, server: Any, asked: Asked) -> Iterator[Answer
 
 
 def _summarise(options: Namespace, store: GroupStore, is_old: bool) -> None:
-    lengths, cut = list[int](), 0
-    for part in range(store.count):
-        answers = [answer for group in store.read(part) for answer in group.answers]
-        lengths += [len(answer.ids) for answer in answers]
-        cut += sum(answer.is_cut for answer in answers)
-    mean, share = sum(lengths) / len(lengths), cut / len(lengths)
-    summary = {"prompts": store.about.count, "answers": len(lengths), "mean_length": mean, "cut_off": share}
-    text = f"{store.about.count:,} prompts, {len(lengths):,} answers with {mean:.1f} tokens on average; {share:.1%} are"
+    groups = (group for part in range(store.count) for group in store.read(part))
+    answers = [(len(answer.ids), answer.is_cut) for group in groups for answer in group.answers]
+    mean, share = (sum(each) / len(answers) for each in zip(*answers, strict=True))
+    summary = {"prompts": store.about.count, "answers": len(answers), "mean_length": mean, "cut_off": share}
+    text = f"{store.about.count:,} prompts, {len(answers):,} answers with {mean:.1f} tokens on average; {share:.1%} are"
     text = f"{options.out}: {'was complete; ' * is_old}{text} cut off after --max_new_tokens {options.max_new_tokens}"
-    print(
-        json.dumps({"out": options.out, **summary})
-        if options.json
-        else f"{text}\nnext: titan-mi100 score {options.out}"
-    )
+    text += f"\nnext: titan-mi100 score {options.out}"
+    print(json.dumps({"out": options.out, **summary}) if options.json else text)

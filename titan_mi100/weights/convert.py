@@ -311,9 +311,8 @@ def _assets_of_export(source: ModelSource, spec: ModelSpec, kinds: Kinds) -> Ass
     few = {name for name, parameter in spec.parameters.items() if parameter.in_fp32}
     dtypes = {kind.dtype for name, kind in kinds.items() if name not in few and not spec.passes_through(name)}
     dtype = dtype_name(dtypes.pop()) if len(dtypes) == 1 else None
-    has_tokenizer = "tokenizer.json" in source.assets or "vocab.json" in source.assets
     # generation_config.json of the export must stop at all of these, or other programs generate on after an answer
-    ends = load_tokenizer(source.assets_folder).end_ids() if has_tokenizer else []
+    ends = load_tokenizer(source.assets_folder).end_ids() if "tokenizer.json" in source.assets else []
     return export_assets(source.assets_folder, source.assets, spec, dtype, ends)
 
 

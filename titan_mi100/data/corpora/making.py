@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import as_completed
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict
 from fnmatch import fnmatch
@@ -37,13 +36,12 @@ from titan_mi100.data.corpora.shards import (
     remove_temporary_files,
     write_atomically,
 )
-from titan_mi100.data.formats import IDENTIFIERS, first_row, holds_identifiers
 from titan_mi100.errors import UserError
 from titan_mi100.files.child import end
 from titan_mi100.files.durable import probe
 from titan_mi100.files.patterns import matching_files, unusable
 from titan_mi100.files.plain import parse_object, read_plain
-from titan_mi100.files.pool import forked_pool, kill_workers, with_state
+from titan_mi100.files.pool import forked_pool, with_state
 from titan_mi100.files.schema import LONGEST
 from titan_mi100.log import ByteProgress, log
 from titan_mi100.text.assets import CORPUS, PLAN
@@ -69,7 +67,7 @@ def make_corpus(options: argparse.Namespace) -> None:
     folder, started = Path(options.output_dir), time.monotonic()
     tokenizer = load_tokenizer(options.tokenizer)
     plan = _plan(options, tokenizer)
-    end()  # the child process that tried the tokenizer and read the first row: forked workers must not share it
+    end()  # the child process that tried the tokenizer: forked workers must not share it
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_temporary_files(folder)
@@ -108,11 +106,6 @@ def _plan(options: argparse.Namespace, tokenizer: Tokenizer) -> ShardPlan:
     files = _files(options.input, options.include)
     sizes = [os.path.getsize(file) for file in files]
     units = cut_into_units(files, sizes, options.format == "text")
-    row: dict[str, Any] = {}
-    with suppress(UserError):  # the file has no row that can be read: the ledger counts that
-        row = first_row(files[0]) if options.format == "rows" else row
-    if holds_identifiers(row) and not isinstance(row.get(options.text_column), str):
-        raise UserError(f"{files[0]}: {IDENTIFIERS}")
     if len(units) > LONGEST:  # corpus.json could not be read
         raise UserError(f"--input: makes {len(units):,} shards, {LONGEST:,} are possible; join files into fewer")
     is_text = options.format == "text"
@@ -207,27 +200,24 @@ def _make_shards(
     """Make shards in worker processes. Raises UserError: some could not be made; the completed ones are kept."""
     sizes = {number: plan.bytes_of(plan.units[number]) for number in numbers}
     errors = list[str]()
-    pool = forked_pool(min(workers, len(numbers)), folder, plan, tokenizer)
-    try:
-        with ByteProgress("tokenising", sum(sizes.values())) as progress:
-            futures = {pool.submit(with_state, make_shard, number): number for number in numbers}
-            for future in as_completed(futures):
-                try:
-                    shard = future.result()
-                    progress.advance(sizes[futures[future]])
-                    _check_readable(plan, shard, most_bad)
-                except UserError as error:
-                    errors.append(str(error))
-                    if _MOSTLY_BAD in errors[-1]:  # probably a wrong option: stop early
-                        break
-    except BrokenProcessPool:
-        problem = "a tokenising process was killed, most likely because memory ran out (see dmesg)"
-        raise UserError(f"{problem}; start again with fewer --workers; complete shards are kept") from None
-    except KeyboardInterrupt:
-        kill_workers()  # their unfinished shards are made again
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
+    killed = (
+        "a tokenising process was killed, most likely because memory ran out (see dmesg); start again with fewer "
+        "--workers; complete shards are kept"
+    )
+    with (
+        forked_pool(min(workers, len(numbers)), folder, plan, tokenizer, killed=killed) as pool,
+        ByteProgress("tokenising", sum(sizes.values())) as progress,
+    ):
+        futures = {pool.submit(with_state, make_shard, number): number for number in numbers}
+        for future in as_completed(futures):
+            try:
+                shard = future.result()
+                progress.advance(sizes[futures[future]])
+                _check_readable(plan, shard, most_bad)
+            except UserError as error:
+                errors.append(str(error))
+                if _MOSTLY_BAD in errors[-1]:  # probably a wrong option: stop early
+                    break
     if errors:
         raise UserError("\n".join([*sorted(set(errors))[:_SHOWN], "fix the input, or leave these files out"]))
 

@@ -33,7 +33,6 @@ from titan_mi100.text.base import Tokenizer
 # Bytes of the smallest and the largest unit; between them, the size grows so that a corpus has about this many units.
 _SMALLEST, _LARGEST, _MOST_UNITS = 2**22, 2**28, 2**10
 _PART = re.compile(r"\.[0-9a-f]{32}\.part$")  # how the names that `_open_part` gives end
-_BATCH = 2**20  # characters that are tokenised between two writes
 BLANK = "nothing to learn"  # kind of a row whose text is blank; in a corpus that is no error
 
 
@@ -211,13 +210,12 @@ def make_shard(folder: Path, plan: ShardPlan, tokenizer: Tokenizer, number: int)
         atomic_file(shard_path(folder, number, "origins.npy")) as origins_file,
     ):
         values_out, origins_out = HashingStream(values_file), HashingStream(origins_file)
-        for documents in _batches(_documents(plan, unit, counts)):
-            values = [_values(plan, document, tokenizer, counts) for document in documents]
-            for document, ids in zip(documents, values, strict=True):
-                if len(ids):
-                    origins.append((position, document.origin))
-                    position += len(ids)
-            values_out.write(np.concatenate([np.zeros(0, VALUE), *values]).tobytes())
+        for document in _documents(plan, unit, counts):
+            values = _values(plan, document, tokenizer, counts)
+            if len(values):
+                origins.append((position, document.origin))
+                position += len(values)
+                values_out.write(values.tobytes())
         np.lib.format.write_array(origins_out, np.array(origins, np.int64).reshape(-1, 2), allow_pickle=False)
         if before != [_stamp(file) for file in plan.files[unit.first : unit.stop]]:
             raise UserError(f"{plan.files[unit.first]}: changes while it is read; start again when it is complete")
@@ -234,19 +232,6 @@ def _stamp(file: str) -> list[int]:
     with read_or_refuse(file):
         status = os.stat(file)
     return [status.st_size, status.st_mtime_ns]
-
-
-def _batches(documents: Iterator[_Document]) -> Iterator[list[_Document]]:
-    """Group documents into batches of about _BATCH characters."""
-    batch, size = [], 0
-    for document in documents:
-        batch.append(document)
-        size += len(document.text)
-        if size >= _BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _values(plan: ShardPlan, document: _Document, tokenizer: Tokenizer, counts: _Counts) -> np.ndarray:

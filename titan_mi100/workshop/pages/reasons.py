@@ -44,7 +44,7 @@ def explain(
     files, lines = table.origins.files, table.origins.lines[table.origins.document_lines[list(numbers)]].tolist()
     template = None
     if facts.system_prompt is not None:  # the data hold conversations
-        template = ChatTemplate.of(tokenizer, config.tokenizer_path(), config.model.chat_template)
+        template = ChatTemplate.from_folder(config.tokenizer_path(), config.model.chat_template, tokenizer)
     encoder = _NotingEncoder(tokenizer, template, config.data, config.training.seq_len)
     noted = {}
     for index in {file for file, _, _ in lines}:
@@ -131,8 +131,6 @@ class _NotingEncoder(Encoder):
             why = "the template leaves out its reasoning"
         elif is_answer and config.earlier_thinking == "unroll":
             why = "an earlier round: a document of its own teaches it"
-        elif turn.marked is not None:
-            why = "outside the template's generation marks"
         yield turn.start, turn.stop, Kind(_OF_ROLES[turn.role], why)
         yield turn.start, turn.answer, Kind("empty think block", why or "the prompt ends with it: data.empty_think")
         if turn.reasons:
