@@ -158,7 +158,7 @@ class _Rows:
     def __init__(self, config: Config, batch: Batch) -> None:
         self.batch, self._config = batch, config
 
-    def ahead(self, first_row: int) -> Callable[[], list[Microbatch]]:
+    def ahead(self, first_row: int, pinned: bool) -> Callable[[], list[Microbatch]]:
         return lambda: self.step(first_row)
 
     def step(self, first_row: int) -> list[Microbatch]:
