@@ -21,7 +21,7 @@ import importlib.util, os, sys
 checkout, extras = os.path.realpath(sys.argv[1]), sys.argv[2].split(",")
 sys.path[:] = [entry for entry in sys.path if entry]  # the current directory is not an installation
 wanted = {
-    "always": "jinja2 numpy safetensors sentencepiece tensorboard tiktoken tokenizers tqdm",
+    "always": "jinja2 numpy safetensors sentencepiece tensorboard tiktoken tokenizers torchdata tqdm",
     "dev": "pytest xdist hypothesis ruff mypy transformers peft pyarrow zstandard",
     "eval": "transformers lm_eval",
 }

@@ -1,5 +1,7 @@
 """Rows as the ranks get them: whole documents, shifted labels, and an order that is a pure function."""
 
+import errno
+import sys
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from titan_mi100.config.layout import IGNORE, Batch
 from titan_mi100.data.loader import RowStream, ShuffledEpochs, validation_batches
 from titan_mi100.data.prepared import PackedDataset
 from titan_mi100.data.rows import Row
+from titan_mi100.errors import UserError
 from titan_mi100.workshop.made_up import random_rows
 
 
@@ -135,7 +138,7 @@ def test_microbatches_that_are_padding_on_all_ranks_are_left_out_by_all() -> Non
     ]
     for stream in streams:
         every = RowStream(source, batch, stream.dp_rank, with_padding=True)
-        next_step, all_steps = stream.ahead(8), every.ahead(8)
+        next_step, all_steps = stream.ahead(8, pinned=False), every.ahead(8, pinned=False)
         for first, count in ((8, 2), (16, 4), (24, 2), (32, 4)):
             ids = [m["input_ids"].tolist() for m in next_step()]
             assert ids == [m["input_ids"].tolist() for m in stream.step(first)] and len(ids) == count
@@ -148,7 +151,7 @@ def test_microbatches_that_are_padding_on_all_ranks_are_left_out_by_all() -> Non
 def test_what_is_read_ahead_follows_the_epochs() -> None:
     """Nine rows in steps of four: the last step of an epoch has one microbatch."""
     rows = random_rows(9, 16, 100, supervised_share=0.5)
-    next_step = RowStream(ShuffledEpochs(rows, 1, 4), Batch(1, 4, 1), 0).ahead(0)
+    next_step = RowStream(ShuffledEpochs(rows, 1, 4), Batch(1, 4, 1), 0).ahead(0, pinned=False)
     assert [len(next_step()) for _ in range(6)] == [4, 4, 1, 4, 4, 1]
 
 
@@ -161,14 +164,26 @@ def test_validation_gives_every_rank_as_many_microbatches_and_every_row_once() -
     assert sorted(tokens) == [*range(7), *[99] * 5]
 
 
-def test_what_fails_in_the_reading_threads_is_raised_with_its_cause() -> None:
+def test_what_fails_in_the_reading_threads_is_raised_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    import multiprocessing.synchronize as synchronize
+
     class Broken(Counting):
         def row(self, number: int) -> object:
             raise LookupError(f"row {number} is gone")
 
     stream = RowStream(Broken(), Batch(1, 1, 1), 0)
     with pytest.raises(LookupError, match="row 5 is gone"):
-        stream.ahead(5)()
+        stream.ahead(5, pinned=False)()
+
+    def no_space(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(synchronize.SemLock, "__init__", no_space)  # as with a full /dev/shm
+    with pytest.raises(UserError, match=r"^/dev/shm: No space left on device; .* --shm-size"):
+        stream.ahead(5, pinned=False)()
+    monkeypatch.setitem(sys.modules, "torchdata", None)
+    with pytest.raises(ImportError, match="torchdata"):
+        stream.ahead(5, pinned=False)()
 
 
 def test_random_rows_are_full_and_supervised_as_asked() -> None:

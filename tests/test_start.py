@@ -158,11 +158,11 @@ def test_packages_that_the_run_will_need_are_looked_for_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, find, installed = model(tmp_path / "model"), check.find_spec, check.version
-    monkeypatch.setattr(check, "find_spec", lambda name: None if name == "safetensors" else find(name))
-    with pytest.raises(UserError, match=r"^safetensors is not installed; pip install 'safetensors>=0.4.5'$"):
+    monkeypatch.setattr(check, "find_spec", lambda name: None if name == "torchdata" else find(name))
+    with pytest.raises(UserError, match=r"^torchdata is not installed; pip install 'torchdata>=0.11'$"):
         checked(folder)
     (folder.parent / "runs" / "x" / "checkpoint" / "step-1").mkdir(parents=True)
-    with pytest.raises(UserError, match="safetensors is not installed"):  # a run that resumes needs them, too
+    with pytest.raises(UserError, match="torchdata is not installed"):  # a run that resumes needs them, too
         checked(folder, "--job.run_folder", str(folder.parent / "runs" / "x"))
     monkeypatch.setattr(check, "find_spec", find)
     monkeypatch.setattr(check, "version", lambda name: {"tiktoken": "0.9.0rc1"}.get(name) or installed(name))

@@ -20,7 +20,7 @@ from titan_mi100.streams import flush_output, open_streams
 from titan_mi100.wording import command_name, shortened, with_level
 
 WIDTH = 100  # columns of a help text
-_LIBRARIES = ("torch", "triton", "numpy", "tokenizers", "tiktoken", "safetensors", "tensorboard")
+_LIBRARIES = ("torch", "triton", "torchdata", "numpy", "tokenizers", "tiktoken", "safetensors", "tensorboard")
 
 
 def say(message: object) -> None:

@@ -256,7 +256,7 @@ class Trainer:
         self._row += self._stream.batch.global_batch_size
         if self._next_step is None:  # the first step does not wait for the threads: they begin with the third's rows
             behind = self._row + self._stream.batch.global_batch_size
-            self._next_step = self._stream.ahead(behind)
+            self._next_step = self._stream.ahead(behind, pinned=accelerator.is_gpu(self._model.device))
             self._microbatches = self._stream.step(self._row)
         else:
             self._microbatches = self._next_step()

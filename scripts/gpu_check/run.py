@@ -2,8 +2,8 @@
 
 Results: results.txt (what is printed), certificate.jsonl (every number), certificate.md, log.txt (errors). The second
 call continues the certificate of the first one, if it is in the same folder. Needs no network: a package that is
-missing is imported from its wheel in .whl/, such as tqdm, by
-  pip download --no-deps -d .whl tqdm
+missing is imported from its wheel in .whl/, such as torchdata, by
+  pip download --no-deps -d .whl torchdata==0.11.0
 """
 
 import argparse

@@ -48,7 +48,7 @@ ALTERNATIVES = (
 )
 # what every run imports, and the oldest version; as in pyproject.toml
 _PACKAGES = {
-    "torch": "2.8", "tiktoken": "0.13", "tokenizers": "0.21", "jinja2": "3.1.6",
+    "torch": "2.8", "torchdata": "0.11", "tiktoken": "0.13", "tokenizers": "0.21", "jinja2": "3.1.6",
     "safetensors": "0.4.5", "tqdm": "4.66.3", "numpy": "1.26",
 }  # fmt: skip
 _TAKEN = ("checkpoint", "tensorboard", "logs")  # names that the run folder needs itself

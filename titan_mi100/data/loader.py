@@ -5,19 +5,24 @@ microbatch.py makes the tensors.
 """
 
 import itertools
-from collections import deque
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ClassVar
+
+import torch
 
 from titan_mi100.config.layout import Batch
 from titan_mi100.data.microbatch import Microbatch, collate
 from titan_mi100.data.mixture import Mixture, Segment
 from titan_mi100.data.prepared import PADDING_ROW, RowSet
 from titan_mi100.data.rows import Row
+from titan_mi100.device import accelerator
+from titan_mi100.files.pool import check_shared_memory
 
-_THREADS = 2  # that read ahead: one makes tensors while the other waits for the disk
+# Threads that read ahead, each two microbatches (torchdata's prefetch). One makes tensors while the other waits for the
+# disk.
+_THREADS = 2
 
 
 def with_padding_rows(rows: int, multiple: int) -> int:
@@ -117,22 +122,13 @@ class RowStream:
         """Microbatch `number` of this rank in the step that begins with row number `first_row`."""
         return collate([self.source.row(row) for row in self.row_numbers(first_row, [number])])
 
-    def ahead(self, first_row: int) -> Callable[[], list[Microbatch]]:
+    def ahead(self, first_row: int, pinned: bool) -> Callable[[], list[Microbatch]]:
         """A function that returns the microbatches of one step per call, beginning with the step at row `first_row`.
 
-        Threads read a step ahead. Their only state follows from the number of consumed rows, so a checkpoint stores
-        nothing of it. The function raises what failed in a thread.
+        Args:
+            pinned: put them into page-locked memory, for asynchronous copies to a GPU.
         """
-        pool = ThreadPoolExecutor(_THREADS)
-        firsts = itertools.count(first_row, self.batch.global_batch_size)
-        steps = ([pool.submit(self.microbatch, first, number) for number in self.numbers(first)] for first in firsts)
-        reading = deque([next(steps)])
-
-        def step() -> list[Microbatch]:
-            reading.append(next(steps))
-            return [microbatch.result() for microbatch in reading.popleft()]
-
-        return step
+        return ReadAhead(self, first_row, pinned).step
 
     def row_numbers(self, first_row: int, microbatches: Iterable[int]) -> list[int]:
         """The row numbers of some of this rank's microbatches, in the step that begins with row `first_row`.
@@ -143,6 +139,62 @@ class RowStream:
         local, ranks = self.batch.local_batch_size, self.batch.dp_degree
         starts = (first_row + (microbatch * ranks + self.dp_rank) * local for microbatch in microbatches)
         return [number for start in starts for number in range(start, start + local)]
+
+
+class ReadAhead:
+    """The steps of a stream in order, read ahead by threads of torchdata; for a GPU into page-locked memory.
+
+    Its only state is the next step, which follows from the number of consumed rows. So a checkpoint stores nothing of
+    it.
+    """
+
+    def __init__(self, stream: RowStream, first_row: int, pinned: bool) -> None:
+        """Begin to read the step that begins with row number `first_row`."""
+        self._stream, self._row = stream, first_row
+        self._microbatches: Iterator[Microbatch | Exception] | None = None
+        self._failure: Exception | None = None
+        self._opening = threading.Thread(target=self._open, args=(stream, first_row, pinned), daemon=True)
+        self._opening.start()  # importing torchdata takes time, so it happens in this thread, beside other set-up
+
+    def step(self) -> list[Microbatch]:
+        """The next step's microbatches. Raises whatever failed in the threads."""
+        self._opening.join()
+        if self._failure is not None:
+            raise self._failure
+        assert self._microbatches is not None
+        microbatches = [next(self._microbatches) for _ in self._stream.numbers(self._row)]
+        self._row += self._stream.batch.global_batch_size
+        for microbatch in microbatches:
+            if isinstance(microbatch, Exception):
+                raise microbatch
+        return microbatches  # type: ignore[return-value]
+
+    def _open(self, stream: RowStream, first_row: int, pinned: bool) -> None:
+        try:
+            self._microbatches = self._read(stream, first_row, pinned)
+        except Exception as error:
+            self._failure = error
+
+    def _read(self, stream: RowStream, first_row: int, pinned: bool) -> Iterator[Microbatch | Exception]:
+        from torchdata import nodes
+
+        check_shared_memory()  # here, and not in torchdata, whose clean-up would print a traceback
+
+        # `read` must not refer to self: the threads would keep this object alive, and this object keeps the threads.
+        def read(place: tuple[int, int]) -> Microbatch | Exception:
+            try:
+                return stream.microbatch(*place)
+            except Exception as error:  # returned, not raised: torchdata would wrap it in an exception of its own
+                return error
+
+        firsts = itertools.count(first_row, stream.batch.global_batch_size)
+        places = nodes.IterableWrapper((first, number) for first in firsts for number in stream.numbers(first))
+        node = nodes.ParallelMapper(places, read, num_workers=_THREADS)
+        if pinned:
+            kind = accelerator.kind()
+            # CUDA is not named: torchdata's thread would make a context on the first card
+            node = nodes.PinMemory(node, "" if accelerator.is_cuda(torch.device(kind)) else kind)
+        return iter(nodes.Loader(node))
 
 
 def validation_batches(dataset: RowSet, batch: Batch, dp_rank: int, most: int = 0) -> Iterator[Microbatch]:

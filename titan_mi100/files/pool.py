@@ -56,7 +56,7 @@ def with_state(work: Callable[..., T], *arguments: Any) -> T:
 
 
 def check_shared_memory() -> None:
-    """Raise UserError if no semaphore can be made. Pools of processes need some."""
+    """Raise UserError if no semaphore can be made. Pools of processes and torchdata's threads need some."""
     try:
         multiprocessing.Event()
     except OSError as error:
