@@ -123,10 +123,11 @@ def test_a_pass_compares_tokenizers_and_spares_other_folders(
     assert teach.main(command(files, *wanted)) == 0
     assert started.pop() == ["--job.config_file", str(out / "teach.toml")]
     layout = ("--nproc_per_node", "2", "--parallelism.pipeline_parallel_degree=2", "--lora.base", "nf4")
-    layout += ("--training.gradient_accumulation_steps", "2")
     assert teach.main(command(files, *wanted, *layout)) == 0  # again: it goes on
-    assert started.pop()[2:] == [*layout]
-    load_config(["--job.config_file", str(out / "teach.toml"), *layout[2:]], 2)
+    assert started.pop()[2:] == [*layout, "--training.gradient_accumulation_steps", "2"]
+    load_config(
+        ["--job.config_file", str(out / "teach.toml"), *layout[2:], "--training.gradient_accumulation_steps", "2"], 2
+    )
     shutil.rmtree(out)
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     tokens = tokenizer["model"]["vocab"]

@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from titan_mi100.launch import launcher
 
     signal.pthread_sigmask(signal.SIG_BLOCK, launcher.SIGNALS)
-    return launcher.main(["--job.config_file", config, *settings], program=launcher.TEACHER)
+    words = ["--job.config_file", config, *settings, *_microbatches(settings)]
+    return launcher.main(words, program=launcher.TEACHER)
 
 
 def _check_words(options: argparse.Namespace, settings: Sequence[str]) -> None:
@@ -72,6 +73,14 @@ def _check_words(options: argparse.Namespace, settings: Sequence[str]) -> None:
         instead = "; --top_k is the number of ids" * word.startswith("--objective.top_k")
         where = mode or "titan-mi100 teach"
         raise UserError(f"{word.partition('=')[0]} has no effect with {where}; leave it out{instead}")
+
+
+def _microbatches(settings: Sequence[str]) -> list[str]:
+    """A pipeline wants as many forwards of a step as it has stages, also where no step is taken."""
+    pipeline, accumulation = "--parallelism.pipeline_parallel_degree", "--training.gradient_accumulation_steps"
+    words = [word for setting in settings for word in setting.split("=", 1)]
+    degree = words[words.index(pipeline) + 1 :][:1] if pipeline in words else []
+    return [accumulation, *degree] if degree and accumulation not in words else []
 
 
 def parser() -> tool.Parser:
