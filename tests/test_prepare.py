@@ -491,6 +491,22 @@ def test_harmless_keys_are_ignored_and_counted_and_others_only_by_name(tmp_path:
     assert sorted(documents(without.train)) == expected * 2
 
 
+@pytest.mark.full
+def test_a_long_column_that_is_not_used_is_warned_of_with_an_example(tmp_path: Path) -> None:
+    notes = ["" if i < 1500 else f"{i} " * 9 for i in range(1503)]
+    rows = [qa(f"q{i}", "a") | {"topic": "short words " * 3, "note": note} for i, note in enumerate(notes)]
+    twice = qa("a question that stands in its other column, too", "a") | {"copy": "question that stands in its other"}
+    path = write(tmp_path / "rows.jsonl", *rows, twice)
+    [line] = load(path).facts.warnings
+    shown = f"3 rows have 9 words there on average, such as '{'1500 ' * 8}1500' at {path}:1501"
+    assert line.startswith(f"note is not used: {shown}; name it in one of data.prompt_column")
+    assert line.endswith("in data.ignored_keys")
+    assert not load(path, ignored_keys=("note",)).facts.warnings
+    texts = [{"text": f"a {i}", "abstract": " ".join("abcdefghi")} for i in range(3)]
+    [line] = load(write(path, *texts)).facts.warnings
+    assert line.startswith("abstract is not used: 3 rows have 9 words there")
+
+
 def test_blank_lines_crlf_and_byte_order_marks_are_accepted(tmp_path: Path) -> None:
     lines = [json.dumps(qa(f"q{i}", f"a{i}")).encode() for i in range(4)]
     clean = documents(load(write(tmp_path / "clean.jsonl", *(line.decode() for line in lines))).train)

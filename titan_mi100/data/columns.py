@@ -5,10 +5,11 @@ from collections import Counter
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.data.strict_json import IF_IDLE, BadRecord, listed
+from titan_mi100.wording import shortened
 
 Row = dict[str, Any]
 
@@ -27,7 +28,18 @@ _MASK_STEMS = re.compile("(?<!s)train|learn|(?<!g)loss|weigh|mask|supervis|froz|
 _FLAG_STEMS = re.compile("skip|ignor|exclu|omit|discard|drop|target")  # of a list of flags only
 HOLD_MESSAGES = frozenset({"messages", "conversations", "prompt", "completion", "chosen", "rejected", "system"})
 _NOT_MASKS = {"role", "content", "from", "value", "weight", "tool_calls", "reasoning_content"}  # keys of messages
+MANY_WORDS = 8  # a column that is not used and has more of them on average is warned of
 _WORD = re.compile("[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # of a key in snake_case or camelCase
+_NO_SPACES = re.compile("[\u3000-\u9fff\uac00-\ud7af]{2}")  # Chinese, Japanese, Korean: counted as a word
+
+
+class Unused(NamedTuple):
+    """The texts of a column that is not used, and is not contained in what is used."""
+
+    rows: int
+    words: int
+    record: int  # the number of a record with such a text
+    example: str
 
 
 @dataclass
@@ -36,6 +48,7 @@ class Findings:
 
     ignored: Counter[str] = field(default_factory=Counter)  # ignored key -> in how many rows or messages
     followed: Counter[str] = field(default_factory=Counter)  # mask that was followed -> in how many rows
+    unused: dict[str, Unused] = field(default_factory=dict)
     nulls: Counter[str] = field(default_factory=Counter)  # "kept" and "left out" -> tool calls with null arguments
     notes: dict[str, tuple[int, int]] = field(default_factory=dict)  # see columns.txt -> rows, the first of them
     record: int = 0  # number of the record that is read
@@ -46,6 +59,11 @@ class Findings:
             rows, first = self.notes.get(name, (0, self.record))
             self.notes[name] = rows + 1, first
 
+    def note_unused(self, key: str, found: Unused) -> None:
+        if before := self.unused.get(key):
+            found = before._replace(rows=before.rows + found.rows, words=before.words + found.words)
+        self.unused[key] = found
+
     def add(self, later: "Findings", first: int) -> None:
         """Add those of later records. Args: first: the number of the first of them."""
         self.ignored.update(later.ignored)
@@ -54,6 +72,8 @@ class Findings:
         for name, (rows, record) in later.notes.items():
             before, earliest = self.notes.get(name, (0, first + record))
             self.notes[name] = before + rows, earliest
+        for key, unused in later.unused.items():
+            self.note_unused(key, unused._replace(record=first + unused.record))
 
 
 def check_keys(form: str, row: Row, unread: Set[str]) -> None:
@@ -151,17 +171,22 @@ def _names(key: str, last: bool = False) -> set[str]:
     return {*words, *(word.removesuffix("s") for word in words)}
 
 
-def check_parts(form: str, row: Row, read: Set[str], unread: Set[str]) -> None:
-    """Refuse a row with a part of its prompt or answer in a column that is not read.
+def check_unused(form: str, row: Row, read: Set[str], unread: Set[str], findings: Findings) -> None:
+    """Refuse a row with a part of its prompt or answer in a column that is not read; note its other unused texts.
 
     Args:
         read, unread: keys that the format reads, and others.
     """
-    for key in sorted(key for key in unread if form != "text" and _is_part(key, form)):
-        texts = _texts(row[key])
-        used = [text for name in sorted(read & row.keys()) for text in _texts(row[name])]
-        is_used = all(_is_inside(text, " ".join(used)) for text in texts)
-        if not is_used and not all(text in " ".join(texts) for text in used):  # else: the whole row, rendered
+    used: list[str] = []
+    for key in sorted(unread):
+        is_part = form != "text" and _is_part(key, form)
+        texts = _texts(row[key], is_part)
+        words = sum(len(text.split()) + (0 if text.isascii() else len(_NO_SPACES.findall(text))) for text in texts)
+        if is_part or words > MANY_WORDS:
+            used = used or [text for name in sorted(read & row.keys()) for text in _texts(row[name], True)]
+            if all(_is_inside(text, " ".join(used)) for text in texts):
+                continue
+        if is_part and not all(text in " ".join(texts) for text in used):  # else: the whole row, rendered
             where = "put it into the text it is for" + ", or name it in data.system_column" * (form == "columns")
             if form in LISTS:
                 where = "put it into reasoning_content of its message"
@@ -169,6 +194,8 @@ def check_parts(form: str, row: Row, read: Set[str], unread: Set[str]) -> None:
                 where = "write the row as messages, with reasoning_content"
             detail = f"{key} in a row of format {form} holds a part of the prompt or answer, but is not read"
             raise BadRecord("part not read", f"{detail}; {where}; {IF_IDLE}")
+        if texts:
+            findings.note_unused(key, Unused(1, words, findings.record, shortened(repr(" ".join(texts)[:100]))))
 
 
 def _is_part(key: str, form: str) -> bool:
@@ -178,12 +205,13 @@ def _is_part(key: str, form: str) -> bool:
     return bool(_names(key, last=True) & (PARTS | REASONING)) or stem in WHOLE_PARTS
 
 
-def _texts(value: Any) -> list[str]:
-    """The texts in a value, and the numbers in its lists and objects, with single spaces between words."""
+def _texts(value: Any, with_numbers: bool) -> list[str]:
+    """The texts in a value, with single spaces between words. Args: with_numbers: numbers in lists and objects, too."""
     if isinstance(value, str):
         return [text] if (text := " ".join(value.split())) else []
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [text for item in items for text in ([str(item)] if type(item) in (int, float) else _texts(item))]
+    numbers = {int, float} if with_numbers else {}
+    return [text for item in items for text in ([str(item)] if type(item) in numbers else _texts(item, with_numbers))]
 
 
 def _is_inside(text: str, whole: str) -> bool:

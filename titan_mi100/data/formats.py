@@ -26,7 +26,7 @@ from titan_mi100.data.columns import (
     LISTS,
     Findings,
     check_keys,
-    check_parts,
+    check_unused,
     follow_masks,
     is_flags,
 )
@@ -119,7 +119,7 @@ class Format:
         answers = [*(example.messages or []), *(example.rejected or [])]
         settle_nulls(answers, nulls, findings.nulls)
         if example.input_ids is None:
-            check_parts(self.name, kept, self.keys | self.optional, unread - ignored)
+            check_unused(self.name, kept, self.keys | self.optional, unread - ignored, findings)
         learned = (message for message in pairwise(answers) if message[0].get("weight") != 0)
         if any(one["role"] == later["role"] == "assistant" for one, later in learned):
             notes.append("two_answers")

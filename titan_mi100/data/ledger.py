@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from titan_mi100.config.settings import DataConfig
-from titan_mi100.data.columns import INSTEAD, Findings
+from titan_mi100.data.columns import INSTEAD, MANY_WORDS, Findings
 from titan_mi100.data.encode import (
     DROPPED,
     DUPLICATE,
@@ -206,6 +206,14 @@ class Ledger:
             lines.append(
                 f"{len(twice):,} validation rows are training rows too, so the validation loss is too low ({first})"
             )
+        for key, unused in sorted(self._findings.unused.items(), key=lambda item: -item[1].words)[:_SHOWN]:
+            if unused.words > MANY_WORDS * unused.rows:
+                mean = f"{unused.rows:,} rows have {unused.words / unused.rows:.0f} words there on average"
+                lines.append(
+                    f"{listed([key])} is not used: {mean}, such as {unused.example} at {self.where(unused.record)}; "
+                    "name it in one of data.prompt_column, response_column, system_column and text_column, or, if it "
+                    "does not matter, in data.ignored_keys"
+                )
         if (nulls := self._findings.nulls) and not config.null_arguments:
             counted = some(f"{number:,} {name}" for name, number in sorted(nulls.items()))
             remedy = 'set data.null_arguments to "keep" or "drop"'
