@@ -76,7 +76,7 @@ def test_so_it_does_beside_experts(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_so_it_does_where_more_than_two_ranks_split_the_matrices(tmp_path: Path) -> None:
-    """The sum of four numbers depends on the order in which a collective adds them, and that on what is sent with it."""
+    """A sum of four depends on the order in which a collective adds, and that on what is sent with it."""
     (tied, untied) = cells_of("TP2", kv_heads=4)
     four = {"processes": 4, "parallelism": {"tensor_parallel_degree": 4}}
     assert_trunk_stays([replace(tied, **four), replace(untied, **four)], tmp_path)

@@ -59,10 +59,10 @@ class Findings:
             rows, first = self.notes.get(name, (0, self.record))
             self.notes[name] = rows + 1, first
 
-    def note_unused(self, key: str, found: Unused) -> None:
+    def note_unused(self, key: str, unused: Unused) -> None:
         if before := self.unused.get(key):
-            found = before._replace(rows=before.rows + found.rows, words=before.words + found.words)
-        self.unused[key] = found
+            unused = before._replace(rows=before.rows + unused.rows, words=before.words + unused.words)
+        self.unused[key] = unused
 
     def add(self, later: "Findings", first: int) -> None:
         """Add those of later records. Args: first: the number of the first of them."""
