@@ -178,7 +178,7 @@ def test_a_setting_that_another_one_makes_idle_is_refused(name: str, file: Path)
         ("--parallelism.pipeline_parallel_degree=1000000000", "makes 1000000000 stages of 4 layers; lower it"),
         ("--optimizer.lr=1e999", "must be a finite number of at least 0"),
         ("--optimizer.lr=-1e-9", "must be a finite number of at least 0"),
-        ("--data.weights=1e308", "must be a finite number of at least 0, below 1e100"),
+        ("--data.weights=1e308", "must be a finite number of at least 0, below 1e+100"),
         ("--job.run_folder=" + "r" * 300, "cannot be a path: File name too long"),
         ("--checkpoint.initial_load_path=" + "m" * 300, "cannot be a path: File name too long"),
         ("--job.run_folder=a\0b", "holds control characters or is not UTF-8"),
@@ -186,6 +186,8 @@ def test_a_setting_that_another_one_makes_idle_is_refused(name: str, file: Path)
         ("--data.path=~\0", "holds control characters or is not UTF-8"),
         ("--job.description=\udcff", "is not UTF-8"),
         ("--lr_scheduler.decay_ratio=0", "leaves no decay"),
+        ("--lora.dropout=1", "must be a finite number of at least 0, below 1"),
+        ("--objective.label_smoothing=0.5", "must be a finite number of at least 0, below 0.5"),
     ],
     ids=lambda value: value[:40].encode("ascii", "backslashreplace").decode(),
 )

@@ -28,14 +28,15 @@ FINGERPRINTS = ("model", "tokenizer", "data", "seed", "global_batch_size", "lora
 
 
 def _key(
-    default: Any, doc: str, *, choices: tuple[str, ...] = (), low: float = 0, high: int = 2**31 - 1, path: bool = False,
-    hub: str = "",
+    default: Any, doc: str, *, choices: tuple[str, ...] = (), low: float = 0, high: float = 0, below: float = 1e100,
+    path: bool = False, hub: str = "",
 ) -> Any:  # fmt: skip
-    """A key. low, high: limits of a number (high: of a whole one). path: in a TOML file it is relative to the file.
-    hub: what a name on the Hugging Face hub is fetched for, see files/hub_files.py.
+    """A key. low, high: limits of a number (high: 0: of a whole one 2**31 - 1). below: of a fraction: it must be less.
+    path: in a TOML file it is relative to the file. hub: what a name on the Hugging Face hub is fetched for, see
+    files/hub_files.py.
     """
-    rules = {"doc": doc, "choices": choices, "low": low, "high": high, "path": path or bool(hub), "hub": hub}
-    return field(default=default, metadata=rules)
+    rules = {"doc": doc, "choices": choices, "low": low, "high": high, "below": below, "hub": hub}
+    return field(default=default, metadata={**rules, "path": path or bool(hub)})
 
 
 @dataclass(frozen=True)
@@ -151,9 +152,9 @@ class DataConfig:
         "what to do with more than seq_len tokens: drop, keep the beginning, cut into pieces, stop",
         choices=("drop", "truncate", "split", "error"),
     )
-    max_lost_share: float = _key(0.5, "stop if overlong rows are more than this share of a path's rows; 1: never")
+    max_lost_share: float = _key(0.5, "stop if more than this share of a path's rows is overlong; 1: never", high=1)
     max_cut_share: float = _key(
-        1.0, "with overlong = truncate: stop if more than this share of a path's tokens is cut off; 1: never"
+        1.0, "with overlong = truncate: stop if more than this share of a path's tokens is cut off; 1: never", high=1
     )
     ignored_keys: tuple[str, ...] = _key(
         (), "keys of rows and messages to ignore, besides id, timestamp and others that are harmless (docs/DATA.md)"
@@ -165,7 +166,7 @@ class DataConfig:
     on_bad_row: str = _key("error", "a row that cannot be read: stop, or leave it out", choices=("error", "skip"))
     max_bad_rows: int = _key(100, "with on_bad_row = skip: stop the run after more bad rows than this")
     validation_path: tuple[str, ...] = _key((), "files, globs or names to validate on", hub=VALIDATION)
-    validation_fraction: float = _key(0.0, "share of data.path kept for validation, chosen by a hash of the content")
+    validation_fraction: float = _key(0.0, "share of data.path for validation, by a hash of the content", below=1)
     cache_folder: str = _key("", "where prepared data is kept; empty: ~/.cache/titan_mi100", path=True)
     workers: int = _key(0, "processes that tokenise; 0: one per core", high=4096)
 
@@ -244,8 +245,8 @@ _MASTER_BYTES = {"fp32": (4, 0), "bf16_sr": (2, 0), "24bit": (2, 1)}
 @dataclass(frozen=True)
 class OptimizerConfig:
     lr: float = _key(2e-5, "peak learning rate of AdamW")
-    beta1: float = _key(0.9, "decay of the first moment")
-    beta2: float = _key(0.95, "decay of the second moment")
+    beta1: float = _key(0.9, "decay of the first moment", below=1)
+    beta2: float = _key(0.95, "decay of the second moment", below=1)
     eps: float = _key(1e-8, "added to the denominator")
     weight_decay: float = _key(0.1, "decoupled weight decay of matrices; norms have none")
     state: str = _key(
@@ -279,8 +280,8 @@ class OptimizerConfig:
 class LRSchedulerConfig:
     warmup_steps: int = _key(-1, "steps of linear warmup; -1: 3% of the steps", low=-1)
     decay_type: str = _key("cosine", "shape of the decay", choices=("cosine", "linear", "sqrt", "constant"))
-    decay_ratio: float = _key(1.0, "share of the steps in which lr decays, at the end; below 1: warmup-stable-decay")
-    min_lr_factor: float = _key(0.0, "final learning rate as a share of lr")
+    decay_ratio: float = _key(1.0, "share of steps with decay, at the end; below 1: warmup-stable-decay", high=1)
+    min_lr_factor: float = _key(0.0, "final learning rate as a share of lr", high=1)
 
 
 @dataclass(frozen=True)
@@ -308,6 +309,7 @@ class ParallelismConfig:
         "step; 1: optimizer state, gradients reduced once per step; 0: nothing (DDP); -1: 3, or 1 with a pipeline, or "
         "0 with replicas of one rank",
         low=-1,
+        high=3,
     )
     powersgd_rank: int = _key(0, "with DDP: compress gradients to matrices of this rank (PowerSGD, lossy); 0: off")
     powersgd_start_step: int = _key(10, "first step with compression; steps before it are exact", low=2)
@@ -362,7 +364,7 @@ NF4_BLOCK = 64  # weights of a row that share one scale
 class LoRAConfig:
     rank: int = _key(0, "train only LoRA adapters of this rank: W + alpha / rank * B A; 0: train all weights")
     alpha: float = _key(16.0, "the adapters are scaled by alpha / rank")
-    dropout: float = _key(0.0, "dropout of the adapters' inputs")
+    dropout: float = _key(0.0, "dropout of the adapters' inputs", below=1)
     target_modules: tuple[str, ...] = _key(
         families.LINEARS, "linear layers that get adapters; all-linear: all but experts"
     )
@@ -409,12 +411,12 @@ class ObjectiveConfig:
     )
     loss: str = _key("dpo", "of preferences", choices=tuple(LOSSES))
     beta: float = _key(0.0, "strength of the preference loss; 0: that of its paper, for dpo 0.1")
-    label_smoothing: float = _key(0.0, "cdpo: share of the pairs that are the wrong way round; 0: 0.1")
+    label_smoothing: float = _key(0.0, "cdpo: share of the pairs that are the wrong way round; 0: 0.1", below=0.5)
     gamma: float = _key(-1.0, "simpo: the margin that is aimed at; -1: 1.0", low=-1)
     sft_weight: float = _key(0.0, "of a further term: minus log p per token of the chosen answer")
     teacher: str = _key("", "distill, policy: the folder that titan-mi100 teach has written", path=True)
     top_k: int = _key(32, "distill: ids per learned token that titan-mi100 teach keeps", low=1, high=1 << 20)
-    teacher_weight: float = _key(0.5, "share of KL(teacher || model) in the loss; the rest: the labels' cross-entropy")
+    teacher_weight: float = _key(0.5, "share of KL(teacher || model) in the loss; the rest: cross-entropy", high=1)
     rest: str = _key(
         "bucket",
         "ids that the teacher's folder lacks: one bucket of their probability; renormalise: left out",
@@ -433,7 +435,7 @@ class ObjectiveConfig:
         "policy: what is clipped: the ratio of each token or of the sequence (GSPO); cispo: only its weight",
         choices=("token", "sequence", "cispo"),
     )
-    clip_low: float = _key(0.0, "policy: the ratio is clipped below 1 minus this; 0: 0.2, of a sequence 0.0003")
+    clip_low: float = _key(0.0, "policy: the ratio is clipped below 1 minus this; 0: 0.2, of a sequence 0.0003", high=1)
     clip_high: float = _key(0.0, "policy: and above 1 plus this; 0: 0.28, of a sequence 0.0004, of cispo 4")
     divisor: str = _key(
         "tokens",
