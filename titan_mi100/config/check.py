@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from titan_mi100.config import settings
 from titan_mi100.config.as_text import toml_value
 from titan_mi100.config.check_layout import MODEL_KEYS, check_layout, check_offload, check_split
 from titan_mi100.config.hub import hub_hint, is_hub_name, no_such_model
-from titan_mi100.config.layout import AXES, PIPELINE
 from titan_mi100.config.problem import ConfigError, Problem
 from titan_mi100.config.settings import (
     FINGERPRINTS,
@@ -52,23 +52,37 @@ _PACKAGES = {
     "safetensors": "0.4.5", "tqdm": "4.66.3", "numpy": "1.26",
 }  # fmt: skip
 _TAKEN = ("checkpoint", "tensorboard", "logs")  # names that the run folder needs itself
-# switch -> keys of its section that have no effect while the switch has its default
-_SWITCHES: dict[tuple[str, str], tuple[str, ...]] = {
-    ("parallelism", AXES[PIPELINE].key): ("pipeline_parallel_schedule", "pipeline_parallel_layers_per_stage"),
-    ("parallelism", "powersgd_rank"): ("powersgd_start_step", "powersgd_warm_start", "powersgd_error_feedback"),
-    ("model", "yarn_factor"): ("yarn_original_max_position_embeddings",),
-    ("validation", "prompts"): ("prompt_tokens",),
-    ("validation", "metric"): ("judge",),
-    ("profiling", "enable_profiling"): ("profile_freq", "profile_steps", "save_traces_folder"),
-    ("profiling", "enable_memory_snapshot"): ("save_memory_snapshot_folder",),
-    ("lora", "rank"): (
-        *("alpha", "dropout", "target_modules", "base", "base_model_name_or_path", "expert_rank", "expert_alpha"),
-    ),
-    ("compile", "enable"): ("backend",),
-    ("draft_head", "train"): ("lr", "weight", "fresh"),
-    ("checkpoint", "export_hf"): ("export_dtype",),
-    ("data", "on_bad_row"): ("max_bad_rows",),
-}
+_OF_TEMPLATES = ("system_prompt", "special_in_content", "empty_think", "earlier_thinking", *assets.VARIABLES)  # [data]
+# key, values of it (none: its default) -> keys of its section that have no effect with them
+_IDLE: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
+    ("parallelism.pipeline_parallel_degree", (), ("pipeline_parallel_schedule", "pipeline_parallel_layers_per_stage")),
+    ("parallelism.powersgd_rank", (), ("powersgd_start_step", "powersgd_warm_start", "powersgd_error_feedback")),
+    ("model.yarn_factor", (), ("yarn_original_max_position_embeddings",)),
+    ("training.mixed_precision_param", ("float64",), ("mixed_precision_reduce",)),
+    ("training.loss_spike_sigmas", (0,), ("skip_loss_spikes",)),
+    ("validation.prompts", (), ("prompt_tokens",)),
+    ("validation.metric", (), ("judge",)),
+    ("lr_scheduler.decay_type", ("constant",), ("decay_ratio", "min_lr_factor")),
+    ("profiling.enable_profiling", (), ("profile_freq", "profile_steps", "save_traces_folder")),
+    ("profiling.enable_memory_snapshot", (), ("save_memory_snapshot_folder",)),
+    ("lora.rank", (), ("alpha", "dropout", "target_modules", "base", "base_model_name_or_path")),
+    ("lora.rank", (), ("expert_rank", "expert_alpha")),
+    ("compile.enable", (), ("backend",)),
+    ("draft_head.train", (), ("lr", "weight", "fresh")),
+    ("draft_head.train", ("after",), ("weight",)),
+    ("checkpoint.export_hf", (), ("export_dtype",)),
+    ("watchdog.seconds", (0,), ("start_seconds", "compile_seconds", "save_seconds", "validation_seconds")),
+    ("data.on_bad_row", (), ("max_bad_rows",)),
+    ("data.format", ("text", "tokens"), ("loss", "null_arguments", *_OF_TEMPLATES)),
+    ("objective.name", ("sft", "distill", "policy"), ("loss", "beta", "label_smoothing", "gamma", "sft_weight")),
+    ("objective.name", ("sft", "preference", "policy"), ("top_k", "teacher_weight", "rest")),
+    ("objective.name", ("sft", "preference"), ("teacher",)),
+    ("objective.name", ("sft", "preference", "distill"), OF_POLICY),
+    ("objective.cut_off", ("mask", "keep"), ("cut_off_tokens",)),
+    ("objective.kl_weight", (0,), ("kl",)),
+    ("objective.ratio", ("cispo",), ("clip_low",)),
+    ("objective.correction", ("auto", "none"), ("correction_cap",)),
+)
 # The largest beta1 and beta2 that moments of these formats follow within 5%; slower ones freeze in the end.
 SLOWEST = {"bf16": 0.9999, "8bit": 0.999}
 
@@ -336,25 +350,13 @@ def _check_sources(data: DataConfig) -> Iterator[Problem]:
 
 
 def _check_effects(config: Config) -> Iterator[Problem]:
-    """Settings that were changed, but have no effect because of another setting."""
-    data, defaults = config.data, Config()
-    idle = [  # why, the setting that is the reason, those without effect
-        (f"{switch} = {toml_value(value)}", f"{section}.{switch}", keys)
-        for (section, switch), keys in _SWITCHES.items()
-        if (value := getattr(getattr(config, section), switch)) == getattr(getattr(defaults, section), switch)
-    ]
-    if config.lr_scheduler.decay_type == "constant":
-        idle.append(('decay_type = "constant"', "lr_scheduler.decay_type", ("decay_ratio", "min_lr_factor")))
-    if config.training.mixed_precision_param == "float64":
-        why = 'mixed_precision_param = "float64"'
-        idle.append((why, "training.mixed_precision_param", ("mixed_precision_reduce",)))
-    if config.draft_head.train == "after":
-        idle.append(('train = "after"', "draft_head.train", ("weight",)))
-    if not config.training.loss_spike_sigmas:
-        idle.append(("loss_spike_sigmas = 0", "training.loss_spike_sigmas", ("skip_loss_spikes",)))
-    if not config.watchdog.seconds:
-        rest = ("start_seconds", "compile_seconds", "save_seconds", "validation_seconds")
-        idle.append(("seconds = 0", "watchdog.seconds", rest))
+    """Settings that were changed, but have no effect because of another setting; of several reasons the first."""
+    data, o, defaults, said = config.data, config.objective, Config(), set[str]()
+    idle = list[tuple[str, str, tuple[str, ...]]]()  # why, the setting that is the reason, those without effect
+    for name, values, keys in _IDLE:
+        value, default = (attrgetter(name)(settings) for settings in (config, defaults))
+        if value in (values or (default,)):
+            idle.append((f"{name.partition('.')[2]} = {toml_value(value)}", name, keys))
     if config.profiling.profile_steps:
         idle.append(("profile_steps", "profiling.profile_steps", ("profile_freq",)))
     if len(data.path) == 1:
@@ -370,62 +372,33 @@ def _check_effects(config: Config) -> Iterator[Problem]:
         idle.append(("no source that titan-mi100 prepare has made", "data.path", ("concatenate",)))
     if corpora and all(corpora) and not data.validation_path:
         idle.append(("corpora only, which are plain text", "data.path", ("system_prompt", *assets.VARIABLES)))
-    if data.format in ("text", "tokens"):
-        of_conversations = ("loss", "empty_think", "earlier_thinking", "system_prompt", "null_arguments")
-        keys = (*of_conversations, "special_in_content", *assets.VARIABLES)
-        idle.append((f'format = "{data.format}"', "data.format", keys))
     if data.format not in ("auto", "text") or data.prompt_column:
         idle.append((f'format = "{data.format}" or prompt_column', "data.format", ("text_column",)))
-    idle += _idle_of_objective(config.objective)
+    of_texts = ("format", "response_column", "system_column", "text_column", "loss")
+    if o.name == "policy":
+        idle.append(("sampled answers, which are token ids", "data.path", ("prompt_column", *of_texts, *_OF_TEMPLATES)))
+        if o.cut_off != "shape" and o.divisor != "length":
+            idle.append((f'divisor = "{o.divisor}"', "objective.divisor", ("longest_answer",)))
+        if o.advantage != "teacher":
+            idle.append((f'advantage = "{o.advantage}"', "objective.advantage", ("teacher",)))
+    if o.name == "preference":
+        unused = [("label_smoothing", o.preference.defaults.e), ("gamma", o.preference.defaults.gamma)]
+        idle.append((f'loss = "{o.loss}"', "objective.loss", tuple(key for key, usual in unused if not usual)))
+        if o.preference.is_paired:
+            idle.append(("pairs of answers, which are read by their keys", "data.path", of_texts))
+    if o.answers != "pairs":
+        idle.append(("an objective that reads no pairs", "data.path", ("chosen_column", "rejected_column")))
+    if o.answers != "labels":
+        idle.append(("an objective that reads no labels", "data.path", ("label_column",)))
     of_data = ("data.path", "data.source", "data.weights", "data.prompt_column")  # decide several of these
     for why, reason, keys in idle:
         section = reason.partition(".")[0]
-        for key in keys:
-            value, default = (getattr(getattr(settings, section), key) for settings in (config, defaults))
-            if value != default:
+        for name in (f"{section}.{key}" for key in keys):
+            value, default = (attrgetter(name)(settings) for settings in (config, defaults))
+            if value != default and name not in said:
                 text = f"= {toml_value(value)} has no effect with {why}; delete it"
-                yield Problem(f"{section}.{key}", text, (reason, *(of_data if section == "data" else ())))
-
-
-def _idle_of_objective(o: ObjectiveConfig) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """As `idle` in _check_effects, of [objective]."""
-    of_preferences = ("loss", "beta", "label_smoothing", "gamma", "sft_weight")
-    of_teacher = ("top_k", "teacher_weight", "rest")
-    why = f'name = "{o.name}"'
-    if o.name != "preference":
-        yield why, "objective.name", of_preferences
-    if o.name != "distill":
-        yield why, "objective.name", of_teacher
-    if o.name not in ("distill", "policy"):
-        yield why, "objective.name", ("teacher",)
-    if o.name != "policy":
-        yield why, "objective.name", OF_POLICY
-    else:
-        of_texts = ("format", "prompt_column", "response_column", "system_column", "text_column", "loss")
-        of_templates = ("system_prompt", "special_in_content", "empty_think", "earlier_thinking", *assets.VARIABLES)
-        yield "sampled answers, which are token ids", "data.path", (*of_texts, *of_templates)
-        if o.cut_off != "shape":
-            yield f'cut_off = "{o.cut_off}"', "objective.cut_off", ("cut_off_tokens",)
-        if o.cut_off != "shape" and o.divisor != "length":
-            yield f'divisor = "{o.divisor}"', "objective.divisor", ("longest_answer",)
-        if not o.kl_weight:
-            yield "kl_weight = 0", "objective.kl_weight", ("kl",)
-        if o.ratio == "cispo":
-            yield 'ratio = "cispo"', "objective.ratio", ("clip_low",)
-        if o.advantage != "teacher":
-            yield f'advantage = "{o.advantage}"', "objective.advantage", ("teacher",)
-        if not o.is_corrected:
-            yield f'correction = "{o.correction}"', "objective.correction", ("correction_cap",)
-    if o.name == "preference":
-        unused = [("label_smoothing", o.preference.defaults.e), ("gamma", o.preference.defaults.gamma)]
-        yield f'loss = "{o.loss}"', "objective.loss", tuple(key for key, usual in unused if not usual)
-        if o.preference.is_paired:
-            keys = ("format", "response_column", "system_column", "text_column", "loss")
-            yield "pairs of answers, which are read by their keys", "data.path", keys
-    if o.answers != "pairs":
-        yield "an objective that reads no pairs", "data.path", ("chosen_column", "rejected_column")
-    if o.answers != "labels":
-        yield "an objective that reads no labels", "data.path", ("label_column",)
+                yield Problem(name, text, (reason, *(of_data if section == "data" else ())))
+                said.add(name)
 
 
 def _check_objective(o: ObjectiveConfig, data: DataConfig, dropout: float) -> Iterator[Problem]:
