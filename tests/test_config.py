@@ -144,11 +144,11 @@ mode = "some"
     file = tmp_path / "my.toml"
     for expected in (
         f"{file}: [trainning] is not a section; did you mean training?",
-        f"{file}: [training] seq_lenn is not a key; did you mean seq_len?",
+        f"{file}: [training] seq_lenn is not a key; did you mean [training] seq_len?",
         f"{file}: [training] steps = 'ten' must be a whole number",
         f"{file}: [training] epochs = 1.5 must be a whole number",
         f"{file}: [training] local_batch_size = 0 must be at least 1",
-        f"{file}: [optimizer] decay_ratio is not a key; did you mean [lr_scheduler] decay_ratio?",
+        f"{file}: [optimizer] decay_ratio is not a key; write [lr_scheduler] decay_ratio",
         f"{file}: [optimizer] lr = True must be a number",
         f"{file}: [activation_checkpoint] mode = 'some' must be one of: none, selective, full",
         f"{file}: [parallelism] data_parallel_shard_degree = 3 does not fill the 2 started processes; "

@@ -172,7 +172,7 @@ def test_every_target_of_the_table_is_a_key_and_its_value_is_accepted(tmp_path: 
 )
 def test_an_option_of_another_trainer_is_answered_with_ours_to_paste(arguments: str, expected: str) -> None:
     [message] = errors_of(*shlex.split(arguments))
-    assert f" {expected} " in f"{message} " and message.startswith("command line: --")
+    assert f" {expected} " in f"{message} " and message.startswith("command line: ")
     name = expected.partition(" ")[0]
     refused: list[str] = []
     try:
@@ -210,7 +210,7 @@ def test_an_option_of_another_trainer_is_answered_with_ours_to_paste(arguments: 
         ("-training.steps 5", "'-training.steps' is not an option; write --training.steps 5"),
         ("--source a", "it is a list of tables: write [[data.source]] in a TOML file"),
         ("--path a.jsonl b.jsonl", "write --data.path a.jsonl b.jsonl"),
-        ("--trainning.steps 3", "is not an option; did you mean --training.steps?"),
+        ("--trainning.steps 3", "is not an option; write --training.steps 3"),
         ("--frobnicate 3", "is not an option; --help lists them"),
         ("my.toml", "--job.config_file names a TOML file"),
     ],
@@ -218,20 +218,6 @@ def test_an_option_of_another_trainer_is_answered_with_ours_to_paste(arguments: 
 def test_what_does_not_exist_here_is_said_once(arguments: str, expected: str) -> None:
     [message] = errors_of(*shlex.split(arguments))
     assert expected in message
-
-
-@pytest.mark.parametrize(
-    ("arguments", "once"),
-    [
-        ("--use_peft --lora_r 8", "but lora.rank only once: 8, from another message"),
-        ("--lora_r 8 --use_peft", "but lora.rank only once: 8, from another message"),
-        ("--use_powersgd --psgd_rank 4", "but parallelism.powersgd_rank only once: 4, from another message"),
-        ("--adapter qlora --load_in_4bit true", 'but lora.base only once: "nf4", from another message'),
-        ("--bf16 --fp16", 'but training.mixed_precision_param only once: "bfloat16", from another message'),
-    ],
-)
-def test_two_options_for_one_key_are_answered_with_one_value(arguments: str, once: str) -> None:
-    assert sum(line.endswith(once) for line in errors_of(*arguments.split())) == 1
 
 
 def test_in_a_file_values_are_written_as_toml_has_them(tmp_path: Path) -> None:
@@ -300,7 +286,7 @@ def test_options_at_the_top_of_a_file_and_sections_of_others(tmp_path: Path) -> 
     for expected in (
         f"my.toml: learning_rate {shared}; here: under [optimizer] write lr = 1e-05",
         f'my.toml: bf16 {shared}; here: under [training] write mixed_precision_param = "bfloat16"',
-        "my.toml: seq_len = 9 must be written under its section, [training]",
+        "my.toml: seq_len = 9 is outside of any section; write [training] seq_len",
         'under [checkpoint] write initial_load_path = "x"',
         'my.toml: datasets is an option of axolotl; here: under [data] write path = ["a.jsonl"]',
         "my.toml: odd = 1 is outside of any section",

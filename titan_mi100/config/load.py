@@ -29,7 +29,6 @@ from titan_mi100.config.srun import ASKS_COMMITS, RUN_FOLDER, check_place, srun_
 from titan_mi100.config.toml_file import read_toml
 from titan_mi100.config.unknown import (
     Unknown,
-    messages,
     of_other_trainers,
     unknown_at_top_level,
     unknown_key,
@@ -119,7 +118,7 @@ def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: boo
         where = origins.get(issue.key)
         if not _may_follow(issue, refused, unknown, is_given=where is not None):
             errors.append(issue.at(where) if where else f"{config_file.value}: {issue}" if issue.key else issue.text)
-    errors = [*messages(unknown), *errors]
+    errors = [*(name.message for name in unknown), *errors]
     if errors:
         raise UserError(first_of(errors, "config"))
     return config
