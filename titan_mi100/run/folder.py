@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import os
 import shlex
 import socket
@@ -15,10 +14,10 @@ from titan_mi100.config.load import TEACHER_CONFIG, make_run_folder
 from titan_mi100.config.settings import JobConfig
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import LOCK, FolderLock, probe, sync
-from titan_mi100.files.plain import LARGEST_CONFIG, read_plain
-from titan_mi100.log import log, log_errors_to_file, log_to_file
+from titan_mi100.files.plain import read_plain
+from titan_mi100.log import log_errors_to_file, log_to_file
 from titan_mi100.parallel.distributed import World, from_rank_zero, raise_together
-from titan_mi100.watch.outcome import RUNNING, STATE, RunState, write_run_state
+from titan_mi100.watch.outcome import RUNNING, STATE, RunState, read_state, write_run_state
 
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _LOG = "logs/rank-{:05}.log"  # the log of each rank except 0
@@ -120,11 +119,7 @@ class RunFolder:
 
     def _is_running(self) -> bool:
         """Whether run_state.json says `running`. If it cannot be read, the caller should replace it: true."""
-        try:
-            return json.loads(read_plain((self.place() or self.path) / STATE, LARGEST_CONFIG))["state"] == RUNNING
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            log.error(f"{self.path}: {error}")
-            return True
+        return bool(read_state((self.place() or self.path) / STATE).get("state", RUNNING) == RUNNING)
 
     def _write_running(self) -> None:
         again = f"if it was killed, start again with job.run_folder = {self.path}"

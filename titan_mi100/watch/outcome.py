@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,21 +46,29 @@ class Outcome(NamedTuple):
     state: str = ""
 
 
+def read_state(path: Path) -> dict[str, Any]:
+    """The content of a run_state.json; {}: it is missing, unreadable, or something else."""
+    with suppress(OSError, ValueError, RecursionError):
+        content = json.loads(read_plain(path, LARGEST_CONFIG))
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
 def read_outcome(path: Path, start: str = "") -> Outcome | None:
     """Read a run's state file. None: it is missing, unreadable or from another start.
 
     Args:
         start: value of TITAN_START; "": any start.
     """
+    content = read_state(path)
+    if start and content.get("start") != start:
+        return None
     try:
-        content = json.loads(read_plain(path, LARGEST_CONFIG))
-        if start and content.get("start") != start:
-            return None
         state, step = str(content["state"]), content.get("step")
         # A run that still says "running" although it has ended could not write its last state.
         message = "killed, or ended without a message" if state == RUNNING else content.get("message", "")
         return Outcome(int(content["exit_code"]), str(message), step if step is None else int(step), state)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         return None
 
 
@@ -132,11 +141,8 @@ def _as_json(state: RunState, restarts: list[Any]) -> str:
 
 def restarts_of(path: Path) -> list[Any]:
     """The list of restarts in a run_state.json; [] if there is none."""
-    try:
-        restarts = json.loads(read_plain(path, LARGEST_CONFIG))["restarts"]
-        return restarts if isinstance(restarts, list) else []
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return []
+    restarts = read_state(path).get("restarts")
+    return restarts if isinstance(restarts, list) else []
 
 
 class Restarts:
@@ -177,11 +183,8 @@ def note_restart(folder: Path, outcome: Outcome) -> None:
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     fields = {"state": outcome.state, "exit_code": outcome.code, "step": outcome.step}
     restart = {"time": now, "attempt": len(restarts) + 1, **fields, "message": printable(outcome.message)}
-    try:
-        state = json.loads(read_plain(path, LARGEST_CONFIG))
-        replace(path, json.dumps(state | {"restarts": [*restarts, restart]}, indent=1) + "\n")
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        log.warning(f"{path}: the restart could not be recorded: {error}")
+    with write_or_say(path):
+        replace(path, json.dumps(read_state(path) | {"restarts": [*restarts, restart]}, indent=1) + "\n")
 
 
 def append_to_log(folder: Path, lines: Iterable[str]) -> None:
