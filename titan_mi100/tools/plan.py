@@ -192,11 +192,6 @@ def _search(
         print(f"{'s/step':>8}{'GiB':>7}  cards, layout, rows x forwards, recomputation, optimizer, reduction")
         for plan in fitting[:_SHOWN]:
             print(f"{plan.seconds:>8.1f}{plan.most / GIB:>7.1f}  {_words(plan)}")
-        first = fitting[0]
-        if first.ranks < max(plan.ranks for plan in fitting):
-            print(f"\none card is faster than {options.gpus}")
-        if first.config.parallelism.is_pipeline:
-            print("\na pipeline is faster than FSDP2 here: it sends less")
     if not fitting:
         best = min(plans, key=lambda plan: plan.most, default=None)
         least = f"; the smallest needs {best.most / GIB:.1f} GiB: {_words(best)}" if best else ""
