@@ -22,7 +22,6 @@ from titan_mi100.config.settings import (
     OF_POLICY,
     Config,
     DataConfig,
-    DraftHeadConfig,
     LoRAConfig,
     ObjectiveConfig,
     ProfilingConfig,
@@ -132,12 +131,7 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
     yield from _check_data(data, config.objective.name)
     yield from (*_check_lora(config.lora), *_check_effects(config), *check_offload(config))
     yield from _check_objective(config.objective, data, config.lora.dropout)
-    if config.draft_head.train != "no":
-        name, rank, rounds = config.objective.name, config.lora.rank, config.rounds.count
-        if config.lora.trainable_tokens and config.parallelism.pipeline_parallel_degree > 1:
-            text = "is not supported with draft_head.train in a pipeline; leave one of the three out"
-            yield Problem("lora.trainable_tokens", text, ("draft_head.train",))
-        yield from _check_draft_head(config.draft_head, name, rank, rounds, config.parallelism.context_parallel_degree)
+    yield from _check_draft_head(config) if config.draft_head.train != "no" else ()
     yield from _check_profiling(config.profiling, world_size)
     validation, best = config.validation, config.checkpoint.keep_best
     needing: dict[str, Any] = {"validation.freq": validation.freq, "checkpoint.keep_best": best}
@@ -423,18 +417,22 @@ def _check_objective(o: ObjectiveConfig, data: DataConfig, dropout: float) -> It
         yield Problem("data.earlier_thinking", text, ("objective.name",))
 
 
-def _check_draft_head(draft: DraftHeadConfig, name: str, rank: int, rounds: int, degree: int) -> Iterator[Problem]:
-    """Problems of a draft head that is trained. Args: name: of the objective. degree: of context parallel."""
+def _check_draft_head(config: Config) -> Iterator[Problem]:
+    """Problems of a draft head that is trained."""
+    draft, name, degree = config.draft_head, config.objective.name, config.parallelism.context_parallel_degree
     is_after = draft.train == "after"
     merge = "merge yours first (titan-mi100 convert merge-lora), start from the result, and set rank = 0"
     for is_wrong, text, other in (
         (not is_after and name not in ("sft", "distill"),
          f'would learn rejected answers of name = "{name}", too; train it "after" that run', "objective.name"),
         (is_after and name != "sft", f'learns from text alone: set name = "sft", not "{name}"', "objective.name"),
-        (is_after and rank > 0, f"trains no adapter; {merge}", "lora.rank"),
-        (rounds > 0, 'is not for rounds; train it "after" them', "rounds.count"),
+        (is_after and config.lora.rank > 0, f"trains no adapter; {merge}", "lora.rank"),
+        (config.rounds.count > 0, 'is not for rounds; train it "after" them', "rounds.count"),
         (degree > 1, f"is not supported with context_parallel_degree = {degree}; set that to 1",
          "parallelism.context_parallel_degree"),
+        (config.lora.trainable_tokens and config.parallelism.is_pipeline,
+         "is not supported with lora.trainable_tokens in a pipeline; leave one of the three out",
+         "lora.trainable_tokens"),
     ):  # fmt: skip
         if is_wrong:
             yield Problem("draft_head.train", f'= "{draft.train}" {text}', (other,))
