@@ -317,8 +317,8 @@ def test_the_early_validation_comes_before_a_twentieth_of_the_steps_where_the_ot
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"data.validation_fraction": 0}, "patience = 2 needs [data] validation_path or validation_fraction"),
-        ({"validation.freq": 0}, "patience = 2 needs freq, the steps between validations"),
+        ({"data.validation_fraction": 0}, "patience = 2 needs data.validation_path or data.validation_fraction"),
+        ({"validation.freq": 0}, "patience = 2 needs validation.freq, the steps between validations"),
     ],
 )
 def test_early_stopping_needs_validations(more: dict[str, object], message: str, tmp_path: Path) -> None:

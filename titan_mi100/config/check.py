@@ -65,7 +65,7 @@ _IDLE: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
     ("profiling.enable_profiling", (), ("profile_freq", "profile_steps", "save_traces_folder")),
     ("profiling.enable_memory_snapshot", (), ("save_memory_snapshot_folder",)),
     ("lora.rank", (), ("alpha", "dropout", "target_modules", "base", "base_model_name_or_path")),
-    ("lora.rank", (), ("expert_rank", "expert_alpha")),
+    ("lora.rank", (), ("expert_rank", "expert_alpha", "scaling", "b_lr_ratio", "trainable_tokens")),
     ("compile.enable", (), ("backend",)),
     ("draft_head.train", (), ("lr", "weight", "fresh")),
     ("draft_head.train", ("after",), ("weight",)),
@@ -81,6 +81,22 @@ _IDLE: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
     ("objective.kl_weight", (0,), ("kl",)),
     ("objective.ratio", ("cispo",), ("clip_low",)),
     ("objective.correction", ("auto", "none"), ("correction_cap",)),
+)
+_HELD_OUT = ("data.validation_path", "data.validation_fraction")
+# a setting, those of which one must be set beside it, and what that is
+_NEEDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("data.system_column", ("data.prompt_column",), ", and data.response_column"),
+    ("validation.freq", _HELD_OUT, ""),
+    ("validation.prompts", _HELD_OUT, ""),
+    ("validation.patience", _HELD_OUT, ""),
+    ("validation.metric", _HELD_OUT, ""),
+    ("checkpoint.keep_best", _HELD_OUT, ""),
+    ("validation.patience", ("validation.freq",), ", the steps between validations"),
+    ("validation.metric", ("validation.freq",), ", the steps between validations"),
+    ("validation.metric", ("validation.prompts",), ", the number of held-out prompts to answer"),
+    ("lora.initial_load_path", ("lora.rank",), "; set it to the adapter's"),
+    ("checkpoint.fresh", ("job.run_folder",), ": a run without a name always starts over"),
+    ("checkpoint.load_step", ("job.run_folder",), ", the run that is to be resumed from that step"),
 )
 # The largest beta1 and beta2 that moments of these formats follow within 5%; slower ones freeze in the end.
 SLOWEST = {"bf16": 0.9999, "8bit": 0.999}
@@ -129,28 +145,17 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
             )
             yield Problem(f"metrics.{key}", text)
     yield from _check_data(data, config.objective.name)
-    yield from (*_check_lora(config.lora), *_check_effects(config), *check_offload(config))
+    yield from (*_check_lora(config.lora), *_check_needs(config), *_check_effects(config), *check_offload(config))
     yield from _check_objective(config.objective, data, config.lora.dropout)
     yield from _check_draft_head(config) if config.draft_head.train != "no" else ()
     yield from _check_profiling(config.profiling, world_size)
     validation, best = config.validation, config.checkpoint.keep_best
-    needing: dict[str, Any] = {"validation.freq": validation.freq, "checkpoint.keep_best": best}
-    needing |= {"validation.prompts": validation.prompts, "validation.patience": validation.patience}
-    needing["validation.metric"] = metric = validation.metric if validation.metric != "loss" else ""
-    held_out = ("data.validation_path", "data.validation_fraction")
-    for key, value in needing.items():
-        if value and not (data.validation_path or data.validation_fraction):
-            yield Problem(key, f"= {value!r} needs [data] validation_path or validation_fraction", held_out)
     by_best = {"checkpoint.keep_best": best, "validation.patience": validation.patience}
     by_best |= {"training.skip_loss_spikes": config.training.skip_loss_spikes}
     for key in (key for key, asked in by_best.items() if asked and config.objective.name == "policy"):
         text = "has no meaning: the loss of a policy has no level; judge exports, with titan-mi100 evaluate exact-match"
         yield Problem(key, text, ("objective.name",))
-    for key, asked in (("patience", validation.patience), ("metric", metric)):
-        if asked and not validation.freq:
-            text = f"= {asked!r} needs freq, the steps between validations"
-            yield Problem(f"validation.{key}", text, ("validation.freq",))
-    yield from _check_metric(validation, data, config.objective.answers) if metric else ()
+    yield from _check_metric(validation, data, config.objective.answers) if validation.metric != "loss" else ()
     known = [*FINGERPRINTS, *(f"model.{name}" for name in known_fields())]
     known += [f"lora.{name}" for name in settings.lora_identity(config.lora, (EXPERTS,))]
     known += [f"objective.{name}" for name in config.objective.identity] + ["draft_head.weight"]
@@ -158,13 +163,7 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
         if name not in known:
             listed = f"{', '.join(FINGERPRINTS)}{did_you_mean(name, known)}"
             yield Problem("checkpoint.allow_changed", f"names {name!r}, which is none of {listed}")
-    if config.checkpoint.fresh and not config.job.run_folder:
-        text = "needs job.run_folder: a run without a name always starts over"
-        yield Problem("checkpoint.fresh", text, ("job.run_folder",))
-    if config.checkpoint.load_step != -1 and not config.job.run_folder:
-        text = "needs job.run_folder, the run that is to be resumed from that step"
-        yield Problem("checkpoint.load_step", text, ("job.run_folder",))
-    elif config.checkpoint.load_step != -1 and config.checkpoint.fresh:
+    if config.checkpoint.load_step != -1 and config.checkpoint.fresh:
         yield Problem("checkpoint.load_step", "and fresh exclude each other; keep one of them", ("checkpoint.fresh",))
     if world_size is not None:
         yield from check_layout(config, world_size)
@@ -236,8 +235,6 @@ def check_packages(also: Mapping[str, str]) -> None:
 def _check_metric(validation: ValidationConfig, data: DataConfig, answers: str) -> Iterator[Problem]:
     """Args: answers: of the objective."""
     key, named = "validation.metric", f'= "{validation.metric}"'
-    if not validation.prompts:
-        yield Problem(key, f"{named} needs prompts, the number of held-out prompts to answer", ("validation.prompts",))
     is_text = any(
         source.format in ("text", "tokens") or any(map(assets.is_corpus, source.path)) for source in data.sources
     )
@@ -305,9 +302,6 @@ def _check_data(data: DataConfig, objective: str) -> Iterator[Problem]:
     if data.prompt_column and data.format not in ("auto", "columns"):
         text = f'is set, but format = "{data.format}"; remove one of them'
         yield Problem("data.prompt_column", text, ("data.format",))
-    if data.system_column and not data.prompt_column:
-        text = "needs prompt_column and response_column"
-        yield Problem("data.system_column", text, ("data.prompt_column", "data.response_column"))
     if data.prompt_column and data.prompt_column in (data.response_column, data.system_column):
         text = f"= {data.prompt_column!r} is another text's column, too; name one for each"
         yield Problem("data.prompt_column", text, ("data.response_column", "data.system_column"))
@@ -341,6 +335,16 @@ def _check_sources(data: DataConfig) -> Iterator[Problem]:
             text = f"{source.path[0]}: a folder of titan-mi100 prepare is a source of its own, with format = 'auto'; "
             text += "give each path a [[data.source]], or set data.weights"
             yield Problem("data.source" if data.source else "data.path", f": {text}", ("data.weights",))
+
+
+def _check_needs(config: Config) -> Iterator[Problem]:
+    """Settings that were changed without another that they need."""
+    settings = {name: attrgetter(name) for key, needed, _ in _NEEDS for name in (key, *needed)}
+    changed = {name for name, value in settings.items() if value(config) != value(Config())}
+    for name, needed, what in _NEEDS:
+        if name in changed and changed.isdisjoint(needed):
+            text = f"= {toml_value(settings[name](config))} needs {' or '.join(needed)}{what}"
+            yield Problem(name, text, needed)
 
 
 def _check_effects(config: Config) -> Iterator[Problem]:
@@ -503,16 +507,10 @@ def _check_lora(lora: LoRAConfig) -> Iterator[Problem]:
     if lora.rank and not lora.alpha:
         text = "= 0 switches the adapters off: nothing would be learned; the usual is 2 x rank"
         yield Problem("lora.alpha", text, ("lora.rank",))
-    changed = {"scaling": lora.scaling != "rank", "b_lr_ratio": lora.b_lr_ratio != 1}
-    for key in (key for key, is_set in {**changed, "trainable_tokens": lora.trainable_tokens}.items() if is_set):
-        if not lora.rank:
-            yield Problem(f"lora.{key}", "needs rank; without it all weights are trained; leave it out", ("lora.rank",))
     if not lora.b_lr_ratio:
         yield Problem("lora.b_lr_ratio", "= 0 would never train B, and so nothing; the usual are 1 and 16")
     for token in (t for t in set(lora.trainable_tokens) if not t or lora.trainable_tokens.count(t) > 1):
         yield Problem("lora.trainable_tokens", f"names {token!r} {'twice' if token else ''}; name each token once")
-    if lora.initial_load_path and not lora.rank:
-        yield Problem("lora.initial_load_path", "needs rank; set it to the adapter's", ("lora.rank",))
     if (load := lora.initial_load_path) and not os.path.isdir(load):
         yield Problem("lora.initial_load_path", f"= {load!r} is not a folder{hub_hint(load)}")
     if (name := lora.base_model_name_or_path) and not (os.path.isabs(name) or is_hub_name(name)):
