@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from titan_mi100.config.settings import WatchdogConfig
 from titan_mi100.launch import launcher as launch
 from titan_mi100.watch import heartbeat as heartbeats
 from titan_mi100.watch import watchdog
-from titan_mi100.watch.heartbeat import COMPILE, ENDED, SAVE, START, STEP, Beat, Heartbeat, OpenFiles, read_beats
+from titan_mi100.watch.heartbeat import COMPILE, ENDED, SAVE, START, STEP, Beat, Heartbeat, read_beats
 from titan_mi100.watch.outcome import HUNG, Outcome, Restarts, RunState, note_restart, write_run_state
 from titan_mi100.watch.watchdog import ProcessSnapshot, Watch, behind
 
@@ -56,7 +55,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(
-        watchdog, "_examine", lambda folder, beats, files: [ProcessSnapshot(beat, "S", "", "") for beat in beats]
+        watchdog, "_examine", lambda folder, beats: [ProcessSnapshot(beat, "S", "", "") for beat in beats]
     )
     return Clock(monkeypatch)
 
@@ -214,16 +213,14 @@ def test_the_rank_that_the_others_wait_for_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "does", "is_removed"),
+    ("how", "does"),
     [
-        ("time.sleep(100)", "reading_a_row()", True),  # the records, as by a cleaner of /tmp
-        (HOLDS_THE_GIL, "reading_a_row()", False),
-        (HOLDS_THE_GIL, "threading.Thread(target=reading_a_row).start(); time.sleep(100)", False),
+        ("time.sleep(100)", "reading_a_row()"),
+        (HOLDS_THE_GIL, "reading_a_row()"),
+        (HOLDS_THE_GIL, "threading.Thread(target=reading_a_row).start(); time.sleep(100)"),
     ],
 )
-def test_a_process_writes_its_stacks_also_while_the_gil_is_held(
-    tmp_path: Path, how: str, does: str, is_removed: bool
-) -> None:
+def test_a_process_writes_its_stacks_also_while_the_gil_is_held(tmp_path: Path, how: str, does: str) -> None:
     code, records = PROCESS.format(how=how, does=does), tmp_path / "records"
     records.mkdir()
     command = [sys.executable, "-c", code, str(records), "0"]
@@ -233,8 +230,6 @@ def test_a_process_writes_its_stacks_also_while_the_gil_is_held(
         watch, began = Watch(records, 1, str(tmp_path)), time.monotonic()
         try:
             while not watch.look():
-                if is_removed:
-                    shutil.rmtree(records, ignore_errors=True)
                 time.sleep(0.1)
                 assert time.monotonic() < began + 120
         finally:
@@ -251,7 +246,7 @@ def test_of_a_stopped_process_its_state_is_told(tmp_path: Path) -> None:
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGSTOP)
-        [found] = watchdog._examine(tmp_path, read_beats(tmp_path), OpenFiles())
+        [found] = watchdog._examine(tmp_path, read_beats(tmp_path))
         process.kill()
     assert found.where() == "in step 3, forward and backward: stopped by a signal (state T)" and not found.stacks
 
