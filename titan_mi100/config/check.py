@@ -14,7 +14,7 @@ from typing import Any
 from titan_mi100.config import settings
 from titan_mi100.config.as_text import toml_value
 from titan_mi100.config.check_layout import MODEL_KEYS, check_layout, check_offload, check_split
-from titan_mi100.config.hub import hub_hint, is_hub_name, no_such_model
+from titan_mi100.config.hub import is_hub_name, no_such_model
 from titan_mi100.config.problem import ConfigError, Problem
 from titan_mi100.config.settings import (
     FINGERPRINTS,
@@ -189,11 +189,8 @@ def check_start(config: Config) -> None:
         draft, adapter = config.draft_head, lora.initial_load_path
         is_elsewhere = draft.fresh or (bool(adapter) and os.path.lexists(os.path.join(adapter, DRAFT_FILE)))
         read = spec.with_draft_head(spec.has_draft_head and not is_elsewhere)
-        try:
-            shapes = lambda names: read.as_stored(names, {}).in_files(parameter_shapes(read))  # noqa: E731
-            check_weights(Path(load), shapes, read.own_name, read.passes_through)
-        except UserError as error:
-            raise UserError(f"{error}{hub_hint(load)}") from None
+        shapes = lambda names: read.as_stored(names, {}).in_files(parameter_shapes(read))  # noqa: E731
+        check_weights(Path(load), shapes, read.own_name, read.passes_through)
         if spec.has_draft_head:
             instead = f'instead of draft_head.train = "{draft.train}" set "no"'
             assets.check_draft_keys(assets.folder_of(load), instead, is_elsewhere)
@@ -289,7 +286,7 @@ def _check_paths(config: Config) -> Iterator[Problem]:
         text += "--job.config_file train_configs/debug.toml"
         yield Problem("model.tokenizer_path", text, ("checkpoint.initial_load_path",))
     elif not os.path.exists(path):
-        yield Problem(key, f"= {path!r}: no such folder or file{hub_hint(path) or nearby(path)}")
+        yield Problem(key, f"= {path!r}: no such folder or file{nearby(path)}")
     elif not os.path.isfile(path) and not assets.has_tokenizer(path):
         text = f"= {path!r} has neither tokenizer.json nor vocab.json with merges.txt, nor a sentencepiece .model; "
         yield Problem(key, f"{text}set model.tokenizer_path to a folder that does, or to such a file")
@@ -512,7 +509,7 @@ def _check_lora(lora: LoRAConfig) -> Iterator[Problem]:
     for token in (t for t in set(lora.trainable_tokens) if not t or lora.trainable_tokens.count(t) > 1):
         yield Problem("lora.trainable_tokens", f"names {token!r} {'twice' if token else ''}; name each token once")
     if (load := lora.initial_load_path) and not os.path.isdir(load):
-        yield Problem("lora.initial_load_path", f"= {load!r} is not a folder{hub_hint(load)}")
+        yield Problem("lora.initial_load_path", f"= {load!r} is not a folder{nearby(load)}")
     if (name := lora.base_model_name_or_path) and not (os.path.isabs(name) or is_hub_name(name)):
         text = f"= {name!r} is neither OWNER/NAME on the hub nor an absolute path"
         yield Problem("lora.base_model_name_or_path", text)
