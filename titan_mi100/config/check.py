@@ -23,10 +23,8 @@ from titan_mi100.config.settings import (
     Config,
     DataConfig,
     LoRAConfig,
-    ObjectiveConfig,
     ProfilingConfig,
     TrainingConfig,
-    ValidationConfig,
 )
 from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.files.model import DRAFT_FILE, check_weights
@@ -146,16 +144,10 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
             yield Problem(f"metrics.{key}", text)
     yield from _check_data(data, config.objective.name)
     yield from (*_check_lora(config.lora), *_check_needs(config), *_check_effects(config), *check_offload(config))
-    yield from _check_objective(config.objective, data, config.lora.dropout)
+    yield from _check_objective(config)
     yield from _check_draft_head(config) if config.draft_head.train != "no" else ()
     yield from _check_profiling(config.profiling, world_size)
-    validation, best = config.validation, config.checkpoint.keep_best
-    by_best = {"checkpoint.keep_best": best, "validation.patience": validation.patience}
-    by_best |= {"training.skip_loss_spikes": config.training.skip_loss_spikes}
-    for key in (key for key, asked in by_best.items() if asked and config.objective.name == "policy"):
-        text = "has no meaning: the loss of a policy has no level; judge exports, with titan-mi100 evaluate exact-match"
-        yield Problem(key, text, ("objective.name",))
-    yield from _check_metric(validation, data, config.objective.answers) if validation.metric != "loss" else ()
+    yield from _check_metric(config) if config.validation.metric != "loss" else ()
     known = [*FINGERPRINTS, *(f"model.{name}" for name in known_fields())]
     known += [f"lora.{name}" for name in settings.lora_identity(config.lora, (EXPERTS,))]
     known += [f"objective.{name}" for name in config.objective.identity] + ["draft_head.weight"]
@@ -229,15 +221,14 @@ def check_packages(also: Mapping[str, str]) -> None:
         raise UserError(f"{'; '.join(wrong)}; pip install {quoted}")
 
 
-def _check_metric(validation: ValidationConfig, data: DataConfig, answers: str) -> Iterator[Problem]:
-    """Args: answers: of the objective."""
-    key, named = "validation.metric", f'= "{validation.metric}"'
+def _check_metric(config: Config) -> Iterator[Problem]:
+    validation, data = config.validation, config.data
     is_text = any(
         source.format in ("text", "tokens") or any(map(assets.is_corpus, source.path)) for source in data.sources
     )
-    if answers or is_text or data.loss == "all":
-        text = f'{named} judges answers, and pairs, labels, texts and loss = "all" have no right one; use "loss"'
-        yield Problem(key, text, ("objective.name", "data.format", "data.loss"))
+    if config.objective.answers or is_text or data.loss == "all":
+        text = '= "exact_match" judges answers, and pairs, labels, texts and loss = "all" have no right one; use "loss"'
+        yield Problem("validation.metric", text, ("objective.name", "data.format", "data.loss"))
     try:
         judge_of(validation.judge)
     except ValueError as error:
@@ -396,7 +387,8 @@ def _check_effects(config: Config) -> Iterator[Problem]:
                 said.add(name)
 
 
-def _check_objective(o: ObjectiveConfig, data: DataConfig, dropout: float) -> Iterator[Problem]:
+def _check_objective(config: Config) -> Iterator[Problem]:
+    o, data, dropout = config.objective, config.data, config.lora.dropout
     if (o.name == "distill" or (o.name == "policy" and o.advantage == "teacher")) and not o.teacher:
         text = "is not set; name the folder that titan-mi100 teach has written, or writes"
         yield Problem("objective.teacher", text, ("objective.name", "objective.advantage"))
@@ -404,7 +396,7 @@ def _check_objective(o: ObjectiveConfig, data: DataConfig, dropout: float) -> It
         text = f'= "{o.name}" learns from rows, and a source is a corpus of titan-mi100 prepare; name its files instead'
         yield Problem("objective.name", text, ("data.path", "data.source"))
     if o.name == "policy":
-        yield from _check_policy(o, data)
+        yield from _check_policy(config)
     if (o.answers == "pairs" or o.name == "policy") and any(source.format != "auto" for source in data.source):
         yield Problem("data.source", ": format has no effect: answers are read by their keys; delete it")
     if o.answers and dropout:
@@ -441,7 +433,12 @@ def _check_draft_head(config: Config) -> Iterator[Problem]:
         yield Problem("draft_head.weight", "= 0 would never train it; the usual is 0.1")
 
 
-def _check_policy(o: ObjectiveConfig, data: DataConfig) -> Iterator[Problem]:
+def _check_policy(config: Config) -> Iterator[Problem]:
+    o = config.objective
+    for key in ("checkpoint.keep_best", "validation.patience", "training.skip_loss_spikes"):
+        if attrgetter(key)(config):
+            text = "has no meaning: the loss of a policy has no level; judge exports: titan-mi100 evaluate exact-match"
+            yield Problem(key, text, ("objective.name",))
     for key, needed in (("longest_answer", o.divisor == "length" or o.cut_off == "shape"),
                         ("cut_off_tokens", o.cut_off == "shape")):  # fmt: skip
         if needed and not getattr(o, key):
@@ -462,7 +459,7 @@ def _check_policy(o: ObjectiveConfig, data: DataConfig) -> Iterator[Problem]:
         }
         reason = f"; {wrong[o.kl]}" if o.kl in wrong else ""
         yield Problem("objective.kl", f"= {toml_value(o.kl)} must be one of {', '.join(KL_FORMS)}{reason}")
-    if data.duplicates == "drop":
+    if config.data.duplicates == "drop":
         text = '= "drop" has no meaning for sampled answers: equal ones are samples too; use keep'
         yield Problem("data.duplicates", text, ("objective.name",))
 
