@@ -95,6 +95,7 @@ def _lines(plan: Plan, gpu: Gpu, tokens: float, origin: str) -> list[str]:
         origin: of the plan's efficiency, in words.
     """
     layout, batch = plan.config.layout(plan.ranks), plan.config.batch(plan.ranks)
+    sent = ", ".join(f"{bytes_in_words(round(size))} ({name})" for name, size in plan.sent.items() if size)
     lines = [
         f"{plan.ranks} x {gpu.name}, {plan.card / GIB:.1f} GiB each: {layout.describe()}",
         f"a step: {plural(batch.global_batch_size, 'row')} of {plan.config.training.seq_len} tokens, "
@@ -113,14 +114,10 @@ def _lines(plan: Plan, gpu: Gpu, tokens: float, origin: str) -> list[str]:
         f"  differs from the memory counter by {-BELOW:+.0%} to {ABOVE:+.0%}; with an assumed share for driver and "
         f"fragmentation: {plan.least / GIB:.1f} to {plan.most / GIB:.1f} GiB",
         "",
-        f"fits: {plan.most / GIB:.1f} of {plan.card / GIB:.1f} GiB"
-        if plan.fits
-        else f"does not fit: {plan.most / GIB:.1f} of {plan.card / GIB:.1f} GiB\nwhat helps most: {remedy(plan)}",
+        f"{'fits' if plan.fits else 'does not fit'}: {plan.most / GIB:.1f} of {plan.card / GIB:.1f} GiB",
+        *([] if plan.fits else [f"what helps most: {remedy(plan)}"]),
         "",
-        f"{plan.flops / 1e12:,.0f} TFLOP per step; a card sends "
-        + ", ".join(f"{bytes_in_words(round(size))} ({name})" for name, size in plan.sent.items() if size)
-        if any(plan.sent.values())
-        else f"{plan.flops / 1e12:,.0f} TFLOP per step",
+        f"{plan.flops / 1e12:,.0f} TFLOP per step" + (f"; a card sends {sent}" if sent else ""),
     ]
     if host := plan.host:
         lines.append(f"host memory: {host / GIB:.1f} GiB for each card, plus what its process takes")
