@@ -121,8 +121,8 @@ def test_a_bundled_config_is_found_by_its_name_where_no_file_has_it(
     for name, epochs in (("debug.toml", 5), ("debug", 0), ("mine.toml", 5)):  # a file that is here comes first
         assert load_config(["--job.config_file", name], with_files=False).training.epochs == epochs
     for name, said in (
-        ("train_configs/debug.toml", "no such file; a bundled config is called debug.toml, without a folder"),
-        ("qwen3_0.6b_stf", "no such file; a bundled config is called qwen3_0.6b_sft.toml"),
+        ("train_configs/debug.toml", "no such file; did you mean the bundled debug?"),
+        ("qwen3_0.6b_stf", "no such file; did you mean the bundled qwen3_0.6b_sft?"),
         ("nowhere.toml", "no such file"),
     ):
         with pytest.raises(UserError) as error:
