@@ -88,8 +88,7 @@ class Reporter:
             validation_due: the validation of that step is still to be done.
             sinks: receive the same values.
         """
-        self._config, self._steps, self._rows_per_epoch = config, figures.steps, figures.rows_per_epoch
-        self._flops, self._peak_flops, self._dtype = figures.flops, figures.peak_flops, figures.dtype
+        self._config, self._figures, self._steps = config, figures, figures.steps
         path, self._samples = folder / "metrics.jsonl", folder / SAMPLES
         is_kept = partial(_is_before, last_step=last_step, validation_due=validation_due)
         drop_lines(path, is_kept)
@@ -102,11 +101,12 @@ class Reporter:
         )
 
     def after_step(self, step: int, result: StepResult) -> None:
-        seconds, flops = result.seconds, self._flops(result.tokens, result.supervised, result.attention_pairs)
+        seconds, figures = result.seconds, self._figures
+        flops = figures.flops(result.tokens, result.supervised, result.attention_pairs)
         record: dict[str, Any] = {
             "step": step,
             "time": utc_now(),
-            "epoch": result.next_row / self._rows_per_epoch if self._rows_per_epoch else None,
+            "epoch": result.next_row / figures.rows_per_epoch if figures.rows_per_epoch else None,
             "loss": if_finite(result.loss),
             **{name: if_finite(measure) for name, measure in result.measures.items()},
             "grad_norm": if_finite(result.grad_norm),
@@ -117,7 +117,7 @@ class Reporter:
             "supervised_tokens": result.supervised,
             "tokens_per_second": result.tokens / seconds,
             "supervised_tokens_per_second": result.supervised / seconds,
-            "mfu": flops / seconds / self._peak_flops if self._peak_flops else None,  # None: unknown hardware
+            "mfu": flops / seconds / figures.peak_flops if figures.peak_flops else None,  # None: unknown hardware
             "peak_memory_gib": result.peak_memory_gib,
             "data_wait": result.waited / seconds,
             "gradient_bytes": result.gradient_bytes,
@@ -133,7 +133,7 @@ class Reporter:
                 f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {_shown(record['loss'], 4)}  {measures}"
                 f"grad_norm {_shown(record['grad_norm'], 3)}  lr {result.lr:.2e}  "
                 f"tok/s {record['tokens_per_second']:,.0f}  supervised tok/s "
-                f"{record['supervised_tokens_per_second']:,.0f}  mfu({self._dtype}) {mfu}  "
+                f"{record['supervised_tokens_per_second']:,.0f}  mfu({figures.dtype}) {mfu}  "
                 f"mem {result.peak_memory_gib:.2f} GiB  data wait {record['data_wait']:.1%}"
             )
         self._bar.update(1)
