@@ -21,8 +21,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     setup_logging(0)
-    if not options.tokenizer or not options.input:
-        raise UserError("--input (the files) and --tokenizer (the model's tokenizer) are needed; add them")
     if options.workers < 0:
         raise UserError(f"--workers {options.workers}: must be above 0, or 0 for one per core")
     make_corpus(options)
@@ -36,10 +34,10 @@ def _parser() -> cli.Parser:
     )  # fmt: skip
     add = parser.add_argument
     where = "files, globs, or folders with the files below them, but not hidden ones"
-    add("--input", nargs="+", default=[], metavar="PATH", help=where)
+    add("--input", nargs="+", required=True, metavar="PATH", help=where)
     add("--include", default="*", metavar="GLOB", help="names of files in folders, such as '*.py'; default: all")
     add("--output_dir", required=True, metavar="DIR", help="the corpus: a new folder, or an unfinished one to continue")
-    add("--tokenizer", metavar="PATH", help="HF folder, or a sentencepiece .model file")
+    add("--tokenizer", required=True, metavar="PATH", help="HF folder, or a sentencepiece .model file")
     add("--format", choices=("rows", "text"), default="rows",
         help="rows: JSONL, JSON or parquet with a column of text (default); text: each file is a document")  # fmt: skip
     add("--text_column", default="text", metavar="NAME", help="column with the text of a row; default: text")
