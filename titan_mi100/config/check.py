@@ -22,9 +22,13 @@ from titan_mi100.config.settings import (
     OF_POLICY,
     Config,
     DataConfig,
+    DraftHeadConfig,
     LoRAConfig,
+    ObjectiveConfig,
+    ParallelismConfig,
     ProfilingConfig,
     TrainingConfig,
+    ValidationConfig,
 )
 from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.files.model import DRAFT_FILE, check_weights
@@ -143,11 +147,14 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
             )
             yield Problem(f"metrics.{key}", text)
     yield from _check_data(data, config.objective.name)
-    yield from (*_check_lora(config.lora), *_check_needs(config), *_check_effects(config), *check_offload(config))
+    yield from (*_check_lora(config.lora), *_check_effects(config), *check_offload(config))
     yield from _check_objective(config)
-    yield from _check_draft_head(config) if config.draft_head.train != "no" else ()
+    if config.draft_head.train != "no":
+        name, lora, rounds = config.objective.name, config.lora, config.rounds.count
+        yield from _check_draft_head(config.draft_head, name, lora, rounds, config.parallelism)
     yield from _check_profiling(config.profiling, world_size)
-    yield from _check_metric(config) if config.validation.metric != "loss" else ()
+    if config.validation.metric != "loss":
+        yield from _check_metric(config.validation, data, config.objective.answers)
     known = [*FINGERPRINTS, *(f"model.{name}" for name in known_fields())]
     known += [f"lora.{name}" for name in settings.lora_identity(config.lora, (EXPERTS,))]
     known += [f"objective.{name}" for name in config.objective.identity] + ["draft_head.weight"]
@@ -221,12 +228,12 @@ def check_packages(also: Mapping[str, str]) -> None:
         raise UserError(f"{'; '.join(wrong)}; pip install {quoted}")
 
 
-def _check_metric(config: Config) -> Iterator[Problem]:
-    validation, data = config.validation, config.data
+def _check_metric(validation: ValidationConfig, data: DataConfig, answers: str) -> Iterator[Problem]:
+    """Args: answers: of the objective."""
     is_text = any(
         source.format in ("text", "tokens") or any(map(assets.is_corpus, source.path)) for source in data.sources
     )
-    if config.objective.answers or is_text or data.loss == "all":
+    if answers or is_text or data.loss == "all":
         text = '= "exact_match" judges answers, and pairs, labels, texts and loss = "all" have no right one; use "loss"'
         yield Problem("validation.metric", text, ("objective.name", "data.format", "data.loss"))
     try:
@@ -325,23 +332,20 @@ def _check_sources(data: DataConfig) -> Iterator[Problem]:
             yield Problem("data.source" if data.source else "data.path", f": {text}", ("data.weights",))
 
 
-def _check_needs(config: Config) -> Iterator[Problem]:
-    """Settings that were changed without another that they need."""
-    settings = {name: attrgetter(name) for key, needed, _ in _NEEDS for name in (key, *needed)}
-    changed = {name for name, value in settings.items() if value(config) != value(Config())}
-    for name, needed, what in _NEEDS:
-        if name in changed and changed.isdisjoint(needed):
-            text = f"= {toml_value(settings[name](config))} needs {' or '.join(needed)}{what}"
-            yield Problem(name, text, needed)
-
-
 def _check_effects(config: Config) -> Iterator[Problem]:
-    """Settings that were changed, but have no effect because of another setting; of several reasons the first."""
-    data, o, defaults, said = config.data, config.objective, Config(), set[str]()
+    """Settings that were changed without another that they need, or that have no effect because of another: of several
+    reasons the first.
+    """
+    data, o, defaults, named = config.data, config.objective, Config(), set[str]()
+    for name, needed, meaning in _NEEDS:
+        changed = [each for each in (name, *needed) if attrgetter(each)(config) != attrgetter(each)(defaults)]
+        if changed == [name]:
+            text = f"= {toml_value(attrgetter(name)(config))} needs {' or '.join(needed)}{meaning}"
+            yield Problem(name, text, needed)
     idle = list[tuple[str, str, tuple[str, ...]]]()  # why, the setting that is the reason, those without effect
-    for name, values, keys in _IDLE:
+    for name, with_these, keys in _IDLE:
         value, default = (attrgetter(name)(settings) for settings in (config, defaults))
-        if value in (values or (default,)):
+        if value in (with_these or (default,)):
             idle.append((f"{name.partition('.')[2]} = {toml_value(value)}", name, keys))
     if config.profiling.profile_steps:
         idle.append(("profile_steps", "profiling.profile_steps", ("profile_freq",)))
@@ -381,49 +385,54 @@ def _check_effects(config: Config) -> Iterator[Problem]:
         section = reason.partition(".")[0]
         for name in (f"{section}.{key}" for key in keys):
             value, default = (attrgetter(name)(settings) for settings in (config, defaults))
-            if value != default and name not in said:
+            if value != default and name not in named:
                 text = f"= {toml_value(value)} has no effect with {why}; delete it"
                 yield Problem(name, text, (reason, *(of_data if section == "data" else ())))
-                said.add(name)
+                named.add(name)
 
 
 def _check_objective(config: Config) -> Iterator[Problem]:
-    o, data, dropout = config.objective, config.data, config.lora.dropout
+    o, dropout = config.objective, config.lora.dropout
     if (o.name == "distill" or (o.name == "policy" and o.advantage == "teacher")) and not o.teacher:
         text = "is not set; name the folder that titan-mi100 teach has written, or writes"
         yield Problem("objective.teacher", text, ("objective.name", "objective.advantage"))
-    if o.name != "sft" and any(assets.is_corpus(path) for source in data.sources for path in source.path):
+    if o.name != "sft" and any(assets.is_corpus(path) for source in config.data.sources for path in source.path):
         text = f'= "{o.name}" learns from rows, and a source is a corpus of titan-mi100 prepare; name its files instead'
         yield Problem("objective.name", text, ("data.path", "data.source"))
     if o.name == "policy":
-        yield from _check_policy(config)
-    if (o.answers == "pairs" or o.name == "policy") and any(source.format != "auto" for source in data.source):
+        for key in ("checkpoint.keep_best", "validation.patience", "training.skip_loss_spikes"):
+            if attrgetter(key)(config):
+                text = "has no meaning: the loss of a policy has no level; judge exports: "
+                yield Problem(key, f"{text}titan-mi100 evaluate exact-match", ("objective.name",))
+        yield from _check_policy(o, config.data)
+    if (o.answers == "pairs" or o.name == "policy") and any(source.format != "auto" for source in config.data.source):
         yield Problem("data.source", ": format has no effect: answers are read by their keys; delete it")
     if o.answers and dropout:
         text = "disturbs the sums of log p that are compared; set it to 0"
         yield Problem("lora.dropout", f"= {dropout} {text}", ("objective.name",))
-    if o.answers and data.overlong in ("truncate", "split"):
-        text = f'= "{data.overlong}" would cut answers, which are compared as wholes; use drop or error'
+    if o.answers and config.data.overlong in ("truncate", "split"):
+        text = f'= "{config.data.overlong}" would cut answers, which are compared as wholes; use drop or error'
         yield Problem("data.overlong", text, ("objective.name",))
-    if o.answers and data.earlier_thinking == "unroll":
+    if o.answers and config.data.earlier_thinking == "unroll":
         text = '= "unroll" makes several documents of an answer; use template, mask or context'
         yield Problem("data.earlier_thinking", text, ("objective.name",))
 
 
-def _check_draft_head(config: Config) -> Iterator[Problem]:
-    """Problems of a draft head that is trained."""
-    draft, name, degree = config.draft_head, config.objective.name, config.parallelism.context_parallel_degree
-    is_after = draft.train == "after"
+def _check_draft_head(
+    draft: DraftHeadConfig, name: str, lora: LoRAConfig, rounds: int, p: ParallelismConfig
+) -> Iterator[Problem]:
+    """Problems of a draft head that is trained. Args: name: of the objective."""
+    is_after, degree = draft.train == "after", p.context_parallel_degree
     merge = "merge yours first (titan-mi100 convert merge-lora), start from the result, and set rank = 0"
     for is_wrong, text, other in (
         (not is_after and name not in ("sft", "distill"),
          f'would learn rejected answers of name = "{name}", too; train it "after" that run', "objective.name"),
         (is_after and name != "sft", f'learns from text alone: set name = "sft", not "{name}"', "objective.name"),
-        (is_after and config.lora.rank > 0, f"trains no adapter; {merge}", "lora.rank"),
-        (config.rounds.count > 0, 'is not for rounds; train it "after" them', "rounds.count"),
+        (is_after and lora.rank > 0, f"trains no adapter; {merge}", "lora.rank"),
+        (rounds > 0, 'is not for rounds; train it "after" them', "rounds.count"),
         (degree > 1, f"is not supported with context_parallel_degree = {degree}; set that to 1",
          "parallelism.context_parallel_degree"),
-        (config.lora.trainable_tokens and config.parallelism.is_pipeline,
+        (lora.trainable_tokens and p.is_pipeline,
          "is not supported with lora.trainable_tokens in a pipeline; leave one of the three out",
          "lora.trainable_tokens"),
     ):  # fmt: skip
@@ -433,12 +442,7 @@ def _check_draft_head(config: Config) -> Iterator[Problem]:
         yield Problem("draft_head.weight", "= 0 would never train it; the usual is 0.1")
 
 
-def _check_policy(config: Config) -> Iterator[Problem]:
-    o = config.objective
-    for key in ("checkpoint.keep_best", "validation.patience", "training.skip_loss_spikes"):
-        if attrgetter(key)(config):
-            text = "has no meaning: the loss of a policy has no level; judge exports: titan-mi100 evaluate exact-match"
-            yield Problem(key, text, ("objective.name",))
+def _check_policy(o: ObjectiveConfig, data: DataConfig) -> Iterator[Problem]:
     for key, needed in (("longest_answer", o.divisor == "length" or o.cut_off == "shape"),
                         ("cut_off_tokens", o.cut_off == "shape")):  # fmt: skip
         if needed and not getattr(o, key):
@@ -459,7 +463,7 @@ def _check_policy(config: Config) -> Iterator[Problem]:
         }
         reason = f"; {wrong[o.kl]}" if o.kl in wrong else ""
         yield Problem("objective.kl", f"= {toml_value(o.kl)} must be one of {', '.join(KL_FORMS)}{reason}")
-    if config.data.duplicates == "drop":
+    if data.duplicates == "drop":
         text = '= "drop" has no meaning for sampled answers: equal ones are samples too; use keep'
         yield Problem("data.duplicates", text, ("objective.name",))
 

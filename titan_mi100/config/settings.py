@@ -28,20 +28,20 @@ FINGERPRINTS = ("model", "tokenizer", "data", "seed", "global_batch_size", "lora
 
 
 def _key(
-    default: Any, doc: str, *, choices: tuple[str, ...] = (), low: float = 0, high: float = 0, below: float = 1e100,
-    path: bool = False, hub: str = "",
-) -> Any:  # fmt: skip
+    default: Any, doc: str, *, low: float = 0, high: float = 0, below: float = 1e100, path: bool = False, hub: str = ""
+) -> Any:
     """A key. low, high: limits of a number (high: 0: of a whole one 2**31 - 1). below: of a fraction: it must be less.
     path: in a TOML file it is relative to the file. hub: what a name on the Hugging Face hub is fetched for, see
     files/hub_files.py.
     """
-    rules = {"doc": doc, "choices": choices, "low": low, "high": high, "below": below, "hub": hub}
+    rules = {"doc": doc, "choices": (), "low": low, "high": high, "below": below, "hub": hub}
     return field(default=default, metadata={**rules, "path": path or bool(hub)})
 
 
-def _choice(choices: Iterable[str], doc: str) -> Any:
-    """A key that takes one of some texts; the first is the default."""
-    return _key(next(iter(choices)), doc, choices=tuple(choices))
+def _choice(choices: Iterable[str], doc: str, default: str | tuple[str, ...] | None = None) -> Any:
+    """A key that takes one of some texts, or several. Args: default: None: the first."""
+    key = _key(next(iter(choices)) if default is None else default, doc)
+    return field(default=key.default, metadata={**key.metadata, "choices": tuple(choices)})
 
 
 @dataclass(frozen=True)
@@ -317,10 +317,10 @@ class ParallelismConfig:
 
 @dataclass(frozen=True)
 class ActivationCheckpointConfig:
-    mode: str = _key(
-        "selective",
+    mode: str = _choice(
+        ("none", "selective", "full"),
         "what is recomputed in backward: nothing, each block except its attention, or whole blocks",
-        choices=("none", "selective", "full"),
+        "selective",
     )
 
 
@@ -604,7 +604,7 @@ class MetricsConfig:
     log_freq: int = _key(1, "optimizer steps between printed lines", low=1)
     enable_tensorboard: bool = _key(True, "write TensorBoard events")
     enable_wandb: bool = _key(False, "also log to Weights & Biases (extra wandb); its WANDB_... variables apply")
-    report_to: tuple[str, ...] = _key((), "trackers that get the same values, each an extra", choices=TRACKERS)
+    report_to: tuple[str, ...] = _choice(TRACKERS, "trackers that get the same values, each an extra", ())
 
 
 @dataclass(frozen=True)

@@ -84,11 +84,11 @@ def _unknown_section(where: str, name: str, document: Document, known_sections: 
     return Unknown("\n".join([*lines, f"{where} is not a section{did_you_mean(name, known_sections)}"]), meant or None)
 
 
-def _unknown(problem: str, where: str, name: str, value: Any, document: Document | None, values: str = "") -> Unknown:
+def _unknown(problem: str, where: str, name: str, value: Any, document: Document | None, typed: str = "") -> Unknown:
     """What another trainer means by the name; else the keys of ours that it names without a section, or nearly.
 
     Args:
-        document: the file it is in; None: the command line, where `values` follow it.
+        document: the file it is in; None: the command line, where `typed` follows it.
     """
     if advice := of_other_trainers("advice", name, value, document):
         return Unknown(f"{where} {advice.text}", advice.targets)
@@ -101,8 +101,8 @@ def _unknown(problem: str, where: str, name: str, value: Any, document: Document
     if not (meant := same or [*islice(near, 1)]):
         return Unknown(f"{problem}; --help lists them", None)
     is_option = document is None or "." not in meant[0]
-    values = values if same else ""
-    words = " or ".join(f"--{ours}{values}" if is_option else "[{}] {}".format(*ours.split(".")) for ours in meant)
+    after = typed if same else ""
+    words = " or ".join(f"--{ours}{after}" if is_option else "[{}] {}".format(*ours.split(".")) for ours in meant)
     return Unknown(f"{problem}; write {words}" if same else f"{problem}; did you mean {words}?", {*meant})
 
 
