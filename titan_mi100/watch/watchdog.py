@@ -126,7 +126,6 @@ class Watch:
 
     def beats(self) -> list[Beat]:
         """The processes' records."""
-        self._run_folder = self._run_folder or str(self.run_folder() or "")
         return read_beats(self._folder)
 
     def look(self) -> bool:
