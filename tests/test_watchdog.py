@@ -17,7 +17,7 @@ from titan_mi100.launch import launcher as launch
 from titan_mi100.watch import heartbeat as heartbeats
 from titan_mi100.watch import watchdog
 from titan_mi100.watch.heartbeat import COMPILE, ENDED, SAVE, START, STEP, Beat, Heartbeat, read_beats
-from titan_mi100.watch.outcome import HUNG, Outcome, Restarts, RunState, note_restart, write_run_state
+from titan_mi100.watch.outcome import HUNG, Outcome, Restarts, note_restart, write_run_state
 from titan_mi100.watch.watchdog import ProcessSnapshot, Watch, behind
 
 CONFIG = WatchdogConfig(seconds=10, start_seconds=20, compile_seconds=30, save_seconds=40, validation_seconds=50)
@@ -331,7 +331,7 @@ def test_the_node_that_has_the_rank_at_fault_writes_the_state(
     watch = Watch(tmp_path / "records", 1, str(tmp_path))
     watch.outcome, watch.is_cause_here = Outcome(5, "mine", 3, HUNG), is_here
     if said:
-        write_run_state(tmp_path, RunState(said, 5, "theirs", ""))
+        write_run_state(tmp_path, Outcome(5, "theirs", state=said, next=""))
     watchdog._end_all(watch)
     assert json.loads((tmp_path / "run_state.json").read_text())["message"] == message
 
@@ -360,11 +360,11 @@ def test_what_is_restarted_and_what_is_not() -> None:
 
 
 def test_restarts_stay_in_the_runs_state(tmp_path: Path) -> None:
-    write_run_state(tmp_path, RunState("running", 1, "", ""))
+    write_run_state(tmp_path, Outcome(1, "", state="running", next=""))
     note_restart(tmp_path, Outcome(5, "rank 1 is behind\x1b[2J", 7, HUNG))
-    write_run_state(tmp_path, RunState("running", 1, "", ""))
+    write_run_state(tmp_path, Outcome(1, "", state="running", next=""))
     note_restart(tmp_path, Outcome(1, "killed", 9, "running"))
-    write_run_state(tmp_path, RunState("done", 0, "", ""))
+    write_run_state(tmp_path, Outcome(0, "", state="done", next=""))
     state = json.loads((tmp_path / "run_state.json").read_text())
     assert state["state"] == "done"
     assert [(entry["attempt"], entry["state"], entry["step"]) for entry in state["restarts"]] == [
@@ -375,5 +375,5 @@ def test_restarts_stay_in_the_runs_state(tmp_path: Path) -> None:
     note_restart(tmp_path, Outcome(1, "killed", 9, "running"))
     assert [entry["step"] for entry in json.loads((tmp_path / "run_state.json").read_text())["restarts"]] == [9]
     (tmp_path / "run_state.json").write_text('{"restarts": 3}')
-    write_run_state(tmp_path, RunState("done", 0, "", ""))
+    write_run_state(tmp_path, Outcome(0, "", state="done", next=""))
     assert "restarts" not in json.loads((tmp_path / "run_state.json").read_text())

@@ -17,7 +17,7 @@ from titan_mi100.files.durable import LOCK, FolderLock, probe, sync
 from titan_mi100.files.plain import read_plain
 from titan_mi100.log import log_errors_to_file, log_to_file
 from titan_mi100.parallel.distributed import World, from_rank_zero, raise_together
-from titan_mi100.watch.outcome import RUNNING, STATE, RunState, read_state, write_run_state
+from titan_mi100.watch.outcome import RUNNING, STATE, Outcome, read_state, write_run_state
 
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _LOG = "logs/rank-{:05}.log"  # the log of each rank except 0
@@ -69,7 +69,7 @@ class RunFolder:
                 if self._is_running():  # else another rank has failed and has written why
                     self._write_running()
 
-    def note_crash(self, state: RunState) -> bool:
+    def note_crash(self, outcome: Outcome) -> bool:
         """Write the state of a rank that failed alone. Only the first such rank writes: it has the cause, while the
         errors of the others follow from it.
 
@@ -78,7 +78,7 @@ class RunFolder:
         """
         with self._alone():
             if is_first := self._is_running():
-                write_run_state(self.place(), state)
+                write_run_state(self.place(), outcome)
         return is_first
 
     def place(self) -> Path | None:
@@ -124,7 +124,7 @@ class RunFolder:
     def _write_running(self) -> None:
         again = f"if it was killed, start again with job.run_folder = {self.path}"
         message = f"It runs if the process named in {LOCK} exists; otherwise it was killed, or its disk was full"
-        write_run_state(self.path, RunState(RUNNING, 1, message, again, self.step))
+        write_run_state(self.path, Outcome(1, message, self.step, RUNNING, again))
 
     def _take(self, job: JobConfig, fresh: bool, of_teacher: bool) -> tuple[str, str]:
         folder = Path(job.run_folder or job.dump_folder)

@@ -6,7 +6,6 @@ prints one line for a batch script: the exit code, the next move (end, retry or 
 own exit code is not enough: it is the highest exit code of its tasks. Imports no torch, because launchers import it.
 """
 
-import dataclasses
 import errno
 import json
 import os
@@ -14,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,19 +29,21 @@ RUNNING, HUNG, LOST, INTERRUPTED = "running", "hung", "lost_a_process", "interru
 
 
 class Outcome(NamedTuple):
-    """How a run ended.
+    """How a run stands or ended, as run_state.json has it.
 
     Attributes:
         code: exit code, see docs/DESIGN.md.
         message: the run's own message; "": it has none.
         step: the last step that this start is known to have finished; None: no step.
-        state: `state` of run_state.json; "": no process has written one.
+        state: running, done, crashed, ...; see docs/RUN_FOLDER.md; "": no process has written one.
+        next: what the user can do next; "": that was not read.
     """
 
     code: int
     message: str = ""
     step: int | None = None
     state: str = ""
+    next: str = ""
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -77,25 +77,6 @@ def _may_go_better(outcome: Outcome) -> bool:
     return outcome.code in (1, 5) and outcome.state in ("", RUNNING, LOST, "crashed", HUNG)
 
 
-@dataclass(frozen=True)
-class RunState:
-    """The content of `run_state.json`.
-
-    Attributes:
-        state: running, done, crashed, ...; see docs/RUN_FOLDER.md.
-        exit_code: see docs/DESIGN.md.
-        message: the run's own message.
-        next: what the user can do next.
-        step: the last step that the writer knows this start has finished; None: no step.
-    """
-
-    state: str
-    exit_code: int
-    message: str
-    next: str
-    step: int | None = None
-
-
 def launcher_is_told() -> bool:
     """Whether the launcher named a file to read the outcome from. A cleaner of /tmp may have removed its folder; then
     the launcher reads run_state.json.
@@ -103,7 +84,7 @@ def launcher_is_told() -> bool:
     return os.path.isdir(os.path.dirname(os.environ.get("TITAN_OUTCOME", "")))
 
 
-def write_run_state(folder: Path | None, state: RunState) -> None:
+def write_run_state(folder: Path | None, outcome: Outcome) -> None:
     """Write the state into the run folder, and into the file that the launcher named.
 
     The launcher needs the file because torchrun turns every worker's exit code into 1.
@@ -116,27 +97,28 @@ def write_run_state(folder: Path | None, state: RunState) -> None:
         paths.append(Path(os.environ["TITAN_OUTCOME"]))
     for path in paths:
         with write_or_say(path, log.error):
-            _write(path, state)
+            _write(path, outcome)
 
 
-def _write(path: Path, state: RunState) -> None:
+def _write(path: Path, outcome: Outcome) -> None:
     restarts = restarts_of(path)
     try:
-        replace(path, _as_json(state, restarts))
+        replace(path, _as_json(outcome, restarts))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         # On a full disk a new file is impossible: overwrite the old one in place. Its first block holds a short state.
         with path.open("r+", encoding="utf-8") as file:
-            short = dataclasses.replace(state, message=state.message[:300], next=state.next[:300])
+            short = outcome._replace(message=outcome.message[:300], next=outcome.next[:300])
             file.write(_as_json(short, restarts[-3:]))
             file.truncate()
 
 
-def _as_json(state: RunState, restarts: list[Any]) -> str:
+def _as_json(outcome: Outcome, restarts: list[Any]) -> str:
     start = {"start": os.environ[START]} if os.environ.get(START) else {}
-    shown = {**asdict(state), "message": printable(state.message), **start}  # launchers print it
-    return json.dumps(shown | ({"restarts": restarts} if restarts else {}), indent=1) + "\n"
+    words = {"message": printable(outcome.message), "next": outcome.next}  # launchers print the first
+    state = {"state": outcome.state, "exit_code": outcome.code, **words, "step": outcome.step, **start}
+    return json.dumps(state | ({"restarts": restarts} if restarts else {}), indent=1) + "\n"
 
 
 def restarts_of(path: Path) -> list[Any]:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from titan_mi100.checkpoint.sealed import DamagedError, all_checkpoints, damaged, list_checkpoints, read_manifest
 from titan_mi100.errors import UserError
 from titan_mi100.watch.heartbeat import ENDED, FOLDER_FILE, WRITE_STACKS, Beat, read_beats, record_file
-from titan_mi100.watch.outcome import HUNG, STATE, Outcome, RunState, read_outcome, write_run_state
+from titan_mi100.watch.outcome import HUNG, STATE, Outcome, read_outcome, write_run_state
 
 LOOK = 1.0  # seconds between two looks
 _LONGEST_LOOK = 4.0  # seconds counted at most between two looks: after a longer gap the watcher itself was stopped
@@ -247,8 +247,7 @@ def how_to_start_again(folder: Path | None) -> str:
 
 def write_end(folder: Path | None, outcome: Outcome) -> None:
     """Write the state of a run whose processes could not. Args: folder: of the run; None: not known."""
-    again = how_to_start_again(folder)
-    write_run_state(folder, RunState(outcome.state, outcome.code, outcome.message, again, outcome.step))
+    write_run_state(folder, outcome._replace(next=how_to_start_again(folder)))
 
 
 def main(folder: Path, processes: int) -> None:
