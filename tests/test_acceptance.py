@@ -28,10 +28,6 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from titan_mi100.attention.backends import make_backend
 from titan_mi100.config.load import load_config
-from titan_mi100.config.settings import DataConfig
-from titan_mi100.data.build import DataRequest, open_files
-from titan_mi100.data.encode import encode_records
-from titan_mi100.data.files import read_records
 from titan_mi100.generation.batch import read_rows
 from titan_mi100.generation.engine import Model, PromptBuilder
 from titan_mi100.log import log
@@ -374,26 +370,6 @@ def test_drawn_texts_are_drawn_from_the_seed(folder: Path, told: Told) -> None:
     )
 
 
-@torch.no_grad()
-def test_given_answers_are_those_that_training_learns(folder: Path, tmp_path: Path, told: Told) -> None:
-    (tmp_path / "rows.jsonl").write_text("".join((ASSETS / "conversations.jsonl").read_text().splitlines(True)[:5]))
-    found = told("--model", folder, "--k", 1, "--text", "given", data=tmp_path / "rows.jsonl")
-    hf, head = agreeing(0.1, READ)
-    config = DataConfig(path=(str(tmp_path / "rows.jsonl"),))
-    request = DataRequest(config, [list(config.path)], str(folder), "", READ.max_position_embeddings)
-    [source], encoder = open_files(request)
-    chunk = encode_records(encoder, source.format, 0, list(read_records(source.path)))
-    slots, held = 0, 0
-    with lifting(modeling_qwen3_5, "Qwen3_5TextRotaryEmbedding"):
-        for values in np.split(chunk.values, chunk.lengths.cumsum()[:-1]):
-            ids, learned = torch.from_numpy(values >> 1).long(), values & 1
-            drafts, said = head(hf, ids)[:-1].argmax(-1), hf(ids[None]).logits[0, 1:-1].argmax(-1)
-            counted = torch.from_numpy(learned[1:-1] & learned[2:]).bool()
-            slots, held = slots + int(counted.sum()), held + int((drafts == said)[counted].sum())
-    assert found["texts"] == 5 and found["near_ties"] == 0 and found["positions"][0]["n"] == slots > 100
-    assert found["positions"][0]["value"] == pytest.approx(held / slots)
-
-
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
@@ -401,16 +377,10 @@ def test_given_answers_are_those_that_training_learns(folder: Path, tmp_path: Pa
         (None, ["--k", "0"], "--k 0: must be 1 to 3"),
         (None, ["--temperature", "-1"], "temperature = -1.0 must be 0 (greedy) or at least 1e-6"),
         (None, ["--temperature", "nan"], "temperature = nan must be 0 (greedy)"),
-        (None, ["--text", "given", "--temperature", "1"], "--text given is measured at temperature 0; leave out"),
         (None, ["--max_new_tokens", "3"], "--max_new_tokens 3: must be more than --k 3"),
         (None, ["--limit", "-1"], "--limit -1: must be 0 (all) or more"),
         (None, ["--batch_size", "0"], "batch_size = 0 must be at least 1"),
         (None, ["--dtype", "bfloat16"], "unrecognized arguments: --dtype bfloat16"),
-        (
-            None,
-            ["--text", "given", "--data", "two.jsonl"],
-            "no answer has a step, 4 tokens; take other rows, or a lower",
-        ),
         (
             "tensors",
             [],
@@ -432,8 +402,6 @@ def test_refusals(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     model = shutil.copytree(folder, tmp_path / "model")
-    tokens = {"input_ids": [1, 2, 3, 4], "labels": [-100, 2, 3, 4]}
-    Path("two.jsonl").write_text(json.dumps(tokens) + "\n")
     if change in ("tensors", "some"):
         gone = DRAFT if change == "tensors" else "mtp.norm."
         kept = {

@@ -24,7 +24,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.log import log, setup_logging
 from titan_mi100.text import load
 from titan_mi100.tools import exact_match, generate, inspect_data
-from titan_mi100.watch.outcome import RunState, write_run_state
+from titan_mi100.watch.outcome import Outcome, write_run_state
 from titan_mi100.wording import printable, shown
 
 
@@ -168,14 +168,14 @@ def test_a_crash_of_the_trainer_is_one_line(
     [line] = capsys.readouterr().err.splitlines()
     assert ended.value.code == 1 and "unexpected error, KeyError: 'name'; " in line
     assert "Traceback" in traceback_named_in(line)
-    assert [crash.exit_code for crash in crashes] == [1] * has_folder
+    assert [crash.code for crash in crashes] == [1] * has_folder
     assert (tmp_path / "train.log").exists() == has_folder
     told = tmp_path / "launcher/outcome"  # where the folder was not taken, nothing else tells the launcher
     assert has_folder or json.loads(told.read_text())["exit_code"] == 1
 
 
 def test_what_a_launcher_prints_holds_no_control_characters(tmp_path: Path) -> None:
-    write_run_state(tmp_path, RunState("bad_input", 2, "a\x1b[31m.jsonl:1\nnot JSON", "again"))
+    write_run_state(tmp_path, Outcome(2, "a\x1b[31m.jsonl:1\nnot JSON", state="bad_input", next="again"))
     state = json.loads((tmp_path / "run_state.json").read_text())
     assert (state["exit_code"], state["message"]) == (2, "a\\x1b[31m.jsonl:1\nnot JSON")
 

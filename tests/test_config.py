@@ -80,7 +80,7 @@ def test_lists_come_from_toml_and_the_command_line_and_go_back_to_toml(tmp_path:
         ('path = "a.jsonl"\nweights = 0.0', "[data] weights = [0.0] must all be above 0; leave a path out instead"),
         ('path = "a.jsonl"\nrepeats = 1\nweights = 1', "[data] weights and repeats are both set; keep one"),
         ('path = "a.jsonl"\nformat = "text"\nprompt_column = "q"', "[data] prompt_column and response_column go"),
-        ('path = "a.jsonl"\nsystem_column = "q"', "[data] system_column needs prompt_column and response_column"),
+        ('path = "a.jsonl"\nsystem_column = "q"', '[data] system_column = "q" needs data.prompt_column'),
         (
             'path = "a.jsonl"\nformat = "messages"\nprompt_column = "q"\nresponse_column = "a"',
             '[data] prompt_column is set, but format = "messages"; remove one of them',
@@ -144,11 +144,11 @@ mode = "some"
     file = tmp_path / "my.toml"
     for expected in (
         f"{file}: [trainning] is not a section; did you mean training?",
-        f"{file}: [training] seq_lenn is not a key; did you mean seq_len?",
+        f"{file}: [training] seq_lenn is not a key; did you mean [training] seq_len?",
         f"{file}: [training] steps = 'ten' must be a whole number",
         f"{file}: [training] epochs = 1.5 must be a whole number",
         f"{file}: [training] local_batch_size = 0 must be at least 1",
-        f"{file}: [optimizer] decay_ratio is not a key; did you mean [lr_scheduler] decay_ratio?",
+        f"{file}: [optimizer] decay_ratio is not a key; write [lr_scheduler] decay_ratio",
         f"{file}: [optimizer] lr = True must be a number",
         f"{file}: [activation_checkpoint] mode = 'some' must be one of: none, selective, full",
         f"{file}: [parallelism] data_parallel_shard_degree = 3 does not fill the 2 started processes; "
@@ -170,7 +170,7 @@ mode = "some"
         ("steps = 3\n[lr_scheduler]\nwarmup_steps = 4", "[lr_scheduler] warmup_steps = 4 is more than"),
         ("[lr_scheduler]\ndecay_ratio = 1.5", "[lr_scheduler] decay_ratio = 1.5 must be at most 1"),
         ("[data]\nmax_lost_share = 1.5", "[data] max_lost_share = 1.5 must be at most 1"),
-        ("[optimizer]\nbeta1 = 1.0", "[optimizer] beta1 = 1.0 must be less than 1"),
+        ("[optimizer]\nbeta1 = 1.0", "[optimizer] beta1 = 1.0 must be a finite number of at least 0, below 1"),
         ("[optimizer]\nlr = nan", "[optimizer] lr = nan must be a finite number of at least 0"),
         ("[optimizer]\neps = 0", "[optimizer] eps = 0 divides by zero"),
         ("[data]\nvalidation_path = '" + "x" * 300 + "'", "File name too long"),
@@ -182,9 +182,9 @@ mode = "some"
         ),
         ("[data]\nvalidation_path = 'nowhere'", "[data] validation_path: "),
         ("[model]\nchat_template = 'nowhere'", "is not a file"),
-        ("[validation]\nfreq = 5", "[validation] freq = 5 needs [data] validation_path or validation_fraction"),
-        ("[checkpoint]\nkeep_best = true", "[checkpoint] keep_best = True needs [data] validation_path or"),
-        ("[checkpoint]\nfresh = true", "[checkpoint] fresh needs job.run_folder"),
+        ("[validation]\nfreq = 5", "[validation] freq = 5 needs data.validation_path or data.validation_fraction"),
+        ("[checkpoint]\nkeep_best = true", "[checkpoint] keep_best = true needs data.validation_path or"),
+        ("[checkpoint]\nfresh = true", "[checkpoint] fresh = true needs job.run_folder"),
         ("[checkpoint]\ninitial_load_path = 'nowhere'", "[checkpoint] initial_load_path = "),
         ("[model]\ntokenizer_path = '.'", "[model] tokenizer_path = "),
         ("[lora]\nrank = 1_000_000", "[lora] rank = 1000000 is more than hidden_size = "),
@@ -360,7 +360,7 @@ def test_the_shipped_configs_are_sound(tmp_path: Path) -> None:
         ("zero_stage = 3\npipeline_parallel_degree = 2\npowersgd_rank = 1", 2, "powersgd_rank = 1 needs DDP"),
         ("zero_stage = 3\npipeline_parallel_degree = 2\npowersgd_rank = 1", 2, "needs at least 2 microbatches"),
         ("powersgd_rank = 1", 2, "powersgd_rank = 1 needs DDP; set [parallelism] zero_stage = 0"),
-        ("zero_stage = 4", 2, "zero_stage = 4 must be -1, 0, 1, 2 or 3"),
+        ("zero_stage = 4", 2, "zero_stage = 4 must be at most 3"),
         ("zero_stage = 2\npipeline_parallel_degree = 2", 2, "zero_stage = 2 does not go with a pipeline"),
         ("zero_stage = 0\ncontext_parallel_degree = 2", 2, "(DDP) does not go with context_parallel_degree = 2; leave"),
         ("context_parallel_degree = 3", 3, "context_parallel_degree = 3 does not fit num_attention_heads = 4, "

@@ -392,7 +392,7 @@ def test_inspect_lists(tmp_path: Path) -> None:
     assert shown["tensors"]["model.norm.weight"] == {"shape": [64], "dtype": "bfloat16"}
     assert shown["model_values"] == sum(t.numel() for t in tensors(source).values())
     text = tool("inspect_dcp", tmp_path / "dcp").stdout
-    assert "step 0" in text and "model.layers.2.mlp.down_proj.weight" in text and "(64, 96)" in text
+    assert "step: 0\n" in text and "model.layers.2.mlp.down_proj.weight" in text and "(64, 96)" in text
     assert tool("inspect_dcp", tmp_path / "nowhere", check=False).returncode == 2
 
 

@@ -665,7 +665,7 @@ warmup_steps = 5
         "defaults": "2 not a key that is known here",
         "optim": "17 the optimizer is AdamW; optimizer.state has fp32, bf16 and 8bit",
         "lora_r": "19 all weights are trained: use_peft asks for no adapters",
-        "adam_beta2": "22 optimizer.beta2 = 2.0 must be less than 1",
+        "adam_beta2": "22 optimizer.beta2 = '2' must be a finite number of at least 0, below 1",
     },
 )
 FILES = {name: case for name, case in globals().items() if re.match("(AXOLOTL|FACTORY|TRL)_", name)}

@@ -182,14 +182,17 @@ def test_the_highest_match_is_the_best_and_equal_ones_are_no_progress() -> None:
     assert "best_match" not in Progress(best_loss=1.0).trainer_state()["progress"]
 
 
-NEEDS = "validation.metric = 'exact_match' needs "
+NEEDS = 'validation.metric = "exact_match" needs '
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"validation.freq": 0}, f"{NEEDS}freq, the steps between validations"),
-        ({"validation.prompts": 0, "validation.prompt_tokens": 128}, "needs prompts, the number of held-out prompts"),
+        ({"validation.freq": 0}, f"{NEEDS}validation.freq, the steps between validations"),
+        (
+            {"validation.prompts": 0, "validation.prompt_tokens": 128},
+            "needs validation.prompts, the number of held-out prompts",
+        ),
         ({"validation.judge": "regex:("}, "validation.judge = 'regex:(' is no pattern of Python's re: missing ), unt"),
         ({"validation.judge": "regex:"}, 'must be "number", "text" or "regex:PATTERN"'),
         ({"validation.judge": "numbers"}, 'must be "number", "text" or "regex:PATTERN"'),
@@ -208,7 +211,7 @@ def test_a_metric_that_cannot_be_measured_is_refused(more: dict[str, object], me
 def test_a_metric_needs_held_out_rows(tmp_path: Path) -> None:
     given = settings(tmp_path / "run", **JUDGED)
     at = given.index("--data.validation_path")
-    with pytest.raises(UserError, match=re.escape(f"{NEEDS}[data] validation_path or validation_fraction")):
+    with pytest.raises(UserError, match=re.escape(f"{NEEDS}data.validation_path or data.validation_fraction")):
         load_config(given[:at] + given[at + 2 :], 1)
 
 

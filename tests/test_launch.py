@@ -17,7 +17,7 @@ from titan_mi100.errors import UserError
 from titan_mi100.launch import launcher as launch
 from titan_mi100.watch import outcome as outcome_module
 from titan_mi100.watch.heartbeat import FOLDER_FILE, WRITE_STACKS
-from titan_mi100.watch.outcome import RunState, write_run_state
+from titan_mi100.watch.outcome import Outcome, write_run_state
 
 
 @pytest.mark.parametrize("processes", ["0", "-1", "two", "1.0", " 2", "٣", "1" * 5000, "\udc80", "100"])
@@ -167,17 +167,17 @@ def test_on_a_full_disk_the_state_is_written_over_the_one_before(
 ) -> None:
     outcome = tmp_path / "outcome"
     monkeypatch.setenv("TITAN_OUTCOME", str(outcome))
-    write_run_state(tmp_path, RunState("running", 1, "?" * 5000, ""))
+    write_run_state(tmp_path, Outcome(1, "?" * 5000, state="running", next=""))
 
     def full(path: Path, text: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     monkeypatch.setattr(outcome_module, "replace", full)
-    write_run_state(tmp_path, RunState("save_failed", 1, "ä" * 5000, "again"))
+    write_run_state(tmp_path, Outcome(1, "ä" * 5000, state="save_failed", next="again"))
     for path in (tmp_path / "run_state.json", outcome):
         assert json.loads(path.read_text())["state"] == "save_failed"
         assert path.stat().st_size < 4096
-    assert launch.read_outcome(outcome) == (1, "ä" * 300, None, "save_failed")
+    assert launch.read_outcome(outcome) == (1, "ä" * 300, None, "save_failed", "")
 
 
 def test_a_worker_that_shows_no_environment_at_first_is_ended_with_its_torchrun(

@@ -657,6 +657,6 @@ def test_what_makes_no_sense_is_said(tmp_path: Path) -> None:
     [empty] = said(rank=8, target_modules=())
     assert empty.startswith("[lora] target_modules is empty, but rank = 8; name some")
     assert said(rank=8, alpha=0.0)[0].startswith("[lora] alpha = 0")
-    assert said(rank=8, dropout=1.0) == ["[lora] dropout = 1.0 must be less than 1"]
-    assert said(initial_load_path=str(tmp_path)) == ["[lora] initial_load_path needs rank; set it to the adapter's"]
+    [lacking] = said(initial_load_path=str(tmp_path))
+    assert lacking.endswith(" needs lora.rank; set it to the adapter's")
     assert "is not a folder" in said(rank=8, initial_load_path=str(tmp_path / "no"))[0]

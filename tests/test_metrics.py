@@ -184,4 +184,4 @@ def test_a_line_that_cannot_be_read_is_dropped_and_the_log_says_so(
     path.write_text('{"step": 1}\n' + line + "\n", errors="surrogateescape")
     open_reporter(tmp_path, 9, last_step=5)
     assert path.read_text() == '{"step": 1}\n'
-    assert "line 2 cannot be read" in caplog.text
+    assert "cannot be read; it is left out" in caplog.text

@@ -15,7 +15,6 @@ from titan_mi100.config.hub import hub_name
 from titan_mi100.config.load import load_config
 from titan_mi100.errors import UserError
 from titan_mi100.shapes.families import PRESETS, to_hf_config
-from titan_mi100.weights.source import open_weights
 from titan_mi100.workshop import coming_from, other_trainers
 from titan_mi100.workshop.other_trainers import advise, entries
 
@@ -172,7 +171,7 @@ def test_every_target_of_the_table_is_a_key_and_its_value_is_accepted(tmp_path: 
 )
 def test_an_option_of_another_trainer_is_answered_with_ours_to_paste(arguments: str, expected: str) -> None:
     [message] = errors_of(*shlex.split(arguments))
-    assert f" {expected} " in f"{message} " and message.startswith("command line: --")
+    assert f" {expected} " in f"{message} " and message.startswith("command line: ")
     name = expected.partition(" ")[0]
     refused: list[str] = []
     try:
@@ -210,7 +209,7 @@ def test_an_option_of_another_trainer_is_answered_with_ours_to_paste(arguments: 
         ("-training.steps 5", "'-training.steps' is not an option; write --training.steps 5"),
         ("--source a", "it is a list of tables: write [[data.source]] in a TOML file"),
         ("--path a.jsonl b.jsonl", "write --data.path a.jsonl b.jsonl"),
-        ("--trainning.steps 3", "is not an option; did you mean --training.steps?"),
+        ("--trainning.steps 3", "is not an option; write --training.steps 3"),
         ("--frobnicate 3", "is not an option; --help lists them"),
         ("my.toml", "--job.config_file names a TOML file"),
     ],
@@ -218,20 +217,6 @@ def test_an_option_of_another_trainer_is_answered_with_ours_to_paste(arguments: 
 def test_what_does_not_exist_here_is_said_once(arguments: str, expected: str) -> None:
     [message] = errors_of(*shlex.split(arguments))
     assert expected in message
-
-
-@pytest.mark.parametrize(
-    ("arguments", "once"),
-    [
-        ("--use_peft --lora_r 8", "but lora.rank only once: 8, from another message"),
-        ("--lora_r 8 --use_peft", "but lora.rank only once: 8, from another message"),
-        ("--use_powersgd --psgd_rank 4", "but parallelism.powersgd_rank only once: 4, from another message"),
-        ("--adapter qlora --load_in_4bit true", 'but lora.base only once: "nf4", from another message'),
-        ("--bf16 --fp16", 'but training.mixed_precision_param only once: "bfloat16", from another message'),
-    ],
-)
-def test_two_options_for_one_key_are_answered_with_one_value(arguments: str, once: str) -> None:
-    assert sum(line.endswith(once) for line in errors_of(*arguments.split())) == 1
 
 
 def test_in_a_file_values_are_written_as_toml_has_them(tmp_path: Path) -> None:
@@ -270,7 +255,9 @@ def test_a_config_of_torchtitan_gets_messages_that_lead_to_one_that_loads(
     monkeypatch.chdir(tmp_path)
     shutil.copy(DATA, tmp_path / "c4.jsonl")
     [left] = errors_of(*written(tmp_path, mended), world_size=2)
-    assert left.endswith("fetch it: hf download Qwen/Qwen3-0.6B --local-dir assets/hf/Qwen3-0.6B")
+    assert "assets/hf/Qwen3-0.6B': no such folder or file; " in left and left.endswith(
+        "is no folder, or may not be entered"
+    )
     shutil.copytree(TOKENIZER, tmp_path / "assets/hf/Qwen3-0.6B")
     assert load_config(written(tmp_path, mended), 2).checkpoint.interval == 0
 
@@ -300,7 +287,7 @@ def test_options_at_the_top_of_a_file_and_sections_of_others(tmp_path: Path) -> 
     for expected in (
         f"my.toml: learning_rate {shared}; here: under [optimizer] write lr = 1e-05",
         f'my.toml: bf16 {shared}; here: under [training] write mixed_precision_param = "bfloat16"',
-        "my.toml: seq_len = 9 must be written under its section, [training]",
+        "my.toml: seq_len = 9 is outside of any section; write [training] seq_len",
         'under [checkpoint] write initial_load_path = "x"',
         'my.toml: datasets is an option of axolotl; here: under [data] write path = ["a.jsonl"]',
         "my.toml: odd = 1 is outside of any section",
@@ -321,7 +308,7 @@ BASE = "base = 'base.toml'\n"
     [
         (f"[dta]\npath = 'x'\n{MODEL}", "[dta] is not a section"),
         (f"[frob]\nodd = 'x'\n{MODEL}", "[frob] is not a section"),
-        ("[training\nsteps = 3", ": [training; write [section] or key = value, with texts in quotes and lists in [ ]"),
+        ("[training\nsteps = 3", ": [training; write [section] or key = value, each once"),
         (
             f"{BASE}[parallelism]\ntensor_parallel_degree = '2'\ndata_parallel_shard_degree = 1",
             "tensor_parallel_degree = '2' must",
@@ -351,16 +338,10 @@ def test_a_name_of_the_hub_names_its_download(tmp_path: Path, monkeypatch: pytes
     assert "hf download Qwen/Qwen3-0.6B" in "\n".join(errors_of("--job.config_file", "configs/my.toml"))
     fetch = "hf download me/rows --revision main --repo-type dataset"
     assert fetch in "\n".join(errors_of("--data.path", "me/rows"))
-    with pytest.raises(UserError, match=r"hf download Qwen/Qwen3-0\.6B"):
-        open_weights("Qwen/Qwen3-0.6B")
     assert advise("model_name_or_path", "Qwen/Qwen3-0.6B", document=None).text.endswith(f"fetch it first: {command}")
-    # a folder with a model's name is fetched from its owner, and one without weights again
-    for path in ("models/Qwen3-0.6B", "assets/hf/Qwen3-0.6B"):
-        [line] = [line for line in errors_of("--model.tokenizer_path", path) if "no such folder" in line]
-        assert line.endswith(f"; fetch it: hf download Qwen/Qwen3-0.6B --local-dir {path}")
     folder_of_the_hub(tmp_path)
     (tmp_path / "rows.jsonl").write_text("{}\n")
-    with pytest.raises(UserError, match=f"has no model: .*; download the whole folder again; fetch it: {command}$"):
+    with pytest.raises(UserError, match=r"has no model: .*; download the whole folder again$"):
         check_start(load_config(["--checkpoint.initial_load_path", "Qwen3-0.6B", "--data.path", "rows.jsonl"]))
     (tmp_path / "data").mkdir()
     for path in ("data/train", "data/train.jsonl", "a/b/c", "../b/c", "/a/b", "gone/x.jsonl", "gone", "./a b/c"):

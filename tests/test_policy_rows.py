@@ -196,7 +196,7 @@ CONFIGS = {
     "shape": ({"objective.cut_off": "shape", "objective.longest_answer": "9"}, "cut_off_tokens is not set"),
     "a shape beyond": ({"objective.cut_off": "shape", "objective.longest_answer": "9",
                         "objective.cut_off_tokens": "10"}, "= 10 must be at most longest_answer = 9"),
-    "clip": ({"objective.clip_low": "1.5"}, "= 1.5 must be at most 1"),
+    "clip": ({"objective.clip_low": "1.5"}, "must be at most 1"),
     "cispo": ({"objective.ratio": "cispo", "objective.clip_low": "0.1"}, 'no effect with ratio = "cispo"'),
     "of sft": ({"objective.name": "sft", "objective.most_apart": "0.1", "objective.divisor": "length"},
                'no effect with name = "sft"'),

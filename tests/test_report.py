@@ -20,7 +20,7 @@ from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import MetricsConfig
 from titan_mi100.run import forecast
-from titan_mi100.run.folder import RunState, write_run_state
+from titan_mi100.run.folder import Outcome, write_run_state
 from titan_mi100.run.metrics import Reporter, RunFigures
 from titan_mi100.trainer import StepResult
 from titan_mi100.watch.outcome import append_to_log
@@ -60,7 +60,7 @@ def write_run(folder: Path, steps: int = 100, loss: Callable[[int], float] = lam
                 step, {"loss": 3 - step / steps}, 0.5, {"web": 3.25 - step / steps, "code": 2.5 - step / steps}
             )
     reporter.close()
-    write_run_state(folder, RunState("done", 0, "", "to train on, raise training.steps or epochs", steps))
+    write_run_state(folder, Outcome(0, "", steps, "done", "to train on, raise training.steps or epochs"))
     config = load_config(["--job.config_file", str(REPO / "train_configs" / "debug.toml")])
     (folder / "config.toml").write_text(to_toml(config))
     environment = {

@@ -36,7 +36,7 @@ from titan_mi100.run.folder import RunFolder
 from titan_mi100.tools import rounds, sample, score, teach
 from titan_mi100.tools.rounds_report import report, warnings
 from titan_mi100.train import train
-from titan_mi100.watch.outcome import RunState, write_run_state
+from titan_mi100.watch.outcome import Outcome, write_run_state
 from titan_mi100.workshop import answer_server
 
 NEVER = SimpleNamespace(reason="")
@@ -103,7 +103,7 @@ def in_process(world: World) -> Callable[[Sequence[str], bool], bytes]:
         folder = RunFolder(config.job, False, world)
         try:
             ended = train(open_run(config, world, folder.path), NEVER)  # type: ignore[arg-type]
-            write_run_state(folder.path, RunState("done", 0, *ended))
+            write_run_state(folder.path, Outcome(0, ended[0], state="done", next=ended[1]))
         except UserError as error:
             print(error)
             raise rounds.Ended(2) from None
@@ -255,7 +255,7 @@ def made_up(scores: Callable[[str, int, int], float], **trained: float) -> Calla
         (folder / "checkpoint" / "step-3" / "manifest.json").write_text(str(folder))
         step = {"log_ratio": -0.01, "kl": 0.01, "clipped": 0.1, "entropy": 1.0, "tokens": 5, **trained}
         (folder / "metrics.jsonl").write_text(json.dumps({"step": 3, **step}) + "\n")
-        write_run_state(folder, RunState("done", 0, "", ""))
+        write_run_state(folder, Outcome(0, "", state="done", next=""))
         (folder / "sampler").mkdir()
         (folder / "sampler" / "apart.json").write_text('{"mean": 0.002}')
         return b""

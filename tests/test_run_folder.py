@@ -32,7 +32,7 @@ from titan_mi100.run.progress import Progress
 from titan_mi100.tools import generate, inspect_data
 from titan_mi100.tools.convert import dcp_to_hf
 from titan_mi100.train import train
-from titan_mi100.watch.outcome import Outcome, Restarts, RunState, write_run_state
+from titan_mi100.watch.outcome import Outcome, Restarts, write_run_state
 from titan_mi100.weights import convert
 from titan_mi100.weights.source import open_source
 from titan_mi100.workshop import report
@@ -108,7 +108,7 @@ def test_the_tables_of_a_run_folder_are_complete_and_name_nothing_that_does_not_
     taken = RunFolder(config.job, False, world)
     run = open_run(config, world, folder)
     run.observers.append(taken)
-    write_run_state(folder, RunState("done", 0, *train(run, NEVER), taken.step))  # type: ignore[arg-type]
+    write_run_state(folder, Outcome(0, train(run, NEVER)[0], taken.step, "done"))  # type: ignore[arg-type]
     report.main([str(folder)])
 
     files = table("Files")
@@ -317,8 +317,8 @@ def test_the_early_validation_comes_before_a_twentieth_of_the_steps_where_the_ot
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"data.validation_fraction": 0}, "patience = 2 needs [data] validation_path or validation_fraction"),
-        ({"validation.freq": 0}, "patience = 2 needs freq, the steps between validations"),
+        ({"data.validation_fraction": 0}, "patience = 2 needs data.validation_path or data.validation_fraction"),
+        ({"validation.freq": 0}, "patience = 2 needs validation.freq, the steps between validations"),
     ],
 )
 def test_early_stopping_needs_validations(more: dict[str, object], message: str, tmp_path: Path) -> None:
@@ -332,7 +332,8 @@ def test_the_first_steps_state_does_not_replace_that_of_a_rank_that_fails_meanwh
     """Between rank 0's look at the state and its own words another rank writes why it failed."""
     folder = RunFolder(load_config(settings(tmp_path / "run"), 1).job, False, world)
     folder._write_running()
-    crash = threading.Thread(target=folder.note_crash, args=[RunState("crashed", 1, "rank 1: a bug", "again")])
+    alone = Outcome(1, "rank 1: a bug", state="crashed", next="again")
+    crash = threading.Thread(target=folder.note_crash, args=[alone])
     running = folder._is_running
 
     def slowly() -> bool:

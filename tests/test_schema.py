@@ -214,7 +214,7 @@ def test_rows_of_steps_that_were_not_finite_are_a_runs_or_refused(world: World, 
     if content == '1,"a':  # csv takes it
         FaultWatch(None, tmp_path, world, Progress(step=1), 3, None)
         return
-    with pytest.raises(UserError, match=r"nonfinite_rows.csv: is not what a run wrote: .*; remove it"):
+    with pytest.raises(UserError, match=r"nonfinite_rows.csv: line .*; remove it"):
         FaultWatch(None, tmp_path, world, Progress(step=1), 3, None)
     assert file.read_bytes() == content.encode(errors="surrogateescape")
 

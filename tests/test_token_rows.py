@@ -112,9 +112,9 @@ def test_b_has_its_own_learning_rate() -> None:
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        ({"trainable_tokens": ("<|im_end|>",)}, "trainable_tokens needs rank"),
-        ({"scaling": "sqrt_rank"}, "scaling needs rank"),
-        ({"b_lr_ratio": 2.0}, "b_lr_ratio needs rank"),
+        ({"trainable_tokens": ("<|im_end|>",)}, 'trainable_tokens = ["<|im_end|>"] has no effect with rank = 0'),
+        ({"scaling": "sqrt_rank"}, 'scaling = "sqrt_rank" has no effect with rank = 0'),
+        ({"b_lr_ratio": 2.0}, "b_lr_ratio = 2.0 has no effect with rank = 0"),
         ({"rank": 4, "b_lr_ratio": 0.0}, "b_lr_ratio = 0 would never train B"),
         ({"rank": 4, "trainable_tokens": ("a", "b", "a")}, "trainable_tokens names 'a' twice"),
         ({"rank": 4, "trainable_tokens": ("",)}, "trainable_tokens names ''"),

@@ -94,18 +94,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def reflowed(text: str, width: int = WIDTH) -> str:
-    """Help text in lines of at most `width` columns. A paragraph with indented lines keeps its line breaks."""
-    wrapped = []
-    for paragraph in text.split("\n\n"):
-        lines = paragraph.split("\n")
-        if not any(line.startswith(" ") for line in lines):
-            lines = [" ".join(lines)]
-        for line in lines:
-            indent = line[: len(line) - len(line.lstrip())]
-            next_indent = indent + " " * 2 * bool(indent)
-            wrapped += textwrap.wrap(line, width, subsequent_indent=next_indent, break_on_hyphens=False) or [""]
-        wrapped.append("")
-    return "\n".join(wrapped[:-1])
+    """Help text with paragraphs of at most `width` columns. One with indented lines is left as it is."""
+    return "\n\n".join(
+        text if "\n " in f"\n{text}" else textwrap.fill(text, width, break_on_hyphens=False)
+        for text in text.split("\n\n")
+    )
 
 
 class RawHelp(argparse.RawDescriptionHelpFormatter):

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from titan_mi100.checkpoint.sealed import list_checkpoints
 from titan_mi100.cli import message_of
@@ -22,7 +22,7 @@ from titan_mi100.run.folder import RunFolder
 from titan_mi100.run.preemption import Preemption
 from titan_mi100.trainer import peak_memory_gib
 from titan_mi100.watch.heartbeat import ENDED, Heartbeat
-from titan_mi100.watch.outcome import INTERRUPTED, LOST, RunState, launcher_is_told, write_run_state
+from titan_mi100.watch.outcome import INTERRUPTED, LOST, Outcome, launcher_is_told, write_run_state
 from titan_mi100.wording import shortened, with_level
 
 
@@ -51,7 +51,7 @@ def run_process(
     """Do the work and end the process with the exit code of docs/DESIGN.md.
 
     Args:
-        work: returns the last message and what to do next, as RunState has them.
+        work: returns the last message and what to do next, as Outcome has them.
         of_teacher: the run folder is a teacher's, see RunFolder.
     """
     rank = int(os.environ.get("RANK", "0"))
@@ -68,14 +68,15 @@ def run_process(
         folder = RunFolder(config.job, config.checkpoint.fresh, world, of_teacher)
         job = Job(config, world, folder, preemption, heartbeat)
         heartbeat.is_in(folder.path)
-        ended = RunState("done", 0, *work(job))
+        message, following = work(job)
+        ended = Outcome(0, message, state="done", next=following)
     except (Exception, KeyboardInterrupt) as error:
         ended, all_ranks = _ended(error, rank, job)
     if folder is not None:
-        ended = replace(ended, step=folder.step)
-    if all_ranks and ended.exit_code and (rank == 0 or ended.exit_code == 1):
+        ended = ended._replace(step=folder.step)
+    if all_ranks and ended.code and (rank == 0 or ended.code == 1):
         for line in ended.message.splitlines():
-            (log.warning if ended.exit_code == 3 else log.error)(line)
+            (log.warning if ended.code == 3 else log.error)(line)
         log.info(ended.next)
     if all_ranks and rank == 0:
         write_run_state(folder.place() if folder else None, ended)
@@ -88,7 +89,7 @@ def run_process(
     # Our launcher reads the exit code from a file. Exiting with 0 avoids torchrun's page about failed workers; also if
     # the launcher was killed (preemption.py takes the file's name away then).
     was_killed = "TITAN_LAUNCHER_PID" in os.environ and "TITAN_OUTCOME" not in os.environ
-    distributed.exit_process(0 if all_ranks and (was_killed or launcher_is_told()) else ended.exit_code, all_ranks)
+    distributed.exit_process(0 if all_ranks and (was_killed or launcher_is_told()) else ended.code, all_ranks)
 
 
 _FIX = "fix the problem above"
@@ -102,13 +103,13 @@ ENDINGS: dict[type[BaseException], tuple[str, int, str]] = {
 }
 
 
-def _ended(error: BaseException, rank: int, job: Job | None) -> tuple[RunState, bool]:
+def _ended(error: BaseException, rank: int, job: Job | None) -> tuple[Outcome, bool]:
     """How an error ends the process, and whether it ends all ranks for the same reason. Args: job: None: not yet."""
     folder, run, again = (job.folder, job.run, job.again) if job else (None, None, "start again")
     kind = next((kind for kind in ENDINGS if isinstance(error, kind)), None)
     is_alone = kind is None
     if isinstance(error, KeyboardInterrupt):
-        return RunState(INTERRUPTED, 1, "interrupted", again), False
+        return Outcome(1, "interrupted", state=INTERRUPTED, next=again), False
     is_full = is_alone and is_out_of_memory(error)
     if kind not in (Preempted, NumericalError) and not is_full and folder and (why := folder.moved()):
         kind, error = UserError, UserError(why)  # the error that was raised follows from it
@@ -116,16 +117,16 @@ def _ended(error: BaseException, rank: int, job: Job | None) -> tuple[RunState, 
         state, code, remedy = ENDINGS[kind]
         way_back = _remedy_after_nan(folder, error.remedy) if isinstance(error, NumericalError) else ""
         again = error.again if isinstance(error, ExportError) else again
-        ended = RunState(state, code, str(error), remedy.format(way_back=way_back, again=again))
+        ended = Outcome(code, str(error), state=state, next=remedy.format(way_back=way_back, again=again))
     elif is_full:
         if run is not None and run.profiler is not None:
             run.profiler.at_out_of_memory(folder.step if folder else None)
         planned = _what_was_planned(error, _where(rank, folder), run)
-        ended = RunState("out_of_memory", 6, planned, f"take less memory; {again}")
+        ended = Outcome(6, planned, state="out_of_memory", next=f"take less memory; {again}")
     else:
         state = LOST if distributed.is_about_a_lost_process(error) else "crashed"
         message = message_of(error, folder.own_log() if folder else None)
-        ended = RunState(state, 1, f"{_where(rank, folder)}: {message}", again)
+        ended = Outcome(1, f"{_where(rank, folder)}: {message}", state=state, next=again)
     if is_alone:
         log.error(ended.message)
     return ended, not is_alone

@@ -4,13 +4,12 @@ They are in train_configs/: inside an installed package; in a checkout beside th
 """
 
 import argparse
-import difflib
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from titan_mi100 import cli
-from titan_mi100.errors import UserError
+from titan_mi100.errors import UserError, did_you_mean
 from titan_mi100.files.patterns import nearby
 
 FOLDER = (Path(__file__).parents[1] / "train_configs").resolve()
@@ -35,10 +34,9 @@ def or_bundled(path: str, folder: str = "") -> str:
 
 def no_such_file(path: str) -> str:
     """The message about a config file that does not exist."""
-    close = difflib.get_close_matches(os.path.basename(path).removesuffix(".toml"), names(), n=1, cutoff=0.8)
-    if close:
-        return f"no such file; a bundled config is called {close[0]}.toml, without a folder"
-    return f"no such file{nearby(path)}; titan-mi100 config new writes one"
+    otherwise = f"{nearby(path)}; titan-mi100 config new writes one"
+    stem = os.path.basename(path).removesuffix(".toml")
+    return f"no such file{did_you_mean(stem, names(), 'the bundled ', otherwise, cutoff=0.8)}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

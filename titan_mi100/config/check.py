@@ -7,14 +7,14 @@ import shutil
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from titan_mi100.config import settings
 from titan_mi100.config.as_text import toml_value
 from titan_mi100.config.check_layout import MODEL_KEYS, check_layout, check_offload, check_split
-from titan_mi100.config.hub import hub_hint, is_hub_name, no_such_model
-from titan_mi100.config.layout import AXES, PIPELINE
+from titan_mi100.config.hub import is_hub_name, no_such_model
 from titan_mi100.config.problem import ConfigError, Problem
 from titan_mi100.config.settings import (
     FINGERPRINTS,
@@ -25,6 +25,7 @@ from titan_mi100.config.settings import (
     DraftHeadConfig,
     LoRAConfig,
     ObjectiveConfig,
+    ParallelismConfig,
     ProfilingConfig,
     TrainingConfig,
     ValidationConfig,
@@ -52,31 +53,55 @@ _PACKAGES = {
     "safetensors": "0.4.5", "tqdm": "4.66.3", "numpy": "1.26",
 }  # fmt: skip
 _TAKEN = ("checkpoint", "tensorboard", "logs")  # names that the run folder needs itself
-# switch -> keys of its section that have no effect while the switch has its default
-_SWITCHES: dict[tuple[str, str], tuple[str, ...]] = {
-    ("parallelism", AXES[PIPELINE].key): ("pipeline_parallel_schedule", "pipeline_parallel_layers_per_stage"),
-    ("parallelism", "powersgd_rank"): ("powersgd_start_step", "powersgd_warm_start", "powersgd_error_feedback"),
-    ("model", "yarn_factor"): ("yarn_original_max_position_embeddings",),
-    ("validation", "prompts"): ("prompt_tokens",),
-    ("validation", "metric"): ("judge",),
-    ("profiling", "enable_profiling"): ("profile_freq", "profile_steps", "save_traces_folder"),
-    ("profiling", "enable_memory_snapshot"): ("save_memory_snapshot_folder",),
-    ("lora", "rank"): (
-        *("alpha", "dropout", "target_modules", "base", "base_model_name_or_path", "expert_rank", "expert_alpha"),
-    ),
-    ("compile", "enable"): ("backend",),
-    ("draft_head", "train"): ("lr", "weight", "fresh"),
-    ("checkpoint", "export_hf"): ("export_dtype",),
-    ("data", "on_bad_row"): ("max_bad_rows",),
-}
+_OF_TEMPLATES = ("system_prompt", "special_in_content", "empty_think", "earlier_thinking", *assets.VARIABLES)  # [data]
+# key, values of it (none: its default) -> keys of its section that have no effect with them
+_IDLE: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
+    ("parallelism.pipeline_parallel_degree", (), ("pipeline_parallel_schedule", "pipeline_parallel_layers_per_stage")),
+    ("parallelism.powersgd_rank", (), ("powersgd_start_step", "powersgd_warm_start", "powersgd_error_feedback")),
+    ("model.yarn_factor", (), ("yarn_original_max_position_embeddings",)),
+    ("training.mixed_precision_param", ("float64",), ("mixed_precision_reduce",)),
+    ("training.loss_spike_sigmas", (0,), ("skip_loss_spikes",)),
+    ("validation.prompts", (), ("prompt_tokens",)),
+    ("validation.metric", (), ("judge",)),
+    ("lr_scheduler.decay_type", ("constant",), ("decay_ratio", "min_lr_factor")),
+    ("profiling.enable_profiling", (), ("profile_freq", "profile_steps", "save_traces_folder")),
+    ("profiling.enable_memory_snapshot", (), ("save_memory_snapshot_folder",)),
+    ("lora.rank", (), ("alpha", "dropout", "target_modules", "base", "base_model_name_or_path")),
+    ("lora.rank", (), ("expert_rank", "expert_alpha", "scaling", "b_lr_ratio", "trainable_tokens")),
+    ("compile.enable", (), ("backend",)),
+    ("draft_head.train", (), ("lr", "weight", "fresh")),
+    ("draft_head.train", ("after",), ("weight",)),
+    ("checkpoint.export_hf", (), ("export_dtype",)),
+    ("watchdog.seconds", (0,), ("start_seconds", "compile_seconds", "save_seconds", "validation_seconds")),
+    ("data.on_bad_row", (), ("max_bad_rows",)),
+    ("data.format", ("text", "tokens"), ("loss", "null_arguments", *_OF_TEMPLATES)),
+    ("objective.name", ("sft", "distill", "policy"), ("loss", "beta", "label_smoothing", "gamma", "sft_weight")),
+    ("objective.name", ("sft", "preference", "policy"), ("top_k", "teacher_weight", "rest")),
+    ("objective.name", ("sft", "preference"), ("teacher",)),
+    ("objective.name", ("sft", "preference", "distill"), OF_POLICY),
+    ("objective.cut_off", ("mask", "keep"), ("cut_off_tokens",)),
+    ("objective.kl_weight", (0,), ("kl",)),
+    ("objective.ratio", ("cispo",), ("clip_low",)),
+    ("objective.correction", ("auto", "none"), ("correction_cap",)),
+)
+_HELD_OUT = ("data.validation_path", "data.validation_fraction")
+# a setting, those of which one must be set beside it, and what that is
+_NEEDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("data.system_column", ("data.prompt_column",), ", and data.response_column"),
+    ("validation.freq", _HELD_OUT, ""),
+    ("validation.prompts", _HELD_OUT, ""),
+    ("validation.patience", _HELD_OUT, ""),
+    ("validation.metric", _HELD_OUT, ""),
+    ("checkpoint.keep_best", _HELD_OUT, ""),
+    ("validation.patience", ("validation.freq",), ", the steps between validations"),
+    ("validation.metric", ("validation.freq",), ", the steps between validations"),
+    ("validation.metric", ("validation.prompts",), ", the number of held-out prompts to answer"),
+    ("lora.initial_load_path", ("lora.rank",), "; set it to the adapter's"),
+    ("checkpoint.fresh", ("job.run_folder",), ": a run without a name always starts over"),
+    ("checkpoint.load_step", ("job.run_folder",), ", the run that is to be resumed from that step"),
+)
 # The largest beta1 and beta2 that moments of these formats follow within 5%; slower ones freeze in the end.
 SLOWEST = {"bf16": 0.9999, "8bit": 0.999}
-
-_LIMITS = {  # of shares
-    **dict.fromkeys(("optimizer.beta1", "optimizer.beta2", "data.validation_fraction", "lora.dropout"), "less than"),
-    **dict.fromkeys(("lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor"), "at most"),
-    **dict.fromkeys(("data.max_lost_share", "data.max_cut_share"), "at most"),
-}
 
 
 def check(config: Config, world_size: int | None, with_files: bool = True) -> list[Problem]:
@@ -107,13 +132,9 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
     if config.optimizer.eps == 0:
         yield Problem("optimizer.eps", "= 0 divides by zero where a gradient was always 0; the usual is 1e-8")
     for key in ("beta1", "beta2"):
-        if 1 > (value := getattr(config.optimizer, key)) > (most := SLOWEST.get(state := config.optimizer.state, 1.0)):
+        if (value := getattr(config.optimizer, key)) > (most := SLOWEST.get(state := config.optimizer.state, 1.0)):
             text = f'= {value}: moments with state = "{state}" would freeze; use at most {most}, or state = "fp32"'
             yield Problem(f"optimizer.{key}", text, ("optimizer.state",))
-    for name, limit in _LIMITS.items():
-        section, key = name.split(".")
-        if (value := getattr(getattr(config, section), key)) > 1 or (limit == "less than" and value == 1):
-            yield Problem(name, f"= {value} must be {limit} 1")
     if schedule.decay_ratio == 0:
         yield Problem("lr_scheduler.decay_ratio", '= 0 leaves no decay; use decay_type = "constant"')
     optional = [("report_to", name, "leave it out") for name in dict.fromkeys(config.metrics.report_to)]
@@ -127,32 +148,13 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
             yield Problem(f"metrics.{key}", text)
     yield from _check_data(data, config.objective.name)
     yield from (*_check_lora(config.lora), *_check_effects(config), *check_offload(config))
-    yield from _check_objective(config.objective, data, config.lora.dropout)
+    yield from _check_objective(config)
     if config.draft_head.train != "no":
-        name, rank, rounds = config.objective.name, config.lora.rank, config.rounds.count
-        if config.lora.trainable_tokens and config.parallelism.pipeline_parallel_degree > 1:
-            text = "is not supported with draft_head.train in a pipeline; leave one of the three out"
-            yield Problem("lora.trainable_tokens", text, ("draft_head.train",))
-        yield from _check_draft_head(config.draft_head, name, rank, rounds, config.parallelism.context_parallel_degree)
+        name, lora, rounds = config.objective.name, config.lora, config.rounds.count
+        yield from _check_draft_head(config.draft_head, name, lora, rounds, config.parallelism)
     yield from _check_profiling(config.profiling, world_size)
-    validation, best = config.validation, config.checkpoint.keep_best
-    needing: dict[str, Any] = {"validation.freq": validation.freq, "checkpoint.keep_best": best}
-    needing |= {"validation.prompts": validation.prompts, "validation.patience": validation.patience}
-    needing["validation.metric"] = metric = validation.metric if validation.metric != "loss" else ""
-    held_out = ("data.validation_path", "data.validation_fraction")
-    for key, value in needing.items():
-        if value and not (data.validation_path or data.validation_fraction):
-            yield Problem(key, f"= {value!r} needs [data] validation_path or validation_fraction", held_out)
-    by_best = {"checkpoint.keep_best": best, "validation.patience": validation.patience}
-    by_best |= {"training.skip_loss_spikes": config.training.skip_loss_spikes}
-    for key in (key for key, asked in by_best.items() if asked and config.objective.name == "policy"):
-        text = "has no meaning: the loss of a policy has no level; judge exports, with titan-mi100 evaluate exact-match"
-        yield Problem(key, text, ("objective.name",))
-    for key, asked in (("patience", validation.patience), ("metric", metric)):
-        if asked and not validation.freq:
-            text = f"= {asked!r} needs freq, the steps between validations"
-            yield Problem(f"validation.{key}", text, ("validation.freq",))
-    yield from _check_metric(validation, data, config.objective.answers) if metric else ()
+    if config.validation.metric != "loss":
+        yield from _check_metric(config.validation, data, config.objective.answers)
     known = [*FINGERPRINTS, *(f"model.{name}" for name in known_fields())]
     known += [f"lora.{name}" for name in settings.lora_identity(config.lora, (EXPERTS,))]
     known += [f"objective.{name}" for name in config.objective.identity] + ["draft_head.weight"]
@@ -160,17 +162,9 @@ def _problems(config: Config, world_size: int | None, with_files: bool) -> Itera
         if name not in known:
             listed = f"{', '.join(FINGERPRINTS)}{did_you_mean(name, known)}"
             yield Problem("checkpoint.allow_changed", f"names {name!r}, which is none of {listed}")
-    if config.checkpoint.fresh and not config.job.run_folder:
-        text = "needs job.run_folder: a run without a name always starts over"
-        yield Problem("checkpoint.fresh", text, ("job.run_folder",))
-    if config.checkpoint.load_step != -1 and not config.job.run_folder:
-        text = "needs job.run_folder, the run that is to be resumed from that step"
-        yield Problem("checkpoint.load_step", text, ("job.run_folder",))
-    elif config.checkpoint.load_step != -1 and config.checkpoint.fresh:
+    if config.checkpoint.load_step != -1 and config.checkpoint.fresh:
         yield Problem("checkpoint.load_step", "and fresh exclude each other; keep one of them", ("checkpoint.fresh",))
-    if (stage := config.parallelism.zero_stage) > 3:
-        yield Problem("parallelism.zero_stage", f"= {stage} must be -1, 0, 1, 2 or 3")
-    elif world_size is not None:
+    if world_size is not None:
         yield from check_layout(config, world_size)
 
 
@@ -194,11 +188,8 @@ def check_start(config: Config) -> None:
         draft, adapter = config.draft_head, lora.initial_load_path
         is_elsewhere = draft.fresh or (bool(adapter) and os.path.lexists(os.path.join(adapter, DRAFT_FILE)))
         read = spec.with_draft_head(spec.has_draft_head and not is_elsewhere)
-        try:
-            shapes = lambda names: read.as_stored(names, {}).in_files(parameter_shapes(read))  # noqa: E731
-            check_weights(Path(load), shapes, read.own_name, read.passes_through)
-        except UserError as error:
-            raise UserError(f"{error}{hub_hint(load)}") from None
+        shapes = lambda names: read.as_stored(names, {}).in_files(parameter_shapes(read))  # noqa: E731
+        check_weights(Path(load), shapes, read.own_name, read.passes_through)
         if spec.has_draft_head:
             instead = f'instead of draft_head.train = "{draft.train}" set "no"'
             assets.check_draft_keys(assets.folder_of(load), instead, is_elsewhere)
@@ -239,15 +230,12 @@ def check_packages(also: Mapping[str, str]) -> None:
 
 def _check_metric(validation: ValidationConfig, data: DataConfig, answers: str) -> Iterator[Problem]:
     """Args: answers: of the objective."""
-    key, named = "validation.metric", f'= "{validation.metric}"'
-    if not validation.prompts:
-        yield Problem(key, f"{named} needs prompts, the number of held-out prompts to answer", ("validation.prompts",))
     is_text = any(
         source.format in ("text", "tokens") or any(map(assets.is_corpus, source.path)) for source in data.sources
     )
     if answers or is_text or data.loss == "all":
-        text = f'{named} judges answers, and pairs, labels, texts and loss = "all" have no right one; use "loss"'
-        yield Problem(key, text, ("objective.name", "data.format", "data.loss"))
+        text = '= "exact_match" judges answers, and pairs, labels, texts and loss = "all" have no right one; use "loss"'
+        yield Problem("validation.metric", text, ("objective.name", "data.format", "data.loss"))
     try:
         judge_of(validation.judge)
     except ValueError as error:
@@ -296,7 +284,7 @@ def _check_paths(config: Config) -> Iterator[Problem]:
         text += "--job.config_file train_configs/debug.toml"
         yield Problem("model.tokenizer_path", text, ("checkpoint.initial_load_path",))
     elif not os.path.exists(path):
-        yield Problem(key, f"= {path!r}: no such folder or file{hub_hint(path) or nearby(path)}")
+        yield Problem(key, f"= {path!r}: no such folder or file{nearby(path)}")
     elif not os.path.isfile(path) and not assets.has_tokenizer(path):
         text = f"= {path!r} has neither tokenizer.json nor a sentencepiece .model; "
         yield Problem(key, f"{text}set model.tokenizer_path to a folder that does, or to such a file")
@@ -309,9 +297,6 @@ def _check_data(data: DataConfig, objective: str) -> Iterator[Problem]:
     if data.prompt_column and data.format not in ("auto", "columns"):
         text = f'is set, but format = "{data.format}"; remove one of them'
         yield Problem("data.prompt_column", text, ("data.format",))
-    if data.system_column and not data.prompt_column:
-        text = "needs prompt_column and response_column"
-        yield Problem("data.system_column", text, ("data.prompt_column", "data.response_column"))
     if data.prompt_column and data.prompt_column in (data.response_column, data.system_column):
         text = f"= {data.prompt_column!r} is another text's column, too; name one for each"
         yield Problem("data.prompt_column", text, ("data.response_column", "data.system_column"))
@@ -348,25 +333,20 @@ def _check_sources(data: DataConfig) -> Iterator[Problem]:
 
 
 def _check_effects(config: Config) -> Iterator[Problem]:
-    """Settings that were changed, but have no effect because of another setting."""
-    data, defaults = config.data, Config()
-    idle = [  # why, the setting that is the reason, those without effect
-        (f"{switch} = {toml_value(value)}", f"{section}.{switch}", keys)
-        for (section, switch), keys in _SWITCHES.items()
-        if (value := getattr(getattr(config, section), switch)) == getattr(getattr(defaults, section), switch)
-    ]
-    if config.lr_scheduler.decay_type == "constant":
-        idle.append(('decay_type = "constant"', "lr_scheduler.decay_type", ("decay_ratio", "min_lr_factor")))
-    if config.training.mixed_precision_param == "float64":
-        why = 'mixed_precision_param = "float64"'
-        idle.append((why, "training.mixed_precision_param", ("mixed_precision_reduce",)))
-    if config.draft_head.train == "after":
-        idle.append(('train = "after"', "draft_head.train", ("weight",)))
-    if not config.training.loss_spike_sigmas:
-        idle.append(("loss_spike_sigmas = 0", "training.loss_spike_sigmas", ("skip_loss_spikes",)))
-    if not config.watchdog.seconds:
-        rest = ("start_seconds", "compile_seconds", "save_seconds", "validation_seconds")
-        idle.append(("seconds = 0", "watchdog.seconds", rest))
+    """Settings that were changed without another that they need, or that have no effect because of another: of several
+    reasons the first.
+    """
+    data, o, defaults, named = config.data, config.objective, Config(), set[str]()
+    for name, needed, meaning in _NEEDS:
+        changed = [each for each in (name, *needed) if attrgetter(each)(config) != attrgetter(each)(defaults)]
+        if changed == [name]:
+            text = f"= {toml_value(attrgetter(name)(config))} needs {' or '.join(needed)}{meaning}"
+            yield Problem(name, text, needed)
+    idle = list[tuple[str, str, tuple[str, ...]]]()  # why, the setting that is the reason, those without effect
+    for name, with_these, keys in _IDLE:
+        value, default = (attrgetter(name)(settings) for settings in (config, defaults))
+        if value in (with_these or (default,)):
+            idle.append((f"{name.partition('.')[2]} = {toml_value(value)}", name, keys))
     if config.profiling.profile_steps:
         idle.append(("profile_steps", "profiling.profile_steps", ("profile_freq",)))
     if len(data.path) == 1:
@@ -382,101 +362,79 @@ def _check_effects(config: Config) -> Iterator[Problem]:
         idle.append(("no source that titan-mi100 prepare has made", "data.path", ("concatenate",)))
     if corpora and all(corpora) and not data.validation_path:
         idle.append(("corpora only, which are plain text", "data.path", ("system_prompt", *assets.VARIABLES)))
-    if data.format in ("text", "tokens"):
-        of_conversations = ("loss", "empty_think", "earlier_thinking", "system_prompt", "null_arguments")
-        keys = (*of_conversations, "special_in_content", *assets.VARIABLES)
-        idle.append((f'format = "{data.format}"', "data.format", keys))
     if data.format not in ("auto", "text") or data.prompt_column:
         idle.append((f'format = "{data.format}" or prompt_column', "data.format", ("text_column",)))
-    idle += _idle_of_objective(config.objective)
+    of_texts = ("format", "response_column", "system_column", "text_column", "loss")
+    if o.name == "policy":
+        idle.append(("sampled answers, which are token ids", "data.path", ("prompt_column", *of_texts, *_OF_TEMPLATES)))
+        if o.cut_off != "shape" and o.divisor != "length":
+            idle.append((f'divisor = "{o.divisor}"', "objective.divisor", ("longest_answer",)))
+        if o.advantage != "teacher":
+            idle.append((f'advantage = "{o.advantage}"', "objective.advantage", ("teacher",)))
+    if o.name == "preference":
+        unused = [("label_smoothing", o.preference.defaults.e), ("gamma", o.preference.defaults.gamma)]
+        idle.append((f'loss = "{o.loss}"', "objective.loss", tuple(key for key, usual in unused if not usual)))
+        if o.preference.is_paired:
+            idle.append(("pairs of answers, which are read by their keys", "data.path", of_texts))
+    if o.answers != "pairs":
+        idle.append(("an objective that reads no pairs", "data.path", ("chosen_column", "rejected_column")))
+    if o.answers != "labels":
+        idle.append(("an objective that reads no labels", "data.path", ("label_column",)))
     of_data = ("data.path", "data.source", "data.weights", "data.prompt_column")  # decide several of these
     for why, reason, keys in idle:
         section = reason.partition(".")[0]
-        for key in keys:
-            value, default = (getattr(getattr(settings, section), key) for settings in (config, defaults))
-            if value != default:
+        for name in (f"{section}.{key}" for key in keys):
+            value, default = (attrgetter(name)(settings) for settings in (config, defaults))
+            if value != default and name not in named:
                 text = f"= {toml_value(value)} has no effect with {why}; delete it"
-                yield Problem(f"{section}.{key}", text, (reason, *(of_data if section == "data" else ())))
+                yield Problem(name, text, (reason, *(of_data if section == "data" else ())))
+                named.add(name)
 
 
-def _idle_of_objective(o: ObjectiveConfig) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """As `idle` in _check_effects, of [objective]."""
-    of_preferences = ("loss", "beta", "label_smoothing", "gamma", "sft_weight")
-    of_teacher = ("top_k", "teacher_weight", "rest")
-    why = f'name = "{o.name}"'
-    if o.name != "preference":
-        yield why, "objective.name", of_preferences
-    if o.name != "distill":
-        yield why, "objective.name", of_teacher
-    if o.name not in ("distill", "policy"):
-        yield why, "objective.name", ("teacher",)
-    if o.name != "policy":
-        yield why, "objective.name", OF_POLICY
-    else:
-        of_texts = ("format", "prompt_column", "response_column", "system_column", "text_column", "loss")
-        of_templates = ("system_prompt", "special_in_content", "empty_think", "earlier_thinking", *assets.VARIABLES)
-        yield "sampled answers, which are token ids", "data.path", (*of_texts, *of_templates)
-        if o.cut_off != "shape":
-            yield f'cut_off = "{o.cut_off}"', "objective.cut_off", ("cut_off_tokens",)
-        if o.cut_off != "shape" and o.divisor != "length":
-            yield f'divisor = "{o.divisor}"', "objective.divisor", ("longest_answer",)
-        if not o.kl_weight:
-            yield "kl_weight = 0", "objective.kl_weight", ("kl",)
-        if o.ratio == "cispo":
-            yield 'ratio = "cispo"', "objective.ratio", ("clip_low",)
-        if o.advantage != "teacher":
-            yield f'advantage = "{o.advantage}"', "objective.advantage", ("teacher",)
-        if not o.is_corrected:
-            yield f'correction = "{o.correction}"', "objective.correction", ("correction_cap",)
-    if o.name == "preference":
-        unused = [("label_smoothing", o.preference.defaults.e), ("gamma", o.preference.defaults.gamma)]
-        yield f'loss = "{o.loss}"', "objective.loss", tuple(key for key, usual in unused if not usual)
-        if o.preference.is_paired:
-            keys = ("format", "response_column", "system_column", "text_column", "loss")
-            yield "pairs of answers, which are read by their keys", "data.path", keys
-    if o.answers != "pairs":
-        yield "an objective that reads no pairs", "data.path", ("chosen_column", "rejected_column")
-    if o.answers != "labels":
-        yield "an objective that reads no labels", "data.path", ("label_column",)
-
-
-def _check_objective(o: ObjectiveConfig, data: DataConfig, dropout: float) -> Iterator[Problem]:
+def _check_objective(config: Config) -> Iterator[Problem]:
+    o, dropout = config.objective, config.lora.dropout
     if (o.name == "distill" or (o.name == "policy" and o.advantage == "teacher")) and not o.teacher:
         text = "is not set; name the folder that titan-mi100 teach has written, or writes"
         yield Problem("objective.teacher", text, ("objective.name", "objective.advantage"))
-    for key, limit in (("label_smoothing", 0.5), ("teacher_weight", 1.0)):
-        if (value := getattr(o, key)) > limit or (key == "label_smoothing" and value == limit):
-            yield Problem(f"objective.{key}", f"= {value} must be {'less than' if limit < 1 else 'at most'} {limit}")
-    if o.name != "sft" and any(assets.is_corpus(path) for source in data.sources for path in source.path):
+    if o.name != "sft" and any(assets.is_corpus(path) for source in config.data.sources for path in source.path):
         text = f'= "{o.name}" learns from rows, and a source is a corpus of titan-mi100 prepare; name its files instead'
         yield Problem("objective.name", text, ("data.path", "data.source"))
     if o.name == "policy":
-        yield from _check_policy(o, data)
-    if (o.answers == "pairs" or o.name == "policy") and any(source.format != "auto" for source in data.source):
+        for key in ("checkpoint.keep_best", "validation.patience", "training.skip_loss_spikes"):
+            if attrgetter(key)(config):
+                text = "has no meaning: the loss of a policy has no level; judge exports: "
+                yield Problem(key, f"{text}titan-mi100 evaluate exact-match", ("objective.name",))
+        yield from _check_policy(o, config.data)
+    if (o.answers == "pairs" or o.name == "policy") and any(source.format != "auto" for source in config.data.source):
         yield Problem("data.source", ": format has no effect: answers are read by their keys; delete it")
     if o.answers and dropout:
         text = "disturbs the sums of log p that are compared; set it to 0"
         yield Problem("lora.dropout", f"= {dropout} {text}", ("objective.name",))
-    if o.answers and data.overlong in ("truncate", "split"):
-        text = f'= "{data.overlong}" would cut answers, which are compared as wholes; use drop or error'
+    if o.answers and config.data.overlong in ("truncate", "split"):
+        text = f'= "{config.data.overlong}" would cut answers, which are compared as wholes; use drop or error'
         yield Problem("data.overlong", text, ("objective.name",))
-    if o.answers and data.earlier_thinking == "unroll":
+    if o.answers and config.data.earlier_thinking == "unroll":
         text = '= "unroll" makes several documents of an answer; use template, mask or context'
         yield Problem("data.earlier_thinking", text, ("objective.name",))
 
 
-def _check_draft_head(draft: DraftHeadConfig, name: str, rank: int, rounds: int, degree: int) -> Iterator[Problem]:
-    """Problems of a draft head that is trained. Args: name: of the objective. degree: of context parallel."""
-    is_after = draft.train == "after"
+def _check_draft_head(
+    draft: DraftHeadConfig, name: str, lora: LoRAConfig, rounds: int, p: ParallelismConfig
+) -> Iterator[Problem]:
+    """Problems of a draft head that is trained. Args: name: of the objective."""
+    is_after, degree = draft.train == "after", p.context_parallel_degree
     merge = "merge yours first (titan-mi100 convert merge-lora), start from the result, and set rank = 0"
     for is_wrong, text, other in (
         (not is_after and name not in ("sft", "distill"),
          f'would learn rejected answers of name = "{name}", too; train it "after" that run', "objective.name"),
         (is_after and name != "sft", f'learns from text alone: set name = "sft", not "{name}"', "objective.name"),
-        (is_after and rank > 0, f"trains no adapter; {merge}", "lora.rank"),
+        (is_after and lora.rank > 0, f"trains no adapter; {merge}", "lora.rank"),
         (rounds > 0, 'is not for rounds; train it "after" them', "rounds.count"),
         (degree > 1, f"is not supported with context_parallel_degree = {degree}; set that to 1",
          "parallelism.context_parallel_degree"),
+        (lora.trainable_tokens and p.is_pipeline,
+         "is not supported with lora.trainable_tokens in a pipeline; leave one of the three out",
+         "lora.trainable_tokens"),
     ):  # fmt: skip
         if is_wrong:
             yield Problem("draft_head.train", f'= "{draft.train}" {text}', (other,))
@@ -498,8 +456,6 @@ def _check_policy(o: ObjectiveConfig, data: DataConfig) -> Iterator[Problem]:
         yield Problem("objective.cut_off", text, ("objective.advantage",))
     if o.is_corrected and o.cap <= 1:
         yield Problem("objective.correction_cap", f"= {o.cap:g} must be above 1; the usual is 2")
-    if o.clip[0] > 1:
-        yield Problem("objective.clip_low", f"= {o.clip_low:g} must be at most 1")
     if o.kl not in KL_FORMS:
         wrong = {
             "k1": "k1 in the loss has no gradient on average",
@@ -549,18 +505,12 @@ def _check_lora(lora: LoRAConfig) -> Iterator[Problem]:
     if lora.rank and not lora.alpha:
         text = "= 0 switches the adapters off: nothing would be learned; the usual is 2 x rank"
         yield Problem("lora.alpha", text, ("lora.rank",))
-    changed = {"scaling": lora.scaling != "rank", "b_lr_ratio": lora.b_lr_ratio != 1}
-    for key in (key for key, is_set in {**changed, "trainable_tokens": lora.trainable_tokens}.items() if is_set):
-        if not lora.rank:
-            yield Problem(f"lora.{key}", "needs rank; without it all weights are trained; leave it out", ("lora.rank",))
     if not lora.b_lr_ratio:
         yield Problem("lora.b_lr_ratio", "= 0 would never train B, and so nothing; the usual are 1 and 16")
     for token in (t for t in set(lora.trainable_tokens) if not t or lora.trainable_tokens.count(t) > 1):
         yield Problem("lora.trainable_tokens", f"names {token!r} {'twice' if token else ''}; name each token once")
-    if lora.initial_load_path and not lora.rank:
-        yield Problem("lora.initial_load_path", "needs rank; set it to the adapter's", ("lora.rank",))
     if (load := lora.initial_load_path) and not os.path.isdir(load):
-        yield Problem("lora.initial_load_path", f"= {load!r} is not a folder{hub_hint(load)}")
+        yield Problem("lora.initial_load_path", f"= {load!r} is not a folder{nearby(load)}")
     if (name := lora.base_model_name_or_path) and not (os.path.isabs(name) or is_hub_name(name)):
         text = f"= {name!r} is neither OWNER/NAME on the hub nor an absolute path"
         yield Problem("lora.base_model_name_or_path", text)

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import re
-import shlex
 import sys
 import tempfile
 import time
@@ -139,14 +138,7 @@ def cached_model(folder: str | os.PathLike[str]) -> tuple[str, str]:
     return (f"{match[1]}/{match[2]}", match[3]) if match else ("", "")
 
 
-def hub_hint(path: str) -> str:
-    """The end of a message about a folder that is missing or has no model, if it is called like one of the hub's."""
-    if not re.fullmatch(r"Qwen3(\.\d)?-[\d.]+B(-A\d+B)?(-Base)?", last := os.path.basename(path)):
-        return ""
-    return f"; fetch it: hf download Qwen/{last} --local-dir {shlex.quote(min(path, os.path.relpath(path), key=len))}"
-
-
 def no_such_model(load: str) -> Problem:
     """A checkpoint.initial_load_path that does not exist."""
-    hint = hub_hint(load) or nearby(load) or "; a model on the hub: Qwen/Qwen3-0.6B"
+    hint = nearby(load) or "; a model on the hub: Qwen/Qwen3-0.6B"
     return Problem("checkpoint.initial_load_path", f"= {load!r}: no such folder or file{hint}")

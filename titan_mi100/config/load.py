@@ -29,7 +29,6 @@ from titan_mi100.config.srun import ASKS_COMMITS, RUN_FOLDER, check_place, srun_
 from titan_mi100.config.toml_file import read_toml
 from titan_mi100.config.unknown import (
     Unknown,
-    messages,
     of_other_trainers,
     unknown_at_top_level,
     unknown_key,
@@ -119,7 +118,7 @@ def load_config(argv: Sequence[str], world_size: int | None = 1, with_files: boo
         where = origins.get(issue.key)
         if not _may_follow(issue, refused, unknown, is_given=where is not None):
             errors.append(issue.at(where) if where else f"{config_file.value}: {issue}" if issue.key else issue.text)
-    errors = [*messages(unknown), *errors]
+    errors = [*(name.message for name in unknown), *errors]
     if errors:
         raise UserError(first_of(errors, "config"))
     return config
@@ -333,12 +332,12 @@ def _refused(value: Any, rules: Any) -> str:
     """Why a value of the right type is refused; "": it is accepted."""
     if isinstance(value, str):
         return _refused_path(value) if rules["path"] else "" if is_utf8(value) else "is not UTF-8"
-    if isinstance(value, float):
-        is_sane = rules["low"] <= value < 1e100  # products of larger ones are infinite
-        return "" if is_sane else f"must be a finite number of at least {rules['low']}, below 1e100"
+    if isinstance(value, float) and not rules["low"] <= value < rules["below"]:  # products beyond 1e100 are infinite
+        return f"must be a finite number of at least {rules['low']}, below {rules['below']}"
     if value < rules["low"]:
         return f"must be at least {rules['low']}"
-    return "" if value <= rules["high"] else f"must be at most {rules['high']}"
+    high = rules["high"] or (value if isinstance(value, float) else 2**31 - 1)
+    return "" if value <= high else f"must be at most {high}"
 
 
 def _refused_path(path: str) -> str:

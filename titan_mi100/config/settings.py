@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -28,14 +28,20 @@ FINGERPRINTS = ("model", "tokenizer", "data", "seed", "global_batch_size", "lora
 
 
 def _key(
-    default: Any, doc: str, *, choices: tuple[str, ...] = (), low: float = 0, high: int = 2**31 - 1, path: bool = False,
-    hub: str = "",
-) -> Any:  # fmt: skip
-    """A key. low, high: limits of a number (high: of a whole one). path: in a TOML file it is relative to the file.
-    hub: what a name on the Hugging Face hub is fetched for, see files/hub_files.py.
+    default: Any, doc: str, *, low: float = 0, high: float = 0, below: float = 1e100, path: bool = False, hub: str = ""
+) -> Any:
+    """A key. low, high: limits of a number (high: 0: of a whole one 2**31 - 1). below: of a fraction: it must be less.
+    path: in a TOML file it is relative to the file. hub: what a name on the Hugging Face hub is fetched for, see
+    files/hub_files.py.
     """
-    rules = {"doc": doc, "choices": choices, "low": low, "high": high, "path": path or bool(hub), "hub": hub}
-    return field(default=default, metadata=rules)
+    rules = {"doc": doc, "choices": (), "low": low, "high": high, "below": below, "hub": hub}
+    return field(default=default, metadata={**rules, "path": path or bool(hub)})
+
+
+def _choice(choices: Iterable[str], doc: str, default: str | tuple[str, ...] | None = None) -> Any:
+    """A key that takes one of some texts, or several. Args: default: None: the first."""
+    key = _key(next(iter(choices)) if default is None else default, doc)
+    return field(default=key.default, metadata={**key.metadata, "choices": tuple(choices)})
 
 
 @dataclass(frozen=True)
@@ -56,8 +62,8 @@ class ModelConfig:
     chat_template: str = _key("", "Jinja file to use instead of the tokenizer's own chat template", path=True)
     yarn_factor: float = _key(0.0, "YaRN: times that documents may be longer than trained; 0: as config.json says")
     yarn_original_max_position_embeddings: int = _key(0, "positions before YaRN; 0: config.json's", high=10**8)
-    attention_backend: str = _key(
-        "auto", "attention kernel; auto: the fastest that works here; eager: the reference", choices=(AUTO, *KERNELS)
+    attention_backend: str = _choice(
+        (AUTO, *KERNELS), "attention kernel; auto: the fastest that works here; eager: the reference"
     )
 
     def extended(self, spec: ModelSpec) -> ModelSpec:
@@ -90,7 +96,7 @@ class SourceConfig:
     name: str = _key("", "of the source, in logs, metrics and checkpoints; default: that of its first file or folder")
     weight: float = _key(0.0, "share of the rows, relative to the other sources' weights; 0 in all: by their size")
     epochs: float = _key(1.0, "how often it is read until it is exhausted; see data.on_exhausted")
-    format: str = _key("auto", "as data.format; auto for a folder of titan-mi100 prepare", choices=_FORMATS)
+    format: str = _choice(_FORMATS, "as data.format; auto for a folder of titan-mi100 prepare")
 
     @property
     def stem(self) -> str:
@@ -108,64 +114,57 @@ class DataConfig:
     weights: tuple[float, ...] = _key((), "makes each path a source of a mixture with this weight, e.g. [3, 1]")
     repeats: tuple[float, ...] = _key((), "makes each path a source, read this often in an epoch, e.g. [1, 2.5]")
     source: tuple[SourceConfig, ...] = _key((), "the sources of a mixture, each a table [[data.source]]")
-    weights_in: str = _key(
-        "tokens",
+    weights_in: str = _choice(
+        ("tokens", "documents"),
         "whether weights are shares of tokens or of documents (converted by each source's mean length)",
-        choices=("tokens", "documents"),
     )
-    on_exhausted: str = _key(
-        "repeat",
+    on_exhausted: str = _choice(
+        ("repeat", "drop", "stop"),
         "what happens to a source that was read `epochs` times: it is read again until all were, it drops out and the "
         "others share its weight, or the run stops",
-        choices=("repeat", "drop", "stop"),
     )
     concatenate: bool = _key(False, "let attention cross documents in the rows of a corpus; false: they are isolated")
-    format: str = _key("auto", "a row's form (docs/DATA.md); auto: by each file's first row", choices=_FORMATS)
+    format: str = _choice(_FORMATS, "a row's form (docs/DATA.md); auto: by each file's first row")
     prompt_column: str = _key("", "column with the user's text, for format columns")
     response_column: str = _key("", "column with the assistant's text, for format columns")
     system_column: str = _key("", "column with the system message, for format columns; empty: none")
     chosen_column: str = _key("", "column with the better answer, for pairs; empty: chosen")
     rejected_column: str = _key("", "column with the worse answer, for pairs; empty: rejected")
     label_column: str = _key("", "column that says if the answer is wanted; empty: label or kto_tag")
-    special_in_content: str = _key("", "special tokens in a message; empty: a bad row", choices=("", "text"))
+    special_in_content: str = _choice(("", "text"), "special tokens in a message; empty: a bad row")
     system_prompt: str = _key("", "system message of conversations without one, also at inference; empty: none")
     text_column: str = _key("text", "column with the text, for format text")
-    loss: str = _key(
-        "assistant",
-        "what is learned: the assistant's turns, its last turn, its turns after the last user message, the whole text, "
-        "or messages with weight = 1",
-        choices=("assistant", "last", "last_round", "all", "weight"),
+    loss: str = _choice(
+        ("assistant", "last", "last_round", "all", "weight"),
+        "what is learned: the assistant's turns, its last turn, its turns after the last user message, the whole "
+        "text, or messages with weight = 1",
     )
-    empty_think: str = _key("masked", "if an answer's empty think block is learned", choices=("masked", "supervised"))
-    earlier_thinking: str = _key(
-        "template",
+    empty_think: str = _choice(("masked", "supervised"), "if an answer's empty think block is learned")
+    earlier_thinking: str = _choice(
+        ("template", "mask", "unroll", "context"),
         "turns whose reasoning the template removes: learned without it, not learned, or unrolled into one document "
         "per round, each with its reasoning; context: as mask, and reasoning that it shows there is not learned",
-        choices=("template", "mask", "unroll", "context"),
     )
-    enable_thinking: str = _key("", "template variable, also at inference; empty: as most rows", choices=_SWITCH)
-    preserve_thinking: str = _key("", "template variable: earlier reasoning stays; empty: its default", choices=_SWITCH)
+    enable_thinking: str = _choice(_SWITCH, "template variable, also at inference; empty: as most rows")
+    preserve_thinking: str = _choice(_SWITCH, "template variable: earlier reasoning stays; empty: its default")
     reasoning_effort: str = _key("", "template variable, such as low; empty: its default")
-    overlong: str = _key(
-        "drop",
+    overlong: str = _choice(
+        ("drop", "truncate", "split", "error"),
         "what to do with more than seq_len tokens: drop, keep the beginning, cut into pieces, stop",
-        choices=("drop", "truncate", "split", "error"),
     )
-    max_lost_share: float = _key(0.5, "stop if overlong rows are more than this share of a path's rows; 1: never")
+    max_lost_share: float = _key(0.5, "stop if more than this share of a path's rows is overlong; 1: never", high=1)
     max_cut_share: float = _key(
-        1.0, "with overlong = truncate: stop if more than this share of a path's tokens is cut off; 1: never"
+        1.0, "with overlong = truncate: stop if more than this share of a path's tokens is cut off; 1: never", high=1
     )
     ignored_keys: tuple[str, ...] = _key(
         (), "keys of rows and messages to ignore, besides id, timestamp and others that are harmless (docs/DATA.md)"
     )
-    null_arguments: str = _key(
-        "", "nulls in calls; empty: JSON keeps, parquet drops them", choices=("", "keep", "drop")
-    )
-    duplicates: str = _key("keep", "what to do with rows that repeat an earlier row", choices=("keep", "drop"))
-    on_bad_row: str = _key("error", "a row that cannot be read: stop, or leave it out", choices=("error", "skip"))
+    null_arguments: str = _choice(("", "keep", "drop"), "nulls in calls; empty: JSON keeps, parquet drops them")
+    duplicates: str = _choice(("keep", "drop"), "what to do with rows that repeat an earlier row")
+    on_bad_row: str = _choice(("error", "skip"), "a row that cannot be read: stop, or leave it out")
     max_bad_rows: int = _key(100, "with on_bad_row = skip: stop the run after more bad rows than this")
     validation_path: tuple[str, ...] = _key((), "files, globs or names to validate on", hub=VALIDATION)
-    validation_fraction: float = _key(0.0, "share of data.path kept for validation, chosen by a hash of the content")
+    validation_fraction: float = _key(0.0, "share of data.path for validation, by a hash of the content", below=1)
     cache_folder: str = _key("", "where prepared data is kept; empty: ~/.cache/titan_mi100", path=True)
     workers: int = _key(0, "processes that tokenise; 0: one per core", high=4096)
 
@@ -214,22 +213,20 @@ class TrainingConfig:
     skip_loss_spikes: bool = _key(False, "do not update the weights in a step whose loss is a spike")
     seed: int = _key(42, "seed of initial weights and row order", high=2**63 - 1)
     train_router: bool = _key(False, "train what chooses experts, too; it stays as it is in most fine-tuning")
-    mixed_precision_param: str = _key(
-        "bfloat16",
+    mixed_precision_param: str = _choice(
+        ("bfloat16", "float16", "float32", "float64"),
         "dtype of the computation; master weights are float32 (float64: they too, to compare layouts digit by digit); "
         "float16 scales the loss",
-        choices=("bfloat16", "float16", "float32", "float64"),
     )
-    mixed_precision_reduce: str = _key("float32", "dtype of the gradient reduction", choices=("float32", "bfloat16"))
+    mixed_precision_reduce: str = _choice(("float32", "bfloat16"), "dtype of the gradient reduction")
 
 
 @dataclass(frozen=True)
 class ValidationConfig:
     freq: int = _key(0, "optimizer steps between validations; the first comes at 5% at the latest; 0: only at the end")
-    metric: str = _key(
-        "loss",
+    metric: str = _choice(
+        ("loss", "exact_match"),
         "what the best checkpoint and early stopping go by: the lowest loss, or the most right answers to `prompts`",
-        choices=("loss", "exact_match"),
     )
     judge: str = _key("number", "what must equal the reference's: the last number, the whole text, or regex:PATTERN")
     patience: int = _key(0, "stop after this many validations in a row without a better metric; 0: never")
@@ -244,19 +241,17 @@ _MASTER_BYTES = {"fp32": (4, 0), "bf16_sr": (2, 0), "24bit": (2, 1)}
 @dataclass(frozen=True)
 class OptimizerConfig:
     lr: float = _key(2e-5, "peak learning rate of AdamW")
-    beta1: float = _key(0.9, "decay of the first moment")
-    beta2: float = _key(0.95, "decay of the second moment")
+    beta1: float = _key(0.9, "decay of the first moment", below=1)
+    beta2: float = _key(0.95, "decay of the second moment", below=1)
     eps: float = _key(1e-8, "added to the denominator")
     weight_decay: float = _key(0.1, "decoupled weight decay of matrices; norms have none")
-    state: str = _key(
-        "fp32",
+    state: str = _choice(
+        ("fp32", "bf16", "8bit"),
         "dtype of AdamW's two moments: fp32, bf16 with stochastic rounding, or 8 bits with an exponent per block",
-        choices=("fp32", "bf16", "8bit"),
     )
-    master: str = _key(
-        "fp32",
+    master: str = _choice(
+        ("fp32", "bf16_sr", "24bit"),
         "format of the master weights: fp32; bf16_sr: bf16 with stochastic rounding; 24bit: bf16 and 8 more bits",
-        choices=("fp32", "bf16_sr", "24bit"),
     )
 
     @property
@@ -278,9 +273,9 @@ class OptimizerConfig:
 @dataclass(frozen=True)
 class LRSchedulerConfig:
     warmup_steps: int = _key(-1, "steps of linear warmup; -1: 3% of the steps", low=-1)
-    decay_type: str = _key("cosine", "shape of the decay", choices=("cosine", "linear", "sqrt", "constant"))
-    decay_ratio: float = _key(1.0, "share of the steps in which lr decays, at the end; below 1: warmup-stable-decay")
-    min_lr_factor: float = _key(0.0, "final learning rate as a share of lr")
+    decay_type: str = _choice(("cosine", "linear", "sqrt", "constant"), "shape of the decay")
+    decay_ratio: float = _key(1.0, "share of steps with decay, at the end; below 1: warmup-stable-decay", high=1)
+    min_lr_factor: float = _key(0.0, "final learning rate as a share of lr", high=1)
 
 
 @dataclass(frozen=True)
@@ -296,10 +291,10 @@ class ParallelismConfig:
     pipeline_parallel_degree: int = _key(
         1, "ranks that share the layers; a step's gradient_accumulation_steps forwards are its microbatches", low=1
     )
-    pipeline_parallel_schedule: str = _key("1F1B", "order of forwards and backwards", choices=tuple(SCHEDULES))
+    pipeline_parallel_schedule: str = _choice(SCHEDULES, "order of forwards and backwards")
     pipeline_parallel_layers_per_stage: tuple[int, ...] = _key(
         (),
-        "e.g. [16, 12]; two stages per rank under Interleaved and ZB schedules; default: balanced by "
+        "e.g. [16, 12]; two stages per rank under an interleaved schedule; default: balanced by "
         "cost, or by memory where that would almost fill a card",
     )
     zero_stage: int = _key(
@@ -308,6 +303,7 @@ class ParallelismConfig:
         "step; 1: optimizer state, gradients reduced once per step; 0: nothing (DDP); -1: 3, or 1 with a pipeline, or "
         "0 with replicas of one rank",
         low=-1,
+        high=3,
     )
     powersgd_rank: int = _key(0, "with DDP: compress gradients to matrices of this rank (PowerSGD, lossy); 0: off")
     powersgd_start_step: int = _key(10, "first step with compression; steps before it are exact", low=2)
@@ -321,21 +317,20 @@ class ParallelismConfig:
 
 @dataclass(frozen=True)
 class ActivationCheckpointConfig:
-    mode: str = _key(
-        "selective",
+    mode: str = _choice(
+        ("none", "selective", "full"),
         "what is recomputed in backward: nothing, each block except its attention, or whole blocks",
-        choices=("none", "selective", "full"),
+        "selective",
     )
 
 
 @dataclass(frozen=True)
 class MemoryConfig:
     limit_gib: float = _key(0.0, "memory that the run may use on each device; 0: all of a GPU; on a CPU no limit")
-    offload: str = _key(
-        "nothing",
+    offload: str = _choice(
+        ("nothing", "optimizer", "weights"),
         "what is in the host's memory: optimizer: accumulated gradients and optimizer state; weights: the weights "
         "too, fetched block by block (FSDP2's CPU offload)",
-        choices=("nothing", "optimizer", "weights"),
     )
     offload_activations: bool = _key(
         False, "keep blocks' inputs in the host's memory until backward; with activation_checkpoint.mode = 'full'"
@@ -346,13 +341,13 @@ class MemoryConfig:
         "step then fits a GPU, else as many as hardly raise its peak",
         low=-1,
     )
-    on_overflow: str = _key("refuse", "if a step is predicted not to fit: refuse, or warn", choices=("refuse", "warn"))
+    on_overflow: str = _choice(("refuse", "warn"), "if a step is predicted not to fit: refuse, or warn")
 
 
 @dataclass(frozen=True)
 class CompileConfig:
     enable: bool = _key(False, "torch.compile each block except its attention")
-    backend: str = _key("inductor", "torch.compile's backend", choices=("inductor", "aot_eager"))
+    backend: str = _choice(("inductor", "aot_eager"), "torch.compile's backend")
 
 
 NF4_BLOCK = 64  # weights of a row that share one scale
@@ -362,20 +357,16 @@ NF4_BLOCK = 64  # weights of a row that share one scale
 class LoRAConfig:
     rank: int = _key(0, "train only LoRA adapters of this rank: W + alpha / rank * B A; 0: train all weights")
     alpha: float = _key(16.0, "the adapters are scaled by alpha / rank")
-    dropout: float = _key(0.0, "dropout of the adapters' inputs")
+    dropout: float = _key(0.0, "dropout of the adapters' inputs", below=1)
     target_modules: tuple[str, ...] = _key(
         families.LINEARS, "linear layers that get adapters; all-linear: all but experts"
     )
-    base: str = _key(
-        "whole",
-        "format of frozen weights: whole: the computation's dtype; nf4: 4 bits (QLoRA)",
-        choices=("whole", "nf4"),
-    )
+    base: str = _choice(("whole", "nf4"), "frozen weights: whole: the computation's dtype; nf4: 4 bits (QLoRA)")
     initial_load_path: str = _key("", "PEFT adapter to start from: folder or name; empty: a fresh one", hub=ADAPTER)
     base_model_name_or_path: str = _key("", "the base that an export names, e.g. Qwen/Qwen3-0.6B (docs/LORA.md)")
     expert_rank: int = _key(0, "rank of the adapters of experts; 0: rank")
     expert_alpha: float = _key(0.0, "they are scaled by expert_alpha / expert_rank; 0: alpha")
-    scaling: str = _key("rank", "sqrt_rank: by alpha / sqrt(rank), as rsLoRA", choices=("rank", "sqrt_rank"))
+    scaling: str = _choice(("rank", "sqrt_rank"), "sqrt_rank: by alpha / sqrt(rank), as rsLoRA")
     b_lr_ratio: float = _key(1.0, "learning rate of B, in units of optimizer.lr; LoRA+ recommends 16")
     trainable_tokens: tuple[str, ...] = _key((), 'tokens whose rows are trained too, such as "<|im_end|>" of a Base')
     token_ids: tuple[int, ...] = ()  # theirs in ascending order, once the tokenizer is read; no key
@@ -402,59 +393,51 @@ class LoRAConfig:
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    name: str = _key(
-        "sft",
-        "what is learned (docs/PREFERENCES.md, docs/POLICY.md)",
-        choices=("sft", "preference", "distill", "policy"),
+    name: str = _choice(
+        ("sft", "preference", "distill", "policy"), "what is learned (docs/PREFERENCES.md, docs/POLICY.md)"
     )
-    loss: str = _key("dpo", "of preferences", choices=tuple(LOSSES))
+    loss: str = _choice(LOSSES, "of preferences")
     beta: float = _key(0.0, "strength of the preference loss; 0: that of its paper, for dpo 0.1")
-    label_smoothing: float = _key(0.0, "cdpo: share of the pairs that are the wrong way round; 0: 0.1")
+    label_smoothing: float = _key(0.0, "cdpo: share of the pairs that are the wrong way round; 0: 0.1", below=0.5)
     gamma: float = _key(-1.0, "simpo: the margin that is aimed at; -1: 1.0", low=-1)
     sft_weight: float = _key(0.0, "of a further term: minus log p per token of the chosen answer")
     teacher: str = _key("", "distill, policy: the folder that titan-mi100 teach has written", path=True)
     top_k: int = _key(32, "distill: ids per learned token that titan-mi100 teach keeps", low=1, high=1 << 20)
-    teacher_weight: float = _key(0.5, "share of KL(teacher || model) in the loss; the rest: the labels' cross-entropy")
-    rest: str = _key(
-        "bucket",
+    teacher_weight: float = _key(0.5, "share of KL(teacher || model) in the loss; the rest: cross-entropy", high=1)
+    rest: str = _choice(
+        ("bucket", "renormalise"),
         "ids that the teacher's folder lacks: one bucket of their probability; renormalise: left out",
-        choices=("bucket", "renormalise"),
     )
 
-    advantage: str = _key(
-        "mean",
+    advantage: str = _choice(
+        ("mean", "std", "leave_one_out", "whitened", "teacher"),
         "policy: an answer's score minus its group's mean; std: over the group's deviation too; leave_one_out: minus "
         "the mean of the others; whitened: as mean, then over the whole store; teacher: of each token, the teacher's "
         "log p minus the model's own before training",
-        choices=("mean", "std", "leave_one_out", "whitened", "teacher"),
     )
-    ratio: str = _key(
-        "token",
+    ratio: str = _choice(
+        ("token", "sequence", "cispo"),
         "policy: what is clipped: the ratio of each token or of the sequence (GSPO); cispo: only its weight",
-        choices=("token", "sequence", "cispo"),
     )
-    clip_low: float = _key(0.0, "policy: the ratio is clipped below 1 minus this; 0: 0.2, of a sequence 0.0003")
+    clip_low: float = _key(0.0, "policy: the ratio is clipped below 1 minus this; 0: 0.2, of a sequence 0.0003", high=1)
     clip_high: float = _key(0.0, "policy: and above 1 plus this; 0: 0.28, of a sequence 0.0004, of cispo 4")
-    divisor: str = _key(
-        "tokens",
+    divisor: str = _choice(
+        ("tokens", "sequences", "length"),
         "policy: the loss is a mean over learned tokens, or over answers, or over answers x longest_answer",
-        choices=("tokens", "sequences", "length"),
     )
     longest_answer: int = _key(0, "policy: --max_new_tokens of titan-mi100 sample", high=1 << 24)
     kl_weight: float = _key(0.0, "policy: of the KL to the weights that training starts from; 0: none")
     kl: str = _key("k2", "policy: form of the KL; ratio_k3: k3 times the ratio (docs/POLICY.md)")
-    cut_off: str = _key(
-        "mask",
+    cut_off: str = _choice(
+        ("mask", "shape", "keep"),
         "policy: answers that were cut off are not learned; or score less in their last cut_off_tokens (DAPO)",
-        choices=("mask", "shape", "keep"),
     )
     cut_off_tokens: int = _key(0, "policy: with cut_off = shape: over how many tokens", high=1 << 24)
     most_apart: float = _key(0.1, "policy: mean difference of the sampler's log p and the trainer's that stops the run")
-    correction: str = _key(
-        "auto",
+    correction: str = _choice(
+        ("auto", "none", "truncate", "leave_out"),
         "policy: where sampler and trainer differ; truncate: a token weighs their ratio, at most correction_cap; "
         "leave_out: answers beyond it; auto: in titan-mi100 rounds with a server or nf4 truncate, else none",
-        choices=("auto", "none", "truncate", "leave_out"),
     )
     correction_cap: float = _key(0.0, "policy: of the ratio; 0: 2, of leave_out 3")
 
@@ -539,10 +522,9 @@ OF_POLICY = (*_DECIDE_BITS, "clip_low", "clip_high", "most_apart", "correction",
 class DraftHeadConfig:
     """Of the head that servers draft with (`mtp.*` of Qwen3.5), see docs/DRAFT_HEAD.md."""
 
-    train: str = _key(
-        "no",
+    train: str = _choice(
+        ("no", "along", "after"),
         "no: it is carried as it is; along: it is trained beside the model, which it does not change; after: it alone",
-        choices=("no", "along", "after"),
     )
     lr: float = _key(0.0, "its learning rate; 0: optimizer.lr")
     weight: float = _key(0.1, "along: of its loss")
@@ -574,7 +556,7 @@ class RoundsConfig:
     teach: str = _key("", 'options of its pass, as of titan-mi100 teach, such as "--lora.base nf4"')
     server: str = _key("", "address of a server that samples; empty: our own engine")
     served_model: str = _key("", "the model that training starts from, as the server calls it")
-    server_kind: str = _key("vllm", "the server's program", choices=("vllm", "sglang", "llamacpp"))
+    server_kind: str = _choice(("vllm", "sglang", "llamacpp"), "the server's program")
     restart: str = _key(
         "", "command that restarts the server in the background with the folder $MODEL, under the name $NAME"
     )
@@ -590,8 +572,8 @@ class CheckpointConfig:
         hub=MODEL,
     )
     interval: int = _key(500, "optimizer steps between checkpoints; 0: only after the last step")
-    async_mode: str = _key(
-        "disabled", "async: training goes on while a thread writes a copy in host memory", choices=("disabled", "async")
+    async_mode: str = _choice(
+        ("disabled", "async"), "async: training goes on while a thread writes a copy in host memory"
     )
     keep_latest_k: int = _key(2, "verified checkpoints to keep; 0: all")
     keep_best: bool = _key(
@@ -601,10 +583,9 @@ class CheckpointConfig:
         (), f"what may change on resume: {', '.join(FINGERPRINTS)}; or a field such as model.rope_theta"
     )
     export_hf: bool = _key(False, "after the last step, also write a verified HF folder, hf-step-N/ in the run folder")
-    export_dtype: str = _key(
-        "auto",
+    export_dtype: str = _choice(
+        ("auto", "bfloat16", "float16", "float32"),
         "dtype of the exported weights; auto: that of initial_load_path's config.json, else float32",
-        choices=("auto", "bfloat16", "float16", "float32"),
     )
     load_step: int = _key(
         -1,
@@ -623,7 +604,7 @@ class MetricsConfig:
     log_freq: int = _key(1, "optimizer steps between printed lines", low=1)
     enable_tensorboard: bool = _key(True, "write TensorBoard events")
     enable_wandb: bool = _key(False, "also log to Weights & Biases (extra wandb); its WANDB_... variables apply")
-    report_to: tuple[str, ...] = _key((), "trackers that get the same values, each an extra", choices=TRACKERS)
+    report_to: tuple[str, ...] = _choice(TRACKERS, "trackers that get the same values, each an extra", ())
 
 
 @dataclass(frozen=True)

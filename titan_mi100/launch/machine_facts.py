@@ -221,14 +221,8 @@ def _card(system: System, vendor: str, name: str, arch: str | None, address: str
     device = f"sys/bus/pci/devices/{address}"
     is_on_bus = bool(address) and (system.root / device).exists()
     has_group = is_on_bus and (system.root / device / "iommu_group").exists()
-    return Card(
-        vendor=vendor,
-        name=name,
-        arch=arch,
-        device_file=file,
-        address=address,
-        iommu=system.text(f"{device}/iommu_group/type") if has_group else "" if is_on_bus else None,
-    )
+    iommu = system.text(f"{device}/iommu_group/type") if has_group else "" if is_on_bus else None
+    return Card(vendor, name, arch, file, address, iommu)
 
 
 def _driverless(system: System, known: set[str]) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ def write_teacher(
         supervision: None: not watched, and never told to stop.
 
     Returns:
-        As RunState has them, the last message and what to do next.
+        As Outcome has them, the last message and what to do next.
 
     Raises:
         Preempted: told to stop; the parts that are complete are kept.

@@ -1,7 +1,6 @@
 """Steps whose loss or gradients are not finite, and loss spikes: counted, and logged with their input rows."""
 
 import csv
-import io
 import math
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -12,20 +11,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from titan_mi100.data.loader import RowStream
-from titan_mi100.errors import NumericalError, UserError
-from titan_mi100.files import durable
-from titan_mi100.files.plain import open_plain
+from titan_mi100.errors import NumericalError
 from titan_mi100.log import log, write_or_say
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import World, data_sheet, gather, local_part
 from titan_mi100.planning.hardware import dtype_advice
+from titan_mi100.run.metrics import drop_lines
 from titan_mi100.run.progress import Progress
 from titan_mi100.trainer import StepResult
 from titan_mi100.wording import some
 
 FILE, SPIKES = "nonfinite_rows.csv", "loss_spikes.csv"
 _SHOWN = 10  # rows in a message
-_LONGEST_LINE = 1 << 16  # characters; ours are a step and a file's name
 
 
 class FaultWatch:
@@ -44,8 +41,8 @@ class FaultWatch:
         self._progress, self._most_in_a_row = progress, most
         self._rows: list[str] = []  # input rows of the steps skipped in a row
         for file in (folder / FILE, folder / SPIKES) if world.rank == 0 else ():
-            if file.exists():
-                _drop_after(file, progress.step)
+            with write_or_say(file):
+                drop_lines(file, lambda line: int(line.partition(b",")[0]) <= progress.step)
 
     def after_step(self, step: int, result: StepResult) -> None:
         """Log a skipped step or a spike with its input rows; for such a step a collective.
@@ -133,17 +130,3 @@ class FaultWatch:
         path = self._folder / name
         with write_or_say(path), path.open("a", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows((step, *position.rsplit(":", 1)) for position in places)
-
-
-def _drop_after(path: Path, last_step: int) -> None:
-    """Remove the rows of steps that will be repeated. Raises UserError: the file was not written by a run."""
-    try:
-        with io.TextIOWrapper(open_plain(path), encoding="utf-8", newline="") as file:
-            lines = iter(partial(file.readline, _LONGEST_LINE), "")
-            kept = [row for row in csv.reader(lines) if row and int(row[0]) <= last_step]
-        csv.writer(text := io.StringIO(newline="")).writerows(kept)
-        durable.replace(path, text.getvalue())
-    except (ValueError, csv.Error) as error:
-        raise UserError(f"{path}: is not what a run wrote: {error}; remove it") from None
-    except OSError as error:
-        log.warning(f"{path}: cannot be written to: {error.strerror}")

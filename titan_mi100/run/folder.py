@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import os
 import shlex
 import socket
@@ -15,10 +14,10 @@ from titan_mi100.config.load import TEACHER_CONFIG, make_run_folder
 from titan_mi100.config.settings import JobConfig
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import LOCK, FolderLock, probe, sync
-from titan_mi100.files.plain import LARGEST_CONFIG, read_plain
-from titan_mi100.log import log, log_errors_to_file, log_to_file
+from titan_mi100.files.plain import read_plain
+from titan_mi100.log import log_errors_to_file, log_to_file
 from titan_mi100.parallel.distributed import World, from_rank_zero, raise_together
-from titan_mi100.watch.outcome import RUNNING, STATE, RunState, write_run_state
+from titan_mi100.watch.outcome import RUNNING, STATE, Outcome, read_state, write_run_state
 
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _LOG = "logs/rank-{:05}.log"  # the log of each rank except 0
@@ -70,7 +69,7 @@ class RunFolder:
                 if self._is_running():  # else another rank has failed and has written why
                     self._write_running()
 
-    def note_crash(self, state: RunState) -> bool:
+    def note_crash(self, outcome: Outcome) -> bool:
         """Write the state of a rank that failed alone. Only the first such rank writes: it has the cause, while the
         errors of the others follow from it.
 
@@ -79,7 +78,7 @@ class RunFolder:
         """
         with self._alone():
             if is_first := self._is_running():
-                write_run_state(self.place(), state)
+                write_run_state(self.place(), outcome)
         return is_first
 
     def place(self) -> Path | None:
@@ -120,16 +119,12 @@ class RunFolder:
 
     def _is_running(self) -> bool:
         """Whether run_state.json says `running`. If it cannot be read, the caller should replace it: true."""
-        try:
-            return json.loads(read_plain((self.place() or self.path) / STATE, LARGEST_CONFIG))["state"] == RUNNING
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            log.error(f"{self.path}: {error}")
-            return True
+        return bool(read_state((self.place() or self.path) / STATE).get("state", RUNNING) == RUNNING)
 
     def _write_running(self) -> None:
         again = f"if it was killed, start again with job.run_folder = {self.path}"
         message = f"It runs if the process named in {LOCK} exists; otherwise it was killed, or its disk was full"
-        write_run_state(self.path, RunState(RUNNING, 1, message, again, self.step))
+        write_run_state(self.path, Outcome(1, message, self.step, RUNNING, again))
 
     def _take(self, job: JobConfig, fresh: bool, of_teacher: bool) -> tuple[str, str]:
         folder = Path(job.run_folder or job.dump_folder)

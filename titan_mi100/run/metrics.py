@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -21,7 +22,7 @@ from titan_mi100.files.schema import if_finite, validated
 from titan_mi100.log import log
 from titan_mi100.run.sinks import Sink
 from titan_mi100.trainer import StepResult
-from titan_mi100.wording import last_question, shortened, utc_now
+from titan_mi100.wording import last_question, shortened, shown, utc_now
 
 SAMPLES = "samples.jsonl"
 _LONGEST_LINE = 1 << 16  # bytes of metrics.jsonl; ours have 400
@@ -87,11 +88,11 @@ class Reporter:
             validation_due: the validation of that step is still to be done.
             sinks: receive the same values.
         """
-        self._config, self._steps, self._rows_per_epoch = config, figures.steps, figures.rows_per_epoch
-        self._flops, self._peak_flops, self._dtype = figures.flops, figures.peak_flops, figures.dtype
+        self._config, self._figures, self._steps = config, figures, figures.steps
         path, self._samples = folder / "metrics.jsonl", folder / SAMPLES
-        _drop_after(path, last_step, validation_due)
-        _drop_after(self._samples, last_step, validation_due, _LONGEST_SAMPLE)
+        is_kept = partial(_is_before, last_step=last_step, validation_due=validation_due)
+        drop_lines(path, is_kept)
+        drop_lines(self._samples, is_kept, _LONGEST_SAMPLE)
         self._file = path.open("a", encoding="utf-8")
         self._writes = True
         self._sinks, self._step, self._first, self._printed = sinks, last_step, last_step + 1, figures.printed
@@ -100,11 +101,12 @@ class Reporter:
         )
 
     def after_step(self, step: int, result: StepResult) -> None:
-        seconds, flops = result.seconds, self._flops(result.tokens, result.supervised, result.attention_pairs)
+        seconds, figures = result.seconds, self._figures
+        flops = figures.flops(result.tokens, result.supervised, result.attention_pairs)
         record: dict[str, Any] = {
             "step": step,
             "time": utc_now(),
-            "epoch": result.next_row / self._rows_per_epoch if self._rows_per_epoch else None,
+            "epoch": result.next_row / figures.rows_per_epoch if figures.rows_per_epoch else None,
             "loss": if_finite(result.loss),
             **{name: if_finite(measure) for name, measure in result.measures.items()},
             "grad_norm": if_finite(result.grad_norm),
@@ -115,7 +117,7 @@ class Reporter:
             "supervised_tokens": result.supervised,
             "tokens_per_second": result.tokens / seconds,
             "supervised_tokens_per_second": result.supervised / seconds,
-            "mfu": flops / seconds / self._peak_flops if self._peak_flops else None,  # None: unknown hardware
+            "mfu": flops / seconds / figures.peak_flops if figures.peak_flops else None,  # None: unknown hardware
             "peak_memory_gib": result.peak_memory_gib,
             "data_wait": result.waited / seconds,
             "gradient_bytes": result.gradient_bytes,
@@ -131,7 +133,7 @@ class Reporter:
                 f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {_shown(record['loss'], 4)}  {measures}"
                 f"grad_norm {_shown(record['grad_norm'], 3)}  lr {result.lr:.2e}  "
                 f"tok/s {record['tokens_per_second']:,.0f}  supervised tok/s "
-                f"{record['supervised_tokens_per_second']:,.0f}  mfu({self._dtype}) {mfu}  "
+                f"{record['supervised_tokens_per_second']:,.0f}  mfu({figures.dtype}) {mfu}  "
                 f"mem {result.peak_memory_gib:.2f} GiB  data wait {record['data_wait']:.1%}"
             )
         self._bar.update(1)
@@ -217,14 +219,15 @@ class Reporter:
                 sink.close(is_done=stopped_early or self._step == self._steps)
 
 
-def _drop_after(path: Path, last_step: int, validation_due: bool, longest: int = _LONGEST_LINE) -> None:
-    """Remove the lines of steps that will be repeated, and an incomplete last line that a kill left.
+def drop_lines(path: Path, is_kept: Callable[[bytes], bool], longest: int = _LONGEST_LINE) -> None:
+    """Remove lines from a file of the run, if it is there.
 
     Args:
+        is_kept: raises ValueError: the line was not written by us.
         longest: bytes of a line.
 
     Raises:
-        UserError: it is no regular file, or a line was not written by us.
+        UserError: it is no regular file, or has such a line.
     """
     kept = list[bytes]()
     if not os.path.lexists(path):
@@ -232,21 +235,20 @@ def _drop_after(path: Path, last_step: int, validation_due: bool, longest: int =
     with open_plain(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(longest), b""), 1):
             try:
-                content = json.loads(line)
-            except (ValueError, RecursionError):  # a kill can cut off the last one
-                log.warning(f"{path}: line {number} cannot be read; it is left out")
-                continue
-            record = _entry(content, f"{path}: line {number}")
-            is_validations = "validation_loss" in record or "answer" in record
-            again = validation_due and is_validations and record["step"] == last_step
-            if record["step"] <= last_step and not again:
-                kept.append(line.rstrip(b"\n") + b"\n")
+                kept += [line.rstrip(b"\n") + b"\n"] if is_kept(line) else []
+            except ValueError as error:
+                raise UserError(f"{path}: line {number}: {error}; remove it") from None
     replace(path, b"".join(kept))
 
 
-def _entry(content: Any, where: str) -> dict[str, Any]:
+def _is_before(line: bytes, last_step: int, validation_due: bool) -> bool:
+    """Whether a line is of a step that will not be repeated. Raises ValueError: it is none of ours."""
     try:
-        record: dict[str, Any] = validated(content, dict[str, Any])
-        return {**record, "step": validated(record.get("step"), int, "step")}
-    except ValueError as error:
-        raise UserError(f"{where}: {error}; remove it") from None
+        content = json.loads(line)
+    except (ValueError, RecursionError):  # a kill can cut off the last one
+        log.warning(f"a line of the run's metrics or samples cannot be read; it is left out: {shown(line)}")
+        return False
+    record: dict[str, Any] = validated(content, dict[str, Any])
+    step = validated(record.get("step"), int, "step")
+    is_validations = "validation_loss" in record or "answer" in record
+    return bool(step < last_step or (step == last_step and not (validation_due and is_validations)))

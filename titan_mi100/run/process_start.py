@@ -1,7 +1,6 @@
 """The first lines of a process of a run, before torch is imported."""
 
 import os
-from typing import NamedTuple
 
 from titan_mi100.config.load import config_from_command_line
 from titan_mi100.config.settings import Config
@@ -10,17 +9,11 @@ from titan_mi100.run.preemption import Preemption
 from titan_mi100.watch.heartbeat import Heartbeat
 
 
-class Started(NamedTuple):
-    config: Config
-    preemption: Preemption
-    heartbeat: Heartbeat
-
-
-def start_process() -> Started:
+def start_process() -> tuple[Config, Preemption, Heartbeat]:
     """Listen for signals and read the config; --help and config errors are printed at once, and end the process."""
     preemption = Preemption()  # first: a signal to stop may arrive while torch is imported
     config = config_from_command_line()
     heartbeat = Heartbeat.of_process(config.watchdog)
     setup_logging(int(os.environ.get("RANK", "0")))
     log.info("loading torch ...")
-    return Started(config, preemption, heartbeat)
+    return config, preemption, heartbeat

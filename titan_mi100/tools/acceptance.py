@@ -8,20 +8,13 @@ of other prompts.
 
 import argparse
 import json
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from titan_mi100 import cli as tool
-from titan_mi100.config.settings import DataConfig
-from titan_mi100.data.columns import Findings
-from titan_mi100.data.encode import Encoder
-from titan_mi100.data.formats import choose_format
 from titan_mi100.data.prompts import asked_of
 from titan_mi100.errors import UserError
 from titan_mi100.generation.batch import command_parser, generate_all, open_model, read_rows, template_variables
@@ -44,8 +37,6 @@ def _parser() -> tool.Parser:
     add("--limit", type=int, default=0, metavar="N", help="use only the first N rows; 0: all")
     add("--k", type=int, default=_MOST, metavar="N", help=f"drafts of a step, at most {_MOST}; default {_MOST}")
     add("--temperature", type=float, default=0.0, help="of the text; 0, the default: always the most probable token")
-    kinds = "own, the default: the model writes it; given: the rows' answers, and a step begins at each of their tokens"
-    add("--text", choices=("own", "given"), default="own", help=kinds)
     add("--seed", type=int, default=42, help="for sampling; a row's draws depend on the seed and the row's index only")
     add("--json", action="store_true", help="print the summary as one JSON object")
     parser.set_defaults(output="", dtype="float32")
@@ -54,39 +45,31 @@ def _parser() -> tool.Parser:
 
 @full_memory_is_an_error()
 def _run(options: argparse.Namespace) -> None:
-    k, temperature, is_own = options.k, options.temperature, options.text == "own"
+    k, temperature = options.k, options.temperature
     rules = {
         f"--k {k}: must be 1 to {_MOST}": 1 <= k <= _MOST,
         f"--limit {options.limit}: must be 0 (all) or more": options.limit >= 0,
         f"--max_new_tokens {options.max_new_tokens}: must be more than --k {k}": options.max_new_tokens > k,
-        "--text given is measured at temperature 0; leave out --temperature": is_own or not temperature,
     }
     if broken := [rule for rule, holds in rules.items() if not holds]:
         raise UserError("\n".join(broken))
     model, sums = open_model(options, with_draft_head=True), list[Tensor]()
     sampling = Sampling(temperature, vocabulary=model.tokenizer.n_vocab, with_log_p=True)
     build = PromptBuilder(model, options.system, template_variables(options))
-    if is_own:
-        rows = read_rows(options.data, asked_of)[: options.limit or None]
-        requests = [build(where, *asked) for where, asked in rows]
-        generate_all(options, model, requests, partial(_load, options, model, sampling, sums), {})
-    else:
-        texts = list(_given(options, model, build))
-        meter = DraftMeter(model.load(), k, sampling, is_own)
-        seconds = 0.1 if sys.stderr.isatty() else 10  # a log gets few lines, and none from a short job
-        shown = tqdm(texts, unit="row", mininterval=seconds, delay=seconds)
-        sums += (meter(ids.to(model.device), learned.to(model.device)) for ids, learned in shown)
+    rows = read_rows(options.data, asked_of)[: options.limit or None]
+    requests = [build(where, *asked) for where, asked in rows]
+    generate_all(options, model, requests, partial(_load, options, model, sampling, sums), {})
     summary, near = rates(torch.stack(sums)), sum(float(each[-1]) for each in sums)
     if not summary[0]["n"]:
         raise UserError(f"{options.data}: no answer has a step, {k + 1} tokens; take other rows, or a lower --k")
     if options.json:
-        about = {name: getattr(options, name) for name in ("data", "text", "temperature", "k")}
+        about = {name: getattr(options, name) for name in ("data", "temperature", "k")}
         print(
             json.dumps({**about, "texts": len(sums), "near_ties": near, "length": summary[0], "positions": summary[1:]})
         )
         return
     how = f"written by the model at temperature {temperature:g}" if temperature else "written by the model, greedily"
-    print(f"{options.data}: {len(sums):,} texts, {how if is_own else 'given: a server drafts what its model writes'}")
+    print(f"{options.data}: {len(sums):,} texts, {how}")
     for number, rate in enumerate(summary):
         name, of = (f"draft {number} holds", "drafts") if number else ("tokens a step", "steps")
         mean, error = ("n/a" if rate[key] is None else f"{rate[key]:.3f}" for key in ("value", "error"))
@@ -108,19 +91,3 @@ def _load(options: argparse.Namespace, model: Model, sampling: Sampling, sums: l
         return answers
 
     return answer_batch
-
-
-def _given(options: argparse.Namespace, model: Model, build: PromptBuilder) -> Iterator[tuple[Tensor, Tensor]]:
-    """The ids of rows as training reads them, and which of them are learned."""
-    meant: dict[str, Any] = {name: str(setting).lower() for name, setting in build.variables.items()}
-    config = DataConfig(system_prompt=build.system, overlong="truncate", **meant)
-    form, encoder = (
-        choose_format(options.data, config),
-        Encoder(model.tokenizer, build.template, config, model.spec.reach),
-    )
-    if build.template is None and form.name not in ("text", "tokens"):
-        raise UserError(f"{options.data}: a conversation needs a chat template; name one's folder in --tokenizer_path")
-    encode = lambda row: encoder.encode(form.read_row(row, frozenset(), Findings())).documents  # noqa: E731
-    for _, documents in read_rows(options.data, encode)[: options.limit or None]:
-        for document in map(torch.from_numpy, documents):
-            yield document.long() >> 1, (document.long() & 1).bool()

@@ -17,7 +17,7 @@ from titan_mi100.config.layout import Layout
 from titan_mi100.log import setup_logging
 from titan_mi100.weights.base import dtype_name
 from titan_mi100.weights.source import open_weights, read_manifest, verify_files
-from titan_mi100.wording import plural, printable
+from titan_mi100.wording import printable
 
 
 def main() -> None:
@@ -36,11 +36,11 @@ def show(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(description))
         return
-    print(printable(f"{options.checkpoint}: {facts(description)}"))
-    for name, fingerprint in description["fingerprints"].items():
-        print(printable(f"  {name}: {json.dumps(fingerprint) if isinstance(fingerprint, dict) else fingerprint}"))
-    width = max(len(name) for name in description["tensors"])
-    for name, tensor in description["tensors"].items():
+    tensors, fingerprints = description.pop("tensors"), description.pop("fingerprints")
+    for name, fact in {**description, **fingerprints}.items():
+        print(printable(f"{name}: {fact if isinstance(fact, str) else json.dumps(fact)}"))
+    width = max(len(name) for name in tensors)
+    for name, tensor in tensors.items():
         print(printable(f"{name:<{width}}  {tensor['dtype']:<9} {tuple(tensor['shape'])}"))
 
 
@@ -72,14 +72,3 @@ def describe(path: Path, verify: bool) -> dict[str, Any]:
         "bytes": sum(kind.nbytes for kind in weights.kinds.values()),
         "tensors": tensors,
     }
-
-
-def facts(found: dict[str, Any]) -> str:
-    """The result of `describe` in one line, without fingerprints and tensors."""
-    parts = [f"step {found['step']}" if found["sealed"] else "no manifest"]
-    parts += [f"{found['layout']}, {plural(found['processes'], 'process')}"] if found["layout"] else []
-    parts += [f"torch {found['torch']}"] if found["torch"] else []
-    weights = sum(map(is_weight, found["tensors"]))
-    parts.append(f"{weights} weights with {found['model_values']:,} values")
-    parts.append(f"{len(found['tensors']) - weights} other tensors, {found['bytes'] / 1e6:,.1f} MB in total")
-    return "; ".join(parts + (["files verified"] if found["verified"] else []))

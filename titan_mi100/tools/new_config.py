@@ -21,7 +21,7 @@ from titan_mi100 import cli
 from titan_mi100.config.as_text import toml_value
 from titan_mi100.config.bundled import FOLDER
 from titan_mi100.config.check import check
-from titan_mi100.config.hub import hub_hint, hub_name, local_path
+from titan_mi100.config.hub import hub_name, local_path
 from titan_mi100.config.layout import Batch
 from titan_mi100.config.load import load_config
 from titan_mi100.config.problem import Problem
@@ -238,7 +238,7 @@ def _model(text: str) -> str:
     text = text.strip()
     path = os.path.abspath(os.path.expanduser(local_path(text))) if text else ""
     if not os.path.isdir(path):
-        raise UserError(f"{text or 'no answer'}: is no folder; name a model's folder{hub_hint(text)}")
+        raise UserError(f"{text or 'no answer'}: is no folder; name a model's folder, or Qwen/Qwen3-0.6B of the hub")
     read_hf_config(path)
     if not has_tokenizer(path):
         raise UserError(f"{text}: has no tokenizer; download the whole folder again")

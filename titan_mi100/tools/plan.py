@@ -83,8 +83,7 @@ def _efficiency(measured: float | Path | None, workload: Workload, card: int, gp
     if isinstance(measured, float):
         share = measured_efficiency(workload, card, gpu, measured)
         return share, f"from {measured:,.0f} tokens/s of this config"
-    share, origin = door("plan --measured")(measured, gpu)
-    return share, origin
+    return door("plan --measured")(measured, gpu)  # type: ignore[no-any-return]
 
 
 def _lines(plan: Plan, gpu: Gpu, tokens: float, origin: str) -> list[str]:
@@ -95,6 +94,7 @@ def _lines(plan: Plan, gpu: Gpu, tokens: float, origin: str) -> list[str]:
         origin: of the plan's efficiency, in words.
     """
     layout, batch = plan.config.layout(plan.ranks), plan.config.batch(plan.ranks)
+    sent = ", ".join(f"{bytes_in_words(round(size))} ({name})" for name, size in plan.sent.items() if size)
     lines = [
         f"{plan.ranks} x {gpu.name}, {plan.card / GIB:.1f} GiB each: {layout.describe()}",
         f"a step: {plural(batch.global_batch_size, 'row')} of {plan.config.training.seq_len} tokens, "
@@ -113,14 +113,10 @@ def _lines(plan: Plan, gpu: Gpu, tokens: float, origin: str) -> list[str]:
         f"  differs from the memory counter by {-BELOW:+.0%} to {ABOVE:+.0%}; with an assumed share for driver and "
         f"fragmentation: {plan.least / GIB:.1f} to {plan.most / GIB:.1f} GiB",
         "",
-        f"fits: {plan.most / GIB:.1f} of {plan.card / GIB:.1f} GiB"
-        if plan.fits
-        else f"does not fit: {plan.most / GIB:.1f} of {plan.card / GIB:.1f} GiB\nwhat helps most: {remedy(plan)}",
+        f"{'fits' if plan.fits else 'does not fit'}: {plan.most / GIB:.1f} of {plan.card / GIB:.1f} GiB",
+        *([] if plan.fits else [f"what helps most: {remedy(plan)}"]),
         "",
-        f"{plan.flops / 1e12:,.0f} TFLOP per step; a card sends "
-        + ", ".join(f"{bytes_in_words(round(size))} ({name})" for name, size in plan.sent.items() if size)
-        if any(plan.sent.values())
-        else f"{plan.flops / 1e12:,.0f} TFLOP per step",
+        f"{plan.flops / 1e12:,.0f} TFLOP per step" + (f"; a card sends {sent}" if sent else ""),
     ]
     if host := plan.host:
         lines.append(f"host memory: {host / GIB:.1f} GiB for each card, plus what its process takes")
@@ -192,11 +188,6 @@ def _search(
         print(f"{'s/step':>8}{'GiB':>7}  cards, layout, rows x forwards, recomputation, optimizer, reduction")
         for plan in fitting[:_SHOWN]:
             print(f"{plan.seconds:>8.1f}{plan.most / GIB:>7.1f}  {_words(plan)}")
-        first = fitting[0]
-        if first.ranks < max(plan.ranks for plan in fitting):
-            print(f"\none card is faster than {options.gpus}")
-        if first.config.parallelism.is_pipeline:
-            print("\na pipeline is faster than FSDP2 here: it sends less")
     if not fitting:
         best = min(plans, key=lambda plan: plan.most, default=None)
         least = f"; the smallest needs {best.most / GIB:.1f} GiB: {_words(best)}" if best else ""

@@ -22,7 +22,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from titan_mi100.config.settings import WatchdogConfig
 from titan_mi100.wording import with_level
@@ -165,34 +165,13 @@ class Heartbeat:
                 (self._folder / FOLDER_FILE).write_text(str(folder), encoding="utf-8", errors="surrogateescape")
 
 
-class OpenFiles:
-    """Opens files and keeps them open, so that they can be read after a cleaner of /tmp has removed them."""
-
-    def __init__(self) -> None:
-        self._files: dict[Path, BinaryIO] = {}
-
-    def matching(self, folder: Path, pattern: str) -> list[Path]:
-        """The folder's files that match, with those that were removed."""
-        return sorted({*folder.glob(pattern), *(path for path in self._files if path.match(pattern))})
-
-    def open(self, path: Path) -> BinaryIO:
-        """The file, at its beginning. Raises OSError: it was removed before it was opened for the first time."""
-        try:
-            self._files[path] = path.open("rb", buffering=0)  # again each time: another process may have replaced it
-        except OSError:
-            if path not in self._files:
-                raise
-        self._files[path].seek(0)
-        return self._files[path]
-
-
-def read_beats(folder: Path, files: OpenFiles | None = None) -> list[Beat]:
-    """All records in the folder, sorted by rank. Args: files: from earlier calls; with them, removed records count."""
-    beats, files = [], files or OpenFiles()
-    for path in files.matching(folder, "*.beat"):
+def read_beats(folder: Path) -> list[Beat]:
+    """All records in the folder, sorted by rank."""
+    beats = []
+    for path in sorted(folder.glob("*.beat")):
         with suppress(OSError, struct.error):  # the file is being created
             content = b""
-            while content != (content := files.open(path).read()):  # until equal twice: it may be written meanwhile
+            while content != (content := path.read_bytes()):  # until equal twice: it may be written meanwhile
                 pass
             *numbers, phase, doing = _RECORD.unpack(content)
             words = [text.rstrip(b"\0").decode(errors="replace") for text in (phase, doing)]

@@ -6,14 +6,13 @@ prints one line for a batch script: the exit code, the next move (end, retry or 
 own exit code is not enough: it is the highest exit code of its tasks. Imports no torch, because launchers import it.
 """
 
-import dataclasses
 import errno
 import json
 import os
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,19 +29,29 @@ RUNNING, HUNG, LOST, INTERRUPTED = "running", "hung", "lost_a_process", "interru
 
 
 class Outcome(NamedTuple):
-    """How a run ended.
+    """How a run stands or ended, as run_state.json has it.
 
     Attributes:
         code: exit code, see docs/DESIGN.md.
         message: the run's own message; "": it has none.
         step: the last step that this start is known to have finished; None: no step.
-        state: `state` of run_state.json; "": no process has written one.
+        state: running, done, crashed, ...; see docs/RUN_FOLDER.md; "": no process has written one.
+        next: what the user can do next; "": that was not read.
     """
 
     code: int
     message: str = ""
     step: int | None = None
     state: str = ""
+    next: str = ""
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The content of a run_state.json; {}: it is missing, unreadable, or something else."""
+    with suppress(OSError, ValueError, RecursionError):
+        content = json.loads(read_plain(path, LARGEST_CONFIG))
+        return content if isinstance(content, dict) else {}
+    return {}
 
 
 def read_outcome(path: Path, start: str = "") -> Outcome | None:
@@ -51,40 +60,21 @@ def read_outcome(path: Path, start: str = "") -> Outcome | None:
     Args:
         start: value of TITAN_START; "": any start.
     """
+    content = read_state(path)
+    if start and content.get("start") != start:
+        return None
     try:
-        content = json.loads(read_plain(path, LARGEST_CONFIG))
-        if start and content.get("start") != start:
-            return None
         state, step = str(content["state"]), content.get("step")
         # A run that still says "running" although it has ended could not write its last state.
         message = "killed, or ended without a message" if state == RUNNING else content.get("message", "")
         return Outcome(int(content["exit_code"]), str(message), step if step is None else int(step), state)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         return None
 
 
 def _may_go_better(outcome: Outcome) -> bool:
     """Whether another start may succeed: after a crash, a hang or a lost process, but not after a wrong config."""
     return outcome.code in (1, 5) and outcome.state in ("", RUNNING, LOST, "crashed", HUNG)
-
-
-@dataclass(frozen=True)
-class RunState:
-    """The content of `run_state.json`.
-
-    Attributes:
-        state: running, done, crashed, ...; see docs/RUN_FOLDER.md.
-        exit_code: see docs/DESIGN.md.
-        message: the run's own message.
-        next: what the user can do next.
-        step: the last step that the writer knows this start has finished; None: no step.
-    """
-
-    state: str
-    exit_code: int
-    message: str
-    next: str
-    step: int | None = None
 
 
 def launcher_is_told() -> bool:
@@ -94,7 +84,7 @@ def launcher_is_told() -> bool:
     return os.path.isdir(os.path.dirname(os.environ.get("TITAN_OUTCOME", "")))
 
 
-def write_run_state(folder: Path | None, state: RunState) -> None:
+def write_run_state(folder: Path | None, outcome: Outcome) -> None:
     """Write the state into the run folder, and into the file that the launcher named.
 
     The launcher needs the file because torchrun turns every worker's exit code into 1.
@@ -107,36 +97,34 @@ def write_run_state(folder: Path | None, state: RunState) -> None:
         paths.append(Path(os.environ["TITAN_OUTCOME"]))
     for path in paths:
         with write_or_say(path, log.error):
-            _write(path, state)
+            _write(path, outcome)
 
 
-def _write(path: Path, state: RunState) -> None:
+def _write(path: Path, outcome: Outcome) -> None:
     restarts = restarts_of(path)
     try:
-        replace(path, _as_json(state, restarts))
+        replace(path, _as_json(outcome, restarts))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         # On a full disk a new file is impossible: overwrite the old one in place. Its first block holds a short state.
         with path.open("r+", encoding="utf-8") as file:
-            short = dataclasses.replace(state, message=state.message[:300], next=state.next[:300])
+            short = outcome._replace(message=outcome.message[:300], next=outcome.next[:300])
             file.write(_as_json(short, restarts[-3:]))
             file.truncate()
 
 
-def _as_json(state: RunState, restarts: list[Any]) -> str:
+def _as_json(outcome: Outcome, restarts: list[Any]) -> str:
     start = {"start": os.environ[START]} if os.environ.get(START) else {}
-    shown = {**asdict(state), "message": printable(state.message), **start}  # launchers print it
-    return json.dumps(shown | ({"restarts": restarts} if restarts else {}), indent=1) + "\n"
+    words = {"message": printable(outcome.message), "next": outcome.next}  # launchers print the first
+    state = {"state": outcome.state, "exit_code": outcome.code, **words, "step": outcome.step, **start}
+    return json.dumps(state | ({"restarts": restarts} if restarts else {}), indent=1) + "\n"
 
 
 def restarts_of(path: Path) -> list[Any]:
     """The list of restarts in a run_state.json; [] if there is none."""
-    try:
-        restarts = json.loads(read_plain(path, LARGEST_CONFIG))["restarts"]
-        return restarts if isinstance(restarts, list) else []
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return []
+    restarts = read_state(path).get("restarts")
+    return restarts if isinstance(restarts, list) else []
 
 
 class Restarts:
@@ -177,11 +165,8 @@ def note_restart(folder: Path, outcome: Outcome) -> None:
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     fields = {"state": outcome.state, "exit_code": outcome.code, "step": outcome.step}
     restart = {"time": now, "attempt": len(restarts) + 1, **fields, "message": printable(outcome.message)}
-    try:
-        state = json.loads(read_plain(path, LARGEST_CONFIG))
-        replace(path, json.dumps(state | {"restarts": [*restarts, restart]}, indent=1) + "\n")
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        log.warning(f"{path}: the restart could not be recorded: {error}")
+    with write_or_say(path):
+        replace(path, json.dumps(read_state(path) | {"restarts": [*restarts, restart]}, indent=1) + "\n")
 
 
 def append_to_log(folder: Path, lines: Iterable[str]) -> None:

@@ -18,12 +18,12 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from titan_mi100.checkpoint.sealed import DamagedError, all_checkpoints, damaged, list_checkpoints, read_manifest
 from titan_mi100.errors import UserError
-from titan_mi100.watch.heartbeat import ENDED, FOLDER_FILE, WRITE_STACKS, Beat, OpenFiles, read_beats, record_file
-from titan_mi100.watch.outcome import HUNG, STATE, Outcome, RunState, read_outcome, write_run_state
+from titan_mi100.watch.heartbeat import ENDED, FOLDER_FILE, WRITE_STACKS, Beat, read_beats, record_file
+from titan_mi100.watch.outcome import HUNG, STATE, Outcome, read_outcome, write_run_state
 
 LOOK = 1.0  # seconds between two looks
 _LONGEST_LOOK = 4.0  # seconds counted at most between two looks: after a longer gap the watcher itself was stopped
@@ -123,16 +123,10 @@ class Watch:
         self._seen: dict[int, tuple[int, float]] = {}  # rank -> beats, seconds since they have changed
         self._missing, self._looked = 0.0, time.monotonic()
         self._vanished = list[Beat]()  # the first ones, in one look
-        self._files = OpenFiles()
 
     def beats(self) -> list[Beat]:
         """The processes' records."""
-        beats = read_beats(self._folder, self._files)
-        for beat in beats:
-            with suppress(OSError):  # not made yet
-                self._files.open(record_file(self._folder, beat.rank, "stacks"))
-        self._run_folder = self._run_folder or str(self.run_folder() or "")
-        return beats
+        return read_beats(self._folder)
 
     def look(self) -> bool:
         """Check all processes; whether the run hangs. If so, `outcome` is set and the stacks are written."""
@@ -185,7 +179,7 @@ class Watch:
         return None
 
     def _describe(self, what: str, beats: Sequence[Beat]) -> Outcome:
-        processes, host = _examine(self._folder, beats, self._files), socket.gethostname()
+        processes, host = _examine(self._folder, beats), socket.gethostname()
         late = behind(processes) if processes else []
         lines = [f"rank {seen.beat.rank} on {host} is behind: {seen.where()}" for seen in late]
         if not late and processes:
@@ -208,29 +202,23 @@ class Watch:
         return Outcome(5, message, self.last_step(), HUNG)
 
 
-def _examine(folder: Path, beats: Sequence[Beat], files: OpenFiles) -> list[ProcessSnapshot]:
+def _examine(folder: Path, beats: Sequence[Beat]) -> list[ProcessSnapshot]:
     """Make each process write its stacks, and read its state from /proc."""
-    sizes = dict[int, int]()
 
-    def stacks(rank: int) -> BinaryIO:
-        return files.open(record_file(folder, rank, "stacks"))
+    def written() -> dict[int, bytes]:
+        files = {beat.rank: record_file(folder, beat.rank, "stacks") for beat in beats}
+        return {rank: file.read_bytes() if file.exists() else b"" for rank, file in files.items()}
 
+    before = last = written()
     for beat in beats:
         with suppress(OSError):  # it is gone
-            sizes[beat.rank] = stacks(beat.rank).seek(0, os.SEEK_END)
             os.kill(beat.pid, WRITE_STACKS)
-    until, before = time.monotonic() + _DUMP, dict[int, int]()
-    while time.monotonic() < until:
+    until, now = time.monotonic() + _DUMP, dict[int, bytes]()
+    while time.monotonic() < until and not (now == last and all(len(now[rank]) > len(before[rank]) for rank in now)):
         time.sleep(0.3)
-        now = {rank: stacks(rank).seek(0, os.SEEK_END) for rank in sizes}
-        if now == before and all(now[rank] > sizes[rank] for rank in sizes):
-            break
-        before = now
-    processes = list[ProcessSnapshot]()
-    for beat in beats:
-        content = stacks(beat.rank).read()[sizes[beat.rank] :] if beat.rank in sizes else b""
-        processes.append(ProcessSnapshot(beat, *_state(beat.pid), content.decode(errors="replace")))
-    return processes
+        last, now = now, written()
+    stacks = {rank: now[rank][len(before[rank]) :].decode(errors="replace") for rank in now}
+    return [ProcessSnapshot(beat, *_state(beat.pid), stacks[beat.rank]) for beat in beats]
 
 
 def _state(pid: int) -> tuple[str, str]:
@@ -259,8 +247,7 @@ def how_to_start_again(folder: Path | None) -> str:
 
 def write_end(folder: Path | None, outcome: Outcome) -> None:
     """Write the state of a run whose processes could not. Args: folder: of the run; None: not known."""
-    again = how_to_start_again(folder)
-    write_run_state(folder, RunState(outcome.state, outcome.code, outcome.message, again, outcome.step))
+    write_run_state(folder, outcome._replace(next=how_to_start_again(folder)))
 
 
 def main(folder: Path, processes: int) -> None:

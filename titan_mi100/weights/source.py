@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from titan_mi100.checkpoint import sealed
-from titan_mi100.config.hub import hub_hint
 from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.errors import UserError
 from titan_mi100.files.model import DCP, TORCH, weights_format
@@ -41,7 +40,7 @@ def open_weights(path: str | Path, only_weights: bool = True) -> Weights:
     """
     path = Path(path)
     if not path.exists():
-        raise UserError(f"{path}: no such folder or file{hub_hint(str(path)) or nearby(str(path))}")
+        raise UserError(f"{path}: no such folder or file{nearby(str(path))}")
     kind = weights_format(path)
     if kind == DCP:
         manifest = read_manifest(path)

@@ -83,7 +83,3 @@ def described(entry: Entry) -> list[str]:
         for text in texts
     ]
     return [", ".join(entry.names), *(line for lines in inside for line in lines)]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

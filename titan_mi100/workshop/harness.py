@@ -4,10 +4,12 @@
 
 or from the checkout, which finds or makes the environment: scripts/evaluate.sh CKPT TASKS [lm_eval arguments]
 
-CKPT   an HF folder, or an input of `convert dcp-to-hf`, such as RUN/checkpoint/step-500. The latter is exported to
-       CKPT-hf first. The export is kept: the next evaluation, vLLM and transformers can read it.
-TASKS  names of lm_eval's tasks, separated by commas; or a YAML file or folder with tasks of your own. These are read
-       without network, and paths of data files in them are relative to their folder.
+CKPT   an HF folder, or an input of `convert dcp-to-hf`, such as RUN/checkpoint/step-500. The
+       latter is exported to CKPT-hf first. The export is kept: the next evaluation, vLLM and
+       transformers can read it.
+TASKS  names of lm_eval's tasks, separated by commas; or a YAML file or folder with tasks of your
+       own. These are read without network, and paths of data files in them are relative to their
+       folder.
 
 All other arguments go to lm_eval: --limit 100, --batch_size 16, --apply_chat_template for a chat model, --model_args
 dtype=float32. The results are written to CKPT-eval, or to --output_path.

@@ -165,7 +165,3 @@ def _ranks(text: str) -> list[int]:
     if not all(part.isdecimal() and len(part) < 8 for part in text.split(",")):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks; write for example 0,8")
     return sorted({int(part) for part in text.split(",")})
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,7 +8,6 @@ may still be running. Imports no torch.
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -54,7 +53,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", metavar="FILE.html", default="", help="the page (default: report.html in the run's folder)")
     add("--json", action="store_true", help="print the data as JSON instead")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,7 +8,6 @@ import gzip
 import io
 import json
 import re
-import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -191,7 +190,3 @@ def _shares(kinds: Sequence[Iterable[Span]], start: float, stop: float) -> dict[
         running[number] += change
         last = time
     return shares
-
-
-if __name__ == "__main__":
-    sys.exit(main())

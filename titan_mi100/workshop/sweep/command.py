@@ -321,7 +321,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory", type=size_gib, default=0, metavar="32GB", help="with --dry-run: memory of a card, in GiB")
     add("--json", action="store_true", help="print JSON instead of the table")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -155,18 +155,15 @@ def _row(
         ga = training.gradient_accumulation_steps
     flavor = next((name for name, shape in MODELS.items() if shape == spec), "")
     folder = Path(base.checkpoint.initial_load_path).name
+    settings = [(name, attrgetter(name)(base), attrgetter(name)(Config())) for name in _SHOWN]
+    changed = [f"{name} = {toml_value(setting)}" for name, setting, default in settings if setting != default]
     row = Row(
         layout=layout, processes=processes, batch=training.local_batch_size, ga=ga, tokens=tokens,
         checkpointing=config.activation_checkpoint.mode, dtype=training.mixed_precision_param,
         model=flavor or f"{folder} ({parameter_count(spec) / 1e6:,.1f}M)", seq=training.seq_len,
-        settings=_settings(base), digest=_digest(config, spec), **common,
+        settings=", ".join(changed), digest=_digest(config, spec), **common,
     )  # fmt: skip
     return row, config
-
-
-def _settings(config: Config) -> str:
-    settings = [(name, attrgetter(name)(config), attrgetter(name)(Config())) for name in _SHOWN]
-    return ", ".join(f"{name} = {toml_value(setting)}" for name, setting, default in settings if setting != default)
 
 
 def _digest(config: Config, spec: ModelSpec) -> str:
