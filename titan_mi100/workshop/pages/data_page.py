@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
 from itertools import groupby
 from pathlib import Path
@@ -62,7 +62,7 @@ def page(title: str, report: dict[str, Any]) -> str:
         body.append(section("Scores", f"<p>{text(in_words(scores))}</p>{heads}<ul>{told}</ul>"))
     sets = report["sets"]
     for index, each in enumerate(sets):
-        inside = section("Lengths", _lengths(each))
+        inside = section("Lengths", _lengths(each)) + section("How rows are filled", _map(each))
         inside += section("Documents, token by token", _documents(each, MOST_TOKENS // len(sets)))
         counts = f"{plural(each['documents'], 'document')}, {each['supervised'] / each['tokens']:.1%} learned"
         counts += f", {each['share']:.1%} of a run's rows" if each["share"] else ""
@@ -81,6 +81,24 @@ def _lengths(report: dict[str, Any]) -> str:
         series["rows of the files that did not fit, by their length"] = lengths["overlong"]
     note, edges = f"a row holds {report['seq_len']:,}", [f"{edge:,}" for edge in lengths["to"]]
     return f'<div class="charts">{bars("Documents by their number of tokens", note, edges, series)}</div>'
+
+
+def _map(report: dict[str, Any]) -> str:
+    """A drawing of some rows: their documents, and below them what is learned."""
+    rows = ""
+    for row in report["packing"]:
+        boxes, learned = zip([0, *row["ends"]], row["ends"], strict=False), row["learned"]
+        drawn = f'<path class="box" d="{_boxes(boxes, 0, 10)}"/>'
+        drawn += f'<path class="learned" d="{_boxes(zip(learned[::2], learned[1::2], strict=True), 11, 5)}"/>'
+        svg = f'<svg viewBox="0 0 1000 16" preserveAspectRatio="none">{drawn}</svg>'
+        rows += f"<span>row {row['row']:,}</span>{svg}<span>{row['documents']:,}</span>"
+    rows_shown = f"{plural(len(report['packing']), 'row')} of {report['rows']:,}, {report['seq_len']:,} tokens each"
+    key = "Blue: documents, with their number on the right; green below them: what is learned; grey: padding."
+    return f'<p class="soft">{rows_shown}. {key}</p><div class="map">{rows}</div>'
+
+
+def _boxes(spans: Iterable[tuple[int, int]], top: int, height: int) -> str:
+    return "".join(f"M{start},{top}h{stop - start}v{height}h-{stop - start}z" for start, stop in spans)
 
 
 def _documents(report: dict[str, Any], most: int) -> str:

@@ -1,4 +1,4 @@
-"""What the data page shows, as JSON values: of each set its lengths and some documents."""
+"""What the data page shows, as JSON values: of each set its lengths, how its rows are filled, and some documents."""
 
 import argparse
 from collections.abc import Iterable, Iterator
@@ -21,6 +21,7 @@ from titan_mi100.tools.score import summarise
 from titan_mi100.workshop.pages.reasons import explain
 
 _RIGHT, _MOST_ANSWERS = 0.5, 5  # a score above it is right; the best and the worst answers that are shown
+_PICTURED = 24  # rows in the packing picture
 # on a page: sources of a mixture, documents of a set, and tokens of all rows together
 _MOST_SETS, _MOST_DOCUMENTS, MOST_TOKENS = 8, 30, 16_384
 
@@ -101,7 +102,7 @@ def _documents(row: dict[str, Any], dataset: PackedDataset) -> Iterator[dict[str
 
 
 def _summary(data: Prepared, dataset: PackedDataset) -> dict[str, Any]:
-    """The whole set: lengths of its documents and of rows that did not fit."""
+    """The whole set: lengths of its documents and of rows that did not fit, packing."""
     overlong = [int(line["tokens"]) for line in read_ledger(data.ledger()) if OVERLONG in line["reason"]]
     lengths = np.diff(dataset.documents.starts)[dataset.packing.documents]
     # 16 bins up to seq_len; beyond it, bins of doubling width for rows that did not fit.
@@ -110,4 +111,17 @@ def _summary(data: Prepared, dataset: PackedDataset) -> dict[str, Any]:
         edges.append(2 * edges[-1])
     # a bin includes its upper edge but not its lower one; all values are integers
     counts = [np.histogram(each, np.array(edges) + 0.5)[0].tolist() for each in (lengths, overlong)]
-    return {"lengths": {"to": edges[1:], "documents": counts[0], "overlong": counts[1]}}
+    pictured = np.linspace(0, len(dataset) - 1, _PICTURED).round().astype(int).tolist()
+    return {
+        "lengths": {"to": edges[1:], "documents": counts[0], "overlong": counts[1]},
+        "packing": [_picture(dataset, row) for row in dict.fromkeys(pictured)],
+    }
+
+
+def _picture(dataset: PackedDataset, index: int) -> dict[str, Any]:
+    """Where a row's documents end, and where spans of supervised tokens begin and end, in 1/1000 of the row."""
+    lengths = [len(dataset.documents[number]) for number in dataset.documents_of(index)]
+    ends = np.unique(np.cumsum(lengths) * 1000 // dataset.seq_len).tolist()
+    learned = np.pad(dataset.row(index).supervised()[np.arange(1000) * dataset.seq_len // 1000], 1)
+    edges = np.flatnonzero(learned[1:] != learned[:-1]).tolist()
+    return {"row": index, "documents": len(lengths), "ends": ends, "learned": edges}
