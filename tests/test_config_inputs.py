@@ -469,21 +469,27 @@ def test_a_slip_in_toml_gets_the_words_that_correct_it(text: str, said: str, fil
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "remedy"),
     [
-        'path = "C:\\data\\x"', "a = 1\na = 2", "enable = True", "path = None", 'path = ["a", "b"\n[training]\n',
-        "path = a.jsonl", 'path = "a\n', '[data]\npath = "a\u2028b"\nformat = True\n', "[data]\n\n\u00a0",
+        (
+            'path = "C:\\data\\x"',
+            "in \"...\" a backslash begins an escape; write the text in '...', or / for each backslash",
+        ),
+        ("a = 1\na = 2", "a is given twice; delete one of them"),
+        ("enable = True", "write enable = true"),
+        ("path = None", "there is no None; delete the line"),
+        ('path = ["a", "b"\n[training]\n', "write [section] or key = value, with texts in quotes and lists in [ ]"),
+        ("path = a.jsonl", "write [section] or key = value, with texts in quotes and lists in [ ]"),
+        ('path = "a\n', "add the missing quote at the end of the text"),
+        ('[data]\npath = "a\u2028b"\nformat = True\n', "write format = true"),
+        ("[data]\n\n\u00a0", "write [section] or key = value, with texts in quotes and lists in [ ]"),
+        ("[training]\nsteps = 2020-01-01", "put it in quotes, as a text"),
     ],
-)  # fmt: skip
-def test_a_syntax_error_in_toml_names_the_line_and_what_is_written(text: str, tmp_path: Path) -> None:
+)
+def test_a_syntax_error_in_toml_names_its_repair(text: str, remedy: str, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(f"[compile]\n{text}")
     [line] = refusal("--job.config_file", str(tmp_path / "mine.toml")).splitlines()
-    assert "each once; texts in quotes (with a \\ in '...'), lists in [ ], true, false" in line
-
-
-def test_a_date_in_toml_is_no_setting(tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text("[training]\nsteps = 2020-01-01")
-    assert refusal("--job.config_file", str(tmp_path / "mine.toml")).endswith("; put it in quotes, as a text")
+    assert line.endswith(f"; {remedy}")
 
 
 @pytest.mark.parametrize(

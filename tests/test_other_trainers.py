@@ -308,7 +308,7 @@ BASE = "base = 'base.toml'\n"
     [
         (f"[dta]\npath = 'x'\n{MODEL}", "[dta] is not a section"),
         (f"[frob]\nodd = 'x'\n{MODEL}", "[frob] is not a section"),
-        ("[training\nsteps = 3", ": [training; write [section] or key = value, each once"),
+        ("[training\nsteps = 3", ": [training; write [section] or key = value, with texts in quotes and lists in [ ]"),
         (
             f"{BASE}[parallelism]\ntensor_parallel_degree = '2'\ndata_parallel_shard_degree = 1",
             "tensor_parallel_degree = '2' must",

@@ -18,7 +18,6 @@ else:
 
 # Bytes of a file. Parsing can take cubic time: larger files are parsed in a child process with a time limit.
 _SMALL, _LARGEST = MIB >> 6, MIB
-_REMEDY = "write [section] or key = value, each once; texts in quotes (with a \\ in '...'), lists in [ ], true, false"
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -51,7 +50,7 @@ def parse(path: str) -> dict[str, Any]:
         if match := re.search(r"\(at (?:line (\d+), column \d+|end of document)\)$", message):
             # not splitlines(): only "\n" ends a line of TOML
             line = text.split("\n")[int(match[1]) - 1] if match[1] else text.rstrip().rpartition("\n")[2]
-            problem += f": {printable(shortened(line.strip(), 100))}; {_REMEDY}"
+            problem += f": {printable(shortened(line.strip(), 100))}; {_remedy(message, line)}"
         raise UserError(problem) from None
 
 
@@ -60,3 +59,17 @@ def _is_json(value: Any) -> bool:
     if isinstance(value, dict | list):
         return all(map(_is_json, value.values() if isinstance(value, dict) else value))
     return isinstance(value, str | int | float)
+
+
+def _remedy(problem: str, line: str) -> str:
+    """What to do about a syntax error. Args: problem: the parser's message about the line."""
+    name, _, value = (part.strip() for part in line.partition("="))
+    if "overwrite" in problem or "twice" in problem:
+        return f"{shortened(name)} is given twice; delete one of them"
+    if problem.startswith("Illegal character '\\n'"):
+        return "add the missing quote at the end of the text"
+    if "\\" in problem or "hex value" in problem or "escaped" in problem:
+        return "in \"...\" a backslash begins an escape; write the text in '...', or / for each backslash"
+    if word := re.match(r"(True|False|None)\b", value):
+        return "there is no None; delete the line" if word[1] == "None" else f"write {name} = {word[1].lower()}"
+    return "write [section] or key = value, with texts in quotes and lists in [ ]"
