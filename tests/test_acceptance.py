@@ -140,11 +140,9 @@ def served(
     return [text[len(prompt) : len(prompt) + new] for text, prompt in zip(texts, prompts, strict=True)], steps
 
 
-def measured(
-    model: Any, k: int, sampling: Sampling, prompt: list[int], answer: list[int], is_own: bool = True
-) -> Tensor:
+def measured(model: Any, k: int, sampling: Sampling, prompt: list[int], answer: list[int]) -> Tensor:
     ids = torch.tensor(prompt + answer)
-    return DraftMeter(model, k, sampling, is_own)(ids, torch.arange(len(ids)) >= len(prompt))
+    return DraftMeter(model, k, sampling)(ids, torch.arange(len(ids)) >= len(prompt))
 
 
 def counts_of(steps: Sequence[tuple[list[int], int]], k: int) -> list[int]:
@@ -207,8 +205,9 @@ def test_every_draft_of_a_chain_has_the_logits_of_a_computation_from_the_beginni
                 weight *= min(1.0, float(q[token] / of_trunk[token]))
             expected += torch.tensor(row, dtype=torch.float64)
     model = ours(spec, hf, head, backend)
+    monkeypatch.setattr(of_drafts, "step_starts", lambda before: torch.ones(len(before), dtype=torch.float64))
     for _ in range(2):  # nothing is left of the call before; slots one by one are as together
-        found = measured(model, 3, Sampling(temperature), text[:5], text[5:], is_own=False)
+        found = measured(model, 3, Sampling(temperature), text[:5], text[5:])
         assert found[0] == 5 and found[-1] == 0
         assert (found[:-1] - expected).abs().max() < 1e-10
         monkeypatch.setattr(of_drafts, "VALUES_AT_ONCE", 1)

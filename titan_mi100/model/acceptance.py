@@ -30,19 +30,18 @@ Drafts = tuple[Tensor, Tensor, Tensor]
 
 
 class DraftMeter:
-    """Measures drafts over texts, in the dtype of the weights.
+    """Measures drafts over texts that the model has written, in the dtype of the weights.
 
     Args:
         network: has a draft head.
         k: drafts of a step.
         sampling: at temperature 0 a draft is the head's likeliest token, and holds if it is the trunk's; else it is
             drawn from the head's distribution q, and holds with min(1, p / q), p the trunk's.
-        is_own: the model has written the texts so. If not, at temperature 0: a step begins at each slot.
     """
 
-    def __init__(self, network: CausalLM, k: int, sampling: Sampling, is_own: bool) -> None:
+    def __init__(self, network: CausalLM, k: int, sampling: Sampling) -> None:
         assert network.mtp is not None
-        self._network, self._head, self._k, self._sampling, self._is_own = network, network.mtp, k, sampling, is_own
+        self._network, self._head, self._k, self._sampling = network, network.mtp, k, sampling
         self._layer = next(layer for layer in network.mtp.layers if isinstance(layer, Layer))
         self._layer.backend = self._attend  # type: ignore[assignment]
         self._entries = list[tuple[Tensor, Tensor]]()  # keys and values of the text, then of each further draft
@@ -64,7 +63,7 @@ class DraftMeter:
             return torch.zeros(k + 2, dtype=torch.float64)
         held, mean, is_near = map(torch.cat, zip(*self._drafts(ids, slots), strict=True))
         before = torch.cat((torch.ones(len(slots), 1), held.cumprod(1)), dim=1)  # that all before it hold
-        begins = step_starts(before) if self._is_own else torch.ones(len(slots), dtype=torch.float64)
+        begins = step_starts(before)
         left_out = (is_near & (before[:, :-1] > 0)).any(1)
         counted = begins * ~left_out
         accepted = counted @ (before[:, :-1] * mean)
@@ -101,10 +100,8 @@ class DraftMeter:
             return held, torch.minimum(p, q).sum(1), torch.zeros_like(tokens, dtype=torch.bool)
         (chosen, drafted), highest = logits.argmax(-1), logits.topk(2).values
         is_near = (highest[..., 0] - highest[..., 1] <= NEAR).any(0)
-        if self._is_own:  # the text was written with a cache, which may round otherwise
-            is_near, chosen = is_near | (chosen != tokens), tokens
-        held = (drafted == chosen).double()
-        return held, held, is_near
+        held = (drafted == tokens).double()
+        return held, held, is_near | (chosen != tokens)  # the text was written with a cache, which may round otherwise
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, prepared: Any) -> Tensor:
         """Attention of the head's layer, see Backend. After the first call, which is of the whole text, each is of one

@@ -80,7 +80,7 @@ def _run(options: argparse.Namespace) -> None:
 def _load(options: argparse.Namespace, model: Model, sampling: Sampling, sums: list[Tensor]) -> AnswerBatch:
     """Load the weights. Args: sums: receives what is measured of each answer."""
     network = model.load()
-    meter = DraftMeter(network, options.k, sampling, is_own=True)
+    meter = DraftMeter(network, options.k, sampling)
 
     def answer_batch(prompts: Sequence[list[int]], indices: Sequence[int]) -> list[Generated]:
         seeds = [f"{options.seed}/{index}" for index in indices]
