@@ -136,20 +136,20 @@ def summarise(events: Iterable[Mapping[str, Any]]) -> Summary:
     if on_device:  # the host may be done with a step before the device is
         stop = max(stop, *(span.stop for span in on_device))
     inside = [span for span in spans if span.start < stop and span.stop > start]
-    waits: list[Span] = []
+    waits, copies = list[Span](), list[Span]()
     if on_device:
         kernels = [span for span in inside if span.category == "kernel"]
         collectives = [span for span in kernels if _COLLECTIVE_KERNEL.search(span.name)]
         computing = [span for span in kernels if not _COLLECTIVE_KERNEL.search(span.name)]
         copies = [span for span in inside if span.category in _ON_DEVICE[1:]]
     else:
-        collectives = [span for span in inside if _is_on_host(span)]
+        annotated = [span for span in inside if span.category == "user_annotation"]
+        collectives = [span for span in annotated if _COLLECTIVE_ON_HOST.match(span.name)]
         # An operator that starts a collective may wait for it; those of ATen inside it compute. The library's own
         # threads hold parts of collectives. An ATen operator may wait for a tensor that is still on its way.
         others = {span.thread for span in collectives} - {step.thread for step in steps}
         computing = [span for span in inside if span.name.startswith("aten::") and span.thread not in others]
         waits = [span for span in inside if span.name.endswith("::wait_tensor")]
-        copies = []
     shares = _shares((computing, collectives, copies, waits), start, stop)
 
     def seconds(counts: Callable[[bool, bool, bool], bool]) -> float:
@@ -173,10 +173,6 @@ def _span(event: Mapping[str, Any]) -> Span | None:
         return None
     thread = (str(event.get("pid")), str(event.get("tid")))
     return Span(event["name"], event.get("cat", ""), thread, event["ts"], event["ts"] + event["dur"])
-
-
-def _is_on_host(span: Span) -> bool:
-    return span.category == "user_annotation" and _COLLECTIVE_ON_HOST.match(span.name) is not None
 
 
 def _shares(kinds: Sequence[Iterable[Span]], start: float, stop: float) -> dict[tuple[bool, ...], float]:
