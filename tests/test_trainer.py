@@ -207,7 +207,7 @@ def test_a_runs_mfu_is_a_share_of_its_cards_peak(
     inputs = RunInputs(workload, three, tmp_path, run.data, {}, None, run.progress)
     reporter = open_record(inputs, run.model, run.stream.source, 4)
     assert reporter is not None
-    assert reporter._peak_flops == (pytest.approx(3 * 184.6e12) if arch == "gfx908" else None)
+    assert reporter._figures.peak_flops == (pytest.approx(3 * 184.6e12) if arch == "gfx908" else None)
 
 
 def test_a_run_ends_with_its_steps_or_with_its_rows(caplog: pytest.LogCaptureFixture) -> None:
