@@ -161,16 +161,15 @@ class Triton(Backend):
 
     is_traceable = True
 
-    def __init__(self, why: str, launch: str) -> None:
+    def __init__(self, launch: str) -> None:
         """Args:
         launch: the text of a Launch, or an architecture, whose first candidate is taken.
         """
-        super().__init__(why)
         self.launch = launch
 
     @classmethod
-    def make(cls, why: str, arch: str, launch: str) -> "Triton":
-        return cls(why, launch or arch)
+    def make(cls, arch: str, launch: str) -> "Triton":
+        return cls(launch or arch)
 
     def prepare(self, documents: Documents, device: torch.device) -> Tensor:
         return to_device(torch.from_numpy(boundaries(documents)), device)
