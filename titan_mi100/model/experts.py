@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
+from titan_mi100.device.shards import local_of
 from titan_mi100.log import log
 from titan_mi100.model.elementwise import at_least_fp32, swiglu
 from titan_mi100.model.fused.running import only, runs
@@ -218,8 +218,7 @@ def choose_products(model: nn.Module, dtype: torch.dtype, device: torch.device) 
     problems, probe = dict[tuple[Any, ...], str](), torch.empty(0, dtype=dtype, device=device)
     is_ours, restores_all = runs("experts", probe), runs("experts", probe) and runs("nf4", probe)
     for layer in layers:
-        local = layer.weight.to_local() if isinstance(layer.weight, DTensor) else layer.weight
-        rows, columns = layer.out_features // layer.experts, local.shape[1]
+        rows, columns = layer.out_features // layer.experts, local_of(layer.weight).shape[1]
         if isinstance(layer, NF4Linear):
             if not restores_all:
                 problems["nf4"] = "weights in 4 bits"

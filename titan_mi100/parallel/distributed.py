@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_mi100.config.layout import DATA_PARALLEL, PIPELINE, Layout
 from titan_mi100.config.srun import device_index
 from titan_mi100.device import accelerator
 from titan_mi100.device.accelerator import to_device
 from titan_mi100.device.compiler import architecture
+from titan_mi100.device.shards import local_of, offset_of
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.model.init import Read
 from titan_mi100.planning.cards import Gpu
@@ -429,16 +429,9 @@ def fill_parameters(parameters: Iterable[tuple[str, Tensor]], read: Read) -> Non
         read: (name, full shape, offset, size) -> that slice of the parameter, on CPU, in any dtype.
     """
     for name, parameter in parameters:
-        local: Tensor = parameter
-        offset, size = (0,) * parameter.ndim, tuple(parameter.shape)
-        if isinstance(parameter, DTensor):
-            size, offset = compute_local_shape_and_global_offset(
-                parameter.shape, parameter.device_mesh, parameter.placements
-            )
-            local = parameter.to_local()
-        assert tuple(local.shape) == tuple(size), name
+        local = local_of(parameter)
         if local.numel():
-            local.copy_(read(name, parameter.shape, tuple(offset), tuple(size)))
+            local.copy_(read(name, parameter.shape, offset_of(parameter), tuple(local.shape)))
 
 
 def exit_process(code: int, together: bool = True) -> NoReturn:

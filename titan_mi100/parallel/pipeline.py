@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-from torch.distributed.tensor import DTensor
 
 from titan_mi100.config.layout import SCHEDULES, Stage, received_per_microbatch, stages_on
 from titan_mi100.data.microbatch import TOKENS, Microbatch
+from titan_mi100.device.shards import local_of
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.objectives.base import Objective
 from titan_mi100.parallel.base import ParallelModel
@@ -167,12 +167,13 @@ class PipelinedModel(ParallelModel):
     def _sum_tied_gradients(self) -> None:
         """Give both copies of a tied weight the sum of the embedding's and the head's gradient."""
         for weight in self._tied_weights():
-            dist.all_reduce(_local(weight.grad), group=self._ends_group)
+            assert weight.grad is not None, "a tied weight has no gradient"
+            dist.all_reduce(local_of(weight.grad), group=self._ends_group)
 
     def after_update(self) -> None:
         """Copy what the draft head reads of the embedding from the first stage to the last."""
         for parameter in self._embedding() if self._is_copied else ():
-            dist.broadcast(_local(parameter.detach()), group=self._ends_group, group_src=0)
+            dist.broadcast(local_of(parameter.detach()), group=self._ends_group, group_src=0)
 
     def replicated_parameters(self) -> list[nn.Parameter]:
         """The last stage's copy of the embedding: the norm counts it once, and it is saved once."""
@@ -212,8 +213,3 @@ def _send_or_receive(operation: Callable[..., Any], tensor: Tensor, peer: int, g
     """Send or receive as the schedule does, batched: alone it would make a second communicator for each pair."""
     for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, group)]):
         work.wait()
-
-
-def _local(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None, "a tied weight has no gradient"
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

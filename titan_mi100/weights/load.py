@@ -12,11 +12,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_mi100.config.hub import cached_model
 from titan_mi100.config.settings import LoRAConfig
+from titan_mi100.device.shards import local_of, offset_of
 from titan_mi100.errors import UserError
 from titan_mi100.files.model import DRAFT_FILE
 from titan_mi100.log import log
@@ -179,16 +178,12 @@ def _fill_in_4_bits(name: str, layer: NF4Linear, read: Read) -> None:
 
     Codes are packed, `per_value` weights in each stored value, so the shard's offset and size are scaled by it.
     """
-    codes, largest = layer.weight, layer.largest
-    local, dtype = [x.to_local() if isinstance(x, DTensor) else x for x in (codes, largest)], codes.dtype
-    size, offset = tuple(codes.shape), tuple[int, ...]((0, 0))
-    if isinstance(codes, DTensor):
-        size, offset = compute_local_shape_and_global_offset(codes.shape, codes.device_mesh, codes.placements)
-    per_value = codes_per_value(dtype)
-    shape, (column, columns) = torch.Size((layer.out_features, layer.in_features)), (offset[1], size[1])
-    for first in range(0, size[0], _QUANTIZED_ROWS):
-        rows = min(_QUANTIZED_ROWS, size[0] - first)
-        part = read(name, shape, (offset[0] + first, column * per_value), (rows, columns * per_value))
+    local, dtype = [local_of(layer.weight), local_of(layer.largest)], layer.weight.dtype
+    (row, column), (every, columns) = offset_of(layer.weight), local[0].shape
+    shape, per_value = torch.Size((layer.out_features, layer.in_features)), codes_per_value(dtype)
+    for first in range(0, every, _QUANTIZED_ROWS):
+        rows = min(_QUANTIZED_ROWS, every - first)
+        part = read(name, shape, (row + first, column * per_value), (rows, columns * per_value))
         with torch.no_grad():
             for tensor, quantized in zip(local, quantize(part, dtype), strict=True):
                 tensor[first : first + rows].copy_(quantized)
