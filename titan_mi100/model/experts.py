@@ -170,9 +170,6 @@ class ExpertLinear(Linear):
         self.experts, self.is_transposed = experts, is_transposed
         self.sizes = columns, rows, experts, is_transposed
 
-    def stored(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return (local_weight(self.weight, dtype),)
-
     def is_grouped(self, x: Tensor, stored: Sequence[Tensor]) -> bool:
         """Whether our kernels group these rows, of matrices in 4 bits if they are enough."""
         is_worth_it = len(stored) == 1 or (runs("nf4", stored[1]) and _EXPERTS_PER_ROW * len(x) >= self.experts)
@@ -199,9 +196,6 @@ class ExpertLinear(Linear):
 
 class NF4ExpertLinear(ExpertLinear, NF4Linear):  # type: ignore[misc]  # forward also takes routes
     """ExpertLinear with NF4 weights."""
-
-    def stored(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return local_weight(self.weight, dtype), local_weight(self.largest, dtype), self._pairs
 
 
 def _by_kernel(x: Tensor, weight: Tensor, ends: Tensor, is_transposed: bool) -> Tensor:

@@ -50,13 +50,9 @@ class SparseBlock(GatedBlock):
 class SparseAttentionBlock(SparseBlock, AttentionBlock):
     """Attention, and experts."""
 
-    sequence_scattered_after = ("self_attn.o_proj", "mlp")
-
 
 class SparseDeltaBlock(SparseBlock, DeltaBlock):
     """The gated delta rule, and experts."""
-
-    sequence_scattered_after = ("linear_attn.out_proj", "mlp")
 
 
 class Qwen3_5Moe(CausalLM):
