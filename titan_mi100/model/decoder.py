@@ -112,9 +112,6 @@ class Layer(nn.Module):
         """
         raise NotImplementedError
 
-    def merge(self) -> None:
-        """See CausalLM.merge."""
-
     def fp32_parameters(self) -> list[nn.Parameter]:
         """The parameters of the modules in `in_fp32`."""
         return [parameter for name in self.in_fp32 for parameter in self.get_submodule(name).parameters()]
@@ -385,8 +382,9 @@ class CausalLM(nn.Module):
         """Merge weights that have the same input, so that one product replaces several. Faster for text generation. Not
         for training: the weights become views of the merged tensors.
         """
-        for block in self.model.blocks():
-            block.merge()
+        for module in self.model.layers.modules():
+            if (merge := getattr(module, "merge", None)) is not None:
+                merge()
 
     def head(
         self,

@@ -352,9 +352,6 @@ class Mixture(nn.Module):
         weights = routes.sort(weights)
         return routes.sum(self.experts(routes.spread(flat), weights, routes)).view_as(x)
 
-    def merge(self) -> None:
-        """Experts have nothing to merge."""
-
     def _routes(self, probabilities: Tensor) -> Routes:
         kept = _KEPT.get()
         if kept is not None and kept.is_again:

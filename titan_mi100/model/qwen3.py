@@ -102,10 +102,6 @@ class Block(AttentionLayer):
         normed, x = self.post_attention_layernorm(x, self.self_attn.o_proj(mixed.flatten(2)))
         return x + self.mlp(normed)
 
-    def merge(self) -> None:
-        self.self_attn.merge()
-        self.mlp.merge()
-
 
 class Qwen3(CausalLM):
     """A dense Qwen3."""

@@ -100,6 +100,9 @@ class DeltaNet(nn.Module):
         self.out_proj = Linear(spec.values, hidden)
         self.merged: Tensor | None = None  # weights of in_proj_qkv and in_proj_z
 
+    def merge(self) -> None:
+        self.merged = merge_weights((*self.in_proj_qkv, self.in_proj_z))  # type: ignore[arg-type]
+
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         wide = outputs_of((*self.in_proj_qkv, self.in_proj_z), x, self.merged)  # type: ignore[arg-type]
         return *wide, self.in_proj_b(x), self.in_proj_a(x)
@@ -167,10 +170,6 @@ class AttentionBlock(GatedBlock, AttentionLayer):
         outputs = in_pieces(gated, self.self_attn.piece_tokens, [outputs, gate])
         return self.add(x, self.self_attn.o_proj(outputs.flatten(2)))
 
-    def merge(self) -> None:
-        self.self_attn.merge()
-        self.mlp.merge()
-
 
 class DeltaBlock(GatedBlock):
     """A layer whose positions mix by the gated delta rule."""
@@ -224,11 +223,6 @@ class DeltaBlock(GatedBlock):
         outputs, z = mixed
         net = self.linear_attn
         return self.add(x, net.out_proj(net.norm(outputs, z.view_as(outputs)).flatten(2)))
-
-    def merge(self) -> None:
-        net = self.linear_attn
-        net.merged = merge_weights((*net.in_proj_qkv, net.in_proj_z))  # type: ignore[arg-type]
-        self.mlp.merge()
 
 
 class Qwen3_5(CausalLM):

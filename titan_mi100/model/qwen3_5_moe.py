@@ -31,9 +31,6 @@ class SharedMixture(Mixture):
         shared = self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
         return super().forward(x) + shared  # the dear ones last: a recomputed block stops before their pieces
 
-    def merge(self) -> None:
-        self.shared_expert.merge()
-
 
 class SparseBlock(GatedBlock):
     """The part that both kinds of layers share: experts in place of the MLP."""
