@@ -26,7 +26,7 @@ from titan_mi100.parallel.ddp import ReplicatedModel
 from titan_mi100.parallel.dtypes import compute_dtype, master_dtype
 from titan_mi100.parallel.fsdp import ShardedModel, apply_fsdp
 from titan_mi100.parallel.offload import HostGradients, inputs_on_host
-from titan_mi100.parallel.tensor_parallel import apply_tensor_parallel, tensor_parallel_ranks
+from titan_mi100.parallel.tensor_parallel import apply_tensor_parallel
 from titan_mi100.parallel.unsharded import UnshardedModel
 from titan_mi100.planning.memory import piece_tokens, shares_copies
 from titan_mi100.planning.workload import Workload
@@ -192,7 +192,7 @@ def parallelize(
         dtype = torch.promote_types(dtype, torch.float32) if is_wide else dtype
         parameter.data = parameter.data.to(dtype)
     if layout.matrix_parts > 1:
-        apply_tensor_parallel(model, tensor_parallel_ranks(mesh))
+        apply_tensor_parallel(model, mesh["tp"])
     if context is not None:
         apply_context_parallel(model, context)
     # Checkpointing wraps the compiled functions: these are then alike in all blocks, and torch compiles them once.

@@ -19,7 +19,6 @@ from titan_mi100.log import log
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.dtypes import reduce_dtype
-from titan_mi100.parallel.tensor_parallel import tensor_parallel_ranks
 from titan_mi100.shapes.base import DRAFT
 from titan_mi100.wording import bytes_in_words
 
@@ -42,7 +41,7 @@ class ReplicatedModel(ParallelModel):
         device: torch.device,
     ) -> None:
         """Args: model: on `device`, see build.parallelize."""
-        self.parts, self.device, self._tp = [model], device, tensor_parallel_ranks(mesh)
+        self.parts, self.device, self._tp = [model], device, mesh["tp"]
         self.is_whole = self._tp.size() == 1
         self._replica, self._step = mesh["dp_replicate"].get_local_rank(), 0
         self.loss_factor = mesh.size()  # DDP always averages over its ranks; multiplying by their number gives the sum

@@ -16,7 +16,6 @@ from titan_mi100.config.settings import TrainingConfig
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.dtypes import reduce_dtype
-from titan_mi100.parallel.tensor_parallel import tensor_parallel_ranks
 
 
 class ShardedModel(ParallelModel):
@@ -28,7 +27,7 @@ class ShardedModel(ParallelModel):
         zero_stage: 1, 2 or 3.
         """
         self.wrapped, self.parts, self.device = model, [model], device
-        self._tp, self._zero_stage = tensor_parallel_ranks(mesh), zero_stage
+        self._tp, self._zero_stage = mesh["tp"], zero_stage
         self.counts_rows = self.counts_loss = self._tp.get_local_rank() == 0
 
     @contextmanager

@@ -22,7 +22,6 @@ from titan_mi100.model.decoder import CausalLM
 from titan_mi100.objectives.base import Objective
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.fsdp import begin_microbatch, free_gathered
-from titan_mi100.parallel.tensor_parallel import tensor_parallel_ranks
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class PipelinedModel(ParallelModel):
         self.objective, self.draft, self._is_copied = objective, plan.draft, plan.is_copied
         cuts, schedule, microbatches, tied = plan.cuts, plan.schedule, plan.microbatches, plan.tied
         boundary, dtype = plan.boundary, plan.dtype
-        self.device, self._pp, self._tp = device, mesh["pp"], tensor_parallel_ranks(mesh)
+        self.device, self._pp, self._tp = device, mesh["pp"], mesh["tp"]
         self._stages = len(cuts)
         self._mine = stages_on(self._pp.get_local_rank(), self._pp.size(), len(cuts))
         self.parts = [part(cuts[index]) for index in self._mine]
