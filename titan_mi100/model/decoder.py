@@ -210,32 +210,25 @@ class Head(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
 
-    def forward(
-        self,
-        hidden: Tensor,
-        labels: Tensor | None,
-        supervised: Supervised,
-        columns: Columns,
-        loss: HeadLoss,
-        drafted: Drafted | None = None,
-    ) -> Tensor:
-        return logits_or_loss(hidden, self, labels, supervised, columns, loss, drafted)
+    def forward(self, hidden: Tensor, *others: Any) -> Tensor:
+        """Args: as of logits_or_loss."""
+        return logits_or_loss(self, hidden, *others)
 
 
 def logits_or_loss(
-    hidden: Tensor,
     table: nn.Module,
+    hidden: Tensor,
     labels: Tensor | None,
     supervised: Supervised,
     columns: Columns,
     loss: HeadLoss,
-    drafted: Drafted | None = None,
+    drafted: Drafted | None,
 ) -> Tensor:
     """Logits of all tokens, logits of the `supervised` tokens (no labels), or the loss; see CausalLM.forward.
 
     Args:
-        hidden: (batch, seq, hidden).
         table: the head, or the embedding: its weight is (V, hidden), or this rank's shard of the vocabulary.
+        hidden: (batch, seq, hidden).
     """
     weight, rows = cast(Tensor, table.weight), rows_of(table)
     if labels is None and rows is not None:
@@ -397,7 +390,8 @@ class CausalLM(nn.Module):
         """Logits of the last stage's hidden states, (batch, seq, hidden), or the summed loss if labels are given, with
         the draft head's behind it.
         """
+        inputs = hidden, labels, supervised, columns, self.head_loss, drafted
         if self.lm_head is not None:
-            return self.lm_head(hidden, labels, supervised, columns, self.head_loss, drafted)
+            return self.lm_head(*inputs)
         assert self.model.embed_tokens is not None
-        return logits_or_loss(hidden, self.model.embed_tokens, labels, supervised, columns, self.head_loss, drafted)
+        return logits_or_loss(self.model.embed_tokens, *inputs)
