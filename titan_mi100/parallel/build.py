@@ -103,20 +103,9 @@ def build_model(
 
     model: ParallelModel
     if layout.is_pipeline:
-        schedule, microbatches = config.parallelism.pipeline_parallel_schedule, batch.gradient_accumulation_steps
-        log.info(f"pipeline: {schedule}, {microbatches} microbatches, layers per stage {', '.join(map(str, layers))}")
-        boundary = (batch.local_batch_size, config.training.seq_len // layout.row_parts, spec.hidden_size)
-        # Copies of a tied weight need a common gradient only if it is trained; LoRA freezes all but rows of tokens.
-        trains_embedding = config.draft_head.train != "after" and bool(not config.lora.rank or config.lora.token_ids)
-        tied = spec.tie_word_embeddings and trains_embedding
-        is_copied = spec.has_draft_head and not spec.tie_word_embeddings and trains_embedding and not config.lora.rank
-        from titan_mi100.parallel.pipeline import PipelinedModel, PipelinePlan  # half a second; other layouts skip it
+        from titan_mi100.parallel.pipeline import PipelinedModel  # half a second; other layouts skip it
 
-        plan = PipelinePlan(
-            stages_of(layers), schedule, microbatches, boundary, compute_dtype(config.training), tied,
-            config.draft_head.train, is_copied,
-        )  # fmt: skip
-        model = PipelinedModel(part, plan, mesh, device, objective)
+        model = PipelinedModel(part, workload, stages_of(layers), mesh, device, objective)
     elif layout.zero_stage == 0:
         model = ReplicatedModel(part(), mesh, config.training, config.parallelism, device)
     elif is_sharded(layout, config.memory):

@@ -163,8 +163,8 @@ def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-def new_groups(ranks: list[list[int]]) -> dist.ProcessGroup:
-    """This rank's group of several that together have all ranks. A collective."""
+def new_groups(ranks: list[list[int]]) -> Any:
+    """This rank's group of several; None: it is in none of them. A collective."""
     group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=_START)
     return group
 
