@@ -390,8 +390,7 @@ class CausalLM(nn.Module):
         """Logits of the last stage's hidden states, (batch, seq, hidden), or the summed loss if labels are given, with
         the draft head's behind it.
         """
-        inputs = hidden, labels, supervised, columns, self.head_loss, drafted
         if self.lm_head is not None:
-            return self.lm_head(*inputs)
+            return self.lm_head(hidden, labels, supervised, columns, self.head_loss, drafted)
         assert self.model.embed_tokens is not None
-        return logits_or_loss(self.model.embed_tokens, *inputs)
+        return logits_or_loss(self.model.embed_tokens, hidden, labels, supervised, columns, self.head_loss, drafted)

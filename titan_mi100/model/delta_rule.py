@@ -509,8 +509,8 @@ def trial(device: torch.device, dtype: torch.dtype) -> str:
 
     q, k, v, g, beta = drawn(2, 128), drawn(2, 128), drawn(4, 128), -drawn(4).exp(), drawn(4).sigmoid()
     for name, keys in {"random": k, "similar": k + 2 * k[:, :1], "equal": k[:, :1].expand_as(k)}.items():
-        inputs, bar = (q, keys, v, g, beta), 2e-6
-        if problem := difference("delta", lambda *x: delta_rule(*x, ids)[0], inputs, torch.float32, bar, at_once=True):
+        inputs, dtypes = (q, keys, v, g, beta), (torch.float64, torch.float32)
+        if problem := difference("delta", lambda *x: delta_rule(*x, ids)[0], inputs, dtypes, 2e-6, at_once=True):
             return f"the delta rule {problem}, with {name} keys"
     return ""
 
@@ -525,6 +525,6 @@ def trial_of_inputs(device: torch.device, dtype: torch.dtype) -> str:
     }
     for name, (function, sizes) in cases.items():
         inputs = [torch.randn(size, generator=draw).to(device, dtype) for size in sizes]
-        if problem := difference("delta", function, inputs, dtype, 8 * torch.finfo(dtype).eps):
+        if problem := difference("delta", function, inputs, (torch.float64, dtype), 8 * torch.finfo(dtype).eps):
             return f"{name} {problem}"
     return ""

@@ -165,6 +165,6 @@ def trial(device: torch.device, dtype: torch.dtype) -> str:
     }
     x, y = (torch.randn(1, 70, 3, 128, generator=draw).to(device, dtype) for _ in range(2))
     for name, function in cases.items():
-        if problem := difference("elementwise", function, (x, y), dtype, 8 * eps, dtype, [norm.weight]):
+        if problem := difference("elementwise", function, (x, y), (dtype, dtype), 8 * eps, [norm.weight]):
             return f"{name} {problem}"
     return ""

@@ -433,7 +433,7 @@ def trial(device: torch.device, dtype: torch.dtype) -> str:
         ids = torch.randint(vocabulary, (tokens, k), generator=draw)
         ids[3, -1], ids[5] = IGNORE, 7
         compute = partial(_trial_losses, ids.to(device))
-        if problem := difference("head", compute, (hidden, weight), dtype, bar, torch.float32):
+        if problem := difference("head", compute, (hidden, weight), (torch.float32, dtype), bar):
             return f"with {k} ids per token the loss {problem}"
     return ""
 

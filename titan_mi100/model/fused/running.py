@@ -74,20 +74,21 @@ def choose(trials: Mapping[str, Trial], wanted: Collection[str], device: torch.d
 
 
 def difference(
-    kind: str, function: Callable[..., Any], inputs: Sequence[Tensor], dtype: torch.dtype, bar: float,
-    wide: torch.dtype = torch.float64, parameters: Sequence[Tensor] = (), at_once: bool = False,
+    kind: str, function: Callable[..., Any], inputs: Sequence[Tensor], dtypes: tuple[torch.dtype, torch.dtype],
+    bar: float, parameters: Sequence[Tensor] = (), at_once: bool = False,
 ) -> str:  # fmt: skip
     """What is wrong with a function's results and gradients where a kind of kernels computes them; "": nothing.
 
     Args:
         inputs: of the function, which are cast.
-        bar: how far they may be from those of plain operations in `wide`, by the largest element of each.
+        dtypes: of the inputs for plain operations, and for the kernels.
+        bar: how far the kernels' may be from the others, by the largest element of each.
         parameters: what has gradients besides.
         at_once: gradients are measured by the largest element of them all.
     """
     computed, weights = list[list[Tensor]](), list[Tensor]()
-    for kinds, own in ((), wide), ((kind,), dtype), ((kind,), dtype):
-        leaves = [*(x.detach().to(own).requires_grad_() for x in inputs), *parameters]
+    for kinds, dtype in zip(((), (kind,), (kind,)), (*dtypes, dtypes[1]), strict=True):
+        leaves = [*(x.detach().to(dtype).requires_grad_() for x in inputs), *parameters]
         with only(kinds), torch.enable_grad():
             made = function(*leaves[: len(inputs)])
             outputs = [made] if isinstance(made, Tensor) else [*made]
