@@ -40,9 +40,7 @@ reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 # with 5,120 ranks each rank would read 210 MB there. Larger jobs connect lazily, on first use. Small jobs do not,
 # because torch 2.8 then prints the ranks that are not connected.
 _FULL_MESH = 64
-# Time-outs of collectives. _START: until the first step, and for the full run if watch/watchdog.py watches it (the
-# watchdog's limits are shorter). _RUNNING: from the first step on without the watchdog.
-_START, _RUNNING = timedelta(hours=3), timedelta(minutes=10)
+_START = timedelta(hours=3)  # time-out of collectives: starting takes long; the watchdog's limits are shorter
 _WAITING = timedelta(days=30)  # time-out of the group of wait_for_all; the watchdog's limits are shorter
 _LOST = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)  # another process died or is unreachable
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt, from glibc's malloc.h
@@ -117,26 +115,6 @@ def _refuse_shared(device: str, rank: int) -> None:
                 f"rank {rank}: another process uses the same GPU ({device}); under srun give each task its own GPU "
                 "(--gpus-per-task=1), or let each task see all GPUs of its node (--gpus-per-node, --gpu-bind=none)"
             )
-
-
-class CollectiveTimeouts:
-    """Shortens the time-outs of collectives after the first step, so that a hang is noticed. An observer of the run.
-
-    Starting takes long (data preparation, compilation), so the time-outs are long until then. The default group keeps
-    its long time-out: in it, ranks wait for files that other ranks write.
-
-    Args:
-        is_watched: watch/watchdog.py watches the run; all time-outs stay long.
-        others: groups besides those of the mesh.
-    """
-
-    def __init__(self, mesh: DeviceMesh, is_watched: bool, others: Sequence[dist.ProcessGroup] = ()) -> None:
-        default, groups = dist.distributed_c10d._get_default_group(), [*mesh.get_all_groups(), *others]
-        self._groups = [] if is_watched else [group for group in groups if group is not default]
-
-    def after_step(self, step: int, result: object) -> None:
-        while self._groups:
-            dist.distributed_c10d._set_pg_timeout(_RUNNING, self._groups.pop())
 
 
 def is_about_a_lost_process(error: BaseException) -> bool:
