@@ -201,8 +201,8 @@ def test_a_runs_mfu_is_a_share_of_its_cards_peak(
     run = opened(world)  # before: else the card's kernels are tried
     monkeypatch.setattr(distributed, "data_sheet", lambda _: find_gpu(arch, 120))
     config = Config(training=TrainingConfig(seq_len=16, mixed_precision_param="float16"))
-    workload, three = Workload(config, 3, SPEC), replace(world, size=3)
-    inputs = RunInputs(workload, three, tmp_path, run.data, {}, None, run.progress)
+    three = replace(world, size=3)
+    inputs = RunInputs(config, 3, SPEC, three, tmp_path, run.data, {}, None, run.progress)
     reporter = open_record(inputs, run.model, run.stream.source, 4)
     assert reporter is not None
     assert reporter._peak_flops == (pytest.approx(3 * 184.6e12) if arch == "gfx908" else None)

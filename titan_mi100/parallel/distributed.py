@@ -200,10 +200,8 @@ def seed_dropout(seed: int, step: int, dp_rank: int, mesh: DeviceMesh) -> None:
 
 def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
     """Sum each value over all ranks, in fp64. A collective."""
-    if dist.get_world_size() == 1:
-        return list(map(float, values))
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor)
+    sum_in_place(tensor)
     return tensor.tolist()
 
 
