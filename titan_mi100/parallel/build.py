@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from titan_mi100.attention.base import Backend
 from titan_mi100.config.layout import SCHEDULES, Layout, Stage, stages_of
-from titan_mi100.config.settings import CompileConfig, Config, LoRAConfig, MemoryConfig
+from titan_mi100.config.settings import CompileConfig, Config, MemoryConfig
 from titan_mi100.log import log
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.model.experts import choose_products
@@ -30,8 +30,6 @@ from titan_mi100.parallel.tensor_parallel import apply_tensor_parallel
 from titan_mi100.parallel.unsharded import UnshardedModel
 from titan_mi100.planning.memory import piece_tokens, shares_copies
 from titan_mi100.planning.workload import Workload
-from titan_mi100.shapes.base import ROWS, ModelSpec, held_names
-from titan_mi100.wording import some
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,6 @@ def build_model(
         for module in model.modules():
             if hasattr(module, "piece_tokens"):
                 module.piece_tokens = piece  # type: ignore[assignment]
-        check_names(model, spec, config.lora)
         # last: a hook prepended later runs first, and this one must run before FSDP2's
         read_on_host(model, device, context)
         return model
@@ -120,17 +117,6 @@ def build_model(
     if config.memory.offload == "optimizer":  # pipelines and DDP do not have it
         model.host_gradients = HostGradients(model.parts, device)
     return model
-
-
-def check_names(model: CausalLM, spec: ModelSpec, lora: LoRAConfig) -> None:
-    """Assert that a model or stage holds what its shape says: what a wrapper dropped would not be trained or saved."""
-    stage, every = model.model.stage, held_names(spec, lora.shapes(spec) if lora.rank else (), lora.rank)
-    embeds = stage.first or (stage.last and (spec.tie_word_embeddings or spec.has_draft_head))
-    kept = dict.fromkeys(("model.embed_tokens.weight", f"model.embed_tokens{ROWS}"), embeds)
-    expected = {name for name in every if kept.get(name, stage.last) and not name.startswith("model.layers.")}
-    expected |= {name for name in every if name.startswith(tuple(f"model.layers.{number}." for number in stage.layers))}
-    differing = expected ^ {name for name, _ in model.named_parameters() if not name.endswith(".largest")}  # of NF4
-    assert not differing, f"the model that was built and its shape differ in {some(sorted(differing))}"
 
 
 def copied_embedding(model: CausalLM) -> nn.Module | None:

@@ -414,13 +414,6 @@ def adapter_pieces(spec: ModelSpec, rank: int) -> dict[str, Piece]:
     return by_name
 
 
-def held_names(spec: ModelSpec, adapter: Collection[str], rank: int) -> set[str]:
-    """The names in the model of all its parameters. Args: adapter: names of adapter_shapes; rank: of the adapter."""
-    pieces, wholes = spec.pieces | adapter_pieces(spec, rank), {*spec.parameters, *adapter}
-    parts = {name for name, piece in pieces.items() if piece.whole in wholes}
-    return wholes - {piece.whole for piece in pieces.values()} | parts
-
-
 def modules_of(adapter: Iterable[str]) -> set[str]:
     """The linear layers that LoRA matrices of these names are beside; the last part of their names, or EXPERTS."""
     modules = (name.rpartition(".lora_")[0] for name in adapter if not name.endswith(ROWS))
