@@ -225,7 +225,7 @@ class ParallelModel(ABC):
         for _, parameter in self.trained_parameters():
             parameter.grad = None
         if self.host_gradients is not None:
-            self.host_gradients.clear()
+            self.host_gradients.begin_step()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Pairs (HF name, parameter) of every parameter that this rank holds."""
