@@ -25,6 +25,9 @@ class Reference:
     """The reference of a run: opens its store, decides whether a pass is needed, and gives the rows its values.
 
     The store's folder in the run folder has the name of its kind.
+
+    Attributes:
+        is_complete: nothing is left to read; else the weights that training starts from must be loaded.
     """
 
     def __init__(
@@ -43,19 +46,14 @@ class Reference:
                 own = folder / about.kind
                 remedy = f"delete {own}: it is made again from the weights that training starts from"
                 self._store = LogprobStore(own, about, remedy)
-        self._is_complete = from_rank_zero(lambda: self._store is not None and self._store.is_complete)
+        self.is_complete = from_rank_zero(lambda: self._store is not None and self._store.is_complete)
         documents = np.arange(reading.wanted.count + 1)
         self._starts = reading.wanted.starts if about.kind == SAMPLED else documents
-
-    @property
-    def needs_base(self) -> bool:
-        """Whether the weights that training starts from must be loaded: to read the reference."""
-        return not self._is_complete
 
     def read(self, model: ParallelModel, stop: Callable[[], bool], beat: Callable[[], None], cache: Path) -> None:
         """Make what the store lacks, and give the rows its values. A collective.
 
-        If `needs_base`, the model must hold the weights that training starts from.
+        Unless it `is_complete`, the model must hold the weights that training starts from.
 
         Raises:
             UserError: on all ranks; from check_sampler, or the store cannot be read or written.
@@ -65,7 +63,7 @@ class Reference:
             arrays = reading.read(model, range(self._about.rows), self._about, beat)
             log_p = from_rank_zero(lambda: placed([arrays] if arrays else (), self._starts))
         else:
-            if not self._is_complete:
+            if not self.is_complete:
                 reading.fill(model, store, stop, beat, cache)
 
             def read() -> np.ndarray:

@@ -259,7 +259,7 @@ def load_model(
     Args:
         tokens: some tokens of the rows, see load_weights.
     """
-    resumed = inputs.found.path if inputs.found and not (reference and reference.needs_base) else None
+    resumed = inputs.found.path if inputs.found and (not reference or reference.is_complete) else None
     load_weights(model, optimizer, inputs, resumed, tokens)
     if reference is not None:
         beat = partial(heartbeat.begin, VALIDATION, "reference")

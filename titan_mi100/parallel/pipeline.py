@@ -55,12 +55,15 @@ class PipelinedModel(ParallelModel):
         self._stages = len(cuts)
         self._mine = stages_on(self._pp.get_local_rank(), self._pp.size(), len(cuts))
         self.parts = [part(cuts[index]) for index in self._mine]
-        self._ends_group = self._group_of_ends(mesh) if self._tied or self._is_copied else None
+        # The two ranks that hold the embedding, with this rank's data- and tensor-parallel position; None: it has none.
+        columns = mesh.size() // self._pp.size()  # the pipeline is the mesh's outermost axis
+        ends = [[column, mesh.size() - columns + column] for column in range(columns)]
+        self._ends_group = new_groups(ends) if self._tied or self._is_copied else None
 
         # Shapes and dtypes of what the stages receive and return; see _stage.
-        dtype, columns = compute_dtype(config.training), config.training.seq_len // workload.layout.row_parts
-        self._ids = torch.empty(batch.local_batch_size, columns * self._tp.size(), dtype=torch.long, device="meta")
-        boundary = batch.local_batch_size, columns, spec.hidden_size
+        dtype, tokens = compute_dtype(config.training), config.training.seq_len // workload.layout.row_parts
+        self._ids = torch.empty(batch.local_batch_size, tokens * self._tp.size(), dtype=torch.long, device="meta")
+        boundary = batch.local_batch_size, tokens, spec.hidden_size
         self._hidden = torch.empty(boundary, dtype=dtype, device="meta", requires_grad=True)
         wide = torch.promote_types(dtype, torch.float32)
         self._loss = torch.empty(self.outputs, dtype=wide, device="meta", requires_grad=True)
@@ -100,14 +103,6 @@ class PipelinedModel(ParallelModel):
             output_args=self._loss if is_last else self._hidden,
             group=self._pp.get_group(),
         )
-
-    def _group_of_ends(self, mesh: DeviceMesh) -> dist.ProcessGroup | None:
-        """The group of the two ranks that hold the embedding, with this rank's data- and tensor-parallel position.
-
-        None: this rank holds none of it. A collective.
-        """
-        columns = mesh.size() // self._pp.size()  # the pipeline is the mesh's outermost axis
-        return new_groups([[column, mesh.size() - columns + column] for column in range(columns)])
 
     def _weighted_loss(self, loss: Tensor, target: Tensor) -> Tensor:
         """The schedule's loss function. It returns the weighted loss for backward, and keeps the unweighted loss."""
