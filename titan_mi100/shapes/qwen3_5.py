@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from titan_mi100.shapes import hf_config
+from titan_mi100.shapes import hf_config, qwen3
 from titan_mi100.shapes.base import DRAFT, DRAFT_FIELDS, INPUTS, OUTPUTS, WHOLE, LayerShape, ModelSpec, Parameter, Split
 from titan_mi100.shapes.delta_rule import CHUNK, products_of_chunk
 from titan_mi100.shapes.qwen3 import of_attention, with_mlp
@@ -120,8 +120,7 @@ class Qwen3_5Spec(ModelSpec):
             # computed after the mixing; "selective" is planned without them
             *(Saved("sigmoid(gate)", q, PROJECT, left=0), Saved("gated output", q, PROJECT)),
         )
-        adapted = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-        return with_mlp(self, FULL, parameters, adapted, saved, 4 * q, (Saved("gradient of the gate", q),))
+        return with_mlp(self, FULL, parameters, qwen3.LINEARS, saved, 4 * q, (Saved("gradient of the gate", q),))
 
     def _delta(self) -> LayerShape:
         hidden, heads = self.hidden_size, self.linear_num_value_heads
