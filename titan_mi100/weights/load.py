@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
@@ -29,7 +28,6 @@ from titan_mi100.parallel.distributed import raise_together
 from titan_mi100.planning.workload import Workload
 from titan_mi100.shapes.base import (
     DRAFT,
-    EXPERTS,
     ROWS,
     ModelSpec,
     draft_shapes,
@@ -204,7 +202,7 @@ def _load_adapter(
     model: ParallelModel, optimizer: NamedState, lora: LoRAConfig, spec: ModelSpec, fresh: Read | None, origin: str
 ) -> None:
     """As load_weights, for what LoRA trains. Args: fresh: its first values; None: the run's checkpoint fills them."""
-    shapes, own = lora.shapes(spec), lora.of_experts
+    shapes = lora.shapes(spec)
     if fresh is not None:
         if lora.initial_load_path:
             with raise_together():
@@ -212,18 +210,12 @@ def _load_adapter(
                 fresh, origin = partial(adapter.read, exactly=True), f"from {lora.initial_load_path}"
         read = optimizer.keep_residuals(read_pieces(spec, fresh, lora.rank))
         distributed.fill_parameters(((n, p) for n, p in model.trained_parameters() if is_adapter(n)), read)
-    added, modules = sum(map(math.prod, shapes.values())), (n[: -len(".lora_B.weight")] for n in shapes if "_B." in n)
-    trained = added + sum(map(math.prod, draft_shapes(spec).values()))
-    kinds = Counter(m.rpartition("mlp." if f".{EXPERTS}." in m else ".")[2] for m in modules)
-    everything, words = parameter_count(spec) + added, ", ".join(f"{n} {kind}" for kind, n in kinds.items())
-    if own != lora and EXPERTS in lora.target_modules:
-        words += f", of experts with rank {own.rank} and alpha {own.alpha:g}"
-    words += f", and the rows of {plural(len(lora.token_ids), 'token')}" if lora.token_ids else ""
-    words += "; and the draft head" * spec.has_draft_head
+    added = sum(map(math.prod, shapes.values()))
+    trained, everything = added + sum(map(math.prod, draft_shapes(spec).values())), parameter_count(spec) + added
     root = "sqrt(rank)" if lora.scaling == "sqrt_rank" else "rank"
     log.info(
         f"LoRA: {trained:,} of {everything:,} parameters are trained ({trained / everything:.2%}), with rank "
-        f"{lora.rank} and alpha {lora.alpha:g} (B A times alpha / {root}) on {words}; {origin}"
+        f"{lora.rank} and alpha {lora.alpha:g} (B A times alpha / {root}); {origin}"
     )
 
 
