@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,25 +53,6 @@ def peak_memory_gib(device: torch.device) -> float:
         return accelerator.peak_memory(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-class _Gathered(NamedTuple):
-    """What each rank tells the others in a step's one collective, as fp64 values."""
-
-    of_step: Sequence[float]  # summed: the next step's counts; before them come those of the device, see gather
-    memory: Sequence[float]  # the maximum is used
-    flags: Sequence[float]  # set if any rank's is
-
-    def gather(self, on_device: Tensor, device: torch.device) -> list[Tensor]:
-        """The fields of all ranks, (ranks, values) each. A collective.
-
-        Args:
-            on_device: put before of_step: squares of the gradients, 1 if one is not finite, loss, measures.
-        """
-        on_host = torch.tensor([number for part in self for number in part], dtype=torch.float64)
-        ranks = gather_values(torch.cat([on_device, to_device(on_host, device)]), device)
-        sizes = [len(on_device) + len(self.of_step), *map(len, self[1:])]
-        return list(ranks.split(sizes, dim=1))
 
 
 class Hooks:
@@ -170,9 +150,8 @@ class Trainer:
         self._hooks = hooks or Hooks()
         self._row = first_row
         self._microbatches = stream.step(first_row)
-        self._next_step: Callable[[], list[Microbatch]] | None = (
-            None  # started in the first step, read from the third on
-        )
+        # started in the first step, read from the third on
+        self._next_step: Callable[[], list[Microbatch]] | None = None
         # The counts of every later step are exchanged in the collective of the step before it.
         self._counts = gather_values(self._count(self._microbatches), model.device).sum(0).tolist()
 
@@ -203,8 +182,10 @@ class Trainer:
         each = [number for own in gradients for number in (own.squares, (~own.finite).double())]
         on_device = torch.cat([torch.stack(each), losses.sum(0)])
         flags = self._hooks.flags()
-        to_gather = _Gathered(self._next_counts, [peak_memory_gib(model.device)], [*map(float, flags.values())])
-        summed, memory, raised = to_gather.gather(on_device, model.device)
+        on_host = [*self._next_counts, peak_memory_gib(model.device), *map(float, flags.values())]
+        both = torch.cat([on_device, to_device(torch.tensor(on_host, dtype=torch.float64), model.device)])
+        sizes_of = [len(on_device) + len(self._next_counts), 1, len(flags)]
+        summed, memory, raised = gather_values(both, model.device).split(sizes_of, dim=1)
         numbers = summed.sum(0).tolist()
         of_parts, rest = numbers[: len(each)], numbers[len(each) :]
         loss_sum, *sums = rest[: model.outputs]
