@@ -166,7 +166,6 @@ def read_inputs(
     heartbeat: Heartbeat,
 ) -> RunInputs:
     """Find data and checkpoint, and what a resumed run keeps of its checkpoint. Args: as of open_run. A collective."""
-    distributed.seed_everything(config.training.seed)
     otherwise = "the config is not the same on all ranks; start them all with the same, and with one HF_HUB_CACHE"
     same_on_all_ranks(to_toml(config), otherwise)
     for line in config.notes:

@@ -3,7 +3,6 @@
 import ctypes
 import hashlib
 import os
-import random
 import socket
 import sys
 import time
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -178,18 +176,8 @@ def data_sheet(device: torch.device) -> Gpu | None:
     return find_gpu(*device_name(device)[1:], accelerator.properties(device).total_memory)
 
 
-def seed_everything(seed: int) -> None:
-    """Seed Python's, numpy's and torch's generators, equally on every rank, so that random numbers in libraries repeat.
-
-    Training itself draws random numbers only for dropout; see seed_dropout.
-    """
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # numpy accepts 32 bits only
-    torch.manual_seed(seed)
-
-
 def seed_dropout(seed: int, step: int, dp_rank: int, mesh: DeviceMesh) -> None:
-    """Seed torch for a step's dropout.
+    """Seed torch for a step's dropout, the one thing in training that draws random numbers without a generator.
 
     Data-parallel ranks and pipeline ranks draw different numbers, ranks that share a row's tokens or heads the
     same. The seed is a pure function of these and the step, so a resumed run draws what an uninterrupted run would.
