@@ -507,10 +507,13 @@ def trial(device: torch.device, dtype: torch.dtype) -> str:
     def drawn(*shape: int) -> Tensor:
         return torch.randn(1, 300, *shape, generator=draw).to(device)
 
+    def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        return delta_rule(q, k, v, g, beta, ids)[0]
+
     q, k, v, g, beta = drawn(2, 128), drawn(2, 128), drawn(4, 128), -drawn(4).exp(), drawn(4).sigmoid()
     for name, keys in {"random": k, "similar": k + 2 * k[:, :1], "equal": k[:, :1].expand_as(k)}.items():
-        inputs, dtypes = (q, keys, v, g, beta), (torch.float64, torch.float32)
-        if problem := difference("delta", lambda *x: delta_rule(*x, ids)[0], inputs, dtypes, 2e-6, at_once=True):
+        dtypes = torch.float64, torch.float32
+        if problem := difference("delta", rule, (q, keys, v, g, beta), dtypes, 2e-6, at_once=True):
             return f"the delta rule {problem}, with {name} keys"
     return ""
 

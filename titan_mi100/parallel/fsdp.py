@@ -60,8 +60,8 @@ def apply_fsdp(
     """
     param, reduce = compute_dtype(training), reduce_dtype(training)
     policy = MixedPrecisionPolicy(param, reduce, cast_forward_inputs=False)  # the rotary tables stay fp32
-    wide_dtypes = (torch.promote_types(dtype, torch.float32) for dtype in (param, reduce))
-    wide = MixedPrecisionPolicy(*wide_dtypes, cast_forward_inputs=False)
+    param, reduce = (torch.promote_types(dtype, torch.float32) for dtype in (param, reduce))
+    wide = MixedPrecisionPolicy(param, reduce, cast_forward_inputs=False)
     axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
     options: dict[str, Any] = {"mesh": mesh[axes], "mp_policy": policy}
     if on_host:
