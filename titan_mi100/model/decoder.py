@@ -21,6 +21,7 @@ from titan_mi100.attention.base import Backend, Documents
 from titan_mi100.attention.torch_backends import Eager, cached
 from titan_mi100.config.layout import IGNORE, Stage
 from titan_mi100.model.draft_head import Drafted, DraftHead
+from titan_mi100.model.elementwise import rotary_tables
 from titan_mi100.model.layers import RMSNorm, local_weight, multiply
 from titan_mi100.model.loss import HeadMemory, SharedTokens, Targets, head_loss, likeliest, token_losses
 from titan_mi100.model.token_rows import rows_of
@@ -119,6 +120,10 @@ class Layer(nn.Module):
 
 class AttentionLayer(Layer):
     """A layer that mixes tokens by attention: its parts are queries, keys and values, (batch, seq, heads, size)."""
+
+    @staticmethod
+    def rotary_tables(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, ...]:
+        return rotary_tables(positions, spec.rotated, spec.rope_theta, spec.rope_scaling)
 
     @staticmethod
     def prepare(backend: Backend, documents: Documents, device: torch.device) -> Any:

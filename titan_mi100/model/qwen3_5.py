@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from titan_mi100.attention.base import Backend, Documents
 from titan_mi100.model.decoder import AttentionLayer, CausalLM, Layer
 from titan_mi100.model.delta_rule import causal_convolution, convolved, delta_rule, document_ids, gates, recurrence
-from titan_mi100.model.elementwise import at_least_fp32, gated, gated_norm, norm_and_rotate, rms_norm, rotary_tables
+from titan_mi100.model.elementwise import at_least_fp32, gated, gated_norm, norm_and_rotate, rms_norm
 from titan_mi100.model.layers import Linear, RMSNorm, local_weight, merge_weights, multiply, outputs_of
 from titan_mi100.model.pieces import in_pieces
 from titan_mi100.model.qwen3 import MLP, Attention
@@ -150,11 +150,6 @@ class AttentionBlock(GatedBlock, AttentionLayer):
     def __init__(self, spec: Qwen3_5Spec, shape: LayerShape, backend: Backend) -> None:
         super().__init__(spec, shape, backend)
         self.self_attn = GatedAttention(spec)
-
-    @staticmethod
-    def rotary_tables(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, ...]:
-        assert isinstance(spec, Qwen3_5Spec)
-        return rotary_tables(positions, spec.rotated, spec.rope_theta, spec.rope_scaling)
 
     def project(self, x: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self.self_attn.project(self.input_layernorm(x), *tables)

@@ -225,6 +225,11 @@ class ModelSpec:
         return AttentionShape(self.num_attention_heads, self.num_key_value_heads, self.head_dim)
 
     @property
+    def rotated(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return self.head_dim
+
+    @property
     def per_forward(self) -> ValuesPerToken:
         """Values that a forward computes once for all layers, such as rotary tables, and keeps until its backward."""
         return NOTHING
