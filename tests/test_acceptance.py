@@ -57,7 +57,7 @@ def made(kind: str, spec: Qwen3_5Spec | None = None) -> tuple[Any, Reference]:
 def ours(spec: Qwen3_5Spec, hf: Any, head: Reference, backend: str = "sdpa") -> Any:
     """Our model with their weights, in fp64."""
     spec = replace(spec, has_draft_head=True)
-    model = MODELS[spec.model_type](spec, make_backend(backend, "", "cpu")).double().requires_grad_(False)
+    model = MODELS[spec.model_type](spec, make_backend(backend, "cpu")).double().requires_grad_(False)
     stored = {**hf.state_dict(), **{DRAFT + name: tensor for name, tensor in head.state_dict().items()}}
     fill_parameters(model.named_parameters(), read_pieces(spec, joined(Tensors(stored), spec).read))
     return model

@@ -1,9 +1,7 @@
 """Rows of preference data: every form that people have, the traps, how they are packed, and the real commands."""
 
 import json
-import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +12,6 @@ from conftest import ASSETS
 
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import Config, DataConfig
-from titan_mi100.data import answer_store
 from titan_mi100.data.answers import LABELS, PAIRS
 from titan_mi100.data.columns import Findings
 from titan_mi100.data.formats import choose_format
@@ -278,30 +275,6 @@ def test_a_reference_is_made_once_goes_on_after_a_stop_and_is_refused_if_stale(
     again = open_run(config, world, folder)  # made again from the weights that training started from
     assert again.step().loss == straight
     again.close()
-
-
-@pytest.mark.full
-def test_a_reference_of_another_layout_is_compared(
-    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = config_of(tmp_path)
-    folder = folder_of(config)
-    open_run(config, world, folder).close()
-    reference, anything = folder / "reference", SimpleNamespace(judge=lambda *_: "")
-    about = answer_store.Identity(**json.loads((reference / "store.json").read_text()))
-    arrays = dict(answer_store.LogprobStore(reference, about, "").load(0))
-    shutil.rmtree(reference)
-    store = answer_store.LogprobStore(reference, replace(about, layout="TP 8"), "")
-    store.begin()
-    store.write(0, arrays, anything)
-    with caplog.at_level("INFO"):
-        open_run(config, world, folder).close()
-    assert "the reference was made in another layout (TP 8" in caplog.text and "differs by at most 0" in caplog.text
-    store.parts[0].unlink()
-    store.write(0, {**arrays, "sums": arrays["sums"] + 0.01}, anything)
-    with caplog.at_level("WARNING"):
-        open_run(config, world, folder).close()
-    assert "differs by at most 0.01 there; delete reference/ in the run folder" in caplog.text
 
 
 CONFIGS = {

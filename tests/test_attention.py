@@ -61,7 +61,7 @@ def microbatch() -> Microbatch:
 def test_the_reference_computes_its_softmax_in_fp32_or_in_fp64_where_the_inputs_are(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, 20, heads, 16, generator=generator).to(dtype) for heads in (4, 2, 2))
-    eager = make_backend("eager", "", "cpu")
+    eager = make_backend("eager", "cpu")
     prepared = eager.prepare(Documents(1, 20, (9, 11)), CPU)
     scores = torch.einsum("bqhgd,bkhd->bhgqk", q.view(1, 20, 2, 2, 16), k) / 4
     wide = scores.to(torch.float64 if dtype == torch.float64 else torch.float32)
@@ -81,7 +81,7 @@ def test_the_kernel_that_runs_is_named(dtype: torch.dtype, monkeypatch: pytest.M
 
     fused = "_scaled_dot_product_flash_attention_for_cpu"
     in_chunks = "explicit scores of a few hundred queries at a time"
-    assert [kernel(make_backend(name, "", "cpu")) for name in BACKENDS] == [NO_KERNEL, in_chunks, fused]
+    assert [kernel(make_backend(name, "cpu")) for name in BACKENDS] == [NO_KERNEL, in_chunks, fused]
     assert kernel(CustomKernel()) == "titan_mi100_test::block_kernel"
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         assert kernel(Sdpa()) == NO_KERNEL  # PyTorch's silent way back
@@ -108,7 +108,7 @@ def test_ends_and_supervised_columns_become_lengths_and_an_index() -> None:
 @pytest.mark.parametrize("head", ["tied", "untied"])
 def test_forward_and_backward_ask_the_device_for_no_value(name: str, head: str) -> None:
     """Under fake tensors whatever depends on a value, such as nonzero or item, raises."""
-    backend = make_backend(name, "", "cpu")
+    backend = make_backend(name, "cpu")
     described = describe_on_host(
         Qwen3(SPECS[head], backend).model, model_inputs(for_the_model(microbatch(), ()), CPU), CPU
     )

@@ -333,7 +333,7 @@ def test_a_library_kernel_gets_each_document_by_itself(monkeypatch: pytest.Monke
     module.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     assert judge("flash_attn", SHAPE, LENGTHS, CPU, "cpu", "").refused == ""
-    backend: Backend = make_backend("flash_attn", "", "cpu")
+    backend: Backend = make_backend("flash_attn", "cpu")
     q, k, v = (torch.randn(2, 5, heads, 16) for heads in (4, 2, 2))
     documents = Documents(2, 5, (2, 3, 5))
     expected = Eager()(q, k, v, Eager().prepare(documents, CPU))

@@ -99,8 +99,6 @@ def test_the_bytes_reported_are_those_given_to_all_reduce(runs: list) -> None:
     # a layer's q, o: 64 x 64; k, v: 64 x 32; gate, up: 128 x 64; down: 64 x 128; the embedding: 320 x 64
     compressed = 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (128 + 64)) + (320 + 64)
     assert {sent[START - 1], sent[START]} == {whole, 4 * (vectors + compressed)}
-    line = f"PowerSGD rank 1 from step {START} on: 11.3 kB per step and rank instead of 378.4 kB, 34x less"
-    assert runs[0]["rank 1"]["messages"].count(line) == 1
 
 
 @pytest.mark.full

@@ -108,7 +108,7 @@ def opened(kind: str) -> tuple[Any, Any, Reference]:
     spec = replace(spec, has_draft_head=True)
     hf = make(spec)
     head = Reference(hf, module, prefix)
-    model = MODELS[spec.model_type](spec, make_backend("eager", "", "cpu")).double()
+    model = MODELS[spec.model_type](spec, make_backend("eager", "cpu")).double()
     stored = {**hf.state_dict(), **{DRAFT + name: tensor for name, tensor in head.state_dict().items()}}
     read = read_pieces(spec, joined(Tensors(stored), spec).read)
     fill_parameters(model.named_parameters(), read)

@@ -98,7 +98,7 @@ def test_the_trial_sees(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts_launch, "products", changed)
     if fault == "no zeros":
         monkeypatch.setattr(experts_launch, "sums", lambda *args: sums(*args).index_fill(0, torch.tensor([300]), 1.0))
-    words = "other bits the second time" if fault == "other bits" else "differ from fp64"
+    words = "other bits the second time" if fault == "other bits" else "differs from that of plain"
     assert words in experts.trial(DEVICE, torch.float32)
 
 

@@ -15,7 +15,6 @@ from titan_mi100.open_run import record
 from titan_mi100.open_run.inputs import RunInputs
 from titan_mi100.parallel.distributed import World
 from titan_mi100.planning.costs import train_flops
-from titan_mi100.planning.workload import Workload
 from titan_mi100.run.metrics import Reporter, RunFigures
 from titan_mi100.run.progress import Progress
 from titan_mi100.run.sinks import Explanation
@@ -53,8 +52,8 @@ def explained(world: World, folder: Path, config: Config, step: int = 0, process
     told: list[Explanation] = []
     config = replace(config, model=ModelConfig(flavor="debug"))
     data = made_up(random_rows(1, 16, 64, supervised_share=1.0))
-    workload, world = Workload.of(config, processes), replace(world, size=processes)
-    inputs = RunInputs(workload, world, folder, data, {}, None, Progress(step=step))
+    world = replace(world, size=processes)
+    inputs = RunInputs(config, processes, config.spec(), world, folder, data, {}, None, Progress(step=step))
     part = SimpleNamespace(model=SimpleNamespace(backend=None))
     model: Any = SimpleNamespace(parts=[part], objective=SimpleNamespace(printed=()), draft="no")
     rows: Any = SimpleNamespace(row=lambda _: data.train.row(0), rows_per_epoch=None)

@@ -41,7 +41,7 @@ def reference(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> Qwen3ForCa
 
 
 def ours(spec: ModelSpec, hf: Qwen3ForCausalLM, backend: str) -> Qwen3:
-    model = Qwen3(spec, make_backend(backend, "", "cpu"))
+    model = Qwen3(spec, make_backend(backend, "cpu"))
     weights = hf.state_dict()
     if spec.tie_word_embeddings:
         del weights["lm_head.weight"]

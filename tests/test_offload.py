@@ -106,7 +106,7 @@ def test_sums_are_autograds_and_no_gradient_stays(monkeypatch: pytest.MonkeyPatc
     for _ in range(2):
         here.zero_grad()
         there.zero_grad()
-        sums.clear()
+        sums.begin_step()
         for x in inputs:
             here(x).backward()
             there(x).backward()
@@ -122,7 +122,7 @@ def test_the_norm_is_that_of_all_gradients_and_a_wrong_value_is_seen() -> None:
     parameters = list(model.parameters())
     for factor, is_finite in ((1.0, True), (torch.inf, False), (1.0, True)):
         model.zero_grad()
-        sums.clear()
+        sums.begin_step()
         only_its = model.matrices[2].register_hook(lambda gradient, by=factor: gradient * by)
         model(torch.ones(2, 8)).backward()
         only_its.remove()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import documents_of
+from held_names import check_names
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -227,14 +228,14 @@ def test_a_resumed_pipeline_keeps_its_stages() -> None:
 
 
 @pytest.mark.parametrize("lora", [{}, {"rank": 2}, {"rank": 2, "base": "nf4"}])
-def test_a_built_model_that_lacks_a_tensor_of_its_shape_is_an_error(
+def test_a_built_model_has_the_tensors_of_its_shape(
     lora: dict[str, Any], world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a wrapper that replaces modules might drop one, such as a bias."""
     config, spec, layout = Config(lora=LoRAConfig(**lora)), PRESETS["debug"], Layout()
     mesh, before = distributed.build_mesh(layout, world.device), building.parallelize
     given = Workload(config, 1, spec), Computation(Sdpa(), HeadMemory()), Placement(mesh, world.device)
-    assert build_model(*given).parts
+    check_names(build_model(*given).parts[0], spec, config.lora)
 
     def drops(model: Any, *rest: Any) -> None:
         before(model, *rest)
@@ -242,4 +243,4 @@ def test_a_built_model_that_lacks_a_tensor_of_its_shape_is_an_error(
 
     monkeypatch.setattr(building, "parallelize", drops)
     with pytest.raises(AssertionError, match=r"differ in model\.layers\.1\.self_attn\.q_norm\.weight"):
-        build_model(*given)
+        check_names(build_model(*given).parts[0], spec, config.lora)

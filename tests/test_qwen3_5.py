@@ -62,7 +62,7 @@ def held(spec: Qwen3_5Spec, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def ours(spec: Qwen3_5Spec, hf: Any, backend: str = "eager") -> Qwen3_5:
-    model = Qwen3_5(spec, make_backend(backend, "", "cpu")).double()
+    model = Qwen3_5(spec, make_backend(backend, "cpu")).double()
     model.load_state_dict(held(spec, hf.state_dict()))
     return model
 

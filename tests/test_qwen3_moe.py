@@ -81,7 +81,7 @@ def held(spec: Qwen3MoeSpec, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def ours(spec: Qwen3MoeSpec, hf: Any) -> Qwen3Moe:
-    model = Qwen3Moe(spec, make_backend("eager", "", "cpu")).double()
+    model = Qwen3Moe(spec, make_backend("eager", "cpu")).double()
     model.load_state_dict(held(spec, hf.state_dict()))
     return model
 

@@ -140,13 +140,11 @@ TARGETS = {
 
 @pytest.mark.parametrize("kind", ["both", *(pytest.param(k, marks=pytest.mark.full) for k in ("experts", "attention"))])
 def test_an_adapter_has_the_same_logits_in_peft(
-    kind: str, folders: dict[str, Path], tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture
+    kind: str, folders: dict[str, Path], tmp_path: Path, world: World
 ) -> None:
     folder, targets = folders["separate"], TARGETS[kind]
     lora: dict[str, Any] = {"rank": 3, "target_modules": targets, **(OWN if kind == "both" else {})}
-    with caplog.at_level("INFO"):
-        run = opened(folder, world, lora=lora)
-    assert ("of experts with rank 2 and alpha 5;" in caplog.text) == (kind == "both")
+    run = opened(folder, world, lora=lora)
     for _ in range(2):
         run.step()
     save(run, tmp_path / "saved")

@@ -25,6 +25,7 @@ from titan_mi100.launch import launcher as launch
 from titan_mi100.open_run import record
 from titan_mi100.open_run.run import Run, Supervision
 from titan_mi100.open_run.start import open_run
+from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
 from titan_mi100.run.folder import RunFolder
 from titan_mi100.run.next_commands import _serve, after_run, command, shown_path, to_resume
@@ -393,8 +394,8 @@ def test_a_run_whose_folder_was_renamed_stops_and_writes_nothing_elsewhere(
         raise SystemExit(code)
 
     monkeypatch.setattr(train_module, "open_run", opened)
-    monkeypatch.setattr(train_module.distributed, "init_distributed", lambda **_: world)
-    monkeypatch.setattr(train_module.distributed, "exit_process", exit_process)
+    monkeypatch.setattr(distributed, "init_distributed", lambda **_: world)
+    monkeypatch.setattr(distributed, "exit_process", exit_process)
     heartbeat: Any = SimpleNamespace(note=lambda _: None, is_in=lambda _: None)
     with pytest.raises(SystemExit) as ended:
         train_module.main(load_config(settings(folder, **more), 1), NEVER, heartbeat)  # type: ignore[arg-type]

@@ -116,7 +116,7 @@ def one_step(case: Case, scale: float, norm: float, count: int, device: torch.de
     """A step of a model that computes nothing; its result, and what was done to model, optimizer and loss scale."""
     done: list[Any] = []
 
-    def backward(_: Any, weight: float, draft_weight: float) -> torch.Tensor:
+    def backward(_: Any, weight: float) -> torch.Tensor:
         done.append(("backward", weight))
         return torch.tensor([[case.loss * count]])
 
@@ -127,9 +127,7 @@ def one_step(case: Case, scale: float, norm: float, count: int, device: torch.de
         measure_gradients=lambda _: gradients, draft="no", outputs=1, after_update=lambda: None,
         clear_gradients=lambda: done.append("cleared"),
     )  # fmt: skip
-    optimizer: Any = SimpleNamespace(
-        param_groups=[{"lr": 0.1}], update=lambda factor, _: done.append(("update", factor))
-    )
+    optimizer: Any = SimpleNamespace(param_groups=[{"lr": 0.1}], update=lambda factor: done.append(("update", factor)))
     kept: Any = SimpleNamespace(value=scale, can_fall=lambda: case.can_fall, after_step=done.append)
     stream: Any = SimpleNamespace(
         batch=SimpleNamespace(global_batch_size=3), step=lambda _: [object()], ahead=lambda *_, **__: lambda: [object()]
@@ -203,8 +201,8 @@ def test_a_runs_mfu_is_a_share_of_its_cards_peak(
     run = opened(world)  # before: else the card's kernels are tried
     monkeypatch.setattr(distributed, "data_sheet", lambda _: find_gpu(arch, 120))
     config = Config(training=TrainingConfig(seq_len=16, mixed_precision_param="float16"))
-    workload, three = Workload(config, 3, SPEC), replace(world, size=3)
-    inputs = RunInputs(workload, three, tmp_path, run.data, {}, None, run.progress)
+    three = replace(world, size=3)
+    inputs = RunInputs(config, 3, SPEC, three, tmp_path, run.data, {}, None, run.progress)
     reporter = open_record(inputs, run.model, run.stream.source, 4)
     assert reporter is not None
     assert reporter._figures.peak_flops == (pytest.approx(3 * 184.6e12) if arch == "gfx908" else None)

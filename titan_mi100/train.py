@@ -17,7 +17,6 @@ from titan_mi100.log import log
 from titan_mi100.open_run.run import NO_FINITE_STEP, Run, Supervision
 from titan_mi100.open_run.start import SAVE_FAILED, STOP, open_run
 from titan_mi100.open_run.summary import log_summary, step_to_use
-from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import any_rank
 from titan_mi100.process import Job, run_process
 from titan_mi100.run.next_commands import to_export, to_resume
@@ -40,9 +39,7 @@ def open_and_train(job: Job) -> tuple[str, str]:
     supervision = Supervision(job.heartbeat, lambda: bool(job.preemption.reason), job.folder.moved)
     job.run = run = open_run(job.config, job.world, path, supervision)
     job.again = to_resume(path, size, local_size)  # now the run's config.toml is there to start from
-    groups = [run.model.context.group] if run.model.context else []
-    patience = distributed.CollectiveTimeouts(run.mesh, bool(job.config.watchdog.seconds), groups)
-    run.observers += [job.folder, patience]
+    run.observers.append(job.folder)
     if job.world.rank == 0 and (end := end_of_job(os.environ)):  # the others are told by the step's collective
         run.observers.append(TimeLimit(end, job.preemption, run.checkpointer))
     return train(run, job.preemption)

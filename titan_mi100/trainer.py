@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,25 +55,6 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-class _Gathered(NamedTuple):
-    """What each rank tells the others in a step's one collective, as fp64 values."""
-
-    of_step: Sequence[float]  # summed: the next step's counts; before them come those of the device, see gather
-    memory: Sequence[float]  # the maximum is used
-    flags: Sequence[float]  # set if any rank's is
-
-    def gather(self, on_device: Tensor, device: torch.device) -> list[Tensor]:
-        """The fields of all ranks, (ranks, values) each. A collective.
-
-        Args:
-            on_device: put before of_step: squares of the gradients, 1 if one is not finite, loss, measures.
-        """
-        on_host = torch.tensor([number for part in self for number in part], dtype=torch.float64)
-        ranks = gather_values(torch.cat([on_device, to_device(on_host, device)]), device)
-        sizes = [len(on_device) + len(self.of_step), *map(len, self[1:])]
-        return list(ranks.split(sizes, dim=1))
-
-
 class Hooks:
     """Questions of a step to the run around it. These do nothing; a run has its own."""
 
@@ -113,29 +93,39 @@ class UpdateRules:
         return self.max_norm / norm if 0 < self.max_norm < norm else 1.0
 
 
-class _DraftStep:
-    """What a step decides about a draft head that is trained along, all by itself: norm, clipping, finite check."""
+class _Part:
+    """What a step decides about a part of the model, the trunk or a draft head that is trained along, all by itself.
 
-    def __init__(self, rules: UpdateRules, count: int) -> None:
-        self._rules, self._scale = rules, rules.draft_loss_scale.value if rules.draft_loss_scale else 1.0
-        self._mean = 1 / count if count else 0.0
-        self.weight = rules.draft_weight * self._mean * self._scale  # of its loss in backward
+    Attributes:
+        mean, scale: factors of its loss: 1 / what is counted; the loss scale.
+        weight: of its loss in backward.
+        factor: of its gradients; None: it is not updated.
+    """
 
-    def decide(
-        self, squares: float, not_finite: float, loss: float, update: bool
-    ) -> tuple[float | None, dict[str, float]]:
-        """The factor of its gradients, and what is reported; None: it is not updated.
+    def __init__(self, rules: UpdateRules, loss_scale: LossScale | None, count: int, share: float = 1.0) -> None:
+        """Args: count: see Objective. share: a further factor of its loss."""
+        self._rules, self._loss_scale = rules, loss_scale
+        self.mean, self.scale = 1 / count if count else 0.0, loss_scale.value if loss_scale else 1.0
+        self.weight = share * self.mean * self.scale
 
-        Args: squares, not_finite: of its gradients. loss: the sum; all of all ranks. update: see Trainer.step.
-        """
-        norm, is_broken = math.sqrt(squares) / self._scale, not_finite > 0 or not math.isfinite(squares + loss)
-        measures = {"draft_loss": loss * self._mean, "draft_grad_norm": norm, "draft_skipped": float(is_broken)}
-        if (scale := self._rules.draft_loss_scale) is not None:
-            overflowed = is_broken and scale.can_fall() and math.isfinite(loss)
-            measures |= {"draft_loss_scale": self._scale, "draft_overflowed": float(overflowed)}
-            if update:
-                scale.after_step(overflowed)
-        return None if is_broken else self._rules.clip(norm) / self._scale, measures
+    def decide(self, squares: float, not_finite: float, loss: float) -> None:
+        """Args: squares, not_finite: of its gradients. loss: the sum; all of all ranks."""
+        self.norm, self.loss = math.sqrt(squares) / self.scale, loss * self.mean
+        self.is_broken = not_finite > 0 or not math.isfinite(squares + loss)
+        can_fall = self._loss_scale is not None and self._loss_scale.can_fall()
+        self.overflowed = can_fall and self.is_broken and math.isfinite(loss)
+        self.factor = None if self.is_broken else self._rules.clip(self.norm) / self.scale
+
+    def adapt_scale(self) -> None:
+        if self._loss_scale is not None:
+            self._loss_scale.after_step(self.overflowed)
+
+    def measures(self) -> dict[str, float]:
+        """What is reported of a draft head."""
+        measures = {"draft_loss": self.loss, "draft_grad_norm": self.norm, "draft_skipped": float(self.is_broken)}
+        if self._loss_scale is None:
+            return measures
+        return measures | {"draft_loss_scale": self.scale, "draft_overflowed": float(self.overflowed)}
 
 
 class Trainer:
@@ -160,9 +150,8 @@ class Trainer:
         self._hooks = hooks or Hooks()
         self._row = first_row
         self._microbatches = stream.step(first_row)
-        self._next_step: Callable[[], list[Microbatch]] | None = (
-            None  # started in the first step, read from the third on
-        )
+        # started in the first step, read from the third on
+        self._next_step: Callable[[], list[Microbatch]] | None = None
         # The counts of every later step are exchanged in the collective of the step before it.
         self._counts = gather_values(self._count(self._microbatches), model.device).sum(0).tolist()
 
@@ -176,57 +165,55 @@ class Trainer:
             update: false: compute loss and gradients only, change nothing.
         """
         started = time.perf_counter()
-        model, first_row, microbatches = self._model, self._row, self._microbatches
+        model, rules, first_row, microbatches = self._model, self._rules, self._row, self._microbatches
         tokens, supervised, pairs, count, drafts = map(round, self._counts)
         # Divide the loss by the count of the whole step, over all ranks, before the first backward (for sft: of the
         # supervised tokens). Then the gradient is the same for every split of the rows over ranks and microbatches.
-        weight = 1 / count if count else 0.0
-        scale = self._rules.loss_scale.value if self._rules.loss_scale else 1.0
-        draft = _DraftStep(self._rules, drafts) if model.draft == "along" else None
-        losses = model.forward_backward(microbatches, weight * scale, draft.weight if draft else 0.0)
+        parts = [trunk := _Part(rules, rules.loss_scale, count)]
+        if model.draft == "along":
+            parts.append(_Part(rules, rules.draft_loss_scale, drafts, rules.draft_weight))
+        losses = model.forward_backward(microbatches, *(part.weight for part in parts))
         self._hooks.begin("reading the next step's rows")
         waited = self._read_ahead()
         self._hooks.begin("meeting the other ranks with loss and gradients")
-        gradients = [model.measure_gradients(of_draft) for of_draft in (False, True)[: 2 if draft else 1]]
+        gradients = [model.measure_gradients(part is not trunk) for part in parts]
 
         # Every rank decides from the same gathered values, a row per rank.
         each = [number for own in gradients for number in (own.squares, (~own.finite).double())]
         on_device = torch.cat([torch.stack(each), losses.sum(0)])
         flags = self._hooks.flags()
-        to_gather = _Gathered(self._next_counts, [peak_memory_gib(model.device)], [*map(float, flags.values())])
-        summed, memory, raised = to_gather.gather(on_device, model.device)
-        squares, not_finite, *rest = summed.sum(0).tolist()
-        of_draft, rest = (rest[:2], rest[2:]) if draft else ([], rest)
+        on_host = [*self._next_counts, peak_memory_gib(model.device), *map(float, flags.values())]
+        both = torch.cat([on_device, to_device(torch.tensor(on_host, dtype=torch.float64), model.device)])
+        sizes_of = [len(on_device) + len(self._next_counts), 1, len(flags)]
+        summed, memory, raised = gather_values(both, model.device).split(sizes_of, dim=1)
+        numbers = summed.sum(0).tolist()
+        of_parts, rest = numbers[: len(each)], numbers[len(each) :]
         loss_sum, *sums = rest[: model.outputs]
         measures, self._counts = dict(zip(model.objective.measures, sums, strict=False)), rest[model.outputs :]
         self._hooks.begin("update of the weights")
-        grad_norm = math.sqrt(squares) / scale
-        broken = not_finite > 0 or not math.isfinite(squares + loss_sum)
-        limit, loss = self._hooks.spike_above(), loss_sum * weight
-        is_spike = not broken and loss > limit
-        skipped = broken or (is_spike and self._rules.skip_spikes)
-        can_fall = self._rules.loss_scale is not None and self._rules.loss_scale.can_fall()
-        overflowed = can_fall and broken and math.isfinite(loss_sum)
-        factor = None if skipped else self._rules.clip(grad_norm) / scale
-        draft_factor, draft_measures = draft.decide(of_draft[0], of_draft[1], sums[-2], update) if draft else (None, {})
-        draft_factor = None if is_spike and skipped else draft_factor
-        if update and (factor is not None or draft_factor is not None):
-            self._optimizer.update(factor, draft_factor)
+        for part, squares, not_finite in zip(parts, of_parts[::2], of_parts[1::2], strict=True):
+            part.decide(squares, not_finite, loss_sum if part is trunk else sums[-2])
+        limit = self._hooks.spike_above()
+        is_spike = not trunk.is_broken and trunk.loss > limit
+        for part in parts if is_spike and rules.skip_spikes else ():
+            part.factor = None
+        if update and any(part.factor is not None for part in parts):
+            self._optimizer.update(*(part.factor for part in parts))
             model.after_update()
-        if update and self._rules.loss_scale is not None:
-            self._rules.loss_scale.after_step(overflowed)
+        for part in parts if update else ():
+            part.adapt_scale()
         model.clear_gradients()
-        losses = losses[:, 0]
-        nonfinite = losses.isfinite().logical_not().nonzero().flatten().tolist() if broken else []
+        losses, of_draft = losses[:, 0], parts[1].measures() if parts[1:] else {}
+        nonfinite = losses.isfinite().logical_not().nonzero().flatten().tolist() if trunk.is_broken else []
         are_up = (raised > 0).any(0).tolist()
         return StepResult(
             first_row=first_row,
             next_row=self._row,
             lr=self._optimizer.param_groups[0]["lr"],
-            loss=loss,
-            measures=model.objective.means(measures, lambda total: total * weight) | draft_measures,
+            loss=trunk.loss,
+            measures=model.objective.means(measures, lambda total: total * trunk.mean) | of_draft,
             has_level=model.objective.has_level,
-            grad_norm=grad_norm,
+            grad_norm=trunk.norm,
             tokens=tokens,
             supervised=supervised,
             attention_pairs=pairs,
@@ -234,10 +221,10 @@ class Trainer:
             waited=waited,
             peak_memory_gib=memory.max().item(),
             gradient_bytes=model.gradient_bytes,
-            skipped=skipped,
+            skipped=trunk.factor is None,
             nonfinite_microbatches=nonfinite,
-            loss_scale=None if self._rules.loss_scale is None else scale,
-            overflowed=overflowed,
+            loss_scale=None if rules.loss_scale is None else trunk.scale,
+            overflowed=trunk.overflowed,
             flags=frozenset(name for name, on in zip(flags, are_up, strict=True) if on),
             spike_above=limit if is_spike else None,
             worst_microbatches=self._worst(losses, microbatches) if is_spike else [],

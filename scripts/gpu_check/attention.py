@@ -59,7 +59,7 @@ def run_once(group: int, dim: int, dtype: str, launch: Launch) -> str:
     """Run the three kernels at a size that is no multiple of a tile's. Returns why they are refused, or ""."""
     tensors, documents = inputs(Shape(1, 203, group, 1, dim, dtype), DEVICE), Documents(1, 203, (1, 77, 125))
     try:
-        forward_backward(make_backend(OWN, "", ARCH, str(launch)), tensors, documents)
+        forward_backward(make_backend(OWN, ARCH, str(launch)), tensors, documents)
     except Exception as error:
         return f"head size {dim}, {dtype}, {launch}: {(str(error).splitlines() or [type(error).__name__])[0][:150]}"
     return ""
@@ -79,7 +79,7 @@ def tiles(heads: int, kv_heads: int, dim: int, dtype: str, seq: int, timed: int)
     reference, errors, ms, problems = Reference(tensors, documents), [[0.0] * 4], dict[Launch, float](), {}
     for launch in launches:
         try:
-            trial = reference.judge(backend := make_backend(OWN, "", ARCH, str(launch)))
+            trial = reference.judge(backend := make_backend(OWN, ARCH, str(launch)))
             problems[launch] = trial.refused or ("" if trial.repeatable else "equal calls give other bits")
             errors.append([*map(difference, forward_backward(backend, tensors, documents), exact)])
             if timed:

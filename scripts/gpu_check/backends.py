@@ -29,10 +29,10 @@ def measure(name: str, shape: dict[str, Any]) -> dict[str, Any]:
     """
     device, asked, launch = init_distributed().device, Shape(**shape), ""
     arch, documents = device_name(device)[1].split(":")[0], random_documents(asked)
-    backend = make_backend(name, "", arch)
+    backend = make_backend(name, arch)
     if name == OWN:
         launch, _ = fastest_launch(Reference(inputs(asked, device), documents), documents, arch)
-        backend = make_backend(name, "", arch, launch)
+        backend = make_backend(name, arch, launch)
     return {"backend": name, "launch": launch, **judged(backend, asked, device)}
 
 

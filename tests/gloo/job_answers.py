@@ -17,7 +17,6 @@ from titan_mi100.open_run.inputs import RunInputs
 from titan_mi100.open_run.logprob_pass import LogprobPass
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
-from titan_mi100.planning.workload import Workload
 from titan_mi100.workshop.made_up import made_up
 
 
@@ -33,7 +32,7 @@ def recorded(world: World, case: dict, split: dict) -> Arrays:
     """What the case's weights think of all rows, with split["k"] ids per token; on rank 0."""
     data = data_of(case)
     run = open_split(world, case, {**split, "objective": {}}, data=data)
-    inputs = RunInputs(Workload(run.config, world.size, case["spec"]), world, None, data, {}, None, run.progress)
+    inputs = RunInputs(run.config, world.size, case["spec"], world, None, data, {}, None, run.progress)
     reading = LogprobPass(inputs, run.stream.dp_rank)
     return reading.read(run.model, range(2 * len(data.train)), reading.about(split["k"], ""), lambda: None)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from gloo.job_parity import save, whole
-from parity.table import LAYOUTS, Cell, config_of, dataset, spec_of
+from parity.table import LAYOUTS, ROWS, Cell, config_of, dataset, spec_of
 
 from titan_mi100.open_run.run import Run
 from titan_mi100.open_run.start import open_run
@@ -55,9 +55,8 @@ def cause_of(run: Run, folder: Path, knows: int) -> str:
 
 
 def opened(cell: Cell, checkpoint: Path | None = None) -> Run:
-    return open_run(
-        config_of(cell), here, spec=spec_of(cell), data=made_up(dataset(cell.seq_len)), checkpoint=checkpoint
-    )
+    data = made_up(dataset(cell.seq_len, 2 * ROWS))
+    return open_run(config_of(cell), here, spec=spec_of(cell), data=data, checkpoint=checkpoint)
 
 
 def seen(run: Run, steps: int) -> list[tuple]:

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from held_names import check_names
 from packed_rows import packed
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -74,6 +75,8 @@ def open_split(world: World, case: dict, split: dict, **options: Any) -> Run:
     shared = mock.patch.object(build, "shares_copies", return_value=split["copies"]) if "copies" in split else None
     with shared or nullcontext():
         run = open_run(config, world, spec=case["spec"], **options)
+    for part in run.model.parts:
+        check_names(part, case["spec"], config.lora)
     if "kinds" in split:  # of our kernels; the next run has none
         use(split["kinds"])
 

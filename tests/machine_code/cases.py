@@ -73,7 +73,7 @@ def errors(
     documents = documents_for(launch)
     tensors = [x.contiguous() for x in inputs(documents, HEADS, head_dim, DTYPES[dtype])]
     expected = results(Eager(), documents, [x.double() for x in tensors])
-    found = results(make_backend("triton", "", "cpu", str(launch)), documents, tensors)
+    found = results(make_backend("triton", "cpu", str(launch)), documents, tensors)
     differences = [(a.double() - b).abs().max() / b.abs().max() for a, b in zip(found, expected, strict=True)]
     names = ("out", "q", "k", "v")
     return {n: x.nan_to_num(nan=torch.inf).item() for n, x in zip(names, differences, strict=True)}, emulated

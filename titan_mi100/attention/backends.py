@@ -7,11 +7,10 @@ from titan_mi100.config.kernels import KERNELS
 from titan_mi100.errors import UserError
 
 
-def make_backend(name: str, why: str, arch: str, launch: str = "") -> Backend:
+def make_backend(name: str, arch: str, launch: str = "") -> Backend:
     """Create the backend with this name.
 
     Args:
-        why: the reason for the choice, for the log.
         arch: "gfx908", "sm90", "cpu".
         launch: launch settings of our kernels; "": the first candidate of the architecture.
 
@@ -23,5 +22,5 @@ def make_backend(name: str, why: str, arch: str, launch: str = "") -> Backend:
         backend_class = getattr(import_module(f"titan_mi100.attention.{module}"), kind)
     except ImportError as error:
         raise UserError(f"{kind} cannot be imported ({error})") from None
-    backend: Backend = backend_class.make(why, arch, launch)
+    backend: Backend = backend_class.make(arch, launch)
     return backend

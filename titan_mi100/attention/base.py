@@ -69,19 +69,15 @@ class Backend(ABC):
     Attributes:
         without_kernel: description of what it computes if no fused kernel runs.
         is_traceable: `prepare` returns tensors only, so torch.compile can trace a full block as one graph.
-        why: the reason for the choice, for the log.
     """
 
     without_kernel: ClassVar[str] = NO_KERNEL
     is_traceable: ClassVar[bool] = False
 
-    def __init__(self, why: str = "chosen by name") -> None:
-        self.why = why
-
     @classmethod
-    def make(cls, why: str, arch: str, launch: str) -> "Backend":
+    def make(cls, arch: str, launch: str) -> "Backend":
         """Args as in backends.make_backend. Raises UserError: it cannot run."""
-        return cls(why)
+        return cls()
 
     @abstractmethod
     def prepare(self, documents: Documents, device: torch.device) -> Any:

@@ -36,7 +36,7 @@ class Choice:
     launch: str = ""
 
     def make(self) -> Backend:
-        return make_backend(self.name, self.why, self.arch, self.launch)
+        return make_backend(self.name, self.arch, self.launch)
 
 
 def choose(

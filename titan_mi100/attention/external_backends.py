@@ -43,8 +43,7 @@ class _Varlen(Backend):
 class TorchVarlen(_Varlen):
     """Flash attention without padding by torch.nn.attention.varlen, from torch 2.10."""
 
-    def __init__(self, why: str) -> None:
-        super().__init__(why)
+    def __init__(self) -> None:
         kernel = _function("torch.nn.attention.varlen", "varlen_attn", "needs torch 2.10 or later")
         options = inspect.signature(kernel).parameters  # the names changed between versions of torch
         causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in options else {"is_causal": True}
@@ -55,8 +54,7 @@ class TorchVarlen(_Varlen):
 class FlashAttention(_Varlen):
     """The flash_attn package: its own kernels on CUDA, Composable Kernel's on ROCm."""
 
-    def __init__(self, why: str) -> None:
-        super().__init__(why)
+    def __init__(self) -> None:
         kernel = _function("flash_attn", "flash_attn_varlen_func", "the package flash_attn is not installed")
         self._call = lambda *arguments: kernel(*arguments, causal=True, deterministic=True)
 

@@ -157,11 +157,11 @@ def judge(name: str, shape: Shape, lengths: Sequence[int], device: torch.device,
     tensors = inputs(shape, device)
     passed_over: list[str] = []
     try:
-        backend = make_backend(name, "", arch, launch)
+        backend = make_backend(name, arch, launch)
         reference = Reference(tensors, documents)
         if name == OWN and not launch:
             launch, passed_over = fastest_launch(reference, timed, arch)
-            backend = make_backend(name, "", arch, launch)
+            backend = make_backend(name, arch, launch)
         verdict, ms = reference.judge(backend), _median_ms(backend, tensors, timed)
         kernel = running_kernel(backend, shape, documents, device)
     except Exception as error:
@@ -302,7 +302,7 @@ def fastest_launch(reference: Reference, timed: Documents, arch: str) -> tuple[s
     @functools.cache
     def problem(launch: Launch) -> str:
         try:
-            verdict = reference.judge(Triton("", str(launch)))
+            verdict = reference.judge(Triton(str(launch)))
         except Exception as error:
             return _reason(error)
         return verdict.refused or ("" if verdict.repeatable else "the same call gives other bits each time")
@@ -318,7 +318,7 @@ def fastest_launch(reference: Reference, timed: Documents, arch: str) -> tuple[s
             if why := problem(launch):
                 passed_over.append(f"{kernel} {tile}: {why}")
             else:
-                times[launch] = _median_ms(Triton("", str(launch)), reference.tensors, timed)
+                times[launch] = _median_ms(Triton(str(launch)), reference.tensors, timed)
         best = min(times, key=lambda launch: times[launch])
     return str(best), passed_over
 

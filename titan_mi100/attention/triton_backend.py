@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from titan_mi100.attention import kernels
 from titan_mi100.attention.base import Backend, Documents, boundaries
@@ -137,40 +136,20 @@ def _gradients(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, .
 attention.differentiable(_gradients, _keep)
 
 
-def _pairs(q: Tensor, boundaries: Tensor) -> int:
-    """The number of (query, key) pairs. For fake tensors, which have no values, each row counts as one document."""
-    batch, seq = q.shape[:2]
-    if isinstance(boundaries, torch._subclasses.FakeTensor) or boundaries.is_meta:
-        return batch * seq * (seq + 1) // 2
-    columns = torch.arange(1, boundaries.shape[1] + 1, device=boundaries.device)
-    return int((columns - boundaries[0]).sum())
-
-
-@register_flop_formula(torch.ops.titan_mi100.attention, get_raw=True)
-def _flops(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, *_: Any, out_val: Any = None, **__: Any) -> int:
-    return 4 * q.shape[2] * q.shape[3] * _pairs(q, boundaries)  # two products
-
-
-@register_flop_formula(torch.ops.titan_mi100.attention_backward, get_raw=True)
-def _backward_flops(grad: Tensor, q: Tensor, *others: Any, out_val: Any = None, **__: Any) -> int:
-    return 14 * q.shape[2] * q.shape[3] * _pairs(q, others[4])  # seven products: two of them are computed twice
-
-
 class Triton(Backend):
     """Our own kernels; see kernels.py."""
 
     is_traceable = True
 
-    def __init__(self, why: str, launch: str) -> None:
+    def __init__(self, launch: str) -> None:
         """Args:
         launch: the text of a Launch, or an architecture, whose first candidate is taken.
         """
-        super().__init__(why)
         self.launch = launch
 
     @classmethod
-    def make(cls, why: str, arch: str, launch: str) -> "Triton":
-        return cls(why, launch or arch)
+    def make(cls, arch: str, launch: str) -> "Triton":
+        return cls(launch or arch)
 
     def prepare(self, documents: Documents, device: torch.device) -> Tensor:
         return to_device(torch.from_numpy(boundaries(documents)), device)

@@ -38,6 +38,7 @@ from titan_mi100.checkpoint.keys import OPTIMIZER, parameter_of, rank_of, rank_p
 from titan_mi100.checkpoint.resume import TRAINER, open_checkpoint
 from titan_mi100.config.layout import Layout
 from titan_mi100.device import accelerator, pinned
+from titan_mi100.device.shards import local_of
 from titan_mi100.errors import NumericalError, SaveError, UserError
 from titan_mi100.files.durable import sync
 from titan_mi100.files.stored import open_dcp
@@ -149,7 +150,7 @@ class Checkpointer:
         if broken := first_found(_not_finite(dict(self._tensors()) | extra, self._model.passed_through)):
             raise NumericalError(f"step {step}: {broken} is not finite; no checkpoint was made of it")
         tensors = self._written_here() | extra
-        size = sum(local_part(tensor)[0].nbytes for tensor in tensors.values())
+        size = sum(local_of(tensor).nbytes for tensor in tensors.values())
         self._bytes = self._bytes or round(sum_over_ranks([size], self.world.device)[0])
         record = {"step": step, "torch": torch.__version__, "processes": self.world.size, **about}
         state = json.dumps(trainer_state, indent=1)
@@ -392,7 +393,7 @@ class Checkpointer:
         memory takes longer."""
         copies = {}
         for name, tensor in tensors.items():
-            local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+            local = local_of(tensor).detach()
             key = (name, local.shape, local.dtype)
             if key not in self._staged:
                 self._staged[key] = self._host_memory(local)
@@ -442,7 +443,7 @@ def _as_save_error(folder: Path, step: int) -> Iterator[None]:
 
 def _not_finite(tensors: dict[str, Tensor], unused: Collection[str]) -> str:
     """The name of the first tensor with infinity or NaN on this rank; empty if there is none."""
-    local = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in tensors.items() if n not in unused}
+    local = {name: local_of(tensor) for name, tensor in tensors.items() if name not in unused}
     local = {name: tensor for name, tensor in local.items() if tensor.is_floating_point() and tensor.numel()}
     sums = [tensor.sum() for tensor in local.values()]  # a fast pass: infinity and NaN survive a sum
     if not sums:  # a pipeline stage of which nothing is trained

@@ -38,11 +38,13 @@ def drafted(microbatch: Microbatch) -> int:
 
 def draft_labels(microbatch: Microbatch) -> Tensor:
     """The labels of a draft head, (batch, seq): slot t has that of token t + 2, if tokens t + 1 and t + 2 are learned.
-    A label is of the same document, and so is the next one.
+    A label is of the same document, and so is the next one. The microbatch keeps them: they are counted, then learned.
     """
-    labels = microbatch["labels"]
-    after = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
-    return torch.where(labels != IGNORE, after, IGNORE)
+    if "draft_labels" not in microbatch:
+        labels = microbatch["labels"]
+        after = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
+        microbatch["draft_labels"] = torch.where(labels != IGNORE, after, IGNORE)
+    return microbatch["draft_labels"]
 
 
 def with_draft(microbatch: Microbatch) -> Microbatch:

@@ -21,6 +21,7 @@ from titan_mi100.attention.base import Backend, Documents
 from titan_mi100.attention.torch_backends import Eager, cached
 from titan_mi100.config.layout import IGNORE, Stage
 from titan_mi100.model.draft_head import Drafted, DraftHead
+from titan_mi100.model.elementwise import rotary_tables
 from titan_mi100.model.layers import RMSNorm, local_weight, multiply
 from titan_mi100.model.loss import HeadMemory, SharedTokens, Targets, head_loss, likeliest, token_losses
 from titan_mi100.model.token_rows import rows_of
@@ -112,9 +113,6 @@ class Layer(nn.Module):
         """
         raise NotImplementedError
 
-    def merge(self) -> None:
-        """See CausalLM.merge."""
-
     def fp32_parameters(self) -> list[nn.Parameter]:
         """The parameters of the modules in `in_fp32`."""
         return [parameter for name in self.in_fp32 for parameter in self.get_submodule(name).parameters()]
@@ -122,6 +120,10 @@ class Layer(nn.Module):
 
 class AttentionLayer(Layer):
     """A layer that mixes tokens by attention: its parts are queries, keys and values, (batch, seq, heads, size)."""
+
+    @staticmethod
+    def rotary_tables(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, ...]:
+        return rotary_tables(positions, spec.rotated, spec.rope_theta, spec.rope_scaling)
 
     @staticmethod
     def prepare(backend: Backend, documents: Documents, device: torch.device) -> Any:
@@ -213,32 +215,25 @@ class Head(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
 
-    def forward(
-        self,
-        hidden: Tensor,
-        labels: Tensor | None,
-        supervised: Supervised,
-        columns: Columns,
-        loss: HeadLoss,
-        drafted: Drafted | None = None,
-    ) -> Tensor:
-        return logits_or_loss(hidden, self, labels, supervised, columns, loss, drafted)
+    def forward(self, hidden: Tensor, *others: Any) -> Tensor:
+        """Args: as of logits_or_loss."""
+        return logits_or_loss(self, hidden, *others)
 
 
 def logits_or_loss(
-    hidden: Tensor,
     table: nn.Module,
+    hidden: Tensor,
     labels: Tensor | None,
     supervised: Supervised,
     columns: Columns,
     loss: HeadLoss,
-    drafted: Drafted | None = None,
+    drafted: Drafted | None,
 ) -> Tensor:
     """Logits of all tokens, logits of the `supervised` tokens (no labels), or the loss; see CausalLM.forward.
 
     Args:
-        hidden: (batch, seq, hidden).
         table: the head, or the embedding: its weight is (V, hidden), or this rank's shard of the vocabulary.
+        hidden: (batch, seq, hidden).
     """
     weight, rows = cast(Tensor, table.weight), rows_of(table)
     if labels is None and rows is not None:
@@ -385,8 +380,9 @@ class CausalLM(nn.Module):
         """Merge weights that have the same input, so that one product replaces several. Faster for text generation. Not
         for training: the weights become views of the merged tensors.
         """
-        for block in self.model.blocks():
-            block.merge()
+        for module in self.model.layers.modules():
+            if (merge := getattr(module, "merge", None)) is not None:
+                merge()
 
     def head(
         self,
@@ -402,4 +398,4 @@ class CausalLM(nn.Module):
         if self.lm_head is not None:
             return self.lm_head(hidden, labels, supervised, columns, self.head_loss, drafted)
         assert self.model.embed_tokens is not None
-        return logits_or_loss(hidden, self.model.embed_tokens, labels, supervised, columns, self.head_loss, drafted)
+        return logits_or_loss(self.model.embed_tokens, hidden, labels, supervised, columns, self.head_loss, drafted)

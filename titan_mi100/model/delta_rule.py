@@ -34,7 +34,7 @@ from titan_mi100.attention.base import Documents, boundaries
 from titan_mi100.device.accelerator import to_device
 from titan_mi100.device.operators import custom_operator
 from titan_mi100.model.elementwise import at_least_fp32
-from titan_mi100.model.fused.running import only, runs, runs_unwatched
+from titan_mi100.model.fused.running import difference, runs, runs_unwatched
 from titan_mi100.model.pieces import in_pieces
 from titan_mi100.shapes.delta_rule import CHUNK, SUBSTITUTED, tokens_at_once
 
@@ -507,21 +507,14 @@ def trial(device: torch.device, dtype: torch.dtype) -> str:
     def drawn(*shape: int) -> Tensor:
         return torch.randn(1, 300, *shape, generator=draw).to(device)
 
+    def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        return delta_rule(q, k, v, g, beta, ids)[0]
+
     q, k, v, g, beta = drawn(2, 128), drawn(2, 128), drawn(4, 128), -drawn(4).exp(), drawn(4).sigmoid()
     for name, keys in {"random": k, "similar": k + 2 * k[:, :1], "equal": k[:, :1].expand_as(k)}.items():
-        computed = []
-        for kinds, wide in ((), torch.float64), (("delta",), torch.float32), (("delta",), torch.float32):
-            leaves = [x.to(wide).requires_grad_() for x in (q, keys, v, g, beta)]
-            with only(kinds), torch.enable_grad():
-                output = delta_rule(*leaves, ids)[0]  # type: ignore[arg-type, call-arg, misc]
-                computed.append([output.detach(), *torch.autograd.grad(output, leaves, output.detach().cos())])
-        exact, ours, again = computed
-        if not all(torch.equal(*pair) for pair in zip(ours, again, strict=True)):
-            return f"the delta rule gives other bits the second time, with {name} keys"
-        largest = max(x.abs().max().item() for x in exact[1:])
-        errors = [(a - b).abs().max().item() for a, b in zip(exact, ours, strict=True)]
-        if not max(errors[0] / exact[0].abs().max().item(), max(errors[1:]) / largest) <= 2e-6:
-            return f"the delta rule differs from fp64 with {name} keys"
+        dtypes = torch.float64, torch.float32
+        if problem := difference("delta", rule, (q, keys, v, g, beta), dtypes, 2e-6, at_once=True):
+            return f"the delta rule {problem}, with {name} keys"
     return ""
 
 
@@ -534,17 +527,7 @@ def trial_of_inputs(device: torch.device, dtype: torch.dtype) -> str:
         "the gates": (gates, [(1, 70, 6), (1, 70, 6), (6,), (6,)]),
     }
     for name, (function, sizes) in cases.items():
-        inputs, computed = [torch.randn(size, generator=draw).to(device, dtype) for size in sizes], []
-        for kinds, wide in ((), torch.float64), (("delta",), dtype), (("delta",), dtype):
-            leaves = [x.to(wide).requires_grad_() for x in inputs]
-            with only(kinds), torch.enable_grad():
-                outputs = function(*leaves)
-                weights = [x.detach().to(y.dtype) for x, y in zip(leaves, outputs, strict=False)]
-                computed.append([*outputs, *torch.autograd.grad(outputs, leaves, weights)])
-        exact, ours, again = computed
-        if not all(torch.equal(*pair) for pair in zip(ours, again, strict=True)):
-            return f"{name} gives other bits the second time"
-        bar = 8 * torch.finfo(dtype).eps
-        if not all((a - b).abs().max() <= bar * a.abs().max() for a, b in zip(exact, ours, strict=True)):
-            return f"{name} differs from fp64"
+        inputs = [torch.randn(size, generator=draw).to(device, dtype) for size in sizes]
+        if problem := difference("delta", function, inputs, (torch.float64, dtype), 8 * torch.finfo(dtype).eps):
+            return f"{name} {problem}"
     return ""

@@ -12,7 +12,7 @@ a projection are restored at once, into memory that the plan counts.
 
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
@@ -21,11 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 
+from titan_mi100.device.shards import local_of
 from titan_mi100.log import log
 from titan_mi100.model.elementwise import at_least_fp32, swiglu
-from titan_mi100.model.fused.running import only, runs
+from titan_mi100.model.fused.running import difference, runs
 from titan_mi100.model.layers import Linear, Operands, grouped, local_weight
 from titan_mi100.model.nf4 import BLOCK, NF4Linear, codes_per_value, dequantize, restored, whole
 from titan_mi100.model.pieces import in_pieces
@@ -169,9 +170,6 @@ class ExpertLinear(Linear):
         self.experts, self.is_transposed = experts, is_transposed
         self.sizes = columns, rows, experts, is_transposed
 
-    def stored(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return (local_weight(self.weight, dtype),)
-
     def is_grouped(self, x: Tensor, stored: Sequence[Tensor]) -> bool:
         """Whether our kernels group these rows, of matrices in 4 bits if they are enough."""
         is_worth_it = len(stored) == 1 or (runs("nf4", stored[1]) and _EXPERTS_PER_ROW * len(x) >= self.experts)
@@ -199,9 +197,6 @@ class ExpertLinear(Linear):
 class NF4ExpertLinear(ExpertLinear, NF4Linear):  # type: ignore[misc]  # forward also takes routes
     """ExpertLinear with NF4 weights."""
 
-    def stored(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return local_weight(self.weight, dtype), local_weight(self.largest, dtype), self._pairs
-
 
 def _by_kernel(x: Tensor, weight: Tensor, ends: Tensor, is_transposed: bool) -> Tensor:
     """Computes what _Loop does by torch's grouped product, for which the host does not wait."""
@@ -218,8 +213,7 @@ def choose_products(model: nn.Module, dtype: torch.dtype, device: torch.device) 
     problems, probe = dict[tuple[Any, ...], str](), torch.empty(0, dtype=dtype, device=device)
     is_ours, restores_all = runs("experts", probe), runs("experts", probe) and runs("nf4", probe)
     for layer in layers:
-        local = layer.weight.to_local() if isinstance(layer.weight, DTensor) else layer.weight
-        rows, columns = layer.out_features // layer.experts, local.shape[1]
+        rows, columns = layer.out_features // layer.experts, local_of(layer.weight).shape[1]
         if isinstance(layer, NF4Linear):
             if not restores_all:
                 problems["nf4"] = "weights in 4 bits"
@@ -264,8 +258,6 @@ def trial(device: torch.device, dtype: torch.dtype) -> str:
     """What is wrong with our kernels on this device: against the loop in fp64, also where an expert has no rows, where
     one has all, and with many experts. See running.Trial.
     """
-    from titan_mi100.model.fused.experts_launch import products
-
     draw, bar = torch.Generator().manual_seed(1), max(torch.finfo(dtype).eps, 2e-6)
     several, one, many = [130, 0, 1, 69], [0, 200, 0, 0], [0] * 100 + [33] + [2] * 39
     for counts, rows, columns, is_transposed in (
@@ -280,20 +272,20 @@ def trial(device: torch.device, dtype: torch.dtype) -> str:
         x, grad, weight = (
             torch.randn(size, generator=draw).to(device, dtype) for size in (*sizes, (experts * rows, columns))
         )
-        computed = []
-        for kinds, wide in ((), torch.float64), (("experts",), dtype), (("experts",), dtype):
-            leaf, layer.weight = x.to(wide).requires_grad_(), nn.Parameter(weight.to(wide))
-            with only(kinds), torch.enable_grad():
-                y = layer(leaf, routes)
-                computed.append([y.detach(), *torch.autograd.grad(y, (leaf, layer.weight), grad.to(wide))])
-        exact, ours, again = computed
-        if not all(torch.equal(*pair) for pair in zip(ours, again, strict=True)):
-            return "grouped products give other bits the second time"
-        exact.append(grad.double() + 0.5 * exact[0])
-        ours.append(products(x, weight, routes.ends, is_transposed, 0.5, grad.clone()))
-        if not all((a - b).abs().max() <= bar * a.abs().max() for a, b in zip(exact, ours, strict=True)):
-            return "grouped products differ from fp64"
+        compute = partial(_trial_products, layer, routes)
+        if problem := difference("experts", compute, (x, weight, grad), (torch.float64, dtype), bar):
+            return f"the grouped product {problem}"
     return ""
+
+
+def _trial_products(layer: ExpertLinear, routes: Routes, x: Tensor, weight: Tensor, base: Tensor) -> Sequence[Tensor]:
+    """The layer's product, and half of it added to `base`, without gradients."""
+    from titan_mi100.model.fused.experts_launch import products
+
+    y, base = functional_call(layer, {"weight": weight}, (x, routes)), base.detach().clone()
+    if not runs("experts", x):
+        return y, base + 0.5 * y.detach()
+    return y, products(x.detach(), weight.detach(), routes.ends, layer.is_transposed, 0.5, base)
 
 
 class Router(nn.Module):
@@ -359,9 +351,6 @@ class Mixture(nn.Module):
             return in_pieces(self.experts.piece, self.piece_tokens, cut, list(chain(*operands)), whole)
         weights = routes.sort(weights)
         return routes.sum(self.experts(routes.spread(flat), weights, routes)).view_as(x)
-
-    def merge(self) -> None:
-        """Experts have nothing to merge."""
 
     def _routes(self, probabilities: Tensor) -> Routes:
         kept = _KEPT.get()

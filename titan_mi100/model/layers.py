@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titan_mi100.device.shards import local_of
 from titan_mi100.model.fused.running import runs_unwatched
 from titan_mi100.model.pieces import in_pieces, uncomputed
 from titan_mi100.planning.hardware import is_amd_cpu
@@ -28,7 +29,7 @@ def local_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     copies = getattr(weight, "copies", None)
     if copies is not None and weight.dtype != dtype and torch.is_grad_enabled():
         weight = copies.of(weight, dtype)
-    return (weight.to_local() if isinstance(weight, DTensor) else weight).to(dtype)
+    return local_of(weight).to(dtype)
 
 
 class StepCopies:

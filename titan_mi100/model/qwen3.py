@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from titan_mi100.attention.base import Backend
 from titan_mi100.model.decoder import AttentionLayer, CausalLM, Layer
-from titan_mi100.model.elementwise import norm_and_rotate, rotary_tables, swiglu
+from titan_mi100.model.elementwise import norm_and_rotate, swiglu
 from titan_mi100.model.layers import Linear, RMSNorm, grouped, merge_weights, outputs_of
 from titan_mi100.model.nf4 import whole
 from titan_mi100.model.pieces import in_pieces
-from titan_mi100.shapes.base import LayerShape, ModelSpec
+from titan_mi100.shapes.base import LayerShape
 from titan_mi100.shapes.qwen3 import Qwen3Spec
 
 
@@ -90,21 +90,12 @@ class Block(AttentionLayer):
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = MLP(spec)
 
-    @staticmethod
-    def rotary_tables(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, ...]:
-        assert isinstance(spec, Qwen3Spec)
-        return rotary_tables(positions, spec.head_dim, spec.rope_theta, spec.rope_scaling)
-
     def project(self, x: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self.self_attn.project(self.input_layernorm(x), *tables)
 
     def output(self, x: Tensor, mixed: Tensor) -> Tensor:
         normed, x = self.post_attention_layernorm(x, self.self_attn.o_proj(mixed.flatten(2)))
         return x + self.mlp(normed)
-
-    def merge(self) -> None:
-        self.self_attn.merge()
-        self.mlp.merge()
 
 
 class Qwen3(CausalLM):

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from titan_mi100.attention.base import Backend, Documents
 from titan_mi100.model.decoder import AttentionLayer, CausalLM, Layer
 from titan_mi100.model.delta_rule import causal_convolution, convolved, delta_rule, document_ids, gates, recurrence
-from titan_mi100.model.elementwise import at_least_fp32, gated, gated_norm, norm_and_rotate, rms_norm, rotary_tables
+from titan_mi100.model.elementwise import at_least_fp32, gated, gated_norm, norm_and_rotate, rms_norm
 from titan_mi100.model.layers import Linear, RMSNorm, local_weight, merge_weights, multiply, outputs_of
 from titan_mi100.model.pieces import in_pieces
 from titan_mi100.model.qwen3 import MLP, Attention
@@ -100,6 +100,9 @@ class DeltaNet(nn.Module):
         self.out_proj = Linear(spec.values, hidden)
         self.merged: Tensor | None = None  # weights of in_proj_qkv and in_proj_z
 
+    def merge(self) -> None:
+        self.merged = merge_weights((*self.in_proj_qkv, self.in_proj_z))  # type: ignore[arg-type]
+
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         wide = outputs_of((*self.in_proj_qkv, self.in_proj_z), x, self.merged)  # type: ignore[arg-type]
         return *wide, self.in_proj_b(x), self.in_proj_a(x)
@@ -148,11 +151,6 @@ class AttentionBlock(GatedBlock, AttentionLayer):
         super().__init__(spec, shape, backend)
         self.self_attn = GatedAttention(spec)
 
-    @staticmethod
-    def rotary_tables(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, ...]:
-        assert isinstance(spec, Qwen3_5Spec)
-        return rotary_tables(positions, spec.rotated, spec.rope_theta, spec.rope_scaling)
-
     def project(self, x: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self.self_attn.project(self.input_layernorm(x), *tables)
 
@@ -166,10 +164,6 @@ class AttentionBlock(GatedBlock, AttentionLayer):
         outputs, gate = mixed
         outputs = in_pieces(gated, self.self_attn.piece_tokens, [outputs, gate])
         return self.add(x, self.self_attn.o_proj(outputs.flatten(2)))
-
-    def merge(self) -> None:
-        self.self_attn.merge()
-        self.mlp.merge()
 
 
 class DeltaBlock(GatedBlock):
@@ -224,11 +218,6 @@ class DeltaBlock(GatedBlock):
         outputs, z = mixed
         net = self.linear_attn
         return self.add(x, net.out_proj(net.norm(outputs, z.view_as(outputs)).flatten(2)))
-
-    def merge(self) -> None:
-        net = self.linear_attn
-        net.merged = merge_weights((*net.in_proj_qkv, net.in_proj_z))  # type: ignore[arg-type]
-        self.mlp.merge()
 
 
 class Qwen3_5(CausalLM):

@@ -31,9 +31,6 @@ class SharedMixture(Mixture):
         shared = self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
         return super().forward(x) + shared  # the dear ones last: a recomputed block stops before their pieces
 
-    def merge(self) -> None:
-        self.shared_expert.merge()
-
 
 class SparseBlock(GatedBlock):
     """The part that both kinds of layers share: experts in place of the MLP."""
@@ -50,13 +47,9 @@ class SparseBlock(GatedBlock):
 class SparseAttentionBlock(SparseBlock, AttentionBlock):
     """Attention, and experts."""
 
-    sequence_scattered_after = ("self_attn.o_proj", "mlp")
-
 
 class SparseDeltaBlock(SparseBlock, DeltaBlock):
     """The gated delta rule, and experts."""
-
-    sequence_scattered_after = ("linear_attn.out_proj", "mlp")
 
 
 class Qwen3_5Moe(CausalLM):

@@ -17,7 +17,6 @@ from titan_mi100.shapes.qwen3_moe import SPARSE, Qwen3MoeSpec
 class SparseBlock(Block):
     """Attention, and a mixture of experts."""
 
-    sequence_scattered_after = ("self_attn.o_proj", "mlp")
     routers = ("mlp.gate",)
     compiled = ("project",)  # how many rows an expert has is not known when a graph is made
     recompute_contexts = staticmethod(keeping_routes)

@@ -4,50 +4,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_mi100.checkpoint.resume import FoundCheckpoint
-from titan_mi100.config.layout import Batch, Layout
-from titan_mi100.config.settings import Config
 from titan_mi100.data.answer_store import Column
 from titan_mi100.data.prepared import Prepared
 from titan_mi100.parallel.distributed import World
 from titan_mi100.planning.workload import Workload
 from titan_mi100.run.progress import Progress
-from titan_mi100.shapes.base import ModelSpec
 
 
 @dataclass(frozen=True)
-class RunInputs:
+class RunInputs(Workload):
     """A run's workload, its data and the checkpoint that it resumes from.
 
     Attributes:
-        workload: its config has what a resumed run keeps of its checkpoint: rows per step, stages.
+        config: with what a resumed run keeps of its checkpoint: rows per step, stages.
         folder: the run folder; None: nothing is recorded or saved.
         columns: further arrays of the rows; those of a reference are filled in by `load_model`.
         found: the checkpoint; None: the run starts from the beginning.
     """
 
-    workload: Workload
     world: World
     folder: Path | None
     data: Prepared
     columns: dict[str, Column]
     found: FoundCheckpoint | None
     progress: Progress
-
-    @property
-    def config(self) -> Config:
-        return self.workload.config
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self.workload.spec
-
-    @property
-    def layout(self) -> Layout:
-        return self.workload.layout
-
-    @property
-    def batch(self) -> Batch:
-        return self.workload.batch
 
     @property
     def supervised_share(self) -> float:

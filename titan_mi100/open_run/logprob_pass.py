@@ -3,8 +3,6 @@
 It runs in the run's layout, part by part. Every rank makes the same calls.
 """
 
-import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +17,7 @@ from titan_mi100.data.answer_store import SAMPLED, Arrays, Identity, LogprobStor
 from titan_mi100.data.loader import validation_batches
 from titan_mi100.data.prepared import PADDING_ROW, PackedDataset
 from titan_mi100.data.rows import Row
-from titan_mi100.errors import Preempted, UserError
+from titan_mi100.errors import Preempted
 from titan_mi100.files.durable import sha256_of
 from titan_mi100.log import ByteProgress, log
 from titan_mi100.objectives.record import Record, SampledLogp
@@ -28,7 +26,6 @@ from titan_mi100.open_run.inputs import RunInputs
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import from_rank_zero, gather_values, raise_together
 from titan_mi100.weights.load import base_identity
-from titan_mi100.wording import bytes_in_words
 
 
 class _ConcatenatedRows:
@@ -69,8 +66,7 @@ class LogprobPass:
 
     def __init__(self, inputs: RunInputs, dp_rank: int) -> None:
         self._inputs, self._dp_rank = inputs, dp_rank
-        self._sources = [*inputs.data.sources, *inputs.data.validation]
-        self._rows = _ConcatenatedRows([packed(source) for source in self._sources])
+        self._rows = _ConcatenatedRows([*map(packed, (*inputs.data.sources, *inputs.data.validation))])
         self._vocabulary = inputs.data.facts.n_vocab or inputs.spec.vocab_size  # without the model's padding
         self.wanted = Wanted(self._rows.sets, self._vocabulary)
 
@@ -107,7 +103,6 @@ class LogprobPass:
         missing: list[int] = from_rank_zero(lambda: [n for n in range(about.parts) if n not in store.parts])
         with raise_together():
             if self._inputs.world.rank == 0:
-                _make_room(store, self._size(about) * len(missing) // max(1, about.parts))
                 store.begin()
                 store.verify(self.wanted, cache)
         amount = f"{about.kind}: log probabilities of {len(self._rows):,} rows"
@@ -125,11 +120,6 @@ class LogprobPass:
                     if self._inputs.world.rank == 0:
                         store.write(number, arrays, self.wanted)
                 progress.advance(about.part_rows)
-
-    def _size(self, about: Identity) -> int:
-        """Bytes of a whole store, about."""
-        learned = sum(source.counts.supervised for source in self._sources)
-        return 24 * about.documents + 8 * about.k * learned
 
     def read(
         self,
@@ -189,13 +179,3 @@ class LogprobPass:
             return {**arrays, "sums": np.array(sums)}
         every = np.concatenate(chosen)
         return {**arrays, "ids": every[:, :k].astype(np.int32), "log_p": every[:, k:].astype(np.float32)}
-
-
-def _make_room(store: LogprobStore, size: int) -> None:
-    there = store.folder
-    while not os.path.isdir(there):
-        there = there.parent
-    if (free := shutil.disk_usage(there).free) < size:
-        reason = f"{bytes_in_words(free)} are free, the {store.about.kind} takes {bytes_in_words(size)}"
-        raise UserError(f"{store.folder}: {reason}; free some")
-    log.info(f"{store.about.kind}: takes {bytes_in_words(size)}")

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from titan_mi100.attention.base import NO_KERNEL, Shape
+from titan_mi100.attention.base import NO_KERNEL, Documents, Shape
 from titan_mi100.attention.running import running_kernel
 from titan_mi100.config.as_text import sections, to_toml
 from titan_mi100.config.hub import COMMITS_FILE
 from titan_mi100.config.layout import Batch, Layout
 from titan_mi100.config.settings import Config
 from titan_mi100.data.loader import RowSource
-from titan_mi100.data.microbatch import collate
+from titan_mi100.data.microbatch import ENDS, collate
 from titan_mi100.data.rows import Row
 from titan_mi100.device import accelerator
 from titan_mi100.files import durable
@@ -27,7 +27,7 @@ from titan_mi100.files.plain import LARGEST_CONFIG, read_plain
 from titan_mi100.log import log
 from titan_mi100.open_run.inputs import RunInputs
 from titan_mi100.parallel import distributed
-from titan_mi100.parallel.base import ParallelModel, documents_of
+from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import World, raise_together
 from titan_mi100.planning import hardware
 from titan_mi100.planning.costs import flops_of_steps
@@ -74,7 +74,7 @@ def open_record(inputs: RunInputs, model: ParallelModel, rows: RowSource, steps:
 
 def _log_kernel(world: World, spec: ModelSpec, model: ParallelModel, row: Row, dtype: str) -> str:
     """The attention kernel that runs. Args: row: to try it on."""
-    documents = documents_of(collate([row]))
+    documents = Documents.from_ends(collate([row])[ENDS])
     shape = Shape(documents.batch, documents.seq, *spec.attention, dtype)
     kernel = running_kernel(model.parts[0].model.backend, shape, documents, world.device)
     log.info(f"attention kernel: {kernel}, compute in {_SHORT[dtype]}")

@@ -18,15 +18,16 @@ from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import from_rank_zero, raise_together
 
 APART = "apart.json"  # in a sampler's folder: the mean difference of its log p
-_COMPARED = 64  # rows that another layout's reference is compared in
 _FAR = 0.01  # mean difference of the sampler's log p that is warned of
-_APART = 1e-3  # difference of a log p above which another layout's reference is warned of
 
 
 class Reference:
     """The reference of a run: opens its store, decides whether a pass is needed, and gives the rows its values.
 
     The store's folder in the run folder has the name of its kind.
+
+    Attributes:
+        is_complete: nothing is left to read; else the weights that training starts from must be loaded.
     """
 
     def __init__(
@@ -45,21 +46,14 @@ class Reference:
                 own = folder / about.kind
                 remedy = f"delete {own}: it is made again from the weights that training starts from"
                 self._store = LogprobStore(own, about, remedy)
-        before = self._store.about if self._store else about
-        self._is_elsewhere = (before.layout, before.attention) != (about.layout, about.attention)
-        self._is_complete = from_rank_zero(lambda: self._store is not None and self._store.is_complete)
+        self.is_complete = from_rank_zero(lambda: self._store is not None and self._store.is_complete)
         documents = np.arange(reading.wanted.count + 1)
         self._starts = reading.wanted.starts if about.kind == SAMPLED else documents
-
-    @property
-    def needs_base(self) -> bool:
-        """Whether the weights that training starts from must be loaded: to read the reference, or to compare."""
-        return not self._is_complete or self._is_elsewhere
 
     def read(self, model: ParallelModel, stop: Callable[[], bool], beat: Callable[[], None], cache: Path) -> None:
         """Make what the store lacks, and give the rows its values. A collective.
 
-        If `needs_base`, the model must hold the weights that training starts from.
+        Unless it `is_complete`, the model must hold the weights that training starts from.
 
         Raises:
             UserError: on all ranks; from check_sampler, or the store cannot be read or written.
@@ -69,7 +63,7 @@ class Reference:
             arrays = reading.read(model, range(self._about.rows), self._about, beat)
             log_p = from_rank_zero(lambda: placed([arrays] if arrays else (), self._starts))
         else:
-            if not self._is_complete:
+            if not self.is_complete:
                 reading.fill(model, store, stop, beat, cache)
 
             def read() -> np.ndarray:
@@ -78,8 +72,6 @@ class Reference:
                 return placed(map(again.load, again.parts), self._starts)
 
             log_p = from_rank_zero(read)
-            if self._is_elsewhere:
-                self._compare(model, store.about, log_p, beat)
         if self._about.kind != SAMPLED:
             self._columns[REFERENCE] = by_document(log_p)
             return
@@ -91,18 +83,6 @@ class Reference:
             from_rank_zero(partial(replace, store.folder / APART, json.dumps({"mean": mean}), is_synced=True))
         self._columns[OLD] = self._columns[BASE] = ByLearnedToken(log_p, self._starts)
         finish_advantages(self._columns, log_p, self._objective)
-
-    def _compare(self, model: ParallelModel, before: Identity, log_p: np.ndarray, beat: Callable[[], None]) -> None:
-        first = range(min(before.rows, _COMPARED))
-        arrays = self._pass.read(model, first, self._about, beat)
-        if arrays:
-            apart = float(np.nanmax(np.abs(placed([arrays], self._starts) - log_p), initial=0.0))
-            message = f"the {before.kind} was made in another layout ({before.layout}, {before.attention}): "
-            message += f"log p of the first answers differs by at most {apart:.2g} there"
-            if apart > _APART:
-                log.warning(f"{message}; delete {before.kind}/ in the run folder to make it again here")
-            else:
-                log.info(message)
 
 
 def finish_advantages(columns: dict[str, Column], own: np.ndarray, objective: ObjectiveConfig) -> None:

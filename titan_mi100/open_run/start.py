@@ -42,7 +42,6 @@ from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.build import Computation, Placement, build_model
 from titan_mi100.parallel.distributed import World, from_rank_zero, raise_together, same_on_all_ranks
 from titan_mi100.planning.memory import layers_per_stage
-from titan_mi100.planning.workload import Workload
 from titan_mi100.run.answers import PolicyWatch, PreferenceWatch
 from titan_mi100.run.expert_load import ExpertLoad
 from titan_mi100.run.faults import FaultWatch
@@ -87,7 +86,7 @@ def open_run(
     heartbeat, wants_to_stop = supervision.heartbeat, supervision.wants_to_stop
     inputs = add_columns(read_inputs(config, world, folder, spec, data, checkpoint, heartbeat))
     config, spec, progress = inputs.config, inputs.spec, inputs.progress
-    forecast = Forecast(inputs.workload, world, folder)
+    forecast = Forecast(inputs, world, folder)
     rows = open_rows(config.training, config.data, inputs.data, inputs.batch, progress, config.parallelism.is_pipeline)
     about = about_run(inputs, rows.fingerprint)
     steps = fit_to_rows(inputs, rows, about)
@@ -97,7 +96,7 @@ def open_run(
     mesh = distributed.build_mesh(inputs.layout, world.device)
     computation = Computation(attention.make(), head, choose(config.objective, config.draft_head.train))
     placement = Placement(mesh, world.device, forecast.plan.card)
-    model = build_model(inputs.workload, computation, placement, stages.get("stages", ()))
+    model = build_model(inputs, computation, placement, stages.get("stages", ()))
     trained, seed = model.trained_parameters(), config.training.seed
     own_lr, ratio = config.draft_head.lr or config.optimizer.lr, config.lora.b_lr_ratio
     settings = replace(config.optimizer, lr=own_lr) if model.draft == "after" else config.optimizer
@@ -167,7 +166,6 @@ def read_inputs(
     heartbeat: Heartbeat,
 ) -> RunInputs:
     """Find data and checkpoint, and what a resumed run keeps of its checkpoint. Args: as of open_run. A collective."""
-    distributed.seed_everything(config.training.seed)
     otherwise = "the config is not the same on all ranks; start them all with the same, and with one HF_HUB_CACHE"
     same_on_all_ranks(to_toml(config), otherwise)
     for line in config.notes:
@@ -191,9 +189,9 @@ def read_inputs(
         config = keep_global_batch(config, world, start.manifest)
         progress = Progress.of_trainer_state(start.trainer_state, start.path / TRAINER)
         config = keep_stages(config, world, spec, data, start.manifest)
-    workload = Workload(config, world.size, spec)
-    log_layout(workload.layout, workload.batch, config.training)
-    return RunInputs(workload, world, folder, data, columns={}, found=start, progress=progress)
+    inputs = RunInputs(config, world.size, spec, world, folder, data, columns={}, found=start, progress=progress)
+    log_layout(inputs.layout, inputs.batch, config.training)
+    return inputs
 
 
 def with_token_ids(lora: LoRAConfig, tokenizer: str, vocabulary: int) -> LoRAConfig:
@@ -239,7 +237,7 @@ def choose_stages(inputs: RunInputs, card: int) -> dict[str, Any]:
     """
     if not inputs.layout.is_pipeline:
         return {}
-    cut = partial(layers_per_stage, inputs.workload, inputs.supervised_share, card)
+    cut = partial(layers_per_stage, inputs, inputs.supervised_share, card)
     return {"stages": list(from_rank_zero(cut))}
 
 
@@ -260,8 +258,8 @@ def load_model(
     Args:
         tokens: some tokens of the rows, see load_weights.
     """
-    resumed = inputs.found.path if inputs.found and not (reference and reference.needs_base) else None
-    load_weights(model, optimizer, inputs.workload, resumed, tokens)
+    resumed = inputs.found.path if inputs.found and (not reference or reference.is_complete) else None
+    load_weights(model, optimizer, inputs, resumed, tokens)
     if reference is not None:
         beat = partial(heartbeat.begin, VALIDATION, "reference")
         reference.read(model, wants_to_stop, beat, cache_folder(inputs.config.data))

@@ -46,14 +46,14 @@ def write_teacher(
     if k > n_vocab:
         raise UserError(f"--top_k {k}: the tokenizer has {n_vocab:,} ids; the usual is 32")
     attention, head = choose_backend(inputs)
-    stages = choose_stages(inputs, Forecast(inputs.workload, world, folder).plan.card)
+    stages = choose_stages(inputs, Forecast(inputs, world, folder).plan.card)
     mesh = distributed.build_mesh(inputs.layout, world.device)
     computation, placement = Computation(attention.make(), head), Placement(mesh, inputs.world.device)
-    model = build_model(inputs.workload, computation, placement, stages.get("stages", ()))
+    model = build_model(inputs, computation, placement, stages.get("stages", ()))
     # of adapters that change nothing; it takes no step
     trained, seed = model.trained_parameters(), config.training.seed
     optimizer = build_optimizer(trained, config.optimizer, seed, model.weights_device)
-    load_weights(model, optimizer, inputs.workload, None)
+    load_weights(model, optimizer, inputs, None)
     child.end()  # no more files from elsewhere are read
     reading = LogprobPass(inputs, distributed.data_parallel_rank(mesh, inputs.layout))
     about = reading.about(k, attention.name, SAMPLED * is_of_samples)

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_mi100.config.settings import OptimizerConfig
 from titan_mi100.device import accelerator, pinned
 from titan_mi100.device.compiler import cannot_compile
+from titan_mi100.device.shards import local_of, offset_of
 from titan_mi100.log import log
 from titan_mi100.optim.formats import block_size, split_24_bits
 from titan_mi100.optim.reference_update import Scalars, Scratch, update_with_torch, update_with_torch_fused
@@ -107,7 +107,7 @@ class LeanAdamW(NamedState):
             if name not in kept:
                 return part
             weight, residual = split_24_bits(part.float())
-            _local(kept[name]).copy_(residual)
+            local_of(kept[name]).copy_(residual)
             return weight
 
         return upper
@@ -275,7 +275,7 @@ def _like(parameter: nn.Parameter, dtype: torch.dtype, stays: bool, block: int =
         stays: whether the zeros are on the parameter's device; False: they are in page-locked host memory.
         block: one element per `block` columns.
     """
-    local = _local(parameter)
+    local = local_of(parameter)
     *rows, columns = local.shape
     assert columns % block == 0, "a block of the optimizer's state is cut: tensor parallel of more than 8 ranks?"
     size = (*rows, columns // block)
@@ -293,16 +293,10 @@ def _like(parameter: nn.Parameter, dtype: torch.dtype, stays: bool, block: int =
 
 def _offset(parameter: nn.Parameter) -> tuple[int, int]:
     """Row and column of the full parameter at which this rank's shard begins; a vector is a single row."""
-    if not isinstance(parameter, DTensor):
-        return 0, 0
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    offset = offset_of(parameter)
     return (0, offset[0]) if len(offset) == 1 else (offset[0], offset[1])
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _as_rows(tensor: Tensor) -> Tensor:
-    local = _local(tensor)
+    local = local_of(tensor)
     return local[None] if local.ndim == 1 else local

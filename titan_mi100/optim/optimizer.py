@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titan_mi100.config.settings import LRSchedulerConfig, OptimizerConfig
 from titan_mi100.device import accelerator
+from titan_mi100.device.shards import local_of
 from titan_mi100.optim.lean import LeanAdamW
 from titan_mi100.optim.state import NamedState
 from titan_mi100.shapes.base import DRAFT
@@ -30,7 +30,7 @@ class AdamW(NamedState, torch.optim.AdamW):
                     parameter.grad = None
             elif own != 1 and gradients:
                 # on the local shards: the product is elementwise, so DTensors are not needed
-                torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], own)
+                torch._foreach_mul_([*map(local_of, gradients)], own)
         self.step()
 
     def _start(self, parameter: nn.Parameter) -> None:

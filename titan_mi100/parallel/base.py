@@ -225,7 +225,7 @@ class ParallelModel(ABC):
         for _, parameter in self.trained_parameters():
             parameter.grad = None
         if self.host_gradients is not None:
-            self.host_gradients.clear()
+            self.host_gradients.begin_step()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Pairs (HF name, parameter) of every parameter that this rank holds."""
@@ -340,14 +340,9 @@ def describe_on_host(
 ) -> dict[str, Any]:
     """Replace `document_ends` and `supervised_columns` by `documents` and `supervised`; see CausalLM.forward."""
     described = {name: argument for name, argument in inputs.items() if name not in READ_ON_HOST}
-    described["documents"] = model.prepare(documents_of(inputs), device)
+    described["documents"] = model.prepare(Documents.from_ends(inputs[ENDS]), device)
     index = supervised_index(inputs[SUPERVISED])
     shared = to_device(torch.from_numpy(index), device) if context is None else context.share(index, device)
     if DRAFTED in inputs:
         described["draft_supervised"] = to_device(torch.from_numpy(supervised_index(inputs[DRAFTED])), device)
     return {**described, "supervised": shared}
-
-
-def documents_of(microbatch: Mapping[str, Any]) -> Documents:
-    """The documents of a microbatch, on the host."""
-    return Documents.from_ends(microbatch[ENDS])

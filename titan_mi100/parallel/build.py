@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from titan_mi100.attention.base import Backend
 from titan_mi100.config.layout import SCHEDULES, Layout, Stage, stages_of
-from titan_mi100.config.settings import CompileConfig, Config, LoRAConfig, MemoryConfig
+from titan_mi100.config.settings import CompileConfig, Config, MemoryConfig
 from titan_mi100.log import log
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.model.experts import choose_products
@@ -26,12 +26,10 @@ from titan_mi100.parallel.ddp import ReplicatedModel
 from titan_mi100.parallel.dtypes import compute_dtype, master_dtype
 from titan_mi100.parallel.fsdp import ShardedModel, apply_fsdp
 from titan_mi100.parallel.offload import HostGradients, inputs_on_host
-from titan_mi100.parallel.tensor_parallel import apply_tensor_parallel, tensor_parallel_ranks
+from titan_mi100.parallel.tensor_parallel import apply_tensor_parallel
 from titan_mi100.parallel.unsharded import UnshardedModel
 from titan_mi100.planning.memory import piece_tokens, shares_copies
 from titan_mi100.planning.workload import Workload
-from titan_mi100.shapes.base import ROWS, ModelSpec, held_names
-from titan_mi100.wording import some
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,6 @@ def build_model(
         for module in model.modules():
             if hasattr(module, "piece_tokens"):
                 module.piece_tokens = piece  # type: ignore[assignment]
-        check_names(model, spec, config.lora)
         # last: a hook prepended later runs first, and this one must run before FSDP2's
         read_on_host(model, device, context)
         return model
@@ -103,20 +100,9 @@ def build_model(
 
     model: ParallelModel
     if layout.is_pipeline:
-        schedule, microbatches = config.parallelism.pipeline_parallel_schedule, batch.gradient_accumulation_steps
-        log.info(f"pipeline: {schedule}, {microbatches} microbatches, layers per stage {', '.join(map(str, layers))}")
-        boundary = (batch.local_batch_size, config.training.seq_len // layout.row_parts, spec.hidden_size)
-        # Copies of a tied weight need a common gradient only if it is trained; LoRA freezes all but rows of tokens.
-        trains_embedding = config.draft_head.train != "after" and bool(not config.lora.rank or config.lora.token_ids)
-        tied = spec.tie_word_embeddings and trains_embedding
-        is_copied = spec.has_draft_head and not spec.tie_word_embeddings and trains_embedding and not config.lora.rank
-        from titan_mi100.parallel.pipeline import PipelinedModel, PipelinePlan  # half a second; other layouts skip it
+        from titan_mi100.parallel.pipeline import PipelinedModel  # half a second; other layouts skip it
 
-        plan = PipelinePlan(
-            stages_of(layers), schedule, microbatches, boundary, compute_dtype(config.training), tied,
-            config.draft_head.train, is_copied,
-        )  # fmt: skip
-        model = PipelinedModel(part, plan, mesh, device, objective)
+        model = PipelinedModel(part, workload, stages_of(layers), mesh, device, objective)
     elif layout.zero_stage == 0:
         model = ReplicatedModel(part(), mesh, config.training, config.parallelism, device)
     elif is_sharded(layout, config.memory):
@@ -131,17 +117,6 @@ def build_model(
     if config.memory.offload == "optimizer":  # pipelines and DDP do not have it
         model.host_gradients = HostGradients(model.parts, device)
     return model
-
-
-def check_names(model: CausalLM, spec: ModelSpec, lora: LoRAConfig) -> None:
-    """Assert that a model or stage holds what its shape says: what a wrapper dropped would not be trained or saved."""
-    stage, every = model.model.stage, held_names(spec, lora.shapes(spec) if lora.rank else (), lora.rank)
-    embeds = stage.first or (stage.last and (spec.tie_word_embeddings or spec.has_draft_head))
-    kept = dict.fromkeys(("model.embed_tokens.weight", f"model.embed_tokens{ROWS}"), embeds)
-    expected = {name for name in every if kept.get(name, stage.last) and not name.startswith("model.layers.")}
-    expected |= {name for name in every if name.startswith(tuple(f"model.layers.{number}." for number in stage.layers))}
-    differing = expected ^ {name for name, _ in model.named_parameters() if not name.endswith(".largest")}  # of NF4
-    assert not differing, f"the model that was built and its shape differ in {some(sorted(differing))}"
 
 
 def copied_embedding(model: CausalLM) -> nn.Module | None:
@@ -192,7 +167,7 @@ def parallelize(
         dtype = torch.promote_types(dtype, torch.float32) if is_wide else dtype
         parameter.data = parameter.data.to(dtype)
     if layout.matrix_parts > 1:
-        apply_tensor_parallel(model, tensor_parallel_ranks(mesh))
+        apply_tensor_parallel(model, mesh["tp"])
     if context is not None:
         apply_context_parallel(model, context)
     # Checkpointing wraps the compiled functions: these are then alike in all blocks, and torch compiles them once.

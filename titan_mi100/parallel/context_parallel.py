@@ -86,25 +86,17 @@ class MixByHeads:
         self, mix: Callable[..., Tensor], parts: Sequence[Tensor], by_channel: Sequence[Tensor] = ()
     ) -> Tensor:
         size = self._ranks.size
-        parts = [repeated(x, size // x.shape[2]) if x.shape[2] < size else x for x in parts]
-        by_heads = self._to_heads(parts)
+        by_heads = [self._to_heads(repeated(x, size // x.shape[2]) if x.shape[2] < size else x) for x in parts]
         mixed = mix(*by_heads, *(weight.chunk(size)[self._ranks.rank] for weight in by_channel))
         batch, seq, heads, width = mixed.shape
         shards = exchange(mixed.reshape(batch, seq // size, size, -1), self._ranks.group.group_name)
         return shards.reshape(batch, seq // size, size * heads, width)
 
-    def _to_heads(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Exchange (batch, seq / size, heads, ...) for (batch, seq, heads / size, ...): one all-to-all a dtype."""
-        size = self._ranks.size
-        by_heads: dict[int, Tensor] = {}
-        for dtype in dict.fromkeys(x.dtype for x in parts):
-            numbers = [number for number, x in enumerate(parts) if x.dtype == dtype]
-            flat = [parts[number].reshape(*parts[number].shape[:2], size, -1) for number in numbers]
-            received = exchange(torch.cat(flat, -1), self._ranks.group.group_name)
-            for number, y in zip(numbers, received.split([x.shape[-1] for x in flat], -1), strict=True):
-                batch, own, heads, *rest = parts[number].shape
-                by_heads[number] = y.reshape(batch, own * size, heads // size, *rest)
-        return [by_heads[number] for number in range(len(parts))]
+    def _to_heads(self, x: Tensor) -> Tensor:
+        """Exchange (batch, seq / size, heads, ...) for (batch, seq, heads / size, ...)."""
+        (batch, own, heads, *rest), size = x.shape, self._ranks.size
+        by_heads = exchange(x.reshape(batch, own, size, -1), self._ranks.group.group_name)
+        return by_heads.reshape(batch, own * size, heads // size, *rest)
 
 
 @custom_operator("titan_mi100::exchange_tokens_for_heads")

@@ -19,9 +19,7 @@ from titan_mi100.log import log
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.dtypes import reduce_dtype
-from titan_mi100.parallel.tensor_parallel import tensor_parallel_ranks
 from titan_mi100.shapes.base import DRAFT
-from titan_mi100.wording import bytes_in_words
 
 
 class ReplicatedModel(ParallelModel):
@@ -42,7 +40,7 @@ class ReplicatedModel(ParallelModel):
         device: torch.device,
     ) -> None:
         """Args: model: on `device`, see build.parallelize."""
-        self.parts, self.device, self._tp = [model], device, tensor_parallel_ranks(mesh)
+        self.parts, self.device, self._tp = [model], device, mesh["tp"]
         self.is_whole = self._tp.size() == 1
         self._replica, self._step = mesh["dp_replicate"].get_local_rank(), 0
         self.loss_factor = mesh.size()  # DDP always averages over its ranks; multiplying by their number gives the sum
@@ -146,7 +144,7 @@ class PowerSGD:
     def __init__(
         self, parameters: Iterable[tuple[str, nn.Parameter]], group: dist.ProcessGroup, config: ParallelismConfig
     ) -> None:
-        self._config, self._announced = config, False
+        self._config = config
         self._buckets: dict[str, list[nn.Parameter]] = {}
         for name, parameter in parameters:
             parts = name.split(".")
@@ -182,7 +180,7 @@ class PowerSGD:
         # The generator draws Q: in the first step, or in each step without warm start. Q must be the same on all ranks
         # and after a resume.
         self._state.rng.seed(step)
-        sent = uncompressed = 0
+        sent = 0
         for name, parameters in self._buckets.items():
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             flat = gradients[0].view(-1)  # a single parameter, such as a large embedding, needs no copy
@@ -194,14 +192,7 @@ class PowerSGD:
             # Wait for each bucket: torch's callbacks block gloo's few threads, and two of them at once deadlock.
             powerSGD_hook(self._state, _bucket(name, flat, views)).wait()
             sent += (self._state.compression_stats()[2] - before) * flat.element_size()
-            uncompressed += flat.nbytes
             torch._foreach_copy_(gradients, views)
-        if not self._announced:
-            log.info(
-                f"PowerSGD rank {self._config.powersgd_rank} from step {step} on: {bytes_in_words(sent)} per step and "
-                f"rank instead of {bytes_in_words(uncompressed)}, {uncompressed / sent:,.0f}x less"
-            )
-            self._announced = True
         return sent
 
     def memory(self) -> dict[str, Tensor]:

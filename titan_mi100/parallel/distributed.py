@@ -3,7 +3,6 @@
 import ctypes
 import hashlib
 import os
-import random
 import socket
 import sys
 import time
@@ -14,20 +13,19 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_mi100.config.layout import DATA_PARALLEL, PIPELINE, Layout
 from titan_mi100.config.srun import device_index
 from titan_mi100.device import accelerator
 from titan_mi100.device.accelerator import to_device
 from titan_mi100.device.compiler import architecture
+from titan_mi100.device.shards import local_of, offset_of
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.model.init import Read
 from titan_mi100.planning.cards import Gpu
@@ -40,9 +38,7 @@ reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 # with 5,120 ranks each rank would read 210 MB there. Larger jobs connect lazily, on first use. Small jobs do not,
 # because torch 2.8 then prints the ranks that are not connected.
 _FULL_MESH = 64
-# Time-outs of collectives. _START: until the first step, and for the full run if watch/watchdog.py watches it (the
-# watchdog's limits are shorter). _RUNNING: from the first step on without the watchdog.
-_START, _RUNNING = timedelta(hours=3), timedelta(minutes=10)
+_START = timedelta(hours=3)  # time-out of collectives: starting takes long; the watchdog's limits are shorter
 _WAITING = timedelta(days=30)  # time-out of the group of wait_for_all; the watchdog's limits are shorter
 _LOST = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)  # another process died or is unreachable
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt, from glibc's malloc.h
@@ -119,26 +115,6 @@ def _refuse_shared(device: str, rank: int) -> None:
             )
 
 
-class CollectiveTimeouts:
-    """Shortens the time-outs of collectives after the first step, so that a hang is noticed. An observer of the run.
-
-    Starting takes long (data preparation, compilation), so the time-outs are long until then. The default group keeps
-    its long time-out: in it, ranks wait for files that other ranks write.
-
-    Args:
-        is_watched: watch/watchdog.py watches the run; all time-outs stay long.
-        others: groups besides those of the mesh.
-    """
-
-    def __init__(self, mesh: DeviceMesh, is_watched: bool, others: Sequence[dist.ProcessGroup] = ()) -> None:
-        default, groups = dist.distributed_c10d._get_default_group(), [*mesh.get_all_groups(), *others]
-        self._groups = [] if is_watched else [group for group in groups if group is not default]
-
-    def after_step(self, step: int, result: object) -> None:
-        while self._groups:
-            dist.distributed_c10d._set_pg_timeout(_RUNNING, self._groups.pop())
-
-
 def is_about_a_lost_process(error: BaseException) -> bool:
     """Whether the error only says that another process died or does not answer. The cause is in that process's log."""
     return isinstance(error, _LOST) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
@@ -163,8 +139,8 @@ def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-def new_groups(ranks: list[list[int]]) -> dist.ProcessGroup:
-    """This rank's group of several that together have all ranks. A collective."""
+def new_groups(ranks: list[list[int]]) -> Any:
+    """This rank's group of several; None: it is in none of them. A collective."""
     group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=_START)
     return group
 
@@ -200,18 +176,8 @@ def data_sheet(device: torch.device) -> Gpu | None:
     return find_gpu(*device_name(device)[1:], accelerator.properties(device).total_memory)
 
 
-def seed_everything(seed: int) -> None:
-    """Seed Python's, numpy's and torch's generators, equally on every rank, so that random numbers in libraries repeat.
-
-    Training itself draws random numbers only for dropout; see seed_dropout.
-    """
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # numpy accepts 32 bits only
-    torch.manual_seed(seed)
-
-
 def seed_dropout(seed: int, step: int, dp_rank: int, mesh: DeviceMesh) -> None:
-    """Seed torch for a step's dropout.
+    """Seed torch for a step's dropout, the one thing in training that draws random numbers without a generator.
 
     Data-parallel ranks and pipeline ranks draw different numbers, ranks that share a row's tokens or heads the
     same. The seed is a pure function of these and the step, so a resumed run draws what an uninterrupted run would.
@@ -222,10 +188,8 @@ def seed_dropout(seed: int, step: int, dp_rank: int, mesh: DeviceMesh) -> None:
 
 def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
     """Sum each value over all ranks, in fp64. A collective."""
-    if dist.get_world_size() == 1:
-        return list(map(float, values))
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor)
+    sum_in_place(tensor)
     return tensor.tolist()
 
 
@@ -429,16 +393,9 @@ def fill_parameters(parameters: Iterable[tuple[str, Tensor]], read: Read) -> Non
         read: (name, full shape, offset, size) -> that slice of the parameter, on CPU, in any dtype.
     """
     for name, parameter in parameters:
-        local: Tensor = parameter
-        offset, size = (0,) * parameter.ndim, tuple(parameter.shape)
-        if isinstance(parameter, DTensor):
-            size, offset = compute_local_shape_and_global_offset(
-                parameter.shape, parameter.device_mesh, parameter.placements
-            )
-            local = parameter.to_local()
-        assert tuple(local.shape) == tuple(size), name
+        local = local_of(parameter)
         if local.numel():
-            local.copy_(read(name, parameter.shape, tuple(offset), tuple(size)))
+            local.copy_(read(name, parameter.shape, offset_of(parameter), tuple(local.shape)))
 
 
 def exit_process(code: int, together: bool = True) -> NoReturn:

@@ -15,8 +15,7 @@ from titan_mi100.config.layout import Layout
 from titan_mi100.config.settings import TrainingConfig
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.parallel.base import ParallelModel
-from titan_mi100.parallel.dtypes import reduce_dtype
-from titan_mi100.parallel.tensor_parallel import tensor_parallel_ranks
+from titan_mi100.parallel.dtypes import compute_dtype, reduce_dtype
 
 
 class ShardedModel(ParallelModel):
@@ -28,7 +27,7 @@ class ShardedModel(ParallelModel):
         zero_stage: 1, 2 or 3.
         """
         self.wrapped, self.parts, self.device = model, [model], device
-        self._tp, self._zero_stage = tensor_parallel_ranks(mesh), zero_stage
+        self._tp, self._zero_stage = mesh["tp"], zero_stage
         self.counts_rows = self.counts_loss = self._tp.get_local_rank() == 0
 
     @contextmanager
@@ -59,22 +58,16 @@ def apply_fsdp(
         model: on the meta device; changed in place.
         on_host: weights, gradients and optimizer state are in host memory; a group is copied to the GPU for its use.
     """
-    policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, training.mixed_precision_param),
-        reduce_dtype=reduce_dtype(training),
-        cast_forward_inputs=False,  # the rotary tables stay fp32
-    )
+    param, reduce = compute_dtype(training), reduce_dtype(training)
+    policy = MixedPrecisionPolicy(param, reduce, cast_forward_inputs=False)  # the rotary tables stay fp32
+    param, reduce = (torch.promote_types(dtype, torch.float32) for dtype in (param, reduce))
+    wide = MixedPrecisionPolicy(param, reduce, cast_forward_inputs=False)
     axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
     options: dict[str, Any] = {"mesh": mesh[axes], "mp_policy": policy}
     if on_host:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     reshard = layout.zero_stage == 3
     blocks = model.model.blocks()
-    wide = MixedPrecisionPolicy(
-        param_dtype=torch.promote_types(getattr(torch, training.mixed_precision_param), torch.float32),
-        reduce_dtype=torch.promote_types(reduce_dtype(training), torch.float32),
-        cast_forward_inputs=False,
-    )
     for layer in blocks:
         if layer.in_fp32:
             layer.small = _GatherGroup(layer.get_submodule(name) for name in layer.in_fp32)

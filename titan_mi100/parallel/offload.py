@@ -1,7 +1,7 @@
 """Offload to host memory during a step: gradients are accumulated there, and inputs of blocks wait there."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ class _Sum:
     squares: Tensor | None = None  # 0-dim fp64, on the device: sum of squares of the sum so far
 
 
-class HostGradients(Mapping[nn.Parameter, Tensor]):
+class HostGradients(dict[nn.Parameter, Tensor]):
     """Gradients of matrices, accumulated in host memory: parameter -> this rank's shard.
 
     A hook takes each gradient as soon as backward has computed it. A second stream copies the host's sum to the device,
@@ -40,6 +40,7 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
         """Args:
         parts: the model's parts, materialised, on `device`. Gradients of vectors stay on the device.
         """
+        super().__init__()
         self._module = torch.get_device_module(device)
         self._stream = self._module.Stream()
         self._waiting: deque[tuple[Any, Tensor]] = deque()
@@ -50,21 +51,13 @@ class HostGradients(Mapping[nn.Parameter, Tensor]):
         for parameter in [parameter for part in parts for parameter in part.parameters() if parameter.requires_grad]:
             if parameter.ndim > 1:
                 shape = tuple(local_part(parameter.detach())[0].shape)
-                self._sums[parameter] = _Sum(pinned.page_locked_zeros(shape, parameter.dtype, device))
+                self[parameter] = pinned.page_locked_zeros(shape, parameter.dtype, device)
+                self._sums[parameter] = _Sum(self[parameter])
                 parameter.register_post_accumulate_grad_hook(self._take)
             elif isinstance(parameter, DTensor):
                 parameter.register_post_accumulate_grad_hook(_copy_out_of_group_buffer)
 
-    def __getitem__(self, parameter: nn.Parameter) -> Tensor:
-        return self._sums[parameter].values
-
-    def __iter__(self) -> Iterator[nn.Parameter]:
-        return iter(self._sums)
-
-    def __len__(self) -> int:
-        return len(self._sums)
-
-    def clear(self) -> None:
+    def begin_step(self) -> None:
         """Start a new step: the next gradient overwrites the sum."""
         for host_sum in self._sums.values():
             host_sum.has_value = False

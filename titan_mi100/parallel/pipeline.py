@@ -5,7 +5,6 @@ until the schedule's last backward; then the gradients are reduced once.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,67 +13,57 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-from torch.distributed.tensor import DTensor
 
 from titan_mi100.config.layout import SCHEDULES, Stage, received_per_microbatch, stages_on
 from titan_mi100.data.microbatch import TOKENS, Microbatch
+from titan_mi100.device.shards import local_of
+from titan_mi100.log import log
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.objectives.base import Objective
 from titan_mi100.parallel.base import ParallelModel
+from titan_mi100.parallel.distributed import new_groups
+from titan_mi100.parallel.dtypes import compute_dtype
 from titan_mi100.parallel.fsdp import begin_microbatch, free_gathered
-from titan_mi100.parallel.tensor_parallel import tensor_parallel_ranks
-
-
-@dataclass(frozen=True)
-class PipelinePlan:
-    """Division of a model into stages, and the tensors that they exchange.
-
-    Attributes:
-        cuts: the layers of each stage of the pipeline.
-        schedule: its name, a key of layout.SCHEDULES.
-        microbatches: per step; all have the same shape.
-        boundary: (batch, seq / tp, hidden), shape of the hidden states that stages exchange.
-        dtype: the dtype of the hidden states.
-        tied: the first and the last stage train copies of one weight.
-        draft: as draft_head.train.
-        is_copied: after each update the last stage copies the embedding, for its draft head.
-    """
-
-    cuts: Sequence[Stage]
-    schedule: str
-    microbatches: int
-    boundary: tuple[int, int, int]
-    dtype: torch.dtype
-    tied: bool
-    draft: str = "no"
-    is_copied: bool = False
+from titan_mi100.planning.workload import Workload
 
 
 class PipelinedModel(ParallelModel):
     """This rank's pipeline stages and their schedule."""
 
     def __init__(
-        self, part: Callable[[Stage], CausalLM], plan: PipelinePlan, mesh: DeviceMesh, device: torch.device,
-        objective: Objective,
+        self, part: Callable[[Stage], CausalLM], workload: Workload, cuts: Sequence[Stage], mesh: DeviceMesh,
+        device: torch.device, objective: Objective,
     ) -> None:  # fmt: skip
         """Build this rank's stages.
 
         Args:
             part: builds a stage of the model on `device`, see build.parallelize.
+            cuts: the layers of each stage of the pipeline.
             objective: what is learned.
         """
-        self.objective, self.draft, self._is_copied = objective, plan.draft, plan.is_copied
-        cuts, schedule, microbatches, tied = plan.cuts, plan.schedule, plan.microbatches, plan.tied
-        boundary, dtype = plan.boundary, plan.dtype
-        self.device, self._pp, self._tp = device, mesh["pp"], tensor_parallel_ranks(mesh)
+        config, spec, batch = workload.config, workload.spec, workload.batch
+        schedule, microbatches = config.parallelism.pipeline_parallel_schedule, batch.gradient_accumulation_steps
+        counts = ", ".join(str(len(cut.layers)) for cut in cuts)
+        log.info(f"pipeline: {schedule}, {microbatches} microbatches, layers per stage {counts}")
+        self.objective, self.draft = objective, config.draft_head.train
+        # Copies of a tied weight need a common gradient only if it is trained; LoRA freezes all but rows of tokens.
+        is_trained = self.draft != "after" and bool(not config.lora.rank or config.lora.token_ids)
+        self._tied = spec.tie_word_embeddings and is_trained
+        # after each update the last stage copies the embedding, for its draft head
+        self._is_copied = spec.has_draft_head and not self._tied and is_trained and not config.lora.rank
+        self.device, self._pp, self._tp = device, mesh["pp"], mesh["tp"]
         self._stages = len(cuts)
         self._mine = stages_on(self._pp.get_local_rank(), self._pp.size(), len(cuts))
         self.parts = [part(cuts[index]) for index in self._mine]
-        self._tied = tied
-        self._ends_group = self._group_of_ends(mesh) if tied or plan.is_copied else None
+        # The two ranks that hold the embedding, with this rank's data- and tensor-parallel position; None: it has none.
+        columns = mesh.size() // self._pp.size()  # the pipeline is the mesh's outermost axis
+        ends = [[column, mesh.size() - columns + column] for column in range(columns)]
+        self._ends_group = new_groups(ends) if self._tied or self._is_copied else None
 
         # Shapes and dtypes of what the stages receive and return; see _stage.
-        self._ids = torch.empty(boundary[0], boundary[1] * self._tp.size(), dtype=torch.long, device="meta")
+        dtype, tokens = compute_dtype(config.training), config.training.seq_len // workload.layout.row_parts
+        self._ids = torch.empty(batch.local_batch_size, tokens * self._tp.size(), dtype=torch.long, device="meta")
+        boundary = batch.local_batch_size, tokens, spec.hidden_size
         self._hidden = torch.empty(boundary, dtype=dtype, device="meta", requires_grad=True)
         wide = torch.promote_types(dtype, torch.float32)
         self._loss = torch.empty(self.outputs, dtype=wide, device="meta", requires_grad=True)
@@ -115,21 +104,6 @@ class PipelinedModel(ParallelModel):
             group=self._pp.get_group(),
         )
 
-    def _group_of_ends(self, mesh: DeviceMesh) -> dist.ProcessGroup | None:
-        """The group of the two ranks that hold the embedding, with this rank's data- and tensor-parallel position.
-
-        None: this rank holds none of it. A collective.
-        """
-        ends = (0, self._pp.size() - 1)
-        own_group = None
-        columns = mesh.size() // self._pp.size()  # the pipeline is the mesh's outermost axis
-        for column in range(columns):  # new_group is a collective: every rank must create every group
-            pair = [end * columns + column for end in ends]
-            group = dist.new_group(pair)
-            if dist.get_rank() in pair:
-                own_group = group
-        return own_group
-
     def _weighted_loss(self, loss: Tensor, target: Tensor) -> Tensor:
         """The schedule's loss function. It returns the weighted loss for backward, and keeps the unweighted loss."""
         self._losses.append(loss.detach().double())
@@ -167,12 +141,13 @@ class PipelinedModel(ParallelModel):
     def _sum_tied_gradients(self) -> None:
         """Give both copies of a tied weight the sum of the embedding's and the head's gradient."""
         for weight in self._tied_weights():
-            dist.all_reduce(_local(weight.grad), group=self._ends_group)
+            assert weight.grad is not None, "a tied weight has no gradient"
+            dist.all_reduce(local_of(weight.grad), group=self._ends_group)
 
     def after_update(self) -> None:
         """Copy what the draft head reads of the embedding from the first stage to the last."""
         for parameter in self._embedding() if self._is_copied else ():
-            dist.broadcast(_local(parameter.detach()), group=self._ends_group, group_src=0)
+            dist.broadcast(local_of(parameter.detach()), group=self._ends_group, group_src=0)
 
     def replicated_parameters(self) -> list[nn.Parameter]:
         """The last stage's copy of the embedding: the norm counts it once, and it is saved once."""
@@ -212,8 +187,3 @@ def _send_or_receive(operation: Callable[..., Any], tensor: Tensor, peer: int, g
     """Send or receive as the schedule does, batched: alone it would make a second communicator for each pair."""
     for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, group)]):
         work.wait()
-
-
-def _local(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None, "a tied weight has no gradient"
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -88,11 +88,6 @@ def apply_tensor_parallel(model: CausalLM, mesh: DeviceMesh) -> None:
         model.head_loss = functools.partial(model.head_loss, group=group)
 
 
-def tensor_parallel_ranks(mesh: DeviceMesh) -> DeviceMesh:
-    """The 1-D mesh of the ranks that share this rank's layers."""
-    return mesh["tp"]
-
-
 def sum_replicated_gradients(parts: Sequence[CausalLM], mesh: DeviceMesh) -> None:
     """Sum the gradients of replicated weights over the tp axis, in place. Each rank has computed a partial sum.
 

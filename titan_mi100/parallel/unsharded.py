@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_mi100.model.decoder import CausalLM
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.offload import HostGradients
-from titan_mi100.parallel.tensor_parallel import tensor_parallel_ranks
 
 
 class UnshardedModel(ParallelModel):
@@ -27,7 +26,7 @@ class UnshardedModel(ParallelModel):
         model: on `device`, see build.parallelize.
         is_gpu: train as on a GPU, without TiedRows.
         """
-        self.wrapped, self.parts, self.device, self._tp = model, [model], device, tensor_parallel_ranks(mesh)
+        self.wrapped, self.parts, self.device, self._tp = model, [model], device, mesh["tp"]
         self.is_whole = self._tp.size() == 1
         self.counts_rows = self.counts_loss = self._tp.get_local_rank() == 0
         self._tied: TiedRows | None = None

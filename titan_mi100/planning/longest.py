@@ -1,20 +1,19 @@
 """The longest documents that fit a card, by method. No torch."""
 
 from titan_mi100.planning.memory import HEAD_BYTES_PER_LOGIT
-from titan_mi100.planning.plan import Change, Plan, make_plan
+from titan_mi100.planning.plan import RANDOM, Change, Plan, make_plan
 from titan_mi100.planning.workload import Workload
 
 CARD_SIZES = (8, 12, 16, 24, 32, 64, 80)  # GiB
 UNIT = 1024  # lengths are multiples of it
-_LEAN = {"state": "8bit", "master": "bf16_sr"}
 _ADAPTERS: Change = {
     "lora": {"rank": 16, "alpha": 32.0, "dropout": 0.05},
     "optimizer": {"lr": 2e-4, "weight_decay": 0.0},
 }
 METHODS: dict[str, Change] = {  # ways to train
     "all weights": {},
-    "8-bit": {"optimizer": _LEAN},
-    "8-bit, on the host": {"optimizer": _LEAN, "memory": {"offload": "optimizer"}},
+    "8-bit": {"optimizer": RANDOM},
+    "8-bit, on the host": {"optimizer": RANDOM, "memory": {"offload": "optimizer"}},
     "LoRA": _ADAPTERS,
     "QLoRA": {**_ADAPTERS, "lora": {**_ADAPTERS["lora"], "base": "nf4"}},
 }

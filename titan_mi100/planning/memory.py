@@ -34,6 +34,7 @@ ABOVE, BELOW = 0.10, 0.03
 _CONTEXT, _LOST = 0.75 * (1 << 30), 0.02
 _FROM_PIECE = 0.02  # share of the peak by which the chosen piece may raise it
 _SPARE = 0.05  # a card is almost full if less than this share of it would be left
+Moments = Iterator[tuple[str, dict[str, float]]]  # names, and bytes by category
 HOST = "host"  # besides these categories: memory that is not on the device
 
 _BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
@@ -182,6 +183,13 @@ def _by_bytes(workload: Workload, card: int, counts: list[int]) -> list[int]:
     return counts
 
 
+def _with(
+    gradients: float, activations: float, communication: float = 0.0, head_loss: float = 0.0, optimizer: float = 0.0
+) -> dict[str, float]:
+    bytes_of = {GRADIENTS: gradients, ACTIVATIONS: activations, COMMUNICATION: communication}
+    return {**bytes_of, HEAD_LOSS: head_loss, OPTIMIZER: optimizer}
+
+
 class _RankMemory:
     """What one rank holds, and when."""
 
@@ -244,112 +252,6 @@ class _RankMemory:
         self.master_bytes = max(master, self.compute_bytes) if self.compute_bytes > 4 else master
         # bytes of a gradient value where it is reduced
         self.reduce_bytes = max(_BYTES[training.mixed_precision_reduce], 8 if self.compute_bytes == 8 else 2)
-
-    def moments(self) -> Iterator[tuple[str, dict[str, float]]]:
-        """The moments of the last microbatch and of the update at which the peak can be, with their categories."""
-        trained, weights, state = self._held()
-        accumulates = self.batch.gradient_accumulation_steps > 1
-        sums = self._gradient_sums(trained)
-        if self.layout.zero_stage == 0 and accumulates and not self.is_alone:
-            sums -= self.draft_values * self.master_bytes  # DDP's buckets have no copy of it
-        is_all_here = self.offload == "nothing"
-        # ZeRO-1 keeps gradients until the last microbatch; so does FSDP2 with replicas, after its reduction.
-        sums_stay = is_all_here or (self.is_fsdp and (self.layout.zero_stage == 1 or self.layout.replicas > 1))
-        always = {
-            PARAMETERS: weights if self.offload != "weights" else 0.0, OPTIMIZER: state if is_all_here else 0.0,
-            COMMUNICATION: self._received(), HEAD_LOSS: 0.0, GRADIENTS: 0.0, ACTIVATIONS: 0.0,
-        }  # fmt: skip
-        earlier_sums = sums if accumulates and sums_stay else 0.0  # of the microbatches before the last
-        # bytes of each weight's copy in the dtype of the computation, if FSDP2 does not gather them
-        is_cast = not self.is_fsdp and self.master_bytes != self.compute_bytes
-        draft_copies = self.draft_bytes if is_cast else 0.0
-        copy_bytes = self.compute_bytes if is_cast and not self.is_frozen else 0.0
-        is_kept = self.mode == "none" or self.shares_copies
-        on_card = [self._uncut(layer) for layer in self.learning[-2 if self.inputs_on_host else 0 :]]
-        kept_by_layer = [self._bytes(x.kept[self.mode]) + self._added_by_lora(x, "none") for x in on_card]
-        rotary = self._bytes(self.spec.per_forward) * self.layout.matrix_parts  # of all tokens that its heads have
-        kept_by_layer += [self._kept_by_draft()]
-        kept = sum(kept_by_layer) * self._in_flight() + rotary
-        kept += self.layer_values * copy_bytes + draft_copies if is_kept else 0.0
-        kept += self.adapter_values * self.compute_bytes if self.shares_copies else 0.0
-
-        def moment_with(gradients: float, activations: float, **others: float) -> dict[str, float]:
-            added = {"gradients": gradients, "activations": activations, **others}
-            return {name: size + added.get(name.replace(" ", "_"), 0.0) for name, size in always.items()}
-
-        if self.is_frozen and self.layers:
-            table = self.vocab_bytes if self.tied else 0.0  # still in the buffer of its all-gather, too
-            gathered = self._gathered(2 * self.block_bytes + table, table or self.block_bytes)
-            inside = max(self._bytes(self._uncut(layer).inside["none"]) for layer in self.layers)
-            yield "forward of the first block", moment_with(earlier_sums, rotary + inside, communication=gathered)
-        if len(self.layers) > 2 and self.layout.zero_stage == 3:  # one block computes, two are on their way
-            gathered = self._gathered(3 * self.block_bytes)
-            yield "forward of a block", moment_with(earlier_sums, kept, communication=gathered)
-        # the gradient of a vocabulary matrix, before its reduction
-        bytes_each = 0.0 if self.is_frozen else self.compute_bytes if self.is_fsdp else self.master_bytes
-        vocab_gradient = self.vocab_values * bytes_each
-        if self.has_last:
-            # the final norm's input, output and gradient; if it does not compute in pieces also copies in fp32
-            around = 6.0 if self.piece else 8.0 if self.is_alone else 24.0
-            around *= self.spec.hidden_size * self.tokens / self.layout.row_parts
-            final = kept + around
-            by_head, logits = self.vocab_bytes + self.block_bytes + self.draft_bytes, self._head()
-            gathered = self._gathered(by_head, 0.0 if self.tied else self.vocab_bytes)
-            yield "forward of the head", moment_with(earlier_sums, final, head_loss=logits, communication=gathered)
-            gathered, logits = self._gathered(by_head), logits + vocab_gradient
-            yield "backward of the head", moment_with(earlier_sums, final, head_loss=logits, communication=gathered)
-            if self.is_fsdp and not self.tied and self.layout.zero_stage > 1:
-                gradients = earlier_sums + vocab_gradient
-                reduced = self._reduced(self.vocab_values) + self._gathered(self.block_bytes + self.draft_bytes)
-                yield "reduction of the head's gradient", moment_with(gradients, kept, communication=reduced)
-            if self.layout.matrix_parts > 1 and not self.is_fsdp:  # autograd adds DTensors out of place
-                yield "sum of the head's gradient", moment_with(earlier_sums + 3 * vocab_gradient, kept)
-        # the head's gradient waits for the embedding's: one weight
-        waiting = vocab_gradient if self.is_tied_here else 0.0
-        if self.has_first and vocab_gradient and not sums_stay:  # the embedding's gradient is not there yet
-            sums = self._gradient_sums(trained - self.vocab_values)
-        is_head_summed = self.has_last and not self.tied and not self.is_frozen
-        head_sum = self._gradient_sums(self.vocab_values) if is_head_summed else 0.0
-        is_head_reduced = is_head_summed and self.layout.zero_stage > 1 and self._reduced(self.block_values)
-        head_reduced = self.vocab_values * self.reduce_bytes if is_head_reduced else 0.0  # until the next reduction
-        if self.draft is not None:
-            computing = self.of_draft._inside(self.draft) + (0.0 if is_kept else draft_copies)
-            of_head = vocab_gradient if self.tied and self.is_fsdp else waiting  # the last group that is reduced
-            gradients = max(earlier_sums, head_sum) + of_head + self.draft_bytes
-            own = self.draft_bytes + (0.0 if self.is_alone else self.block_bytes)
-            gathered = self._gathered(own, self.vocab_bytes if self.tied else 0.0)
-            last = gathered + head_reduced
-            yield "backward of the draft head", moment_with(gradients, kept + computing, communication=last)
-            reduced = gathered + self._reduced(self.draft_values, of_draft=True)
-            gradients -= self.draft_bytes
-            yield "reduction of the draft head's gradients", moment_with(gradients, kept, communication=reduced)
-        if self.learning:
-            computing = max(map(self._inside, self.layers)) + (0.0 if is_kept else self.block_values * copy_bytes)
-            block_gradient = 0.0 if self.is_frozen else self.block_values * self.compute_bytes
-            gathered = self._gathered(2 * self.block_bytes, self.vocab_bytes if self.tied else 0.0)
-            block_reduced = self._reduced(self.block_values)
-            gradients = max(earlier_sums, head_sum) + waiting + block_gradient
-            last = gathered + max(block_reduced, head_reduced)
-            activations = kept - kept_by_layer[-1] + computing
-            yield "backward of the last block", moment_with(gradients, activations, communication=last)
-            # From here on as many gradients wait as may, while each block frees what it has kept; else the last moment.
-            count, gradients = len(on_card), sums + waiting + block_gradient
-            done = int(sums / self._gradient_sums(self.block_values)) if self.offload == "optimizer" else count
-            for name, left in (("a block in the middle", max(1, count - done)), ("the first block", 1)):
-                activations = kept - sum(kept_by_layer[left:]) + computing
-                communication = gathered + block_reduced
-                yield f"backward of {name}", moment_with(gradients, activations, communication=communication)
-        if self.has_first and vocab_gradient:
-            gradients = sums + (3 if waiting else 1) * vocab_gradient  # head's, embedding's and their sum
-            gathered = self._gathered(self.vocab_bytes if self.tied else 0.0)
-            yield "backward of the embedding", moment_with(gradients, rotary, communication=gathered)
-            if self.is_fsdp:
-                gradients = sums - (0.0 if accumulates else self._gradient_sums(self.vocab_values)) + vocab_gradient
-                reduced = self._reduced(self.vocab_values)
-                yield "reduction of the embedding's gradient", moment_with(gradients, rotary, communication=reduced)
-        has_buffers = self.offload == "optimizer" or (self.config.optimizer.is_lean and is_all_here)
-        buffers = min(UPDATED_AT_ONCE, self.largest_trained / self.shards) * _UPDATE_BYTES if has_buffers else 0.0
-        yield "update", moment_with(sums if is_all_here else 0.0, 0.0, optimizer=buffers)
 
     def _held(self) -> tuple[float, float, float]:
         """Trained elements; bytes of this rank's weights and of its optimizer state."""
@@ -508,3 +410,132 @@ class _RankMemory:
             return 0.0
         other = self.master_bytes if self.master_bytes != self.reduce_bytes else 0
         return elements * (self.reduce_bytes + (self.reduce_bytes + other) / self.shards)
+
+    def _set_sums(self) -> None:
+        """What is there always, and sums of gradients."""
+        trained, weights, state = self._held()
+        self.accumulates, self.is_all_here = self.batch.gradient_accumulation_steps > 1, self.offload == "nothing"
+        self.always = {
+            PARAMETERS: weights if self.offload != "weights" else 0.0, OPTIMIZER: state if self.is_all_here else 0.0,
+            COMMUNICATION: self._received(), HEAD_LOSS: 0.0, GRADIENTS: 0.0, ACTIVATIONS: 0.0,
+        }  # fmt: skip
+        # ZeRO-1 keeps gradients until the last microbatch; so does FSDP2 with replicas, after its reduction.
+        sums_stay = self.is_all_here or (self.is_fsdp and (self.layout.zero_stage == 1 or self.layout.replicas > 1))
+        self.sums = self._gradient_sums(trained)
+        if self.layout.zero_stage == 0 and self.accumulates and not self.is_alone:
+            self.sums -= self.draft_values * self.master_bytes  # DDP's buckets have no copy of it
+        self.earlier_sums = self.sums if self.accumulates and sums_stay else 0.0  # of the microbatches before the last
+        # the gradient of a vocabulary matrix, before its reduction
+        bytes_each = 0.0 if self.is_frozen else self.compute_bytes if self.is_fsdp else self.master_bytes
+        self.vocab_gradient = self.vocab_values * bytes_each
+        if self.has_first and self.vocab_gradient and not sums_stay:  # the embedding's gradient is not there yet
+            self.sums = self._gradient_sums(trained - self.vocab_values)
+        # the head's gradient waits for the embedding's: one weight
+        self.waiting = self.vocab_gradient if self.is_tied_here else 0.0
+        is_summed = self.has_last and not self.tied and not self.is_frozen
+        self.head_sum = self._gradient_sums(self.vocab_values) if is_summed else 0.0
+        is_reduced = is_summed and self.layout.zero_stage > 1 and self._reduced(self.block_values)
+        self.head_reduced = self.vocab_values * self.reduce_bytes if is_reduced else 0.0  # until the next reduction
+
+    def _set_kept(self) -> None:
+        """What waits for backward: of each layer and the draft head, and of all microbatches together."""
+        # bytes of each weight's copy in the dtype of the computation, if FSDP2 does not gather them
+        is_cast = not self.is_fsdp and self.master_bytes != self.compute_bytes
+        draft_copies = self.draft_bytes if is_cast else 0.0
+        copy_bytes = self.compute_bytes if is_cast and not self.is_frozen else 0.0
+        is_kept = self.mode == "none" or self.shares_copies
+        on_card = [self._uncut(layer) for layer in self.learning[-2 if self.inputs_on_host else 0 :]]
+        kept_by_layer = [self._bytes(x.kept[self.mode]) + self._added_by_lora(x, "none") for x in on_card]
+        self.kept_by_layer = [*kept_by_layer, self._kept_by_draft()]
+        self.rotary = self._bytes(self.spec.per_forward) * self.layout.matrix_parts  # of all tokens that its heads have
+        self.kept = sum(self.kept_by_layer) * self._in_flight() + self.rotary
+        self.kept += self.layer_values * copy_bytes + draft_copies if is_kept else 0.0
+        self.kept += self.adapter_values * self.compute_bytes if self.shares_copies else 0.0
+        # copies that are made in the backward of a block, and of the draft head
+        self.block_copies = 0.0 if is_kept else self.block_values * copy_bytes
+        self.draft_copies = 0.0 if is_kept else draft_copies
+
+    def moments(self) -> Moments:
+        """Each moment and its categories."""
+        self._set_sums()
+        self._set_kept()
+        for part in (self._forward, self._head_pass, self._draft_pass, self._backward, self._embedding, self._update):
+            for name, added in part():
+                yield name, {category: size + added.get(category, 0.0) for category, size in self.always.items()}
+
+    def _forward(self) -> Moments:
+        if self.is_frozen and self.layers:
+            table = self.vocab_bytes if self.tied else 0.0  # still in the buffer of its all-gather, too
+            gathered = self._gathered(2 * self.block_bytes + table, table or self.block_bytes)
+            inside = max(self._bytes(self._uncut(layer).inside["none"]) for layer in self.layers)
+            yield "forward of the first block", _with(self.earlier_sums, self.rotary + inside, communication=gathered)
+        if len(self.layers) > 2 and self.layout.zero_stage == 3:  # one block computes, two are on their way
+            gathered = self._gathered(3 * self.block_bytes)
+            yield "forward of a block", _with(self.earlier_sums, self.kept, communication=gathered)
+
+    def _head_pass(self) -> Moments:
+        if self.has_last:
+            # the final norm's input, output and gradient; if it does not compute in pieces also copies in fp32
+            around = 6.0 if self.piece else 8.0 if self.is_alone else 24.0
+            around *= self.spec.hidden_size * self.tokens / self.layout.row_parts
+            final = self.kept + around
+            by_head, logits = self.vocab_bytes + self.block_bytes + self.draft_bytes, self._head()
+            gathered = self._gathered(by_head, 0.0 if self.tied else self.vocab_bytes)
+            yield "forward of the head", _with(self.earlier_sums, final, head_loss=logits, communication=gathered)
+            gathered, logits = self._gathered(by_head), logits + self.vocab_gradient
+            yield "backward of the head", _with(self.earlier_sums, final, head_loss=logits, communication=gathered)
+            if self.is_fsdp and not self.tied and self.layout.zero_stage > 1:
+                gradients = self.earlier_sums + self.vocab_gradient
+                reduced = self._reduced(self.vocab_values) + self._gathered(self.block_bytes + self.draft_bytes)
+                yield "reduction of the head's gradient", _with(gradients, self.kept, communication=reduced)
+            if self.layout.matrix_parts > 1 and not self.is_fsdp:  # autograd adds DTensors out of place
+                yield "sum of the head's gradient", _with(self.earlier_sums + 3 * self.vocab_gradient, self.kept)
+
+    def _draft_pass(self) -> Moments:
+        if self.draft is not None:
+            computing = self.of_draft._inside(self.draft) + self.draft_copies
+            # the last group that is reduced
+            of_head = self.vocab_gradient if self.tied and self.is_fsdp else self.waiting
+            gradients = max(self.earlier_sums, self.head_sum) + of_head + self.draft_bytes
+            own = self.draft_bytes + (0.0 if self.is_alone else self.block_bytes)
+            gathered = self._gathered(own, self.vocab_bytes if self.tied else 0.0)
+            last = gathered + self.head_reduced
+            yield "backward of the draft head", _with(gradients, self.kept + computing, communication=last)
+            reduced = gathered + self._reduced(self.draft_values, of_draft=True)
+            gradients -= self.draft_bytes
+            yield "reduction of the draft head's gradients", _with(gradients, self.kept, communication=reduced)
+
+    def _backward(self) -> Moments:
+        if self.learning:
+            computing = max(map(self._inside, self.layers)) + self.block_copies
+            block_gradient = 0.0 if self.is_frozen else self.block_values * self.compute_bytes
+            gathered = self._gathered(2 * self.block_bytes, self.vocab_bytes if self.tied else 0.0)
+            block_reduced = self._reduced(self.block_values)
+            gradients = max(self.earlier_sums, self.head_sum) + self.waiting + block_gradient
+            last = gathered + max(block_reduced, self.head_reduced)
+            activations = self.kept - self.kept_by_layer[-1] + computing
+            yield "backward of the last block", _with(gradients, activations, communication=last)
+            # From here on as many gradients wait as may, while each block frees what it has kept; else the last moment.
+            count, gradients = len(self.kept_by_layer) - 1, self.sums + self.waiting + block_gradient
+            done = int(self.sums / self._gradient_sums(self.block_values)) if self.offload == "optimizer" else count
+            for name, left in (("a block in the middle", max(1, count - done)), ("the first block", 1)):
+                activations = self.kept - sum(self.kept_by_layer[left:]) + computing
+                communication = gathered + block_reduced
+                yield f"backward of {name}", _with(gradients, activations, communication=communication)
+
+    def _embedding(self) -> Moments:
+        if self.has_first and self.vocab_gradient:
+            each = 3 if self.waiting else 1  # head's, embedding's and their sum
+            gradients = self.sums + each * self.vocab_gradient
+            gathered = self._gathered(self.vocab_bytes if self.tied else 0.0)
+            yield "backward of the embedding", _with(gradients, self.rotary, communication=gathered)
+            if self.is_fsdp:
+                of_table = 0.0 if self.accumulates else self._gradient_sums(self.vocab_values)
+                gradients = self.sums - of_table + self.vocab_gradient
+                reduced = self._reduced(self.vocab_values)
+                yield "reduction of the embedding's gradient", _with(gradients, self.rotary, communication=reduced)
+
+    def _update(self) -> Moments:
+        has_buffers = self.offload == "optimizer" or (self.config.optimizer.is_lean and self.is_all_here)
+        buffers = min(UPDATED_AT_ONCE, self.largest_trained / self.shards) * _UPDATE_BYTES if has_buffers else 0.0
+        yield "update", _with(self.sums if self.is_all_here else 0.0, 0.0, optimizer=buffers)

@@ -241,7 +241,7 @@ def _exchanged(workload: Workload, compute_bytes: int) -> float:
     return passes * rows * tokens * of_token * (ranks - 1) / ranks**2
 
 
-_RANDOM = {"state": "8bit", "master": "bf16_sr"}
+RANDOM = {"state": "8bit", "master": "bf16_sr"}
 
 
 def _changes(layout: Layout, batch: Batch, rank: int) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
@@ -273,13 +273,13 @@ def _changes(layout: Layout, batch: Batch, rank: int) -> Iterator[tuple[str, dic
     quantised = "train adapters only, base weights in 4 bits (QLoRA)", {"lora": {**lora, "base": "nf4"}}
     if rank:
         yield quantised
-    yield "keep optimizer state in 8 bits and weights in bf16, rounded at random", {"optimizer": _RANDOM}
+    yield "keep optimizer state in 8 bits and weights in bf16, rounded at random", {"optimizer": RANDOM}
     host = {"memory": {"offload": "optimizer"}}
     yield "keep gradients and optimizer state in the host's memory", host
     words = "keep optimizer state in 8 bits and in the host's memory, weights in bf16, rounded at random"
-    yield words, {"optimizer": _RANDOM, **host}
+    yield words, {"optimizer": RANDOM, **host}
     words = "keep all in the host's memory, optimizer state in 8 bits, weights in bf16, rounded at random"
-    yield words, {"optimizer": _RANDOM, "memory": {"offload": "weights"}}
+    yield words, {"optimizer": RANDOM, "memory": {"offload": "weights"}}
     yield "train adapters only (LoRA)", {"lora": lora}
     yield quantised
 

@@ -225,6 +225,11 @@ class ModelSpec:
         return AttentionShape(self.num_attention_heads, self.num_key_value_heads, self.head_dim)
 
     @property
+    def rotated(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return self.head_dim
+
+    @property
     def per_forward(self) -> ValuesPerToken:
         """Values that a forward computes once for all layers, such as rotary tables, and keeps until its backward."""
         return NOTHING
@@ -412,13 +417,6 @@ def adapter_pieces(spec: ModelSpec, rank: int) -> dict[str, Piece]:
                 by_name[f"{module}.{number}.lora_B.weight"] = Piece(b, start, (size, rank), (rows, rank))
                 start += size
     return by_name
-
-
-def held_names(spec: ModelSpec, adapter: Collection[str], rank: int) -> set[str]:
-    """The names in the model of all its parameters. Args: adapter: names of adapter_shapes; rank: of the adapter."""
-    pieces, wholes = spec.pieces | adapter_pieces(spec, rank), {*spec.parameters, *adapter}
-    parts = {name for name, piece in pieces.items() if piece.whole in wholes}
-    return wholes - {piece.whole for piece in pieces.values()} | parts
 
 
 def modules_of(adapter: Iterable[str]) -> set[str]:

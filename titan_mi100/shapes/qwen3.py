@@ -40,15 +40,6 @@ class Qwen3Spec(ModelSpec):
     def layers(self) -> tuple[LayerShape, ...]:
         hidden = self.hidden_size
         q, k = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        norm_of_head = Parameter((self.head_dim,), WHOLE, "norm", self.norm_start)
-        parameters = {
-            "self_attn.q_proj.weight": Parameter((q, hidden), OUTPUTS),
-            "self_attn.k_proj.weight": Parameter((k, hidden), OUTPUTS),
-            "self_attn.v_proj.weight": Parameter((k, hidden), OUTPUTS),
-            "self_attn.o_proj.weight": Parameter((hidden, q), INPUTS),
-            "self_attn.q_norm.weight": norm_of_head,
-            "self_attn.k_norm.weight": norm_of_head,
-        }
         saved = (
             Saved("input in fp32", 2 * hidden, PROJECT, left=0),  # norms are in fp32
             Saved("normed input in fp32", hidden, PROJECT, FP32, is_for_norm=True, left=0),
@@ -59,7 +50,7 @@ class Qwen3Spec(ModelSpec):
             Saved("normed k in fp32", k, PROJECT, FP32, is_for_norm=True, left=0),
             *(Saved("q", q, MIX), Saved("k", k, MIX), Saved("v", k, MIX), Saved("attention's output", q, MIX)),
         )
-        layer = with_mlp(self, "attention", parameters, LINEARS, saved, 4 * q)
+        layer = with_mlp(self, "attention", of_attention(self), LINEARS, saved, 4 * q)
         return (layer,) * self.num_hidden_layers
 
     @property
@@ -71,6 +62,20 @@ class Qwen3Spec(ModelSpec):
         if not messages and self.head_dim % 2:
             messages.append(f"head_dim = {self.head_dim} is odd; rotary embeddings rotate pairs")
         return messages
+
+
+def of_attention(spec: ModelSpec, per_query: int = 1) -> dict[str, Parameter]:
+    """The parameters of attention. Args: per_query: outputs of q_proj for each value of a query."""
+    q, k, hidden = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim, spec.hidden_size
+    norm, keys = Parameter((spec.head_dim,), WHOLE, "norm", spec.norm_start), Parameter((k, hidden), OUTPUTS)
+    return {
+        "self_attn.q_proj.weight": Parameter((per_query * q, hidden), OUTPUTS),
+        "self_attn.k_proj.weight": keys,
+        "self_attn.v_proj.weight": keys,
+        "self_attn.o_proj.weight": Parameter((hidden, q), INPUTS),
+        "self_attn.q_norm.weight": norm,
+        "self_attn.k_norm.weight": norm,
+    }
 
 
 def with_mlp(

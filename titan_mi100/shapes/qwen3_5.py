@@ -10,10 +10,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from titan_mi100.shapes import hf_config
+from titan_mi100.shapes import hf_config, qwen3
 from titan_mi100.shapes.base import DRAFT, DRAFT_FIELDS, INPUTS, OUTPUTS, WHOLE, LayerShape, ModelSpec, Parameter, Split
 from titan_mi100.shapes.delta_rule import CHUNK, products_of_chunk
-from titan_mi100.shapes.qwen3 import with_mlp
+from titan_mi100.shapes.qwen3 import of_attention, with_mlp
 from titan_mi100.shapes.rope import RopeScaling
 from titan_mi100.shapes.saved import FP32, MIX, PROJECT, Saved, ValuesPerToken
 from titan_mi100.wording import shortened, shown
@@ -109,15 +109,7 @@ class Qwen3_5Spec(ModelSpec):
     def _attention(self) -> LayerShape:
         hidden = self.hidden_size
         q, k = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        norm_of_head = Parameter((self.head_dim,), WHOLE, "norm", "zeros")
-        parameters = {
-            "self_attn.q_proj.weight": Parameter((2 * q, hidden), OUTPUTS),  # of each head its query and its gate
-            "self_attn.k_proj.weight": Parameter((k, hidden), OUTPUTS),
-            "self_attn.v_proj.weight": Parameter((k, hidden), OUTPUTS),
-            "self_attn.o_proj.weight": Parameter((hidden, q), INPUTS),
-            "self_attn.q_norm.weight": norm_of_head,
-            "self_attn.k_norm.weight": norm_of_head,
-        }
+        parameters = of_attention(self, per_query=2)  # of each head its query and its gate
         saved = (  # up to a quarter more than autograd saves in 16 bits; tests/test_memory.py compares
             Saved("normed input in fp32", hidden, PROJECT, FP32, True, 0),
             Saved("normed input", hidden, PROJECT),
@@ -128,8 +120,7 @@ class Qwen3_5Spec(ModelSpec):
             # computed after the mixing; "selective" is planned without them
             *(Saved("sigmoid(gate)", q, PROJECT, left=0), Saved("gated output", q, PROJECT)),
         )
-        adapted = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-        return with_mlp(self, FULL, parameters, adapted, saved, 4 * q, (Saved("gradient of the gate", q),))
+        return with_mlp(self, FULL, parameters, qwen3.LINEARS, saved, 4 * q, (Saved("gradient of the gate", q),))
 
     def _delta(self) -> LayerShape:
         hidden, heads = self.hidden_size, self.linear_num_value_heads

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
@@ -12,11 +11,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_mi100.config.hub import cached_model
 from titan_mi100.config.settings import LoRAConfig
+from titan_mi100.device.shards import local_of, offset_of
 from titan_mi100.errors import UserError
 from titan_mi100.files.model import DRAFT_FILE
 from titan_mi100.log import log
@@ -30,7 +28,6 @@ from titan_mi100.parallel.distributed import raise_together
 from titan_mi100.planning.workload import Workload
 from titan_mi100.shapes.base import (
     DRAFT,
-    EXPERTS,
     ROWS,
     ModelSpec,
     draft_shapes,
@@ -38,14 +35,13 @@ from titan_mi100.shapes.base import (
     parameter_shapes,
     stored_shapes,
 )
-from titan_mi100.text.assets import folder_of, read_assets
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights.base import EMBEDDING, HEAD, Weights
 from titan_mi100.weights.draft_head import open_head
 from titan_mi100.weights.experts import in_files
 from titan_mi100.weights.peft import open_adapter
 from titan_mi100.weights.pieces import joined, read_pieces
-from titan_mi100.weights.source import open_weights, verify_files, warn_of_missing_draft
+from titan_mi100.weights.source import open_weights, verify_files
 from titan_mi100.wording import plural
 
 _PARTS, _SAMPLE = 8, 256  # places in the embedding, and rows read at each, for its mean
@@ -84,9 +80,7 @@ def load_weights(
             with raise_together():
                 base = _open_base(source, spec if head is None else spec.with_draft_head(False))
                 if dist.get_rank() == 0 and checkpoint is None:
-                    if head is None:
-                        warn_of_missing_draft(Path(source), read_assets(folder_of(source)), base.kinds)
-                    elif any(name.startswith(DRAFT) for name in base.kinds):
+                    if head is not None and any(name.startswith(DRAFT) for name in base.kinds):
                         log.info(f"{source}: its draft head is not read: {DRAFT_FILE} of the adapter, or fresh = true")
                     if config.lora.rank and (odd := untrained_rows(base, {*tokens()} - {*config.lora.token_ids})):
                         spelt, remedy = ", ".join(map(str, odd[:8])), "[lora] trainable_tokens"
@@ -179,16 +173,12 @@ def _fill_in_4_bits(name: str, layer: NF4Linear, read: Read) -> None:
 
     Codes are packed, `per_value` weights in each stored value, so the shard's offset and size are scaled by it.
     """
-    codes, largest = layer.weight, layer.largest
-    local, dtype = [x.to_local() if isinstance(x, DTensor) else x for x in (codes, largest)], codes.dtype
-    size, offset = tuple(codes.shape), tuple[int, ...]((0, 0))
-    if isinstance(codes, DTensor):
-        size, offset = compute_local_shape_and_global_offset(codes.shape, codes.device_mesh, codes.placements)
-    per_value = codes_per_value(dtype)
-    shape, (column, columns) = torch.Size((layer.out_features, layer.in_features)), (offset[1], size[1])
-    for first in range(0, size[0], _QUANTIZED_ROWS):
-        rows = min(_QUANTIZED_ROWS, size[0] - first)
-        part = read(name, shape, (offset[0] + first, column * per_value), (rows, columns * per_value))
+    local, dtype = [local_of(layer.weight), local_of(layer.largest)], layer.weight.dtype
+    (row, column), (every, columns) = offset_of(layer.weight), local[0].shape
+    shape, per_value = torch.Size((layer.out_features, layer.in_features)), codes_per_value(dtype)
+    for first in range(0, every, _QUANTIZED_ROWS):
+        rows = min(_QUANTIZED_ROWS, every - first)
+        part = read(name, shape, (row + first, column * per_value), (rows, columns * per_value))
         with torch.no_grad():
             for tensor, quantized in zip(local, quantize(part, dtype), strict=True):
                 tensor[first : first + rows].copy_(quantized)
@@ -212,7 +202,7 @@ def _load_adapter(
     model: ParallelModel, optimizer: NamedState, lora: LoRAConfig, spec: ModelSpec, fresh: Read | None, origin: str
 ) -> None:
     """As load_weights, for what LoRA trains. Args: fresh: its first values; None: the run's checkpoint fills them."""
-    shapes, own = lora.shapes(spec), lora.of_experts
+    shapes = lora.shapes(spec)
     if fresh is not None:
         if lora.initial_load_path:
             with raise_together():
@@ -220,18 +210,12 @@ def _load_adapter(
                 fresh, origin = partial(adapter.read, exactly=True), f"from {lora.initial_load_path}"
         read = optimizer.keep_residuals(read_pieces(spec, fresh, lora.rank))
         distributed.fill_parameters(((n, p) for n, p in model.trained_parameters() if is_adapter(n)), read)
-    added, modules = sum(map(math.prod, shapes.values())), (n[: -len(".lora_B.weight")] for n in shapes if "_B." in n)
-    trained = added + sum(map(math.prod, draft_shapes(spec).values()))
-    kinds = Counter(m.rpartition("mlp." if f".{EXPERTS}." in m else ".")[2] for m in modules)
-    everything, words = parameter_count(spec) + added, ", ".join(f"{n} {kind}" for kind, n in kinds.items())
-    if own != lora and EXPERTS in lora.target_modules:
-        words += f", of experts with rank {own.rank} and alpha {own.alpha:g}"
-    words += f", and the rows of {plural(len(lora.token_ids), 'token')}" if lora.token_ids else ""
-    words += "; and the draft head" * spec.has_draft_head
+    added = sum(map(math.prod, shapes.values()))
+    trained, everything = added + sum(map(math.prod, draft_shapes(spec).values())), parameter_count(spec) + added
     root = "sqrt(rank)" if lora.scaling == "sqrt_rank" else "rank"
     log.info(
         f"LoRA: {trained:,} of {everything:,} parameters are trained ({trained / everything:.2%}), with rank "
-        f"{lora.rank} and alpha {lora.alpha:g} (B A times alpha / {root}) on {words}; {origin}"
+        f"{lora.rank} and alpha {lora.alpha:g} (B A times alpha / {root}); {origin}"
     )
 
 

@@ -5,7 +5,7 @@ chosen it: on a device that Triton compiles for, after a trial against the plain
 with the run, as attention's choice is.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,6 +71,42 @@ def choose(trials: Mapping[str, Trial], wanted: Collection[str], device: torch.d
         else:
             works.append(kind)
     return works
+
+
+def difference(
+    kind: str, function: Callable[..., Any], inputs: Sequence[Tensor], dtypes: tuple[torch.dtype, torch.dtype],
+    bar: float, parameters: Sequence[Tensor] = (), at_once: bool = False,
+) -> str:  # fmt: skip
+    """What is wrong with a function's results and gradients where a kind of kernels computes them; "": nothing.
+
+    Args:
+        inputs: of the function, which are cast.
+        dtypes: of the inputs for plain operations, and for the kernels.
+        bar: how far the kernels' may be from the others, by the largest element of each.
+        parameters: what has gradients besides.
+        at_once: gradients are measured by the largest element of them all.
+    """
+    computed, weights = list[list[Tensor]](), list[Tensor]()
+    for kinds, dtype in zip(((), (kind,), (kind,)), (*dtypes, dtypes[1]), strict=True):
+        leaves = [*(x.detach().to(dtype).requires_grad_() for x in inputs), *parameters]
+        with only(kinds), torch.enable_grad():
+            made = function(*leaves[: len(inputs)])
+            outputs = [made] if isinstance(made, Tensor) else [*made]
+            weights = weights or [y.detach().cos() for y in outputs]
+            learned = [(y, weight.to(y.dtype)) for y, weight in zip(outputs, weights, strict=True) if y.requires_grad]
+            ys, of_ys = zip(*learned, strict=True)
+            gradients = torch.autograd.grad(ys, leaves, of_ys, allow_unused=True, materialize_grads=True)
+        computed.append([*(y.detach() for y in outputs), *gradients])
+    exact, ours, again = computed
+    if not all(map(torch.equal, ours, again)):
+        return "gives other bits the second time"
+    largest = [x.abs().max() for x in exact]
+    if at_once:
+        largest[len(weights) :] = [max(largest[len(weights) :])] * len(inputs)
+    errors = [(a - b).abs().max() for a, b in zip(exact, ours, strict=True)]
+    # `not <=`: a number that is not one is wrong, too
+    is_right = all(error <= bar * size for error, size in zip(errors, largest, strict=True))
+    return "" if is_right else "differs from that of plain operations"
 
 
 def launch(kernel: Any, programs: tuple[int, ...], first: Tensor, *arguments: Any, **constants: Any) -> None:
