@@ -249,6 +249,7 @@ def test_a_lost_head_is_refused_or_starts_fresh(
             caplog.clear()
             run, name = opened(base, world, mode, fresh=True), f"{base.name} {mode}"
             assert ("its draft head is not read" in caplog.text) == (base == folder)
+            assert "no draft head" not in caplog.text
             convert.to_hf(open_source(saved(run, tmp_path / f"of {name}")), tmp_path / name)
             exported = tensors(tmp_path / name)
             assert same(trunk, {n: exported[n] for n in exported if n not in heads(exported)})

@@ -30,7 +30,9 @@ from titan_mi100.shapes.base import parameter_count, parameter_shapes
 from titan_mi100.shapes.families import PRESETS, to_hf_config
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights.base import EMBEDDING, HEAD, Kind, Weights, box
+from titan_mi100.weights.convert import to_hf
 from titan_mi100.weights.load import untrained_rows
+from titan_mi100.weights.source import open_source
 
 SINGLE, POINTER = "model.safetensors", LFS_POINTER + b"oid sha256:6f62\nsize 1192135096\n"
 
@@ -246,12 +248,13 @@ def test_tokens_of_the_data_whose_rows_look_untrained_are_found() -> None:
         assert untrained_rows(base, {5, 9, 799}) == untrained_rows(base, ()) == []
 
 
-def test_a_run_names_tokens_that_lora_leaves_untrained(
+def test_a_run_names_tokens_that_lora_leaves_untrained_and_a_draft_head_that_is_not_there(
     tmp_path: Path, world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec, generator = PRESETS["qwen3.5-debug"], torch.Generator().manual_seed(0)
     folder = model(tmp_path / "model")
-    (folder / "config.json").write_text(json.dumps(to_hf_config(spec)))
+    config = to_hf_config(spec) | {"mtp_num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
     tokenizer = load_tokenizer(folder)
     ids = [tokenizer.id_of(text) for text in ("<|im_end|>", "<|im_start|>")]
     tensors = {name: torch.randn(shape, generator=generator) * 0.02 for name, shape in parameter_shapes(spec).items()}
@@ -265,3 +268,7 @@ def test_a_run_names_tokens_that_lora_leaves_untrained(
         named = 'rows of 2 tokens in the data look untrained, such as "<|im_start|>", "<|im_end|>"; LoRA does not train'
         assert (named in caplog.text) == warns
         assert ('set lora.trainable_tokens = ["<|im_start|>", "<|im_end|>"], or' in caplog.text) == warns
+        assert "mtp_num_hidden_layers = 1, but the weights have no draft head (mtp.*)" in caplog.text
+    caplog.clear()
+    to_hf(open_source(folder), tmp_path / "export", verify="bytes")
+    assert "mtp_num_hidden_layers = 1, but the weights have no draft head" in caplog.text

@@ -40,7 +40,7 @@ from titan_mi100.weights.draft_head import kinds_in_base, open_head
 from titan_mi100.weights.experts import in_files
 from titan_mi100.weights.hf import is_hf_folder, write_hf
 from titan_mi100.weights.pieces import joined
-from titan_mi100.weights.source import ModelSource, open_source, verify_files
+from titan_mi100.weights.source import ModelSource, open_source, verify_files, warn_of_missing_draft
 from titan_mi100.wording import some
 
 DTYPES = ("keep", "bfloat16", "float16", "float32")
@@ -110,6 +110,7 @@ def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = 
         named = config_dtype(source.assets) if "fingerprints" in source.manifest else None
         dtype = named if named in DTYPES else "keep"  # config.json may name a dtype that we do not write
     kinds = _output_kinds(source, dtype)
+    warn_of_missing_draft(output, source.assets, kinds)
     with _new_folder(source, output, kinds, verify) as aside:
         _write_assets(aside, asset_files.for_all_versions(_assets_of_export(source, source.spec, kinds)))
         digests = Digests()

@@ -35,13 +35,14 @@ from titan_mi100.shapes.base import (
     parameter_shapes,
     stored_shapes,
 )
+from titan_mi100.text.assets import folder_of, read_assets
 from titan_mi100.text.load import load_tokenizer
 from titan_mi100.weights.base import EMBEDDING, HEAD, Weights
 from titan_mi100.weights.draft_head import open_head
 from titan_mi100.weights.experts import in_files
 from titan_mi100.weights.peft import open_adapter
 from titan_mi100.weights.pieces import joined, read_pieces
-from titan_mi100.weights.source import open_weights, verify_files
+from titan_mi100.weights.source import open_weights, verify_files, warn_of_missing_draft
 from titan_mi100.wording import plural
 
 _PARTS, _SAMPLE = 8, 256  # places in the embedding, and rows read at each, for its mean
@@ -80,7 +81,9 @@ def load_weights(
             with raise_together():
                 base = _open_base(source, spec if head is None else spec.with_draft_head(False))
                 if dist.get_rank() == 0 and checkpoint is None:
-                    if head is not None and any(name.startswith(DRAFT) for name in base.kinds):
+                    if head is None:
+                        warn_of_missing_draft(Path(source), read_assets(folder_of(source)), base.kinds)
+                    elif any(name.startswith(DRAFT) for name in base.kinds):
                         log.info(f"{source}: its draft head is not read: {DRAFT_FILE} of the adapter, or fresh = true")
                     if config.lora.rank and (odd := untrained_rows(base, {*tokens()} - {*config.lora.token_ids})):
                         spelt, remedy = ", ".join(map(str, odd[:8])), "[lora] trainable_tokens"

@@ -1,6 +1,6 @@
 """Opens a model by its path: an HF folder, a DCP folder (such as a run's checkpoint) or a file of torch.save."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from os.path import lexists
@@ -12,6 +12,7 @@ from titan_mi100.config.settings import LoRAConfig
 from titan_mi100.errors import UserError
 from titan_mi100.files.model import DCP, TORCH, weights_format
 from titan_mi100.files.patterns import nearby
+from titan_mi100.files.plain import parse_object
 from titan_mi100.log import log
 from titan_mi100.model.lora import base_fingerprint
 from titan_mi100.shapes.base import DRAFT, ModelSpec, differences, draft_shapes, parameter_shapes, stored_shapes
@@ -79,6 +80,15 @@ def verify_files(path: Path, share: int = 0, shares: int = 1) -> None:
         verify_files(Path(base), share, shares)
     if not manifest and lexists(path / ".metadata"):
         log.warning(f"{path}: has no {sealed.MANIFEST}, so its files cannot be checked for damage")
+
+
+def warn_of_missing_draft(where: Path, assets: Assets, names: Iterable[str]) -> None:
+    """Warn of a draft head that config.json promises, and the weights do not have. Args: where: for the message."""
+    config = parse_object(assets.get(asset_files.CONFIG, b"{}"), asset_files.CONFIG, "")
+    count = asset_files.text_part(config).get(asset_files.DRAFT_LAYERS)
+    if count and not any(name.startswith(DRAFT) for name in names):
+        message = f"config.json has mtp_num_hidden_layers = {count}, but the weights have no draft head (mtp.*)"
+        log.warning(f"{where}: {message}; a server must be started without it, or set the key to 0")
 
 
 @dataclass(frozen=True)
