@@ -170,7 +170,7 @@ STUDENT = ("--job.config_file", "debug")
     [
         *([*name.split(), "x"] for name, (module, _) in COMMANDS.items() if module.startswith("workshop")),
         ["config", "new", "--from", "README.md", "--data", "x"], ["inspect", *STUDENT, "--html", "x.html"],
-        ["plan", *STUDENT, "--measured", "."], ["plan", *STUDENT, "--rehearse", "2"],
+        ["plan", *STUDENT, "--rehearse", "2"],
         ["teach", *STUDENT, "--ids", "x.jsonl"], ["teach", *STUDENT, "--from_vllm", "x.jsonl", "--out", "x"],
     ],
     ids=" ".join,

@@ -7,7 +7,6 @@ import runpy
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import REPO, ending_of
-from test_measure import TWO, passed, step
 
 from titan_mi100.config.check import check
 from titan_mi100.config.load import load_config
@@ -38,10 +36,7 @@ from titan_mi100.planning.memory import ABOVE, BELOW, piece_tokens, with_overhea
 from titan_mi100.planning.plan import GIB, make_plan, search
 from titan_mi100.planning.workload import Workload, with_settings
 from titan_mi100.run import forecast
-from titan_mi100.run.machine import Machine
 from titan_mi100.tools import plan as planner
-from titan_mi100.workshop.measure import training
-from titan_mi100.workshop.measure.parts import Header
 from titan_mi100.workshop.rehearsal.counter import as_rank
 from titan_mi100.workshop.sweep.published import PUBLISHED
 
@@ -332,42 +327,6 @@ def test_one_card_may_be_enough(capsys: pytest.CaptureFixture[str]) -> None:
 PIPELINE = ["--job.config_file", str(REPO / "train_configs" / "qwen3_8b_pp2_8bit.toml")]
 
 
-def certificate(folder: Path, seconds: Sequence[float], device: Machine = TWO) -> Path:
-    """A certificate with steps that were planned with 4 s at the assumed share."""
-    parts = [passed(f"steps/{n}", **training.judged(step(seconds=own), True)) for n, own in enumerate(seconds)]
-    lines = [asdict(Header(4, "2027-01-31 10:00 UTC", 25, device)), *map(asdict, parts)]
-    (folder / "certificate.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder
-
-
-def test_what_was_measured_replaces_the_assumed_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def plan(*options: str) -> dict[str, Any]:
-        planner.main([*PIPELINE, *options, "--json"])
-        return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
-
-    rate = plan("--measured", "400")
-    assert rate["tokens"] / rate["step_seconds"] == pytest.approx(400)
-    assert rate["efficiency"] < plan()["efficiency"] == 0.35
-    # what was measured at twice, half and the same time of its plan: the median is 35%
-    assert plan("--measured", str(certificate(tmp_path, (2.0, 8.0, 4.0))))["efficiency"] == pytest.approx(0.35)
-    assert plan("--measured", str(certificate(tmp_path, (8.0,)) / "certificate.jsonl"))["efficiency"] == 0.35 / 2
-    assert planner.main([*PIPELINE, "--measured", "400"]) == 0
-    said = capsys.readouterr().out
-    assert " 400 tokens/s, if a card reaches 12% of its data sheet's rate (from 400 tokens/s of this config)" in said
-
-
-@pytest.mark.parametrize("seconds", [0.0, -4.0, 1e-9, "4", None, True])
-def test_a_certificate_of_a_time_that_cannot_be_is_not_believed(
-    tmp_path: Path, seconds: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = certificate(tmp_path, (4.0, 4.0)) / "certificate.jsonl"
-    header, *parts = map(json.loads, path.read_text().splitlines())
-    parts[0]["found"]["seconds"] = seconds
-    path.write_text("".join(json.dumps(line) + "\n" for line in (header, *parts)))
-    assert planner.main([*PIPELINE, "--measured", str(path)]) == 2
-    assert "a step has a time that cannot be; measure again: bash scripts/gpu_check/first.sh" in capsys.readouterr().err
-
-
 def test_a_search_starts_from_the_rows_of_the_config_on_all_cards(capsys: pytest.CaptureFixture[str]) -> None:
     """Also of a layout that one card cannot have."""
     few = ["--model.flavor", "0.6B", "--training.target_tokens_per_step", "0", "--training.local_batch_size", "1"]
@@ -381,26 +340,6 @@ def test_a_search_starts_from_the_rows_of_the_config_on_all_cards(capsys: pytest
     layouts = [*(plan["layout"] for plan in of_two), *(asdict(layout) | asdict(batch) for layout, batch in splits)]
     assert {one["local_batch_size"] * one["gradient_accumulation_steps"] * one["dp_degree"] for one in layouts} == {2}
     assert of_two[0]["ranks"] == 2 and layouts[-1]["dp_degree"] == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--measured", "5000"], "--measured 5,000: the data sheet of 2 x MI100 allows 3,"),
-        (["--measured", "x.jsonl"], "'x.jsonl' must be tokens/s, such as 6303, or a certificate"),
-        (["--measured", "-3"], "must be tokens/s"),
-        (["--measured", "400", "--memory", "32GB"], "--measured needs the speed of the card, too; add --device"),
-        (
-            ["--measured", str(REPO / "certificates" / "cpu-xeon-2-cores")],
-            "2 cores, not of MI100; measure on that card",
-        ),
-    ],
-)
-def test_a_measurement_of_something_else_is_refused(
-    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert planner.main([*PIPELINE, *options]) == 2
-    assert said in capsys.readouterr().err
 
 
 def test_the_page_has_the_plans_of_the_published_rows() -> None:

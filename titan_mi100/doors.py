@@ -39,7 +39,6 @@ WORKSHOP = {  # a word with an option, or what a command asks for: module:functi
     "names": "workshop.other_trainers:names",
     "config new --from": "workshop.from_yaml:carry",
     "inspect --html": "workshop.pages.data_page:write_page",
-    "plan --measured": "workshop.measure.parts:efficiency",
     "plan --rehearse": "workshop.rehearse:main",
     "rounds --server": "workshop.answer_server:ServedWeights",
     "sample --server": "workshop.answer_server:Server",

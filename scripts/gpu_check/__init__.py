@@ -13,7 +13,7 @@ and what holds it back? `sections.py` lists the sections with their time limits,
     commands      doctor, train, SIGKILL, resume, export, generate, as a user types them; compute-sanitizer
 
 Some tasks are the workshop's: matrix products, bandwidth, the attention of libraries. Each measurement is printed and
-added to the certificate when it ends; `titan-mi100 plan --measured` reads its steps. `run.py` lets a process of its own
-measure (`child.py`), which is replaced if it crashes or exceeds a limit: a failure never hides the other measurements.
+added to the certificate when it ends. `run.py` lets a process of its own measure (`child.py`), which is replaced if it
+crashes or exceeds a limit: a failure never hides the other measurements.
 To add a kernel, add an entry to `kernels.KERNELS`; to add a training, a line to steps.toml.
 """

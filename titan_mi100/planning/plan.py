@@ -9,7 +9,6 @@ from typing import Any
 from titan_mi100.config.check import check
 from titan_mi100.config.layout import ALL_SHARDED, SCHEDULES, Batch, Layout
 from titan_mi100.config.settings import Config
-from titan_mi100.errors import UserError
 from titan_mi100.planning.cards import Gpu
 from titan_mi100.planning.costs import flops_of_steps, recomputed_flops
 from titan_mi100.planning.memory import ABOVE, BELOW, Memory, estimate, piece_tokens, with_overhead
@@ -45,7 +44,6 @@ class Plan:
             are no copies, or the device's speed is not known.
         update: seconds of the update with offloading: copies, or work of the CPU; part of `step`.
         enough: tokens per forward from which a card computes longer than its host launches; 0: its speed is not known.
-        efficiency: share of the peak rate that a card reaches while it computes.
     """
 
     workload: Workload
@@ -59,7 +57,6 @@ class Plan:
     hidden_from: float = 0.0
     update: float = 0.0
     enough: float = 0.0
-    efficiency: float = EFFICIENCY
 
     @property
     def config(self) -> Config:
@@ -99,13 +96,12 @@ class Plan:
         return self.most <= self.card
 
 
-def make_plan(workload: Workload, card: int, gpu: Gpu | None = None, efficiency: float = EFFICIENCY) -> Plan:
+def make_plan(workload: Workload, card: int, gpu: Gpu | None = None) -> Plan:
     """Plan a run, one process on each card.
 
     Args:
         card: bytes of a card's memory.
         gpu: its speed; None: not known.
-        efficiency: see Plan.
     """
     config, ranks, spec = workload.config, workload.ranks, workload.spec
     layout, batch = workload.layout, workload.batch
@@ -124,7 +120,7 @@ def make_plan(workload: Workload, card: int, gpu: Gpu | None = None, efficiency:
     enough = 0.0
     rate = gpu.tflops.get(training.mixed_precision_param) if gpu else None
     if gpu and rate:
-        computing = done / ranks / (rate * 1e12 * efficiency) / (1 - bubble)
+        computing = done / ranks / (rate * 1e12 * EFFICIENCY) / (1 - bubble)
         passes = done / flops  # of a microbatch's forward and backward, with what is computed again
         of_layer = HOST_LAYER[config.lora.base if config.lora.rank else ""][not config.compile.enable]
         layers = spec.num_hidden_layers / (3 if draft == "after" else 1) + (draft != "no")
@@ -144,28 +140,7 @@ def make_plan(workload: Workload, card: int, gpu: Gpu | None = None, efficiency:
         others = sum(size / reached(layout.along(kind), gpu) for kind, size in sent.items() if kind != "data parallel")
         step = computing + waits + others + update
     memory = estimate(workload, card)
-    return Plan(workload, memory, card, flops, sent, bubble, step, tokens, hidden_from, update, enough, efficiency)
-
-
-def measured_efficiency(workload: Workload, card: int, gpu: Gpu, tokens_per_second: float) -> float:
-    """The efficiency with which the plan of a run takes as long as the run did. Args: as of make_plan.
-
-    Raises:
-        UserError: no card of this kind is so fast, or its speed in this dtype is not known.
-    """
-    low, high = 0.0, 1.0
-
-    def rate(efficiency: float) -> float:
-        plan = make_plan(workload, card, gpu, efficiency)
-        return plan.tokens / plan.seconds
-
-    if rate(high) < tokens_per_second:
-        problem = f"the data sheet of {workload.ranks} x {gpu.name} allows {rate(high):,.0f} tokens/s of this config"
-        raise UserError(f"--measured {tokens_per_second:,.0f}: {problem}; name the config and the cards of that run")
-    for _ in range(30):
-        middle = (low + high) / 2
-        low, high = (low, middle) if rate(middle) >= tokens_per_second else (middle, high)
-    return high
+    return Plan(workload, memory, card, flops, sent, bubble, step, tokens, hidden_from, update, enough)
 
 
 def _trained(workload: Workload) -> dict[str, tuple[int, ...]]:
@@ -312,7 +287,7 @@ _KINDS = (  # optimizer.state, optimizer.master, memory.offload
 )
 
 
-def search(workload: Workload, rows: int, card: int, gpu: Gpu | None, efficiency: float = EFFICIENCY) -> Iterator[Plan]:
+def search(workload: Workload, rows: int, card: int, gpu: Gpu | None) -> Iterator[Plan]:
     """Plans of so many rows per step, in other layouts, batch sizes, with other recomputation and optimizer state."""
     ranks = workload.ranks
     degrees = [n for n in range(1, ranks + 1) if ranks % n == 0]
@@ -341,4 +316,4 @@ def search(workload: Workload, rows: int, card: int, gpu: Gpu | None, efficiency
         change |= {"activation_checkpoint": {"mode": mode}, "memory": {"offload": kind[2]}}
         candidate = workload.changed(change)
         if not check(candidate.config, ranks, with_files=False):
-            yield make_plan(candidate, card, gpu, efficiency)
+            yield make_plan(candidate, card, gpu)

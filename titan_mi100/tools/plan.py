@@ -8,7 +8,6 @@ import itertools
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from titan_mi100.planning.cards import Gpu
 from titan_mi100.planning.device import NAMES, find_card, positive, positive_float, size_gib
 from titan_mi100.planning.longest import CARD_SIZES, METHODS, UNIT, longest
 from titan_mi100.planning.memory import ABOVE, BELOW, CATEGORIES, piece_tokens
-from titan_mi100.planning.plan import EFFICIENCY, GIB, Plan, make_plan, measured_efficiency, remedy, search
+from titan_mi100.planning.plan import EFFICIENCY, GIB, Plan, make_plan, remedy, search
 from titan_mi100.planning.workload import Workload
 from titan_mi100.wording import bytes_in_words, duration_in_words, plural
 
@@ -49,10 +48,8 @@ def _plan(options: argparse.Namespace, settings: Sequence[str]) -> int:
     if options.search and options.tokens:
         raise UserError("--tokens is for one config, not for --search; leave it out")
     gpu, card = find_card(options.device, options.memory, "mi100")
-    if options.longest and (options.search or options.tokens or options.measured):
-        raise UserError(
-            "--longest plans memory alone, of methods of its own; leave --search, --tokens and --measured out"
-        )
+    if options.longest and (options.search or options.tokens):
+        raise UserError("--longest plans memory alone, of methods of its own; leave --search and --tokens out")
     if (options.search or options.tokens) and not gpu.tflops:
         raise UserError(f"--search and --tokens need the speed of the card, too; add --device: {NAMES}")
     options.gpus = options.gpus or (1 if options.longest else 2)
@@ -62,37 +59,15 @@ def _plan(options: argparse.Namespace, settings: Sequence[str]) -> int:
         return _longest(
             options, workload, [card] if options.device or options.memory else [n * GIB for n in CARD_SIZES]
         )
-    efficiency, origin = _efficiency(options.measured, workload, card, gpu)
     if options.search:
-        return _search(options, workload, card, gpu, efficiency, origin)
-    plan = make_plan(workload, card, gpu, efficiency)
-    print(json.dumps(_as_json(plan)) if options.json else "\n".join(_lines(plan, gpu, options.tokens, origin)))
+        return _search(options, workload, card, gpu)
+    plan = make_plan(workload, card, gpu)
+    print(json.dumps(_as_json(plan)) if options.json else "\n".join(_lines(plan, gpu, options.tokens)))
     return 0 if plan.fits else 1
 
 
-def _efficiency(measured: float | Path | None, workload: Workload, card: int, gpu: Gpu) -> tuple[float, str]:
-    """The share of a card's peak rate that a step reaches, and where it is from, in words.
-
-    Raises:
-        UserError: --measured is no number and no certificate of this card, or faster than the card.
-    """
-    if not measured:
-        return EFFICIENCY, "assumed, not measured"
-    if not gpu.tflops:
-        raise UserError(f"--measured needs the speed of the card, too; add --device: {NAMES}")
-    if isinstance(measured, float):
-        share = measured_efficiency(workload, card, gpu, measured)
-        return share, f"from {measured:,.0f} tokens/s of this config"
-    return door("plan --measured")(measured, gpu)  # type: ignore[no-any-return]
-
-
-def _lines(plan: Plan, gpu: Gpu, tokens: float, origin: str) -> list[str]:
-    """The plan as text lines.
-
-    Args:
-        tokens: tokens of the data, for the duration; 0: do not print it.
-        origin: of the plan's efficiency, in words.
-    """
+def _lines(plan: Plan, gpu: Gpu, tokens: float) -> list[str]:
+    """The plan as text lines. Args: tokens: tokens of the data, for the duration; 0: do not print it."""
     layout, batch = plan.config.layout(plan.ranks), plan.config.batch(plan.ranks)
     sent = ", ".join(f"{bytes_in_words(round(size))} ({name})" for name, size in plan.sent.items() if size)
     lines = [
@@ -136,7 +111,7 @@ def _lines(plan: Plan, gpu: Gpu, tokens: float, origin: str) -> list[str]:
     if plan.step:
         lines.append(
             f"about {plan.step:.1f} s per step, {plan.tokens / plan.step:,.0f} tokens/s, if a card reaches "
-            f"{plan.efficiency:.0%} of its data sheet's rate ({origin}) and half of its link's rate (assumed)"
+            f"{EFFICIENCY:.0%} of its data sheet's rate and half of its link's rate (assumed, not measured)"
         )
         if tokens:
             lines.append(f"{tokens:,.0f} tokens take {duration_in_words(tokens / plan.tokens * plan.step)}")
@@ -156,22 +131,11 @@ def _as_json(plan: Plan) -> dict[str, Any]:
         "layout": {**asdict(layout), **asdict(batch)}, "memory": memory, "card": plan.card, "least": plan.least,
         "most": plan.most, "fits": plan.fits, "flops": plan.flops, "sent": plan.sent, "bubble": plan.bubble,
         "step_seconds": plan.step, "tokens": plan.tokens, "hidden_from": plan.hidden_from, "update": plan.update,
-        "enough": plan.enough,
-        "efficiency": plan.efficiency,
+        "enough": plan.enough, "efficiency": EFFICIENCY,
     }  # fmt: skip
 
 
-def _rate_or_certificate(text: str) -> float | Path:
-    with suppress(argparse.ArgumentTypeError):
-        return positive_float(text)
-    if Path(text).exists():
-        return Path(text)
-    raise argparse.ArgumentTypeError(f"{text!r} must be tokens/s, such as 6303, or a certificate")
-
-
-def _search(
-    options: argparse.Namespace, workload: Workload, card: int, gpu: Gpu, efficiency: float, origin: str
-) -> int:
+def _search(options: argparse.Namespace, workload: Workload, card: int, gpu: Gpu) -> int:
     """Print the ten fastest layouts that fit; with --write also write the first as TOML.
 
     Raises:
@@ -179,12 +143,13 @@ def _search(
     """
     counts, rows = {options.gpus, 1}, workload.batch.global_batch_size
     # one card can be faster than several with a slow link
-    plans = [plan for ranks in counts for plan in search(replace(workload, ranks=ranks), rows, card, gpu, efficiency)]
+    plans = [plan for ranks in counts for plan in search(replace(workload, ranks=ranks), rows, card, gpu)]
     fitting = sorted((plan for plan in plans if plan.fits), key=lambda plan: (plan.seconds, plan.most))
     if options.json:
         print(json.dumps([{**_as_json(plan), "ranks": plan.ranks} for plan in fitting[:_SHOWN]]))
     elif fitting:
-        print(f"{len(fitting)} of {len(plans)} fit {card / GIB:.1f} GiB; the fastest at {efficiency:.0%} ({origin}):\n")
+        share = f"{EFFICIENCY:.0%} of the card's rate (assumed)"
+        print(f"{len(fitting)} of {len(plans)} fit {card / GIB:.1f} GiB; the fastest at {share}:\n")
         print(f"{'s/step':>8}{'GiB':>7}  cards, layout, rows x forwards, recomputation, optimizer, reduction")
         for plan in fitting[:_SHOWN]:
             print(f"{plan.seconds:>8.1f}{plan.most / GIB:>7.1f}  {_words(plan)}")
@@ -255,8 +220,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", default="", metavar="NAME", help=f"{NAMES}; default mi100, with --memory none")
     add("--memory", type=size_gib, default=0, metavar="32GB", help="memory of a card, in GiB; default: the device's")
     add("--tokens", type=positive_float, default=0, metavar="N", help="tokens of the data: print how long they take")
-    text = "tokens/s that this config reached, or a certificate of this card: replaces the assumed share of its rate"
-    add("--measured", type=_rate_or_certificate, metavar="N", help=text)
     add("--search", action="store_true", help="compare layouts, batch sizes, recomputation and optimizer state")
     add("--longest", action="store_true", help="the longest rows that fit, by method; without a card of several sizes")
     add("--write", default="", metavar="X.toml", help="with --search: write the fastest layout as a config")

@@ -13,9 +13,6 @@ from typing import Any
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.schema import validated
-from titan_mi100.planning.cards import Gpu
-from titan_mi100.planning.hardware import find_gpu
-from titan_mi100.planning.plan import EFFICIENCY
 from titan_mi100.run.machine import Machine
 from titan_mi100.wording import some
 
@@ -82,34 +79,6 @@ def read(path: Path) -> tuple[Header, list[Part]]:
 def measured(parts: Sequence[Part], kind: str) -> list[dict[str, Any]]:
     """The numbers of the parts of a kind that passed."""
     return [part.found for part in parts if part.kind == kind and part.verdict == PASS and part.found]
-
-
-def efficiency(path: Path, gpu: Gpu) -> tuple[float, str]:
-    """The share of the peak rate that the steps in a certificate reached, and where it is from, in words.
-
-    Args:
-        path: the certificate, or its folder.
-        gpu: the card that it must be of.
-
-    Raises:
-        UserError: it is of another card, or has no steps, or a time that cannot be.
-    """
-    path = path / CERTIFICATE if path.is_dir() else path
-    header, parts = read(path)
-    own = find_gpu(header.machine.arch, header.machine.compute_units, header.machine.memory)
-    try:
-        times = [(step["plan"]["seconds"], step["seconds"]) for step in measured(parts, "steps")]
-        planned = [validated(pair, tuple[float, float]) for pair in map(list, times) if pair[0]]
-        shares = sorted(EFFICIENCY * plan / seconds for plan, seconds in planned)
-    except (KeyError, TypeError, ValueError, ArithmeticError):
-        shares = [math.inf]
-    again = "bash scripts/gpu_check/first.sh"
-    if own != gpu or not shares:
-        problem = f"is of {header.machine.device}, not of {gpu.name}" if own != gpu else "has no planned steps"
-        raise UserError(f"--measured {path}: {problem}; measure on that card: {again}")
-    if shares[0] <= 0 or shares[-1] > 1:
-        raise UserError(f"--measured {path}: a step has a time that cannot be; measure again: {again}")
-    return shares[len(shares) // 2], f"median of {len(shares)} steps of {path}"
 
 
 def rankings(parts: Sequence[Part]) -> dict[str, list[Mapping[str, Any]]]:
