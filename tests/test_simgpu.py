@@ -85,7 +85,7 @@ WAITS = {
     ],
 }
 # in the first two steps also: (kind, step); on each rank
-TABLES = [["copy to the device pageable", "optim/formats.py:_on", 2]]
+TABLES = [["copy to the device pageable", "optim/formats.py:values_on", 2]]
 REBUILT = [[f"copy to the {place} pageable", "parallel/base.py:forward_backward", 2] for place in ("device", "host")]
 WARM_UP = [  # torch's schedule asks its neighbours
     [".item()", "parallel/pipeline.py:forward_backward", 1],
