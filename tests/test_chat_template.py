@@ -278,7 +278,7 @@ BOTH = {"default": PLAIN, "tool_use": WITH_TOOLS}
         ("{% for %}", "not valid Jinja"),
         (
             "{% generation %}{{ messages[0].content }}{% endgeneration %}",
-            "unknown tag 'generation'.*correct or replace it",
+            "marks what is learned .* data.loss says here; remove the two tags",
         ),
         ("{{ [1, 2] | random }}", "No filter named 'random'"),
     ],

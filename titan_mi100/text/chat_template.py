@@ -63,8 +63,10 @@ class ChatTemplate:
         try:
             self._template = TracingEnvironment().from_string(source)
         except Exception as error:  # from Jinja, or from Python for code that it cannot compile
-            reason = str(error) or type(error).__name__
-            raise UserError(f"{file}: the chat template is not valid Jinja: {reason}; correct or replace it") from error
+            reason = f"the chat template is not valid Jinja: {str(error) or type(error).__name__}; correct or replace it"
+            if "unknown tag 'generation'" in reason:
+                reason = "marks what is learned with {% generation %}, which data.loss says here; remove the two tags"
+            raise UserError(f"{file}: {reason}") from error
         self._probed = lru_cache(maxsize=256)(self._probe)
 
     @classmethod
