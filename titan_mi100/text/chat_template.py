@@ -63,8 +63,9 @@ class ChatTemplate:
         try:
             self._template = TracingEnvironment().from_string(source)
         except Exception as error:  # from Jinja, or from Python for code that it cannot compile
-            reason = f"the chat template is not valid Jinja: {str(error) or type(error).__name__}; correct or replace it"
-            if "unknown tag 'generation'" in reason:
+            problem = str(error) or type(error).__name__
+            reason = f"the chat template is not valid Jinja: {problem}; correct or replace it"
+            if "unknown tag 'generation'" in problem:
                 reason = "marks what is learned with {% generation %}, which data.loss says here; remove the two tags"
             raise UserError(f"{file}: {reason}") from error
         self._probed = lru_cache(maxsize=256)(self._probe)
