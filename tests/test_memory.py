@@ -407,7 +407,14 @@ COUNTED = {
 
 
 # layers with which the peak comes where it comes with all: a pipeline is balanced, layers outweigh what has one size
-ENOUGH = {"qlora": (9, 10), "_pp2": (6, 10), "4b_fsdp2": (9, 10), "_offload": (16, 17), "gb_full": (16, 17)}
+ENOUGH = {
+    "a3b_qlora_pp2": (4, 48),
+    "_pp2": (6, 10),
+    "qlora": (16, 32),
+    "4b_fsdp2": (9, 10),
+    "_offload": (16, 17),
+    "gb_full": (16, 17),
+}
 
 
 @pytest.mark.parametrize("name", COUNTED)
