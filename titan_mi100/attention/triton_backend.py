@@ -29,7 +29,7 @@ def _arch(device: torch.device) -> str:
 @functools.cache
 def _launch(text: str, head_dim: int, itemsize: int) -> Launch:
     """Args: text: of a Launch, or an architecture."""
-    return Launch.parse(text) if " " in text else candidates(text, head_dim, itemsize).first()
+    return Launch.parse(text) if " " in text else Launch.first_of(candidates(text, head_dim, itemsize))
 
 
 @functools.cache
