@@ -147,10 +147,6 @@ class Triton(Backend):
         """
         self.launch = launch
 
-    @classmethod
-    def make(cls, arch: str, launch: str) -> "Triton":
-        return cls(launch or arch)
-
     def prepare(self, documents: Documents, device: torch.device) -> Tensor:
         return to_device(torch.from_numpy(boundaries(documents)), device)
 
