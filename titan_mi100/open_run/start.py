@@ -17,7 +17,6 @@ from titan_mi100.checkpoint.resume import (
 )
 from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.settings import Config, LoRAConfig
-from titan_mi100.data.answer_store import SAMPLED
 from titan_mi100.data.loader import RowSource, RowStream
 from titan_mi100.data.prepare import cache_folder
 from titan_mi100.data.prepared import Prepared
@@ -29,7 +28,6 @@ from titan_mi100.open_run.columns import columns_of, with_columns
 from titan_mi100.open_run.data import accept_ledger, find_start, keep_global_batch, load_data, log_if_done, log_layout
 from titan_mi100.open_run.fingerprints import about_run
 from titan_mi100.open_run.inputs import RunInputs
-from titan_mi100.open_run.logprob_pass import LogprobPass
 from titan_mi100.open_run.model import choose_backend, choose_fused, keep_stages, open_checkpointer
 from titan_mi100.open_run.record import log_machine, open_record
 from titan_mi100.open_run.reference import Reference
@@ -104,9 +102,7 @@ def open_run(
     optimizer = build_optimizer(trained, settings, seed, model.weights_device, model.host_gradients, ratio, own_lr)
     dp_rank = distributed.data_parallel_rank(mesh, inputs.layout)
     stream = RowStream(rows, inputs.batch, dp_rank, with_padding=inputs.layout.is_pipeline)
-    reference = None
-    if config.objective.has_reference:
-        reference = open_reference(inputs, stream.dp_rank, attention.name)
+    reference = Reference(inputs, dp_rank, attention.name) if config.objective.has_reference else None
     load_model(inputs, model, optimizer, partial(some_tokens, rows), reference, wants_to_stop, heartbeat)
     checkpointer = open_checkpointer(inputs, model, optimizer)
     if inputs.found is not None:
@@ -239,14 +235,6 @@ def choose_stages(inputs: RunInputs, card: int) -> dict[str, Any]:
         return {}
     cut = partial(layers_per_stage, inputs, inputs.supervised_share, card)
     return {"stages": list(from_rank_zero(cut))}
-
-
-def open_reference(inputs: RunInputs, dp_rank: int, attention: str) -> Reference:
-    """The run's reference. A collective. Args: attention: name of the backend."""
-    reading = LogprobPass(inputs, dp_rank)
-    objective = inputs.config.objective
-    about = reading.about(1, attention, SAMPLED) if objective.name == "policy" else reading.about(0, attention)
-    return Reference(reading, inputs.folder, about, inputs.columns, objective)
 
 
 def load_model(
