@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from titan_mi100.attention import trial
 from titan_mi100.attention.backends import make_backend
 from titan_mi100.attention.base import Backend, Documents, Shape, boundaries
-from titan_mi100.attention.launches import TABLES, Candidates, Launch, Tile, candidates
+from titan_mi100.attention.launches import TABLES, Launch, Tile, candidates
 from titan_mi100.attention.torch_backends import Eager, Sdpa
 from titan_mi100.attention.trial import judge
 from titan_mi100.model.qwen3 import Qwen3
@@ -196,8 +196,8 @@ def test_the_fastest_launch_passes_over_a_tile_that_fails(
             return super().__call__(q, k, v, prepared)
 
     # The bad tile is the first candidate, so that it takes part in the trials of the other kernels, too.
-    tiles = {kernel: (bad, good) if kernel == broken else (good,) for kernel in Launch._fields}
-    monkeypatch.setattr(trial, "candidates", lambda *_: Candidates(**tiles))
+    tiles = [[bad, good] if kernel == broken else [good] for kernel in Launch._fields]
+    monkeypatch.setattr(trial, "candidates", lambda *_: tiles)
     monkeypatch.setattr(triton_backend, "Triton", Faulty)
     shape, times, timed = Shape(2, 40, 4, 2, 16, "float32"), trial.milliseconds, list[Documents]()
     monkeypatch.setattr(trial, "milliseconds", lambda *given: (timed.append(given[2]), times(*given))[1])
@@ -206,6 +206,6 @@ def test_the_fastest_launch_passes_over_a_tile_that_fails(
     assert timed == [Documents(2, 40, (9, 31) * 2)] * 4  # the run's, for each kernel's good tile and for the verdict
     reason = {"cannot run": "RuntimeError: out", "is wrong": "wrong: its", "gives other bits": "the same call"}
     assert verdict.passed_over.startswith(f"{broken} 16.16.2.1: {reason[fault]}")
-    monkeypatch.setattr(trial, "candidates", lambda *_: Candidates(*[(bad,)] * 3))
+    monkeypatch.setattr(trial, "candidates", lambda *_: [[bad]] * 3)
     verdict = judge("triton", shape, (9, 31), DEVICE, "cpu", "")
     assert bool(verdict.refused) == (fault != "gives other bits") and verdict.repeatable == bool(verdict.refused)

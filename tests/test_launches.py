@@ -89,8 +89,8 @@ def test_a_launch_survives_its_text_also_of_old_checkpoints() -> None:
     old = "128.64.4.1 128.32.4.1 32.128.4.1"
     assert str(Launch.parse(old)) == old and Launch.parse(old).keys == Tile(32, 128, 4, 1)
     for row in TABLES:
-        assert Launch.parse(str(candidates(*row).first())) == candidates(*row).first()
-    assert str(candidates("gfx1151", 128, 2).first()).endswith("16.32.16.1.2")
+        assert Launch.parse(str(Launch.first_of(candidates(*row)))) == Launch.first_of(candidates(*row))
+    assert str(Launch.first_of(candidates("gfx1151", 128, 2))).endswith("16.32.16.1.2")
     for wrong in ("", "1.2.3.4", "1.2.3.4 1.2 1.2.3.4", "a.b.c.d 1.2.3.4 1.2.3.4", "1.2.3.4 1.2.3.4 1.2.3.4.5.6"):
         with pytest.raises((ValueError, TypeError)):
             Launch.parse(wrong)

@@ -80,4 +80,4 @@ def test_our_kernels_have_launches_for_the_cards(kind: Kind) -> None:
             with pytest.raises(UserError, match="no launch for"):
                 candidates(arch, 128, 2)
         else:
-            assert candidates(arch, 128, 2).first()
+            assert candidates(arch, 128, 2)

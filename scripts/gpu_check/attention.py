@@ -42,8 +42,8 @@ def launches_of(dim: int, dtype: str) -> list[Launch]:
     if not find_spec("triton") or not (accelerator.count() or os.environ.get("TRITON_INTERPRET") == "1"):
         raise UserError("Triton's kernels need Triton and a GPU, or TRITON_INTERPRET=1")
     table = candidates(ARCH, dim, getattr(torch, dtype).itemsize)
-    first = table.first()
-    return [first, *(first._replace(**{name: tile}) for name, tiles in table._asdict().items() for tile in tiles[1:])]
+    first, kernels = Launch.first_of(table), zip(Launch._fields, table, strict=True)
+    return [first, *(first._replace(**{name: tile}) for name, tiles in kernels for tile in tiles[1:])]
 
 
 def warm_up(shapes: list[tuple[int, int, int, str]]) -> dict[str, Any]:

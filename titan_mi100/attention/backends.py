@@ -3,7 +3,7 @@
 from importlib import import_module
 
 from titan_mi100.attention.base import Backend
-from titan_mi100.config.kernels import KERNELS
+from titan_mi100.config.kernels import KERNELS, OWN
 from titan_mi100.errors import UserError
 
 
@@ -22,5 +22,5 @@ def make_backend(name: str, arch: str, launch: str = "") -> Backend:
         backend_class = getattr(import_module(f"titan_mi100.attention.{module}"), kind)
     except ImportError as error:
         raise UserError(f"{kind} cannot be imported ({error})") from None
-    backend: Backend = backend_class.make(arch, launch)
+    backend: Backend = backend_class(launch or arch) if name == OWN else backend_class()
     return backend

@@ -74,11 +74,6 @@ class Backend(ABC):
     without_kernel: ClassVar[str] = NO_KERNEL
     is_traceable: ClassVar[bool] = False
 
-    @classmethod
-    def make(cls, arch: str, launch: str) -> "Backend":
-        """Args as in backends.make_backend. Raises UserError: it cannot run."""
-        return cls()
-
     @abstractmethod
     def prepare(self, documents: Documents, device: torch.device) -> Any:
         """Convert a microbatch's documents to what `__call__` needs. Called once; all layers use the result.

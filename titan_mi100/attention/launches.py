@@ -41,19 +41,13 @@ class Launch(NamedTuple):
         forward, queries, keys = map(_tile, text.split())
         return cls(forward, queries, keys)
 
+    @classmethod
+    def first_of(cls, options: Sequence[Sequence[Tile]]) -> "Launch":
+        """The first of the tiles that `candidates` returned."""
+        return cls._make(tiles[0] for tiles in options)
+
     def __str__(self) -> str:
         return " ".join(map(str, self))
-
-
-class Candidates(NamedTuple):
-    """The tiles to try, the most promising first; `trial.py` times them."""
-
-    forward: Sequence[Tile]
-    queries: Sequence[Tile]
-    keys: Sequence[Tile]
-
-    def first(self) -> Launch:
-        return Launch(self.forward[0], self.queries[0], self.keys[0])
 
 
 # Tiles for the output | for the gradient of q | for the gradients of k and v.
@@ -105,12 +99,15 @@ _FAMILIES = {
 }  # fmt: skip
 
 
-def candidates(arch: str, head_dim: int, itemsize: int) -> Candidates:
-    """The launches to try.
+def candidates(arch: str, head_dim: int, itemsize: int) -> list[list[Tile]]:
+    """The tiles of each kernel, in the order of Launch, to try; `trial.py` times them.
 
     Args:
         arch: "gfx908", "sm90", "cpu".
         itemsize: bytes of an element of q, k and v.
+
+    Returns:
+        Of each kernel the most promising first.
 
     Raises:
         UserError: no launch fits; the message says why.
@@ -122,8 +119,7 @@ def candidates(arch: str, head_dim: int, itemsize: int) -> Candidates:
         reason = "" if head_dim > 256 else EMPTY.get(row, "")
         problem = f"the kernels have no launch for {arch}, head size {head_dim}, {8 * itemsize} bits"
         raise UserError(problem + (f": {reason}" if reason else ""))
-    forward, queries, keys = (tuple(map(_tile, tiles.split())) for tiles in TABLES[row].split("|"))
-    return Candidates(forward, queries, keys)
+    return [[*map(_tile, tiles.split())] for tiles in TABLES[row].split("|")]
 
 
 def options(tile: Tile, arch: str) -> dict[str, int]:

@@ -308,10 +308,10 @@ def fastest_launch(reference: Reference, timed: Documents, arch: str) -> tuple[s
         return verdict.refused or ("" if verdict.repeatable else "the same call gives other bits each time")
 
     options = candidates(arch, reference.tensors[0].shape[3], reference.tensors[0].itemsize)
-    first = options.first()
+    first = Launch.first_of(options)
     best = next((launch for launch in map(Launch._make, itertools.product(*options)) if not problem(launch)), first)
     passed_over = []
-    for kernel, tiles in options._asdict().items() if not problem(best) else ():
+    for kernel, tiles in zip(Launch._fields, options, strict=True) if not problem(best) else ():
         times = {}
         for tile in tiles:
             launch = best._replace(**{kernel: tile})

@@ -29,7 +29,7 @@ def _arch(device: torch.device) -> str:
 @functools.cache
 def _launch(text: str, head_dim: int, itemsize: int) -> Launch:
     """Args: text: of a Launch, or an architecture."""
-    return Launch.parse(text) if " " in text else candidates(text, head_dim, itemsize).first()
+    return Launch.parse(text) if " " in text else Launch.first_of(candidates(text, head_dim, itemsize))
 
 
 @functools.cache
@@ -146,10 +146,6 @@ class Triton(Backend):
         launch: the text of a Launch, or an architecture, whose first candidate is taken.
         """
         self.launch = launch
-
-    @classmethod
-    def make(cls, arch: str, launch: str) -> "Triton":
-        return cls(launch or arch)
 
     def prepare(self, documents: Documents, device: torch.device) -> Tensor:
         return to_device(torch.from_numpy(boundaries(documents)), device)

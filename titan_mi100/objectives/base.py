@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from titan_mi100.data.microbatch import Microbatch
+from titan_mi100.data.microbatch import Microbatch, supervised
 from titan_mi100.model.loss import Predicted, Targets, of_labels, token_losses
 
 
@@ -29,9 +29,11 @@ class Objective(ABC):
     printed: tuple[str, ...] = ()
     has_level = True
 
-    @abstractmethod
     def count(self, microbatch: Microbatch) -> int:
-        """The number that the loss is divided by, summed over the step and all ranks; read on the host."""
+        """The number that the loss is divided by, summed over the step and all ranks; read on the host. Default: the
+        supervised tokens.
+        """
+        return int(supervised(microbatch).sum())
 
     def means(self, sums: Mapping[str, float], mean: Callable[[float], float]) -> dict[str, float]:
         """What is reported of the measures' sums over step and ranks. Args: mean: divides a sum by the count."""

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from titan_mi100.config.layout import IGNORE
 from titan_mi100.data.answers import TEACHER_IDS, TEACHER_LOG_P
-from titan_mi100.data.microbatch import Microbatch, supervised
 from titan_mi100.losses import log_of_rest
 from titan_mi100.model.loss import Predicted, Targets
 from titan_mi100.objectives.base import Objective
@@ -31,9 +30,6 @@ class Distill(Objective):
         KL += (1 - P) (log(1 - P) - log(1 - Q)).
         """
         self._weight, self._renormalise = weight, renormalise
-
-    def count(self, microbatch: Microbatch) -> int:
-        return int(supervised(microbatch).sum())
 
     def targets(self, labels: Tensor, tokens: Tensor, columns: Mapping[str, Tensor]) -> Targets:
         label = labels.flatten()[tokens][:, None]

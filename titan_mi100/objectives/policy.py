@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from titan_mi100.data.answers import ADVANTAGE, BASE, OLD, SCORE, SHARE
-from titan_mi100.data.microbatch import Microbatch, supervised
+from titan_mi100.data.microbatch import Microbatch
 from titan_mi100.model.loss import Predicted
 from titan_mi100.objectives.base import Objective
 from titan_mi100.objectives.preference import DOCUMENT, sums_of_documents
@@ -49,7 +49,7 @@ class Policy(Objective):
 
     def count(self, microbatch: Microbatch) -> int:
         if self._divisor == "tokens":
-            return int(supervised(microbatch).sum())
+            return super().count(microbatch)
         return int((microbatch[DOCUMENT].amax(1) + 1).sum()) * (self._longest if self._divisor == "length" else 1)
 
     def loss(self, predicted: Predicted, tokens: Tensor, columns: Mapping[str, Tensor]) -> Tensor:

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_mi100.data.microbatch import Microbatch
 from titan_mi100.model.loss import Predicted, SharedTokens, likeliest, of_labels, token_losses
 from titan_mi100.objectives.base import Objective
 from titan_mi100.objectives.preference import DOCUMENT, sums_of_documents
@@ -22,9 +21,6 @@ class Record(Objective):
         """Args: vocabulary: only ids below it are recorded; later rows of a head are padding."""
         self._k, self._vocabulary = k, vocabulary
         self.columns = () if k else (DOCUMENT,)
-
-    def count(self, microbatch: Microbatch) -> int:
-        return 0
 
     def loss(self, predicted: Predicted, tokens: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         raise NotImplementedError

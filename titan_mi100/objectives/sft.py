@@ -4,15 +4,11 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from titan_mi100.data.microbatch import Microbatch, supervised
 from titan_mi100.model.loss import Predicted
 from titan_mi100.objectives.base import Objective
 
 
 class Sft(Objective):
-    def count(self, microbatch: Microbatch) -> int:
-        return int(supervised(microbatch).sum())
-
     def loss(self, predicted: Predicted, tokens: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         return predicted.losses[:, 0].sum(dim=0, keepdim=True)
 

@@ -18,7 +18,7 @@ class RunInputs(Workload):
     Attributes:
         config: with what a resumed run keeps of its checkpoint: rows per step, stages.
         folder: the run folder; None: nothing is recorded or saved.
-        columns: further arrays of the rows; those of a reference are filled in by `load_model`.
+        columns: further arrays of the rows; those of a reference are filled in by Reference.read.
         found: the checkpoint; None: the run starts from the beginning.
     """
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from titan_mi100.config.settings import ObjectiveConfig
-from titan_mi100.data.answer_store import SAMPLED, ByLearnedToken, Column, Identity, LogprobStore, by_document, placed
+from titan_mi100.data.answer_store import SAMPLED, ByLearnedToken, Column, LogprobStore, by_document, placed
 from titan_mi100.data.answers import ADVANTAGE, BASE, OLD, REFERENCE, SAMPLER, TEACHER
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import replace
 from titan_mi100.log import log
+from titan_mi100.open_run.inputs import RunInputs
 from titan_mi100.open_run.logprob_pass import LogprobPass
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import from_rank_zero, raise_together
@@ -30,25 +31,21 @@ class Reference:
         is_complete: nothing is left to read; else the weights that training starts from must be loaded.
     """
 
-    def __init__(
-        self,
-        reading: LogprobPass,
-        folder: Path | None,
-        about: Identity,
-        columns: dict[str, Column],
-        objective: ObjectiveConfig,
-    ) -> None:
-        """A collective."""
-        self._pass, self._columns, self._about, self._objective = reading, columns, about, objective
+    def __init__(self, inputs: RunInputs, dp_rank: int, attention: str) -> None:
+        """A collective. Args: attention: name of the backend."""
+        self._columns, self._objective = inputs.columns, inputs.config.objective
+        self._pass = LogprobPass(inputs, dp_rank)
+        of_samples = self._objective.name == "policy"
+        self._about = about = self._pass.about(int(of_samples), attention, SAMPLED * of_samples)
         self._store: LogprobStore | None = None
         with raise_together():
-            if folder is not None:
-                own = folder / about.kind
+            if inputs.folder is not None:
+                own = inputs.folder / about.kind
                 remedy = f"delete {own}: it is made again from the weights that training starts from"
                 self._store = LogprobStore(own, about, remedy)
         self.is_complete = from_rank_zero(lambda: self._store is not None and self._store.is_complete)
-        documents = np.arange(reading.wanted.count + 1)
-        self._starts = reading.wanted.starts if about.kind == SAMPLED else documents
+        wanted = self._pass.wanted
+        self._starts = wanted.starts if of_samples else np.arange(wanted.count + 1)
 
     def read(self, model: ParallelModel, stop: Callable[[], bool], beat: Callable[[], None], cache: Path) -> None:
         """Make what the store lacks, and give the rows its values. A collective.

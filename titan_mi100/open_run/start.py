@@ -2,7 +2,6 @@
 with several processes.
 """
 
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ from titan_mi100.checkpoint.resume import (
 )
 from titan_mi100.config.as_text import to_toml
 from titan_mi100.config.settings import Config, LoRAConfig
-from titan_mi100.data.answer_store import SAMPLED
 from titan_mi100.data.loader import RowSource, RowStream
 from titan_mi100.data.prepare import cache_folder
 from titan_mi100.data.prepared import Prepared
@@ -29,14 +27,12 @@ from titan_mi100.open_run.columns import columns_of, with_columns
 from titan_mi100.open_run.data import accept_ledger, find_start, keep_global_batch, load_data, log_if_done, log_layout
 from titan_mi100.open_run.fingerprints import about_run
 from titan_mi100.open_run.inputs import RunInputs
-from titan_mi100.open_run.logprob_pass import LogprobPass
 from titan_mi100.open_run.model import choose_backend, choose_fused, keep_stages, open_checkpointer
 from titan_mi100.open_run.record import log_machine, open_record
 from titan_mi100.open_run.reference import Reference
 from titan_mi100.open_run.rows import fit_progress, last_step, open_rows, some_tokens
 from titan_mi100.open_run.run import MOVED, Run, StepObserver, Supervision
 from titan_mi100.optim.optimizer import build_optimizer
-from titan_mi100.optim.state import NamedState
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.build import Computation, Placement, build_model
@@ -83,7 +79,7 @@ def open_run(
         UserError: on all ranks: files do not fit each other or the config.
     """
     supervision = supervision or Supervision()
-    heartbeat, wants_to_stop = supervision.heartbeat, supervision.wants_to_stop
+    heartbeat = supervision.heartbeat
     inputs = add_columns(read_inputs(config, world, folder, spec, data, checkpoint, heartbeat))
     config, spec, progress = inputs.config, inputs.spec, inputs.progress
     forecast = Forecast(inputs, world, folder)
@@ -104,10 +100,13 @@ def open_run(
     optimizer = build_optimizer(trained, settings, seed, model.weights_device, model.host_gradients, ratio, own_lr)
     dp_rank = distributed.data_parallel_rank(mesh, inputs.layout)
     stream = RowStream(rows, inputs.batch, dp_rank, with_padding=inputs.layout.is_pipeline)
-    reference = None
-    if config.objective.has_reference:
-        reference = open_reference(inputs, stream.dp_rank, attention.name)
-    load_model(inputs, model, optimizer, partial(some_tokens, rows), reference, wants_to_stop, heartbeat)
+    reference = Reference(inputs, dp_rank, attention.name) if config.objective.has_reference else None
+    resumed = inputs.found.path if inputs.found and (not reference or reference.is_complete) else None
+    load_weights(model, optimizer, inputs, resumed, partial(some_tokens, rows))
+    if reference is not None:
+        beat = partial(heartbeat.begin, VALIDATION, "reference")
+        reference.read(model, supervision.wants_to_stop, beat, cache_folder(config.data))
+        heartbeat.begin(START, "opening model and checkpoint")
     checkpointer = open_checkpointer(inputs, model, optimizer)
     if inputs.found is not None:
         log.info(f"loading {inputs.found.path} ...")
@@ -239,31 +238,6 @@ def choose_stages(inputs: RunInputs, card: int) -> dict[str, Any]:
         return {}
     cut = partial(layers_per_stage, inputs, inputs.supervised_share, card)
     return {"stages": list(from_rank_zero(cut))}
-
-
-def open_reference(inputs: RunInputs, dp_rank: int, attention: str) -> Reference:
-    """The run's reference. A collective. Args: attention: name of the backend."""
-    reading = LogprobPass(inputs, dp_rank)
-    objective = inputs.config.objective
-    about = reading.about(1, attention, SAMPLED) if objective.name == "policy" else reading.about(0, attention)
-    return Reference(reading, inputs.folder, about, inputs.columns, objective)
-
-
-def load_model(
-    inputs: RunInputs, model: ParallelModel, optimizer: NamedState, tokens: Callable[[], set[int]],
-    reference: Reference | None, wants_to_stop: Callable[[], bool], heartbeat: Heartbeat,
-) -> None:  # fmt: skip
-    """Fill the model with the weights that training starts from, and let them read the reference. A collective.
-
-    Args:
-        tokens: some tokens of the rows, see load_weights.
-    """
-    resumed = inputs.found.path if inputs.found and (not reference or reference.is_complete) else None
-    load_weights(model, optimizer, inputs, resumed, tokens)
-    if reference is not None:
-        beat = partial(heartbeat.begin, VALIDATION, "reference")
-        reference.read(model, wants_to_stop, beat, cache_folder(inputs.config.data))
-        heartbeat.begin(START, "opening model and checkpoint")
 
 
 def open_observers(
