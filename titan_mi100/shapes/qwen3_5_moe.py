@@ -31,10 +31,7 @@ class Qwen3_5MoeSpec(experts.MixtureSpec, Qwen3_5Spec):
     experts_fused: bool = True
 
     def layer(self, kind: str) -> LayerShape:
-        return experts.with_experts(
-            super().layer(kind), kind, self.hidden_size, self.moe_intermediate_size, self.num_experts,
-            self.num_experts_per_tok, self.intermediate_size, is_shared=True,
-        )  # fmt: skip
+        return experts.with_experts(self, super().layer(kind), kind, is_shared=True)
 
 
 # Source: the config.json of each repository.

@@ -37,10 +37,7 @@ class Qwen3MoeSpec(experts.MixtureSpec, qwen3.Qwen3Spec):
     @cached_property
     def layers(self) -> tuple[LayerShape, ...]:
         dense, step = super().layers[0], self.decoder_sparse_step
-        sparse = experts.with_experts(
-            dense, SPARSE, self.hidden_size, self.moe_intermediate_size, self.num_experts, self.num_experts_per_tok,
-            self.intermediate_size,
-        )  # fmt: skip
+        sparse = experts.with_experts(self, dense, SPARSE)
         dense = replace(dense, adapted=sparse.adapted[:-1])
         is_dense = (n in self.mlp_only_layers or (n + 1) % step for n in range(self.num_hidden_layers))
         return tuple(dense if each else sparse for each in is_dense)
