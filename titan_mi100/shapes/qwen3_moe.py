@@ -66,13 +66,12 @@ _ONLY = {
     **hf_config.ONLY, "partial_rotary_factor": 1.0, "qkv_bias": False, "use_qk_norm": True,
     "shared_expert_intermediate_size": 0,
 }  # fmt: skip
-_KNOWN = (*hf_config.LOSS_OF_ROUTERS, "num_local_experts")
 
 
 def read(path: Path, raw: Mapping[str, Any]) -> Qwen3MoeSpec:
     """The shape that a `config.json` describes; see qwen3.read."""
     known = [field.name for field in fields(Qwen3MoeSpec) if field.name not in Qwen3MoeSpec.of_files]
-    problems = hf_config.unsupported(raw, [*known, *_KNOWN], _ONLY) + hf_config.loss_problems(raw)
+    problems = hf_config.unsupported(raw, [*known, "num_local_experts"], _ONLY)
     settings = {**qwen3.DEFAULTS, **raw, **qwen3.checked_rope(raw, problems)}
     if "num_local_experts" in raw:  # as transformers 5 names it
         settings.setdefault("num_experts", raw["num_local_experts"])
