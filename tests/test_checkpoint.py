@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titan_mi100.checkpoint import checkpointer as checkpoint
 from titan_mi100.checkpoint import sealed
-from titan_mi100.checkpoint.checkpointer import Checkpointer, SaveOptions
+from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.checkpoint.resume import FoundCheckpoint, check_same_run, find_checkpoint
 from titan_mi100.config.layout import Layout
 from titan_mi100.config.settings import Config, TrainingConfig
@@ -45,7 +45,7 @@ class Job:
         data = made_up(random_rows(2, 8, spec.vocab_size, supervised_share=1.0))
         self.run = open_run(config, world, spec=spec, data=data)
         self.model, self.optimizer = self.run.model, self.run.optimizer
-        self.checkpointer = Checkpointer(folder, self.model, self.optimizer, world, Layout(), SaveOptions(2, **options))
+        self.checkpointer = Checkpointer(folder, self.model, self.optimizer, world, Layout(), 2, **options)
         self.step()
 
     def step(self) -> None:

@@ -161,8 +161,8 @@ def test_a_crash_of_the_trainer_is_one_line(
     )
     monkeypatch.setattr(process, "RunFolder", lambda *_: folder if has_folder else raises(KeyError("name"))())
     monkeypatch.setattr(train, "open_run", raises(KeyError("name")))
-    monkeypatch.setattr(train.distributed, "init_distributed", lambda **_: SimpleNamespace(size=1))
-    monkeypatch.setattr(train.distributed, "exit_process", exit_process)
+    monkeypatch.setattr(process.distributed, "init_distributed", lambda **_: SimpleNamespace(size=1))
+    monkeypatch.setattr(process.distributed, "exit_process", exit_process)
     with pytest.raises(SystemExit) as ended:
         train.main(Config(), SimpleNamespace(reason=""), SimpleNamespace(note=lambda _: None, is_in=lambda _: None))  # type: ignore[arg-type]
     [line] = capsys.readouterr().err.splitlines()

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import WriteItemType
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from titan_mi100.checkpoint.checkpointer import Checkpointer, SaveOptions
+from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.config.settings import CheckpointConfig, Config, ModelConfig, OptimizerConfig
 from titan_mi100.generation import engine as inference
 from titan_mi100.log import log
@@ -360,8 +360,7 @@ def test_24_bits_of_an_fp32_folder_are_trained_on_and_come_back_where_fp32_is_as
 
     run = opened(source, "24bit")
     assets_of_run = assets.run_assets(run.config.spec(), str(source), str(source), "")
-    options = SaveOptions(assets=assets_of_run)
-    saved = Checkpointer(tmp_path / "run", run.model, run.optimizer, world, run.config.layout(1), options)
+    saved = Checkpointer(tmp_path / "run", run.model, run.optimizer, world, run.config.layout(1), assets=assets_of_run)
     saved.save(1, run.progress.trainer_state(), run.about)
     checkpoint = open_source(tmp_path / "run" / "step-1")
     for dtype in ("keep", "float32"):

@@ -20,7 +20,7 @@ from test_start import arguments
 from torch import Tensor
 from transformers import Qwen3_5ForConditionalGeneration
 
-from titan_mi100.checkpoint.checkpointer import Checkpointer, SaveOptions
+from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.config.check import check_start
 from titan_mi100.config.load import load_config
 from titan_mi100.config.settings import DraftHeadConfig
@@ -126,8 +126,8 @@ def saved(run: Run, folder: Path, steps: int = 0) -> Path:
     for _ in range(steps):
         run.step()
     load, layout = run.config.checkpoint.initial_load_path, run.config.layout(1)
-    options = SaveOptions(assets=run_assets(run.model.parts[0].model.spec, load, load, ""))
-    checkpointer = Checkpointer(folder, run.model, run.optimizer, run.world, layout, options)
+    assets = run_assets(run.model.parts[0].model.spec, load, load, "")
+    checkpointer = Checkpointer(folder, run.model, run.optimizer, run.world, layout, assets=assets)
     checkpointer.save(run.progress.step, run.progress.trainer_state(), run.about)
     return folder / f"step-{run.progress.step}"
 

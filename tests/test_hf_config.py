@@ -25,7 +25,7 @@ from titan_mi100.shapes.base import parameter_shapes
 from titan_mi100.shapes.families import PRESETS, fingerprint, of_fingerprint, read_hf_config, to_hf_config
 from titan_mi100.shapes.hf_config import ONLY, ROPES, WITHOUT_EFFECT
 from titan_mi100.shapes.rope import TYPES
-from titan_mi100.weights.hf import HFWeights
+from titan_mi100.weights.source import open_weights
 
 BASE = to_hf_config(SPECS["tied"])
 NO_THETA = object()  # a case without the base's rope_theta
@@ -139,7 +139,7 @@ def computed(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def by_us(folder: Path) -> dict[str, torch.Tensor]:
     spec = read_hf_config(folder)
-    stored = HFWeights(folder)
+    stored = open_weights(folder)
     stored.check(parameter_shapes(spec))
     model = Qwen3(spec, Eager()).double()
     model.load_state_dict({name: stored.tensor(name) for name in parameter_shapes(spec)})

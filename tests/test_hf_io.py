@@ -15,8 +15,8 @@ from titan_mi100.model.qwen3 import Qwen3
 from titan_mi100.parallel.distributed import fill_parameters
 from titan_mi100.shapes.base import ModelSpec, parameter_shapes
 from titan_mi100.weights import convert
+from titan_mi100.weights.base import Weights
 from titan_mi100.weights.dcp import write_dcp
-from titan_mi100.weights.hf import HFWeights
 from titan_mi100.weights.source import open_source, open_weights
 
 
@@ -25,8 +25,8 @@ def folder_of(tmp_path: Path, spec: ModelSpec, max_shard_size: str = "5GB") -> P
     return tmp_path
 
 
-def open_checked(folder: Path, spec: ModelSpec) -> HFWeights:
-    weights = HFWeights(folder)
+def open_checked(folder: Path, spec: ModelSpec) -> Weights:
+    weights = open_weights(folder)
     weights.check(parameter_shapes(spec))
     return weights
 
@@ -148,26 +148,27 @@ def test_files_that_are_not_whole_are_named(tmp_path: Path) -> None:
     whole = shards[1].read_bytes()
     shards[1].write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match=f"{shards[1].name}: not a complete safetensors file"):
-        HFWeights(folder)
+        open_weights(folder)
     shards[1].write_bytes(shards[0].read_bytes())
     with pytest.raises(UserError, match=f"{shards[1].name}: holds other tensors than .* says: "):
-        HFWeights(folder)
+        open_weights(folder)
     shards[1].write_bytes(whole)
     index = folder / "model.safetensors.index.json"
     listed = index.read_text()
     index.write_text(listed.replace("model.norm.weight", "model.norm.wait"))
     with pytest.raises(UserError, match=r"holds other tensors than .* says: model.norm.w"):
-        HFWeights(folder)
+        open_weights(folder)
     del (entries := json.loads(listed))["weight_map"]["model.norm.weight"]
     index.write_text(json.dumps(entries))
     with pytest.raises(UserError, match=r"holds other tensors than .* says: model.norm.weight"):
-        HFWeights(folder)
+        open_weights(folder)
     index.write_text(listed)
     shards[1].unlink()
     with pytest.raises(UserError, match=f"{shards[1].name}: no such file; download it again"):
-        HFWeights(folder)
+        open_weights(folder)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
     with pytest.raises(UserError, match="is not inside the folder"):
-        HFWeights(folder)
+        open_weights(folder)
+    (tmp_path / "nothing").mkdir()
     with pytest.raises(UserError, match=r"has no model: neither model.safetensors nor"):
-        HFWeights(tmp_path / "nothing")
+        open_weights(tmp_path / "nothing")

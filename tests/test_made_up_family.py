@@ -27,9 +27,8 @@ from titan_mi100.planning.workload import Workload
 from titan_mi100.shapes.base import adapter_shapes
 from titan_mi100.shapes.families import to_hf_config
 from titan_mi100.weights import convert
-from titan_mi100.weights.hf import HFWeights
 from titan_mi100.weights.pieces import joined, read_pieces
-from titan_mi100.weights.source import open_source
+from titan_mi100.weights.source import open_source, open_weights
 
 SEQ_LEN, ROWS = 32, 8
 SPECS = {"tied": MadeUpSpec(), "untied": MadeUpSpec(tie_word_embeddings=False)}
@@ -264,7 +263,7 @@ def test_files_have_whole_tensors_and_what_is_carried(world: World, tmp_path: Pa
 
 def test_a_box_of_a_joined_tensor_is_that_of_the_whole(tmp_path: Path) -> None:
     save_file({k: v.contiguous() for k, v in held("untied", stored("untied")).items()}, tmp_path / "model.safetensors")
-    weights, random = joined(HFWeights(tmp_path), SPECS["untied"]), np.random.default_rng(0)
+    weights, random = joined(open_weights(tmp_path), SPECS["untied"]), np.random.default_rng(0)
     for name in ("in_proj", "conv", "experts.up", "experts.down"):
         name = f"model.layers.0.{name}.weight"
         whole = stored("untied")[name]

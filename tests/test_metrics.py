@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +13,9 @@ from titan_mi100.log import log
 from titan_mi100.open_run import record
 from titan_mi100.open_run.inputs import RunInputs
 from titan_mi100.parallel.distributed import World
-from titan_mi100.planning.costs import train_flops
 from titan_mi100.run.metrics import Reporter, RunFigures
 from titan_mi100.run.progress import Progress
 from titan_mi100.run.sinks import Explanation
-from titan_mi100.shapes.families import PRESETS
 from titan_mi100.trainer import StepResult
 from titan_mi100.workshop.columns import figures
 from titan_mi100.workshop.made_up import made_up, random_rows
@@ -39,12 +36,11 @@ RESULT = StepResult(
 
 
 def open_reporter(
-    folder: Path, steps: int, last_step: int = 0, validation_due: bool = False, peak_flops: float | None = None,
+    folder: Path, steps: int, last_step: int = 0, validation_due: bool = False, mfu: float | None = None,
     log_freq: int = 1,
 ) -> Reporter:  # fmt: skip
     config = MetricsConfig(enable_tensorboard=False, log_freq=log_freq)
-    flops = partial(train_flops, PRESETS["0.6B"])
-    return Reporter(folder, config, RunFigures(steps, 64, flops, peak_flops, "bf16"), last_step, validation_due)
+    return Reporter(folder, config, RunFigures(steps, 64, lambda _: mfu, "bf16"), last_step, validation_due)
 
 
 def explained(world: World, folder: Path, config: Config, step: int = 0, processes: int = 1) -> Explanation:
@@ -60,27 +56,25 @@ def explained(world: World, folder: Path, config: Config, step: int = 0, process
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(record, "running_kernel", lambda *_: "none")
         patch.setattr(record, "open_sinks", lambda *given: told.append(given[2]) or ())
-        record.open_record(inputs, model, rows, 9)
+        record.open_record(inputs, model, rows, 9, lambda _: None)
     return told[0]
 
 
 def report(
-    folder: Path, peak_flops: float | None, first_step: int = 1, steps: int = 2, validation_due: bool = False
+    folder: Path, mfu: float | None, first_step: int = 1, steps: int = 2, validation_due: bool = False
 ) -> list[dict]:
-    reporter = open_reporter(folder, steps, first_step - 1, validation_due, peak_flops)
+    reporter = open_reporter(folder, steps, first_step - 1, validation_due, mfu)
     for step in range(first_step, steps + 1):
         reporter.after_step(step, RESULT)
     reporter.close()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_rates_are_per_second_over_all_ranks_and_mfu_is_of_the_peak(tmp_path: Path) -> None:
-    peak = 184.6e12
-    first = report(tmp_path, peak)[0]
+def test_rates_are_per_second_over_all_ranks(tmp_path: Path) -> None:
+    first = report(tmp_path, 0.0625)[0]
     assert (first["tokens_per_second"], first["supervised_tokens_per_second"]) == (4000, 1000)
     assert first["data_wait"] == pytest.approx(0.02) and first["epoch"] == 0.25
-    assert first["mfu"] == train_flops(PRESETS["0.6B"], 2000, 500, 10_000) / 0.5 / peak
-    assert 0.02 < first["mfu"] < 0.07  # 440M body parameters x 6 x 2000 tokens in half a second are 10.6 TFLOP/s
+    assert first["mfu"] == 0.0625
 
 
 def test_figures_have_the_keys_that_tables_read(tmp_path: Path) -> None:
@@ -137,7 +131,7 @@ def test_a_validation_with_a_draft_head_shows_it_behind_the_objective_s_measures
 ) -> None:
     lines: list[str] = []
     monkeypatch.setattr(log, "info", lines.append)
-    figures = RunFigures(9, 64, partial(train_flops, PRESETS["0.6B"]), None, "bf16", ("kl", "draft_loss"))
+    figures = RunFigures(9, 64, lambda _: None, "bf16", ("kl", "draft_loss"))
     reporter = Reporter(tmp_path, MetricsConfig(enable_tensorboard=False), figures)
     drafts = {"draft_acceptance": 0.5, "draft_loss": 1.5, "draft_slots": 8.0}
     for measures in ({"kl": 0.25}, {}):

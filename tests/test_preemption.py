@@ -4,7 +4,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from conftest import REPO
@@ -44,33 +43,17 @@ def test_a_signal_is_remembered_and_ends_nothing(number: signal.Signals) -> None
 
 
 @pytest.mark.parametrize("linger", [0, 30])
-def test_a_process_whose_launcher_is_gone_is_told_and_ends_and_clears_up_after_it(
-    linger: float, tmp_path: Path
-) -> None:
-    outcome = tmp_path / "titan-launch-x" / "outcome"
-    outcome.parent.mkdir()
-    outcome.touch()
+def test_a_process_whose_launcher_is_gone_is_told_and_ends(linger: float) -> None:
     launcher = subprocess.Popen(["sleep", "60"])
-    process = start(linger, TITAN_LAUNCHER_PID=str(launcher.pid), TITAN_OUTCOME=str(outcome))
+    process = start(linger, TITAN_LAUNCHER_PID=str(launcher.pid))
     time.sleep(1.2)  # more than a look at it
-    assert process.poll() is None and outcome.exists()
+    assert process.poll() is None
     launcher.kill()  # it stays as a zombie until it is waited for
     said, errors = process.communicate(timeout=60)
     launcher.wait()
     assert said == "the launcher is gone\n"
-    assert not outcome.parent.exists()
     assert process.returncode == (1 if linger else 0), errors
     assert ("did not come to its next step" in errors) == bool(linger)
-
-
-def test_a_launcher_that_was_killed_early_leaves_no_folder(tmp_path: Path) -> None:
-    launcher, folder = subprocess.Popen(["sleep", "60"]), tmp_path / "titan-launch-x"
-    folder.mkdir()
-    process = start(0, TITAN_LAUNCHER_PID=str(launcher.pid), TITAN_OUTCOME=str(folder / "outcome"))
-    launcher.kill()
-    launcher.wait()
-    assert process.communicate(timeout=60)[0] == "the launcher is gone\n"
-    assert not folder.exists()
 
 
 @pytest.mark.parametrize("launcher", ["one", "-1", "9" * 30, ""])

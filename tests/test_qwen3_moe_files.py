@@ -226,7 +226,7 @@ def test_folders_that_are_not_whole_or_not_ours_are_refused(folders: dict[str, P
     fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     for number, (config, expected) in enumerate((
         (fp8, "quantization_config ('fp8'): quantized weights are not supported; use the model's unquantized folder"),
-        ({"output_router_logits": True}, "output_router_logits adds an auxiliary loss"),
+        ({"output_router_logits": True}, "output_router_logits = True is not supported; only False"),
         ({"mlp_only_layers": [3]}, "mlp_only_layers names layer 3, but there are 3, from 0"),
         ({"mlp_only_layers": ["1"]}, "mlp_only_layers = ['1'] is not a list of the numbers of layers"),
         ({"num_experts_per_tok": 6}, "num_experts_per_tok = 6 is more than num_experts = 5"),

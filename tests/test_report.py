@@ -51,7 +51,7 @@ def write_lines(path: Path, *entries: object) -> None:
 def write_run(folder: Path, steps: int = 100, loss: Callable[[int], float] = lambda step: 2 + 4 / step) -> Path:
     """A run folder, its metrics and its state written by the trainer's own code, the rest by hand."""
     folder.mkdir(parents=True)
-    figures = RunFigures(steps, 40, lambda *_: 10**9, 1e11, "bf16")
+    figures = RunFigures(steps, 40, lambda step: 10**9 / step.seconds / 1e11, "bf16")
     reporter = Reporter(folder, MetricsConfig(enable_tensorboard=False, log_freq=10**9), figures)
     for step in range(1, steps + 1):
         reporter.after_step(step, result(step, loss(step)))

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
-from titan_mi100.checkpoint.checkpointer import Checkpointer, SaveOptions
+from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.config.load import load_config
 from titan_mi100.data.prepare import prepare_run
 from titan_mi100.errors import UserError
@@ -218,7 +218,7 @@ def opened(base: Path, world: World, *more: str) -> Any:
 def saved(run: Any, base: Path, folder: Path, world: World) -> Path:
     """A checkpoint of a run, as the run saves it."""
     assets = run_assets(run.config.spec(), str(base), run.config.tokenizer_path(), "")
-    at = Checkpointer(folder, run.model, run.optimizer, world, run.config.layout(1), SaveOptions(assets=assets))
+    at = Checkpointer(folder, run.model, run.optimizer, world, run.config.layout(1), assets=assets)
     at.save(run.progress.step, run.progress.trainer_state(), run.about)
     return folder / f"step-{run.progress.step}"
 

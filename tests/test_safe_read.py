@@ -30,7 +30,7 @@ from titan_mi100.shapes.base import parameter_shapes
 from titan_mi100.shapes.families import read_hf_config
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer, tokenizer_files
-from titan_mi100.weights.hf import HFWeights
+from titan_mi100.weights.source import open_weights
 
 NAMES = [name for name, _ in hostile.hostile_cases()]
 
@@ -310,7 +310,7 @@ def test_a_snapshot_of_the_hubs_cache_is_read_through_its_links(tmp_path: Path) 
     (alias := tmp_path / "alias").symlink_to(snapshot)  # a folder that the user names may be a link
     for folder in (snapshot, alias):
         spec = read_hf_config(folder)
-        weights = HFWeights(folder)
+        weights = open_weights(folder)
         weights.check(parameter_shapes(spec))
         assert weights.read("model.norm.weight", torch.Size([8]), (2,), (3,)).tolist() == [1, 1, 1]
         assert torch.equal(hostile.read_all(open_torch(folder / "model.pt"))["a"], torch.ones(2))

@@ -109,7 +109,7 @@ def record(
 ) -> None:
     """Steps `first` to `last` of a run of `steps` steps, then a validation."""
     opened = open_sinks(folder, MetricsConfig(enable_tensorboard=tensorboard, enable_wandb=True), about, first - 1)
-    figures = RunFigures(steps, 64, lambda *_: 1, None, "fp32")
+    figures = RunFigures(steps, 64, lambda _: None, "fp32")
     reporter = Reporter(folder, MetricsConfig(), figures, first - 1, False, opened)
     for step in range(first, last + 1):
         reporter.after_step(step, replace(RESULT, loss=loss + step / 10))

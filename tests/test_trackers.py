@@ -183,7 +183,7 @@ def record(
     """Steps `first` to `last` of a run of 4, with a validation after the last of them; what metrics.jsonl has of it."""
     metrics = MetricsConfig(enable_tensorboard=False, report_to=names)
     opened = open_sinks(folder, metrics, Explanation(settings, {}), first - 1)
-    reporter = Reporter(folder, metrics, RunFigures(4, 64, lambda *_: 1, None, "fp32"), first - 1, False, opened)
+    reporter = Reporter(folder, metrics, RunFigures(4, 64, lambda _: None, "fp32"), first - 1, False, opened)
     for step in range(first, last + 1):
         reporter.after_step(step, replace(RESULT, loss=loss + step / 10))
     reporter.validation(last, {"loss": loss}, None, {"a b/c": loss}, 0.25)

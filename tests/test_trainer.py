@@ -28,18 +28,19 @@ from titan_mi100.config.settings import (
 from titan_mi100.data.loader import RowStream, ShuffledEpochs
 from titan_mi100.errors import UserError
 from titan_mi100.open_run.data import log_layout
-from titan_mi100.open_run.inputs import RunInputs
-from titan_mi100.open_run.record import open_record
 from titan_mi100.open_run.rows import fit_progress, last_step
 from titan_mi100.open_run.run import Run, Supervision
 from titan_mi100.open_run.start import SAVE_FAILED, STOP, open_run
 from titan_mi100.optim.optimizer import build_optimizer, scale_lr
 from titan_mi100.parallel import distributed
 from titan_mi100.parallel.distributed import World
+from titan_mi100.planning.costs import train_flops
 from titan_mi100.planning.hardware import find_gpu
 from titan_mi100.planning.workload import Workload
+from titan_mi100.run import forecast
 from titan_mi100.run.forecast import Forecast
 from titan_mi100.run.progress import Progress
+from titan_mi100.shapes.families import PRESETS
 from titan_mi100.shapes.qwen3 import Qwen3Spec
 from titan_mi100.trainer import StepResult
 from titan_mi100.workshop.made_up import made_up, random_rows
@@ -198,14 +199,14 @@ def test_memory_is_the_allocators_on_a_card_and_the_processs_elsewhere(monkeypat
 def test_a_runs_mfu_is_a_share_of_its_cards_peak(
     arch: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = opened(world)  # before: else the card's kernels are tried
-    monkeypatch.setattr(distributed, "data_sheet", lambda _: find_gpu(arch, 120))
+    monkeypatch.setattr(forecast, "data_sheet", lambda _: find_gpu(arch, 120))
     config = Config(training=TrainingConfig(seq_len=16, mixed_precision_param="float16"))
-    three = replace(world, size=3)
-    inputs = RunInputs(config, 3, SPEC, three, tmp_path, run.data, {}, None, run.progress)
-    reporter = open_record(inputs, run.model, run.stream.source, 4)
-    assert reporter is not None
-    assert reporter._figures.peak_flops == (pytest.approx(3 * 184.6e12) if arch == "gfx908" else None)
+    planned = Forecast(Workload(config, 3, PRESETS["0.6B"]), replace(world, size=3), None)
+    result: Any = SimpleNamespace(tokens=2000, supervised=500, attention_pairs=10_000, seconds=0.5)
+    mfu, flops = planned.mfu(result), train_flops(PRESETS["0.6B"], 2000, 500, 10_000)
+    assert mfu == (pytest.approx(flops / 0.5 / (3 * 184.6e12)) if arch == "gfx908" else None)
+    # 440M body parameters x 6 x 2000 tokens in half a second are 10.6 TFLOP/s
+    assert mfu is None or 0.02 < 3 * mfu < 0.07
 
 
 def test_a_run_ends_with_its_steps_or_with_its_rows(caplog: pytest.LogCaptureFixture) -> None:

@@ -86,10 +86,8 @@ def run_process(
         message = with_level("ERROR", ended.message) + "\n" if rank else ""  # ranks but 0 log only to a file
         print(f"{message}{ended.next}", file=sys.stderr, flush=True)
     heartbeat.note(ENDED)
-    # Our launcher reads the exit code from a file. Exiting with 0 avoids torchrun's page about failed workers; also if
-    # the launcher was killed (preemption.py takes the file's name away then).
-    was_killed = "TITAN_LAUNCHER_PID" in os.environ and "TITAN_OUTCOME" not in os.environ
-    distributed.exit_process(0 if all_ranks and (was_killed or launcher_is_told()) else ended.code, all_ranks)
+    # Our launcher reads the exit code from a file. Exiting with 0 avoids torchrun's page about failed workers.
+    distributed.exit_process(0 if all_ranks and launcher_is_told() else ended.code, all_ranks)
 
 
 _FIX = "fix the problem above"

@@ -75,7 +75,7 @@ def step_time(
     once = sum(sending[axis] for axis in DATA_PARALLEL) - all_spread
     waiting = computing * bubble / (1 - bubble)
     exposed = {axis: sending[axis] for axis in (*AXES, WORLD) if axis not in DATA_PARALLEL}
-    exposed["dp"] = exposed_seconds(once, all_spread, computing + waiting, microbatches, gpu.overlap)
+    exposed["dp"] = exposed_seconds(once, all_spread, computing + waiting, microbatches)
     return StepTime(computing, waiting, sending, exposed)
 
 

@@ -13,7 +13,7 @@ import torch
 from chaos.case import Case, Outcome
 from conftest import torchrun
 
-from titan_mi100.checkpoint.checkpointer import Checkpointer, SaveOptions
+from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.config.settings import Config, TrainingConfig
 from titan_mi100.files import durable
 from titan_mi100.open_run.start import open_run
@@ -64,9 +64,7 @@ def worker(folder: Path, repeats: int, spec: ModelSpec) -> None:
         for in_background, hashed in ((False, True), (False, False), (True, True)):
             number += 1
             real, durable.hashlib.sha256 = durable.hashlib.sha256, durable.hashlib.sha256 if hashed else _NoHash
-            checkpointer = Checkpointer(
-                folder / "checkpoint", model, optimizer, world, layout, SaveOptions(1, in_background)
-            )
+            checkpointer = Checkpointer(folder / "checkpoint", model, optimizer, world, layout, 1, in_background)
             name = f"{'async' if in_background else 'sync'}{'' if hashed else ' without hashing'}"
             stall = seconds(lambda c=checkpointer, n=number: c.save(n, {"step": n}, about={}))
             note(f"{name}, stall s", stall)

@@ -23,7 +23,7 @@ from chaos.runs import Job, metrics
 from chaos.worker import switch_off
 
 from titan_mi100.checkpoint import sealed
-from titan_mi100.checkpoint.checkpointer import Checkpointer, SaveOptions
+from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.config.settings import Config, TrainingConfig
 from titan_mi100.errors import SaveError
 from titan_mi100.log import log
@@ -185,7 +185,7 @@ def _child(
         data = made_up(random_rows(processes, 8, SPEC.vocab_size, supervised_share=0.5))
         run = open_run(Config(training=TrainingConfig(seq_len=8)), world, spec=SPEC, data=data)
         layout = run.config.layout(processes)
-        work(world, Checkpointer(folder, run.model, run.optimizer, world, layout, SaveOptions(KEEP, in_background)))
+        work(world, Checkpointer(folder, run.model, run.optimizer, world, layout, KEEP, in_background))
     except BaseException as error:
         code = 7 if isinstance(error, SaveError) else 8
         (outside / str(rank)).write_text(repr(error))

@@ -30,7 +30,7 @@ from titan_mi100.shapes.base import parameter_shapes
 from titan_mi100.shapes.families import read_hf_config, to_hf_config
 from titan_mi100.text.chat_template import ChatTemplate
 from titan_mi100.text.load import load_tokenizer, tokenizer_files
-from titan_mi100.weights.hf import HFWeights
+from titan_mi100.weights.source import open_weights
 
 TIME_LIMIT = 30  # seconds a case
 
@@ -300,7 +300,7 @@ def read_torch(folder: Path) -> None:
 
 def read_hf(folder: Path) -> None:
     spec = read_hf_config(folder / "hf")
-    HFWeights(folder / "hf").check(parameter_shapes(spec))
+    open_weights(folder / "hf").check(parameter_shapes(spec))
 
 
 def open_tokenizer(folder: Path) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_mi100.checkpoint import checkpointer as module
 from titan_mi100.checkpoint import resume, sealed
-from titan_mi100.checkpoint.checkpointer import Checkpointer, SaveOptions
+from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.config.settings import Config, ParallelismConfig, TrainingConfig
 from titan_mi100.errors import SaveError, UserError
 from titan_mi100.open_run.run import Run
@@ -61,7 +61,7 @@ def open_small(world: World, layers: int) -> Run:
 
 def checkpointer_of(run: Run, folder: Path, **options: Any) -> Checkpointer:
     layout = run.config.layout(run.world.size)
-    return Checkpointer(folder, run.model, run.optimizer, run.world, layout, SaveOptions(**options))
+    return Checkpointer(folder, run.model, run.optimizer, run.world, layout, **options)
 
 
 def values(checkpointer: Checkpointer) -> dict[str, torch.Tensor]:

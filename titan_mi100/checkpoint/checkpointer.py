@@ -18,9 +18,10 @@ import warnings
 from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -63,21 +64,6 @@ _PATIENCE = timedelta(hours=2)  # how long a background writer waits for the oth
 
 
 @dataclass(frozen=True)
-class SaveOptions:
-    """Options of saving.
-
-    Attributes:
-        keep_latest_k: how many intact checkpoints to keep; 0: all.
-        in_background: copy the tensors to host memory, and let a thread write them while training continues.
-        assets: rank 0's; files to put into each checkpoint (config, tokenizer), so that it is usable as a model.
-    """
-
-    keep_latest_k: int = 0
-    in_background: bool = False
-    assets: Mapping[str, bytes] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class _Pending:
     """The last checkpoint that was saved or loaded: it waits until it is complete, and then judged.
 
@@ -99,17 +85,20 @@ class Checkpointer:
 
     def __init__(
         self, folder: Path, model: ParallelModel, optimizer: NamedState, world: World, layout: Layout,
-        options: SaveOptions = SaveOptions(),
+        keep_latest_k: int = 0, in_background: bool = False, assets: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         """A collective.
 
         Args:
             folder: the folder of the checkpoints.
             layout: the model's layout; it determines which ranks write.
+            keep_latest_k: how many intact checkpoints to keep; 0: all.
+            in_background: copy the tensors to host memory, and let a thread write them while training continues.
+            assets: rank 0's; files to put into each checkpoint (config, tokenizer), so that it is usable as a model.
         """
-        self.folder, self.world, self._assets = folder, world, options.assets
-        self._model, self._optimizer, in_background = model, optimizer, options.in_background
-        self._retention = sealed.Retention(folder, options.keep_latest_k)
+        self.folder, self.world, self._assets = folder, world, assets
+        self._model, self._optimizer = model, optimizer
+        self._retention = sealed.Retention(folder, keep_latest_k)
         self._lock = threading.Lock()  # guards the next line, which the writer thread uses, too
         self._pending = _Pending()
         self._first_of_stage = world.rank % layout.ranks_per_stage == 0

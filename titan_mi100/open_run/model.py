@@ -8,7 +8,7 @@ import torch
 
 from titan_mi100.attention.base import Shape
 from titan_mi100.attention.choice import Choice, choose
-from titan_mi100.checkpoint.checkpointer import Checkpointer, SaveOptions
+from titan_mi100.checkpoint.checkpointer import Checkpointer
 from titan_mi100.config.layout import PIPELINE
 from titan_mi100.config.settings import Config
 from titan_mi100.data.prepare import cache_folder
@@ -102,5 +102,6 @@ def open_checkpointer(inputs: RunInputs, model: ParallelModel, optimizer: NamedS
             )  # fmt: skip
         if assets and facts.end_of_turn_id is not None:
             assets = ending_turns(assets, facts.end_of_turn, facts.end_of_turn_id)
-    options = SaveOptions(config.checkpoint.keep_latest_k, config.checkpoint.async_mode == "async", assets)
-    return Checkpointer((folder or Path()) / "checkpoint", model, optimizer, inputs.world, inputs.layout, options)
+    keep, in_background = config.checkpoint.keep_latest_k, config.checkpoint.async_mode == "async"
+    path = (folder or Path()) / "checkpoint"
+    return Checkpointer(path, model, optimizer, inputs.world, inputs.layout, keep, in_background, assets)

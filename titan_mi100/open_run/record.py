@@ -4,6 +4,7 @@ import json
 import platform
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib import import_module
 from importlib.metadata import version
@@ -30,30 +31,32 @@ from titan_mi100.parallel import distributed
 from titan_mi100.parallel.base import ParallelModel
 from titan_mi100.parallel.distributed import World, raise_together
 from titan_mi100.planning import hardware
-from titan_mi100.planning.costs import flops_of_steps
 from titan_mi100.run.machine import describe
 from titan_mi100.run.metrics import Reporter, RunFigures
 from titan_mi100.run.sinks import Explanation, open_sinks
 from titan_mi100.shapes.base import ModelSpec
+from titan_mi100.trainer import StepResult
 from titan_mi100.wording import plural
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
-def open_record(inputs: RunInputs, model: ParallelModel, rows: RowSource, steps: int) -> Reporter | None:
+def open_record(
+    inputs: RunInputs, model: ParallelModel, rows: RowSource, steps: int, mfu: Callable[[StepResult], float | None]
+) -> Reporter | None:
     """Write the describing files and open rank 0's Reporter; None on other ranks, and without a run folder.
     A collective.
 
     Args:
         steps: the run's last step.
+        mfu: of a step, see Forecast.mfu.
     """
     config, world, spec, progress, folder = inputs.config, inputs.world, inputs.spec, inputs.progress, inputs.folder
     if folder is None:
         return None
-    device_words, sheet = distributed.device_name(world.device)[0], distributed.data_sheet(world.device)
+    device_words = distributed.device_name(world.device)[0]
     precision = config.training.mixed_precision_param
     kernel, dtype = _log_kernel(world, spec, model, rows.row(progress.rows_consumed), precision), _SHORT[precision]
-    tflops = sheet.tflops.get(precision) if sheet else None
     with raise_together():
         if world.rank == 0:
             layout = inputs.layout.describe()
@@ -62,12 +65,8 @@ def open_record(inputs: RunInputs, model: ParallelModel, rows: RowSource, steps:
             about = _write_explanation(folder, config, progress.step, ran | code_and_machine(world))
             about = replace(about, settings=_flat(asdict(config), inputs.layout, inputs.batch))
             sinks = open_sinks(folder, config.metrics, about, progress.step)
-            peak = tflops * 1e12 * world.size if tflops else None
-            flops, printed = (
-                flops_of_steps(spec, config.lora, config.draft_head.train),
-                (*model.objective.printed, *["draft_loss"] * (model.draft == "along")),
-            )
-            figures = RunFigures(steps, rows.rows_per_epoch, flops, peak, dtype, printed)
+            printed = (*model.objective.printed, *["draft_loss"] * (model.draft == "along"))
+            figures = RunFigures(steps, rows.rows_per_epoch, mfu, dtype, printed)
             return Reporter(folder, config.metrics, figures, progress.step, progress.validation_due, sinks)
     return None
 

@@ -114,7 +114,7 @@ def open_run(
         if checkpoint is None:
             from_rank_zero(partial(rename_later_checkpoints, inputs.found.path))
     log_if_done(progress, steps)
-    reporter = open_record(inputs, model, rows, steps)
+    reporter = open_record(inputs, model, rows, steps, forecast.mfu)
     observers = [forecast, *open_observers(inputs, model, stream, reporter, steps)]
     profiler = open_profiler(folder, config.profiling, world, steps) if folder else None
     tokenizer, base = config.tokenizer_path(), config.checkpoint.initial_load_path

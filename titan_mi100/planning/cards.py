@@ -14,7 +14,6 @@ class Gpu:
         memory_gib: memory of the device, in GiB.
         link_gbs: GB/s to its neighbour in a node and direction.
         host_gbs: GB/s to the host's memory and back.
-        overlap: share of the computation's time in which it also sends; 0 where the same cores do both.
         per_node: devices of a node.
         node_gbs: its share of what a node sends to others, GB/s and direction.
     """
@@ -24,7 +23,6 @@ class Gpu:
     memory_gib: float
     link_gbs: float
     host_gbs: float = 32
-    overlap: float = 1.0
     per_node: int = 8
     node_gbs: float = 12.5
 

@@ -136,7 +136,7 @@ def make_plan(workload: Workload, card: int, gpu: Gpu | None = None) -> Plan:
             update = updated * _HOST_UPDATE[config.optimizer.is_lean]
         computing = max(computing, computing - hiding + with_host)
         once, spread = sent_at_once / data_parallel, (sent["data parallel"] - sent_at_once) / data_parallel
-        waits = exposed_seconds(once, spread, computing, microbatches, gpu.overlap)
+        waits = exposed_seconds(once, spread, computing, microbatches)
         others = sum(size / reached(layout.along(kind), gpu) for kind, size in sent.items() if kind != "data parallel")
         step = computing + waits + others + update
     memory = estimate(workload, card)

@@ -15,16 +15,14 @@ def bubble_share(schedule: str, ranks: int, microbatches: int) -> float:
     return waits / (microbatches + waits)
 
 
-def exposed_seconds(once: float, spread: float, computing: float, microbatches: int, overlap: float) -> float:
+def exposed_seconds(once: float, spread: float, computing: float, microbatches: int) -> float:
     """Seconds of data-parallel communication that computation does not overlap.
 
     Args:
         once: seconds of what is sent during a single microbatch, which overlaps it.
         spread: seconds of what is sent over all microbatches.
-        overlap: see Gpu.overlap.
     """
-    hides = overlap * computing
-    return max(0.0, once - hides / microbatches) + max(0.0, spread - hides)
+    return max(0.0, once - computing / microbatches) + max(0.0, spread - computing)
 
 
 def reached(group: range, gpu: Gpu) -> float:

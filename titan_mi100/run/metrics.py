@@ -55,16 +55,14 @@ class RunFigures:
     Attributes:
         steps: the run's last step.
         rows_per_epoch: None: a stream without epochs.
-        flops: FLOPs of a step, from its tokens, supervised tokens and attention pairs; see costs.train_flops.
-        peak_flops: FLOP/s of all ranks together in the compute dtype; None: unknown.
+        mfu: of a step, see Forecast.mfu.
         dtype: the compute dtype, for the printed line.
         printed: measures of the objective that the step's line shows.
     """
 
     steps: int
     rows_per_epoch: int | None
-    flops: Callable[[int, int, int], int]
-    peak_flops: float | None
+    mfu: Callable[[StepResult], float | None]
     dtype: str
     printed: Sequence[str] = ()
 
@@ -102,7 +100,6 @@ class Reporter:
 
     def after_step(self, step: int, result: StepResult) -> None:
         seconds, figures = result.seconds, self._figures
-        flops = figures.flops(result.tokens, result.supervised, result.attention_pairs)
         record: dict[str, Any] = {
             "step": step,
             "time": utc_now(),
@@ -117,7 +114,7 @@ class Reporter:
             "supervised_tokens": result.supervised,
             "tokens_per_second": result.tokens / seconds,
             "supervised_tokens_per_second": result.supervised / seconds,
-            "mfu": flops / seconds / figures.peak_flops if figures.peak_flops else None,  # None: unknown hardware
+            "mfu": figures.mfu(result),
             "peak_memory_gib": result.peak_memory_gib,
             "data_wait": result.waited / seconds,
             "gradient_bytes": result.gradient_bytes,

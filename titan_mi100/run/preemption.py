@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 
 _GRACE = 30  # seconds for a last checkpoint after the launcher has ended; torchrun gives its workers the same
 _POLL = 0.5  # seconds
@@ -44,22 +43,12 @@ class Preemption:
         """End this process after its launcher has ended, even if it hangs."""
         while all(_is_there(process) for process in launchers):
             time.sleep(_POLL)
-        _remove_outcome()  # first: the process may end as soon as it has a reason
         self.reason = self.reason or "the launcher is gone"
         time.sleep(_GRACE)
         with suppress(OSError):
             text = "ERROR the launcher is gone, and the run did not come to its next step: ended"
             print(text, file=sys.stderr, flush=True)
         os._exit(1)
-
-
-def _remove_outcome() -> None:
-    """Remove the outcome file if our launcher, which would have read and removed it, is gone."""
-    if not _is_there(int(os.environ.get("TITAN_LAUNCHER_PID", os.getpid()))):
-        outcome = os.environ.pop("TITAN_OUTCOME", "")
-        with suppress(OSError):
-            Path(outcome).unlink(missing_ok=True)  # the run may not have come to it
-            os.rmdir(os.path.dirname(outcome))
 
 
 def _is_there(process: int) -> bool:

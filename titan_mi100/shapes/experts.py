@@ -40,15 +40,14 @@ class StackPosition(NamedTuple):
     start: int
 
 
-def with_experts(
-    layer: LayerShape, kind: str, hidden: int, inner: int, experts: int, slots: int, mlp: int, is_shared: bool = False
-) -> LayerShape:
+def with_experts(spec: "MixtureSpec", layer: LayerShape, kind: str, is_shared: bool = False) -> LayerShape:
     """A layer with a router and experts in place of its MLP.
 
     Args:
-        mlp: the inner size of the layer's MLP.
         is_shared: the MLP stays beside the experts, times a gate of its own.
     """
+    hidden, inner, mlp = spec.hidden_size, spec.moe_intermediate_size, spec.intermediate_size
+    experts, slots = spec.num_experts, spec.num_experts_per_tok
     matrix = Parameter((experts * hidden, inner), INPUTS, experts=experts, is_transposed=True)
     small = Parameter((experts, hidden), WHOLE, "other")
     parameters = {name: p for name, p in layer.parameters.items() if not name.startswith("mlp.")} | {

@@ -21,11 +21,13 @@ _TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
     int | None: ((int, type(None)), "an int or null"),
 }  # fmt: skip
 
-# Other keys of config.json. transformers computes the same as our models only with these values:
+# Other keys of config.json. transformers computes the same as our models only with these values (with router logits a
+# mixture of experts adds an auxiliary loss, which depends on how rows are grouped into microbatches):
 ONLY: Mapping[str, Any] = {
     "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "is_causal": True,
     "attention_dropout": 0.0, "is_decoder": False, "is_encoder_decoder": False, "tie_encoder_decoder": False,
     "add_cross_attention": False, "chunk_size_feed_forward": 0, "pretraining_tp": 1, "pruned_heads": {},
+    "output_router_logits": False,
 }  # fmt: skip
 # These keys change neither forward nor backward: bookkeeping, return values, classification, generation.
 WITHOUT_EFFECT = frozenset(
@@ -39,10 +41,9 @@ WITHOUT_EFFECT = frozenset(
     temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate
     forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
-    begin_suppress_tokens epsilon_cutoff eta_cutoff
+    begin_suppress_tokens epsilon_cutoff eta_cutoff router_aux_loss_coef
     """.split()  # noqa: SIM905 (a list of that many strings hides the names)
 )
-LOSS_OF_ROUTERS = ("output_router_logits", "router_aux_loss_coef")  # without the first, the second has no effect
 ROPES = ("rope_scaling", "rope_parameters")  # the rotary embedding's dict, as transformers 4 and 5 write it
 
 
@@ -95,12 +96,6 @@ def unsupported(raw: Mapping[str, Any], known: Collection[str], only: Mapping[st
         if raw.get(key, allowed) != allowed:
             problems.append(f"{key} = {shortened(repr(raw[key]))} is not supported; only {allowed!r}")
     return problems
-
-
-def loss_problems(raw: Mapping[str, Any]) -> list[str]:
-    """A problem if a mixture of experts adds an auxiliary loss."""
-    problem = "output_router_logits adds an auxiliary loss, which depends on how rows are grouped into microbatches"
-    return [f"{problem}; set it to false"] if raw.get("output_router_logits") else []
 
 
 def rope_of(raw: Mapping[str, Any]) -> dict[str, Any]:

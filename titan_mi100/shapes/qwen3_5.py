@@ -243,14 +243,12 @@ _OF_WRAPPER = (
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
-def read(
-    path: Path, raw: Mapping[str, Any], family: type[Qwen3_5Spec] = Qwen3_5Spec, known: Collection[str] = ()
-) -> Qwen3_5Spec:
+def read(path: Path, raw: Mapping[str, Any], family: type[Qwen3_5Spec] = Qwen3_5Spec) -> Qwen3_5Spec:
     """The shape that a `config.json` describes, of a folder with or without a vision tower; see
     families.read_hf_config.
 
     Args:
-        path: of the file, for messages. raw: its content. known: keys that change nothing.
+        path: of the file, for messages. raw: its content.
 
     Raises:
         UserError: a key that makes transformers compute something else than this model, or might.
@@ -273,9 +271,8 @@ def read(
         if kind != of_text:
             problems.append(f"text_config: model_type = {shown(kind)} is not supported; only {of_text!r}")
     text = {family.renamed.get(key, key): setting for key, setting in text.items()}
-    known = [*(field.name for field in fields(family) if field.name not in family.of_files), *known]
+    known = [field.name for field in fields(family) if field.name not in family.of_files]
     problems += hf_config.unsupported(text, [*known, *_WITHOUT_EFFECT, "full_attention_interval", *_OF_IMAGES], _ONLY)
-    problems += hf_config.loss_problems(text)
     rope = hf_config.read_rope(text, ["rope_theta", "partial_rotary_factor"], problems, _OF_IMAGES)
     settings = {**_DEFAULTS, **text, **rope, "is_wrapped": is_wrapped}
     settings["layer_types"] = _layer_types(text, problems)

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from titan_mi100.shapes import experts, hf_config, qwen3_5
+from titan_mi100.shapes import experts, qwen3_5
 from titan_mi100.shapes.base import EXPERTS, LayerShape
 from titan_mi100.shapes.qwen3_5 import Qwen3_5Spec, every_fourth
 
@@ -31,10 +31,7 @@ class Qwen3_5MoeSpec(experts.MixtureSpec, Qwen3_5Spec):
     experts_fused: bool = True
 
     def layer(self, kind: str) -> LayerShape:
-        return experts.with_experts(
-            super().layer(kind), kind, self.hidden_size, self.moe_intermediate_size, self.num_experts,
-            self.num_experts_per_tok, self.intermediate_size, is_shared=True,
-        )  # fmt: skip
+        return experts.with_experts(self, super().layer(kind), kind, is_shared=True)
 
 
 # Source: the config.json of each repository.
@@ -44,4 +41,4 @@ PRESETS: Mapping[str, Qwen3_5MoeSpec] = dict.fromkeys(("qwen3.5-35B-A3B", "qwen3
 
 def read(path: Path, raw: Mapping[str, Any]) -> Qwen3_5Spec:
     """Reads a config.json, see qwen3_5.read."""
-    return qwen3_5.read(path, raw, Qwen3_5MoeSpec, hf_config.LOSS_OF_ROUTERS)
+    return qwen3_5.read(path, raw, Qwen3_5MoeSpec)

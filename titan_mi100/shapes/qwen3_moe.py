@@ -37,10 +37,7 @@ class Qwen3MoeSpec(experts.MixtureSpec, qwen3.Qwen3Spec):
     @cached_property
     def layers(self) -> tuple[LayerShape, ...]:
         dense, step = super().layers[0], self.decoder_sparse_step
-        sparse = experts.with_experts(
-            dense, SPARSE, self.hidden_size, self.moe_intermediate_size, self.num_experts, self.num_experts_per_tok,
-            self.intermediate_size,
-        )  # fmt: skip
+        sparse = experts.with_experts(self, dense, SPARSE)
         dense = replace(dense, adapted=sparse.adapted[:-1])
         is_dense = (n in self.mlp_only_layers or (n + 1) % step for n in range(self.num_hidden_layers))
         return tuple(dense if each else sparse for each in is_dense)
@@ -69,13 +66,12 @@ _ONLY = {
     **hf_config.ONLY, "partial_rotary_factor": 1.0, "qkv_bias": False, "use_qk_norm": True,
     "shared_expert_intermediate_size": 0,
 }  # fmt: skip
-_KNOWN = (*hf_config.LOSS_OF_ROUTERS, "num_local_experts")
 
 
 def read(path: Path, raw: Mapping[str, Any]) -> Qwen3MoeSpec:
     """The shape that a `config.json` describes; see qwen3.read."""
     known = [field.name for field in fields(Qwen3MoeSpec) if field.name not in Qwen3MoeSpec.of_files]
-    problems = hf_config.unsupported(raw, [*known, *_KNOWN], _ONLY) + hf_config.loss_problems(raw)
+    problems = hf_config.unsupported(raw, [*known, "num_local_experts"], _ONLY)
     settings = {**qwen3.DEFAULTS, **raw, **qwen3.checked_rope(raw, problems)}
     if "num_local_experts" in raw:  # as transformers 5 names it
         settings.setdefault("num_experts", raw["num_local_experts"])

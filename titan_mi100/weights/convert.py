@@ -83,9 +83,7 @@ def to_dcp(source: ModelSource, output: Path, dtype: str = "keep", verify: str =
         write_dcp(files, aside, in_files(source.spec, _tensors_to_write(source, kinds, digests)))
         for name, content in naming_dtype(source.assets, dtype).items():
             files.write(aside / name, content)
-        written: Weights = DCPWeights(aside)
-        written = joined(written, source.spec) if source.spec else written
-        _compare(written, digests, verify)
+        _compare(DCPWeights(aside), digests, verify, source.spec)
         # Step 0: the trainer starts from it, but does not resume from it (see resume.check_is_run_checkpoint).
         sealed.write_manifest(aside, files.written, {"step": 0, "torch": torch.__version__})
 
@@ -127,7 +125,7 @@ def to_hf(source: ModelSource, output: Path, dtype: str = "auto", verify: str = 
             assert written.spec is not None
             if differing := differences(written.spec, source.spec):
                 raise SaveError(f"the export's config.json describes another model: {'; '.join(differing)}")
-            _compare(joined(written.weights, source.spec), digests, verify)
+            _compare(written.weights, digests, verify, source.spec)
 
 
 def to_torch(source: ModelSource, output: Path, dtype: str = "keep", verify: str = "bytes") -> None:
@@ -141,8 +139,7 @@ def to_torch(source: ModelSource, output: Path, dtype: str = "keep", verify: str
         digests, spec = Digests(), source.spec
         tensors = in_files(spec, _tensors_to_write(source, kinds, digests))
         write_torch(aside, ((spec.stored_name(name) if spec else name, tensor) for name, tensor in tensors))
-        written: Weights = read_torch_weights(aside / MODEL_FILE)
-        _compare(joined(written, spec) if spec else written, digests, verify)
+        _compare(read_torch_weights(aside / MODEL_FILE), digests, verify, spec)
         _write_assets(aside, naming_dtype(source.assets, dtype))
 
 
@@ -292,10 +289,15 @@ def _is_finite(values: Tensor) -> bool:
     return all(torch.isfinite(extreme).item() for extreme in torch.aminmax(wide))
 
 
-def _compare(written: Weights, digests: Digests, verify: str) -> None:
-    """Read the written tensors again and compare their digests, unless --verify is off. Raises SaveError."""
+def _compare(written: Weights, digests: Digests, verify: str, spec: ModelSpec | None = None) -> None:
+    """Read the written tensors again and compare their digests, unless --verify is off. Raises SaveError.
+
+    Args:
+        spec: by whose names the digests are; None: by those of the files.
+    """
     if verify == "off":
         return
+    written = joined(written, spec) if spec else written
     read_digests = Digests()
     deque(_tensors(written, written.kinds, read_digests, "verifying"), maxlen=0)  # runs the iterator, keeps no tensor
     if wrong := [name for name in {**digests, **read_digests} if digests.get(name) != read_digests.get(name)]:

@@ -1,4 +1,4 @@
-"""HF safetensors folders: reads tensors or parts of them without the rest, and writes tensors one by one."""
+"""HF safetensors folders: writes tensors one by one."""
 
 import json
 import os
@@ -9,10 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from titan_mi100.files.model import weights_format
-from titan_mi100.files.stored import open_hf
 from titan_mi100.files.tables import HF_DTYPES, INDEX, SINGLE
-from titan_mi100.weights.base import Kinds, StoredWeights, dtype_name, raw_bytes
+from titan_mi100.weights.base import Kinds, dtype_name, raw_bytes
 
 _NAME_OF = {dtype: name for name, dtype in HF_DTYPES.items()}  # torch's name of a dtype -> safetensors' name
 
@@ -20,21 +18,6 @@ _NAME_OF = {dtype: name for name, dtype in HF_DTYPES.items()}  # torch's name of
 def is_hf_folder(path: str | Path) -> bool:
     """Whether a folder has safetensors under HF's names."""
     return any(os.path.lexists(Path(path) / name) for name in (SINGLE, INDEX))
-
-
-class HFWeights(StoredWeights):
-    """The weights of an HF folder: one file, or shards with an index."""
-
-    def __init__(self, folder: str | Path) -> None:
-        """Read the headers of the folder's files. They are treated as untrusted.
-
-        Raises:
-            UserError: there are no weights; a shard is missing, incomplete or outside the folder; or the index names
-                other tensors than the shards hold.
-        """
-        folder = Path(folder)
-        weights_format(folder)
-        super().__init__(folder, open_hf(folder))
 
 
 def write_hf(folder: Path, kinds: Kinds, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:

@@ -13,16 +13,16 @@ from titan_mi100.errors import UserError
 from titan_mi100.files.model import DCP, TORCH, weights_format
 from titan_mi100.files.patterns import nearby
 from titan_mi100.files.plain import parse_object
+from titan_mi100.files.stored import open_hf
 from titan_mi100.log import log
 from titan_mi100.model.lora import base_fingerprint
 from titan_mi100.shapes.base import DRAFT, ModelSpec, differences, draft_shapes, parameter_shapes, stored_shapes
 from titan_mi100.shapes.families import of_fingerprint, read_hf_config
 from titan_mi100.text import assets as asset_files
 from titan_mi100.text.assets import Assets
-from titan_mi100.weights.base import Weights
+from titan_mi100.weights.base import StoredWeights, Weights
 from titan_mi100.weights.dcp import DCPWeights, read_torch_weights
 from titan_mi100.weights.draft_head import WithDraftHead
-from titan_mi100.weights.hf import HFWeights
 from titan_mi100.weights.pieces import joined
 
 _HEAD_ALONE = "draft_head"  # key of the manifest of a checkpoint that holds one alone
@@ -36,7 +36,8 @@ def open_weights(path: str | Path, only_weights: bool = True) -> Weights:
         only_weights: leave out the optimizer state and per-rank state of a run's checkpoint.
 
     Raises:
-        UserError: there are no weights, or they cannot be read safely.
+        UserError: there are no weights, or they cannot be read safely; or of an HF folder the index names other tensors
+            than the shards hold.
     """
     path = Path(path)
     if not path.exists():
@@ -46,7 +47,7 @@ def open_weights(path: str | Path, only_weights: bool = True) -> Weights:
         manifest = read_manifest(path)
         is_head_alone = only_weights and _HEAD_ALONE in manifest
         return open_source(path).weights if is_head_alone else DCPWeights(path, only_weights, manifest.get("files"))
-    return read_torch_weights(path) if kind == TORCH else HFWeights(path)
+    return read_torch_weights(path) if kind == TORCH else StoredWeights(path, open_hf(path))
 
 
 def read_manifest(path: Path, read: Callable[[Path], dict[str, Any]] = sealed.read_manifest) -> dict[str, Any]:
