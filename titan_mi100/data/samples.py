@@ -7,7 +7,7 @@ and for scores. Imports no torch.
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -272,6 +272,10 @@ class GroupStore(SealedParts):
         """Seal a part. Raises UserError: it cannot be written."""
         assert [group.prompt for group in groups] == [*self.prompts_of(number)]
         self.seal(number, "".join(group.line() for group in groups).encode())
+
+    def groups(self) -> Iterator[Group]:
+        """All groups. Raises as `read` does."""
+        return (group for number in range(self.count) for group in self.read(number))
 
     def read(self, number: int) -> list[Group]:
         """The groups of a part. Raises UserError: it is damaged, or not of this store."""
