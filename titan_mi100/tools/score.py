@@ -50,9 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> tool.Parser:
     """Make the command's parser."""
     usage = "%(prog)s SAMPLES --by SCORER[=WEIGHT] [options]"
-    example = "e.g. titan-mi100 score outputs/samples --by text"
     epilog = f"Scorers: {SCORERS}. A function is {FORMS}. A score is the weighted sum."
-    made = tool.Parser(prog="titan-mi100 score", usage=usage, description=__doc__, epilog=epilog, example=example)
+    made = tool.Parser(prog="titan-mi100 score", usage=usage, description=__doc__, epilog=epilog)
     add, several = made.add_argument, dict[str, Any](action="append", default=[], type=_weighted)
     add("samples", type=Path, metavar="SAMPLES", help="a folder that titan-mi100 sample has written")
     add("--out", type=Path, metavar="FOLDER", help="of the scores; default: SAMPLES/scored")
