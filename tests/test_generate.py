@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from titan_mi100.attention import torch_backends
+from titan_mi100.data.prompts import asked_of
 from titan_mi100.errors import UserError
 from titan_mi100.generation import engine as inference
 from titan_mi100.generation.batch import read_rows
@@ -310,7 +311,7 @@ def test_rows_to_answer_may_have_what_exports_have(tmp_path: Path) -> None:
     row = {"id": 1, "messages": [{"role": "user", "content": "a", "timestamp": 1, "id": 2}]}
     data = tmp_path / "rows.jsonl"
     data.write_bytes(b"\xef\xbb\xbf" + json.dumps(row).encode() + b"\r\n\r\n")
-    [(where, (messages, tools))] = read_rows(str(data), generate._prompt_of)
+    [(where, (messages, tools))] = read_rows(str(data), asked_of)
     assert (where, messages, tools) == (f"{data}:1", [{"role": "user", "content": "a"}], None)
 
 
@@ -430,14 +431,13 @@ BAD = {
     "long": (["--prompt", "x" * 600], "tokens plus max_new_tokens = 9 exceed the 512 positions"),
     "no file": (["--input", "{tmp}/none.jsonl"], "none.jsonl: cannot be read: No such file"),
     "no rows": (["--input", "{tmp}/prompts.txt"], "prompts.txt: is neither JSON nor parquet"),
-    "empty prompt": (["--input", "{tmp}/empty.jsonl"], "empty.jsonl:1: empty: prompt is an empty text"),
-    "behind a blank line": (["--input", "{tmp}/blank.jsonl"], "blank.jsonl:3: empty: prompt is an empty text"),
+    "empty prompt": (["--input", "{tmp}/empty.jsonl"], "empty.jsonl:1: nothing to answer"),
+    "behind a blank line": (["--input", "{tmp}/blank.jsonl"], "blank.jsonl:3: nothing to answer"),
     "not UTF-8": (["--input", "{tmp}/latin.jsonl"], "latin.jsonl:1: not UTF-8: at byte 15"),
     "bad JSON": (["--input", "{tmp}/bad.jsonl"], "bad.jsonl:2: not JSON"),
     "no key": (["--input", "{tmp}/key.jsonl"], "key.jsonl:2: not one prompt"),
     "two keys": (["--input", "{tmp}/two.jsonl"], "two.jsonl:1: not one prompt"),
     "long element": (["--input", "{tmp}/array.json"], "array.json:1[1]: "),
-    "answered": (["--input", "{tmp}/answered.jsonl"], "answered.jsonl:1: nothing to answer"),
     "long row": (["--input", "{tmp}/long.jsonl"], "long.jsonl:2: "),
     "raw messages": (["--raw", "--input", "{tmp}/messages.jsonl"], "messages.jsonl:1: a conversation needs a chat"),
     "raw system": (["--raw", "--system", "x", "--prompt", "x"], "--raw uses no chat template; leave out --system"),
@@ -463,8 +463,7 @@ def test_bad_input_is_refused_before_the_weights_are_read(
         "two.jsonl": b'{"prompt": "x", "question": "y"}\n',
         "long.jsonl": b'{"prompt": "x"}\n' + json.dumps({"prompt": "x" * 600}).encode() + b"\n",
         "array.json": json.dumps([{"prompt": "x" * 600}, {"prompt": "x"}]).encode(),
-        "messages.jsonl": json.dumps({"messages": [hello]}).encode() + b"\n",
-        "answered.jsonl": json.dumps({"messages": [hello, hi]}).encode() + b"\n",
+        "messages.jsonl": json.dumps({"messages": [hello, hi, hello]}).encode() + b"\n",
     }.items():
         (tmp_path / name).write_bytes(content)
 

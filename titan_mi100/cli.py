@@ -61,7 +61,6 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **options: Any) -> None:
-        self._example = options.pop("example", "")
         options["prog"] = command_name(options.get("prog", "")) or None  # None: argparse derives one
         super().__init__(**options, allow_abbrev=False)
         self.register("action", None, _Once)  # the action of an option that names none
@@ -70,7 +69,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        say(f"{message}; {self._example or f'{self.prog} --help lists the options'}")
+        say(f"{message}; {self.prog} --help lists the options")
         self.exit(2)
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:

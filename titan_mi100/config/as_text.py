@@ -81,15 +81,14 @@ def help_text(which: str = "") -> str:
     return settings_text(which) if which else "\n".join(lines)
 
 
-def settings_parser(prog: str, description: str, epilog: str, first: str = "", example: str = "") -> Parser:
-    """Make the parser of a command that takes settings as training does. Args: first: what its usage begins with."""
+def settings_parser(prog: str, description: str, epilog: str) -> Parser:
+    """Make the parser of a command that takes settings as training does."""
     return Parser(
         prog=prog,
-        usage=f"%(prog)s {first}--job.config_file X.toml [--section.key value ...] [options]",
+        usage="%(prog)s --job.config_file X.toml [--section.key value ...] [options]",
         description=description,
         epilog=f"{epilog}\n\n{settings_text()}",
         formatter_class=RawHelp,
-        example=example,
     )
 
 

@@ -171,8 +171,10 @@ def _mass(log_p: np.ndarray) -> np.ndarray:
     return np.exp(log_p.astype(np.float64)).sum(1)  # type: ignore[no-any-return]
 
 
-class LogprobStore(SealedParts[Identity]):
+class LogprobStore(SealedParts):
     """Opens a store, or begins it."""
+
+    about: Identity
 
     def __init__(self, folder: Path, about: Identity, remedy: str, only: Sequence[str] = tuple(_WORDS)) -> None:
         """Args: about: what is wanted. remedy: if it differs. only: the fields of `Identity` that must not.
@@ -181,7 +183,7 @@ class LogprobStore(SealedParts[Identity]):
             UserError: the folder is a store of something else, holds parts that are none of it, or cannot be read.
         """
         self.remedy, self._only = remedy, only
-        super().__init__(folder, about, about.parts, "safetensors", about.kind)
+        super().__init__(folder, about, "safetensors")
 
     def read_about(self) -> Identity:
         path, expected = self.folder / STORE, self.about
@@ -196,9 +198,6 @@ class LogprobStore(SealedParts[Identity]):
         if wrong := [name for name in _WORDS if name in self._only and getattr(about, name) != getattr(expected, name)]:
             raise UserError(f"{self.folder}: was made of {_WORDS[wrong[0]]}; {self.remedy}")
         return about
-
-    def count_of(self, about: Identity, count: int) -> int:
-        return about.parts
 
     def write(self, number: int, arrays: Arrays, wanted: Wanted) -> None:
         """Seal a part: its name, with its hash, appears when all of it is on the disk.

@@ -177,7 +177,7 @@ class RecordReader:
                 if unpacked > max(_BOMB, _MOST_UNPACKED * self.size):
                     reason = f"is parquet whose rows are over {_MOST_UNPACKED} times its size"
                     raise UserError(f"{self.path}: {reason}; if that is right, convert it to JSONL first")
-                yield _size_checked(number, raw.encode(), problem)._replace(nulls="left out")
+                yield Record(number, raw.encode(), problem, nulls="left out")
 
 
 # State of the child process between two questions, so that it need not start the file again: path, the next row, the
@@ -328,17 +328,11 @@ class _Unpacked(io.RawIOBase):
         return len(block)
 
 
-def _size_checked(number: int, raw: bytes, problem: str, element: int = 0) -> Record:
-    """A record, or a problem if it is longer than LONGEST_LINE."""
-    if len(raw) > LONGEST_LINE:
-        return Record(number, b"", _TOO_LONG.format(LONGEST_LINE), element)
-    return Record(number, raw, problem, element)
-
-
 def _elements(file: io.BufferedReader) -> Iterator[Record]:
     """The records of a JSON array. A syntax error becomes the last record: no element after it can be located."""
     try:
         for element, (line, raw) in enumerate(array_elements(file), 1):
-            yield _size_checked(line, raw, "", element)
+            problem = _TOO_LONG.format(LONGEST_LINE) if len(raw) > LONGEST_LINE else ""
+            yield Record(line, b"" if problem else raw, problem, element)
     except BrokenArray as broken:
         yield Record(broken.line, b"", _BROKEN.format(broken))

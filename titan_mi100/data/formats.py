@@ -185,19 +185,14 @@ def choose_format(path: str, config: DataConfig, answers: str = "") -> Format:
 
 
 def first_keys(path: str) -> set[str]:
-    """The keys of the first readable record that have a value. Raises UserError: see first_row."""
-    return {key for key, value in first_row(path).items() if value is not None}
-
-
-def first_row(path: str) -> dict[str, Any]:
-    """The first readable record.
+    """The keys of the first readable record that have a value. Raises UserError: none can be read.
 
     Unreadable records before it raise nothing here; they are reported later with all others.
     """
     first_reason = ""
     for record in read_records(path):
         try:
-            return parse_record(record)
+            return {key for key, value in parse_record(record).items() if value is not None}
         except BadRecord as bad:
             first_reason = first_reason or f"{path}:{record.number}: {bad}"
     raise UserError(f"{first_reason.replace('FILE', shlex.quote(path))}; no row of the file can be read")

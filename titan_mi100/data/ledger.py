@@ -114,8 +114,6 @@ class Ledger:
         parts = [reason] if reason else []
         if duplicate:
             parts.insert(0, f"of {self.where(self.original[number])}" + ("" if record["set"] else ", left out"))
-        elif record["documents"] and not record["set"]:
-            raise AssertionError("a record with documents must be in a set, or a duplicate")
         return "; ".join(parts)
 
     def refusal(self, config: DataConfig) -> str:

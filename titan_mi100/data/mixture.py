@@ -175,12 +175,10 @@ class Mixture:
 
 def consumed_at(segment: Segment, seed: int, number: int) -> dict[str, int]:
     """Rows of each source that are read before row `number` of the run, which lies in this segment."""
-    phases, end = _phases(segment, seed)
-    if not phases:  # every source was exhausted before the segment began
-        return dict(segment.consumed)
+    phases, end = _phases(segment, seed)  # none: every source was exhausted before the segment began
     number = number if end is None else min(number, end)
     consumed = dict(segment.consumed)
-    for phase, stop in zip(phases, [*(later.first_row for later in phases[1:]), number], strict=True):
+    for phase, stop in zip(phases, [*(later.first_row for later in phases[1:]), number], strict=False):
         if phase.first_row < number:
             consumed |= {key: phase.read(i, min(stop, number)) for i, key in enumerate(phase.sources)}
     return consumed

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titan_mi100.config.settings import DataConfig
-from titan_mi100.data.conversation import Message, drop_keys, last_of
+from titan_mi100.data.conversation import Message, drop_keys, last_of, tool_list
 from titan_mi100.data.formats import choose_format
 from titan_mi100.data.prepared import PackedDataset, RowSet
 from titan_mi100.data.strict_json import BadRecord, listed
@@ -98,4 +98,4 @@ def asked_of(row: dict[str, Any]) -> tuple[list[Message], list[Any] | None]:
         raise BadRecord(
             "nothing to answer", "before the answer there is no message of the user, or a blank one; add it"
         )
-    return before, example.tools
+    return before, example.tools or tool_list(fields.get("tools"))

@@ -7,7 +7,7 @@ and for scores. Imports no torch.
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -229,14 +229,14 @@ def check_sealed(path: Path, by_teacher: bool = False) -> None:
             store.check_hash(number, f"delete it, and {again} is made anew")
 
 
-class GroupStore(SealedParts[Any]):
+class GroupStore(SealedParts):
     """A store of samples or of scores: parts of PART_PROMPTS groups, in the order of the prompts, a JSON line each."""
 
     def __init__(self, folder: Path, about: Sampled | Scored) -> None:
         """Raises UserError: the folder is of something else, or cannot be read."""
-        super().__init__(folder, about, self.count_of(about, 0), "jsonl", about.kind)
+        super().__init__(folder, about, "jsonl")
         if self.about != about and not self.parts:  # nothing was made yet
-            self.about, self.is_begun, self.count = about, False, -(-about.count // PART_PROMPTS)
+            self.about, self.is_begun = about, False
         if differing := [key for key, own in vars(about).items() if getattr(self.about, key) != own]:
             remedy = "start with the same options, or name another folder with --out"
             raise UserError(f"{folder}: was made with another {listed(differing)}; {remedy}")
@@ -252,9 +252,10 @@ class GroupStore(SealedParts[Any]):
             raise UserError(f"{folder}: kind = {about.kind!r}, format = {about.format}; name a folder with {word}")
         return cls(folder, about)
 
-    def count_of(self, about: Sampled | Scored, count: int) -> int:
+    @property
+    def count(self) -> int:
         """The number of parts: of a folder that is begun its own, whatever is asked for."""
-        return -(-about.count // PART_PROMPTS)
+        return -(-int(self.about.count) // PART_PROMPTS)
 
     @property
     def digest(self) -> str:
@@ -271,6 +272,10 @@ class GroupStore(SealedParts[Any]):
         """Seal a part. Raises UserError: it cannot be written."""
         assert [group.prompt for group in groups] == [*self.prompts_of(number)]
         self.seal(number, "".join(group.line() for group in groups).encode())
+
+    def groups(self) -> Iterator[Group]:
+        """All groups. Raises as `read` does."""
+        return (group for number in range(self.count) for group in self.read(number))
 
     def read(self, number: int) -> list[Group]:
         """The groups of a part. Raises UserError: it is damaged, or not of this store."""

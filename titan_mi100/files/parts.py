@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from titan_mi100.errors import UserError
 from titan_mi100.files.durable import replace, sha256_of
@@ -23,10 +23,9 @@ from titan_mi100.files.plain import plain_path, read_checked
 
 STORE = "store.json"
 _PART = re.compile(r"part-(\d{5,10})-([0-9a-f]{16})\.(\w+)")
-About = TypeVar("About")
 
 
-class SealedParts(Generic[About]):
+class SealedParts:
     """Opens a folder of parts, or begins it.
 
     Attributes:
@@ -34,8 +33,8 @@ class SealedParts(Generic[About]):
         parts: paths of those that are there, by number.
     """
 
-    def __init__(self, folder: Path, about: About, count: int, suffix: str, kind: str) -> None:
-        """Args: count: of parts when it is complete. kind: of the folder, in messages.
+    def __init__(self, folder: Path, about: Any, suffix: str) -> None:
+        """Args: about: a dataclass, with the kind of the folder.
 
         Raises:
             UserError: the folder cannot be read, or holds parts that are none of it.
@@ -48,15 +47,13 @@ class SealedParts(Generic[About]):
         self.is_begun, strays = STORE in names, list[str]()
         if self.is_begun:
             self.about = self.read_about()
-            count = self.count_of(self.about, count)
-        self.count = count
         for path in (folder / name for name in names if name.endswith(f".{suffix}")):
             match = _PART.fullmatch(path.name)
             number, problem = int(match[1]) if match else -1, ""
             if not self.is_begun:
                 problem = f"is without its {STORE}, which says what it was made of"
-            elif not 0 <= number < count:
-                problem = f"is no part of the {kind} in this folder"
+            elif not 0 <= number < self.count:
+                problem = f"is no part of the {self.about.kind} in this folder"
             elif number in self.parts:
                 problem = f"has the number of {self.parts[number].name}"
             if problem:
@@ -65,14 +62,14 @@ class SealedParts(Generic[About]):
         if strays:
             raise UserError("\n".join(strays))
 
-    def read_about(self) -> About:
+    def read_about(self) -> Any:
         """What store.json says. Raises UserError: it is damaged, or of something else."""
-        kind = type(self.about)
-        return read_checked(self.folder / STORE, kind, "name another folder, or delete this one")  # type: ignore[no-any-return]
+        return read_checked(self.folder / STORE, type(self.about), "name another folder, or delete this one")
 
-    def count_of(self, about: About, count: int) -> int:
-        """The number of parts of a folder that is begun."""
-        return count
+    @property
+    def count(self) -> int:
+        """The number of parts when it is complete."""
+        return int(self.about.parts)
 
     @property
     def is_complete(self) -> bool:
@@ -89,8 +86,7 @@ class SealedParts(Generic[About]):
             for left in (*self.folder.glob(".part-*"), *self.folder.glob(f".{STORE}.*")):
                 left.unlink()
             if not self.is_begun:
-                content: Any = self.about
-                replace(self.folder / STORE, json.dumps(asdict(content), indent=1), is_synced=True)
+                replace(self.folder / STORE, json.dumps(asdict(self.about), indent=1), is_synced=True)
                 self.is_begun = True
         except OSError as error:
             raise self._cannot(error) from None

@@ -27,7 +27,6 @@ from titan_mi100.text.assets import VARIABLES
 from titan_mi100.weights.base import dtype_name
 from titan_mi100.wording import some
 
-_MODEL = "outputs/RUN/checkpoint/step-500"
 _ROW_BEGINS = b'{"prompt": "'
 _ROW = {"prompt": str, "output": str, "tokens": int, "finish": str}  # keys of every row, besides settings
 _FINISH = ("length", "stop")  # why an answer ended: too long, or with a stop token
@@ -40,9 +39,8 @@ def command_parser(name: str, description: str, epilog: str = "", without: Colle
     """A parser with the options of every command that generates. Args: without: those that it has not, of output and
     dtype.
     """
-    prog = f"titan-mi100 {name}"
-    example, usage = f"e.g. {prog} --model {_MODEL}", "%(prog)s --model PATH [options]"
-    parser = Parser(prog=prog, usage=usage, description=description, epilog=epilog, example=example)
+    prog, usage = f"titan-mi100 {name}", "%(prog)s --model PATH [options]"
+    parser = Parser(prog=prog, usage=usage, description=description, epilog=epilog)
     add, thinking = parser.add_argument, parser.add_mutually_exclusive_group()
     add("--model", metavar="PATH", required=True, help="HF folder or name, DCP folder (RUN/checkpoint/step-N) or file")
     add("--adapter", metavar="PATH", default="", help="a LoRA adapter for it: PEFT folder or checkpoint of a LoRA run")

@@ -140,7 +140,7 @@ class PromptBuilder:
         Raises:
             UserError: an option needs a chat template, and none is used.
         """
-        self._tokenizer, self._raw, self.template = model.tokenizer, raw, None if raw else model.template
+        self._tokenizer, self.template = model.tokenizer, None if raw else model.template
         trained, as_trained = model.prompts, f"as the model was trained ({PROMPTS})"
         self.variables = dict(variables or {})
         if self.template is not None:
@@ -165,7 +165,7 @@ class PromptBuilder:
 
     def __call__(self, where: str, given: str | list[Message], tools: list[Any] | None = None) -> Request:
         """Render it with the template, ending with the header of the answer. Without a template, take the text itself,
-        or that of a lone message of the user if it is missing.
+        or that of a lone message of the user.
 
         Raises:
             UserError: the template refuses it, or it is a conversation and there is no template.
@@ -177,7 +177,7 @@ class PromptBuilder:
                 given = self.template.render_prompt(messages, tools=tools, **self.variables)
             except UserError as error:
                 raise UserError(f"{where}: {error}") from None
-        elif not isinstance(given, str) and not self._raw and [message["role"] for message in given] == ["user"]:
+        elif not isinstance(given, str) and [message["role"] for message in given] == ["user"]:
             given = given[0]["content"]
         if not isinstance(given, str):
             raise UserError(f"{where}: a conversation needs a chat template; give a text, or leave out --raw")

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from titan_mi100 import cli as tool
 from titan_mi100.launch import torch_build
 from titan_mi100.launch.machine_checks import CHECKS, FAIL, PASS, WARN, Result, judge, named
-from titan_mi100.launch.machine_facts import Facts, read
+from titan_mi100.launch.machine_facts import read
 from titan_mi100.wording import printable
 
 
@@ -29,17 +29,13 @@ def _show(options: argparse.Namespace) -> int:
         print(json.dumps({"facts": asdict(facts), "verdicts": [asdict(verdict) for verdict in verdicts]}))
     else:
         if not options.fast:
-            print(f"{headline(facts)}\n")
+            torch = facts.torch.version or "not installed"
+            print(f"{named(facts.cards) or 'no GPU'}; torch {torch}; Linux {facts.kernel}\n")
         shown = [verdict for verdict in verdicts if not options.fast or verdict.state != PASS]
         for line in lines(shown):
             print(line)
         print(("\n" if shown else "") + summary(verdicts, len(CHECKS)))
     return 2 if any(verdict.state == FAIL for verdict in verdicts) else 0
-
-
-def headline(facts: Facts) -> str:
-    """The machine in one line."""
-    return f"{named(facts.cards) or 'no GPU'}; torch {facts.torch.version or 'not installed'}; Linux {facts.kernel}"
 
 
 def lines(verdicts: Sequence[Result]) -> Iterator[str]:

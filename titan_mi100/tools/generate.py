@@ -6,20 +6,15 @@ Invalid options and prompts are reported before any weights are loaded.
 import argparse
 import json
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from titan_mi100 import cli as tool
-from titan_mi100.data.conversation import Message, check_order, drop_keys, message_list, tool_list
-from titan_mi100.data.strict_json import BadRecord, listed
-from titan_mi100.generation.batch import Row, command_parser, generate_all, open_model, read_rows, template_variables
+from titan_mi100.data.prompts import asked_of
+from titan_mi100.generation.batch import command_parser, generate_all, open_model, read_rows, template_variables
 from titan_mi100.generation.engine import PromptBuilder, full_memory_is_an_error, load_answer
 from titan_mi100.model.decode import Sampling
 from titan_mi100.wording import printable
-
-_PROMPT_KEYS = ("messages", "prompt", "question")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +25,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser("generate", __doc__.splitlines()[0])
     prompts, add = parser.add_mutually_exclusive_group(required=True), parser.add_argument
     prompts.add_argument("--prompt", metavar="TEXT", action="append", help="may be given several times")
-    prompts.add_argument("--input", metavar="FILE.jsonl", help="rows with prompt, question or messages")
+    prompts.add_argument("--input", metavar="FILE.jsonl", help="rows with a prompt, or rows of training data")
     add("--json", action="store_true", help="print the rows as JSON, a line each, instead of text")
     add("--raw", action="store_true", help="continue the text itself, without the chat template")
     add("--temperature", type=float, default=0.0, help="0, the default: always the most probable token")
@@ -49,7 +44,7 @@ def _run(options: argparse.Namespace) -> None:
     if options.prompt is not None:
         requests = [build(f"prompt {number}", text) for number, text in enumerate(options.prompt, 1)]
     else:
-        requests = [build(where, *prompt_and_tools) for where, prompt_and_tools in read_rows(options.input, _prompt_of)]
+        requests = [build(where, *asked) for where, asked in read_rows(options.input, asked_of)]
     settings = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     rows = generate_all(options, model, requests, load, settings | {"seed": options.seed})
     if options.json:
@@ -63,20 +58,3 @@ def _run(options: argparse.Namespace) -> None:
         print(f"--- {request.where} ---\n" * (len(rows) > 1) + printable(row["output"]))
         if row["finish"] == "length":
             print(f"({request.where}: {cut})", file=sys.stderr)
-
-
-def _prompt_of(row: Row) -> tuple[str | list[Message], list[Any] | None]:
-    """The text or conversation to answer, and its tools."""
-    row = drop_keys(row, frozenset(), Counter())
-    keys = [key for key in _PROMPT_KEYS if row.get(key) is not None]
-    if len(keys) != 1:
-        raise BadRecord("not one prompt", f"a row has one of {', '.join(_PROMPT_KEYS)}; this one has {listed(keys)}")
-    prompt, tools = row[keys[0]], tool_list(row.get("tools"))
-    if isinstance(prompt, str):
-        if not prompt:
-            raise BadRecord("empty", f"{keys[0]} is an empty text")
-        return prompt, tools
-    messages = check_order(message_list(prompt, keys[0]))
-    if messages[-1]["role"] == "assistant":
-        raise BadRecord("nothing to answer", "the last message is the assistant's; leave it out")
-    return messages, tools

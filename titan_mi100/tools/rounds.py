@@ -312,7 +312,7 @@ class Rounds:
     def _score(self, samples: Path) -> dict[str, Any]:
         told, store = self._told(self._score_words(samples)), GroupStore.open(samples / "scored", Scored)
         told["dead"] = list[int]()
-        for group in (group for part in range(store.count) for group in store.read(part)):
+        for group in store.groups():
             known = {answer.score for answer in group.answers} - {None}
             told["dead"] += [group.prompt] * (len(known) < 2)
         return told

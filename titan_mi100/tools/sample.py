@@ -198,8 +198,7 @@ def _by_server(options: Namespace, server: Any, asked: Asked) -> Iterator[Answer
 
 
 def _summarise(options: Namespace, store: GroupStore, is_old: bool) -> None:
-    groups = (group for part in range(store.count) for group in store.read(part))
-    answers = [(len(answer.ids), answer.is_cut) for group in groups for answer in group.answers]
+    answers = [(len(answer.ids), answer.is_cut) for group in store.groups() for answer in group.answers]
     mean, share = (sum(each) / len(answers) for each in zip(*answers, strict=True))
     summary = {"prompts": store.about.count, "answers": len(answers), "mean_length": mean, "cut_off": share}
     text = f"{store.about.count:,} prompts, {len(answers):,} answers with {mean:.1f} tokens on average; {share:.1%} are"

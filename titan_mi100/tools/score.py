@@ -50,9 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> tool.Parser:
     """Make the command's parser."""
     usage = "%(prog)s SAMPLES --by SCORER[=WEIGHT] [options]"
-    example = "e.g. titan-mi100 score outputs/samples --by text"
     epilog = f"Scorers: {SCORERS}. A function is {FORMS}. A score is the weighted sum."
-    made = tool.Parser(prog="titan-mi100 score", usage=usage, description=__doc__, epilog=epilog, example=example)
+    made = tool.Parser(prog="titan-mi100 score", usage=usage, description=__doc__, epilog=epilog)
     add, several = made.add_argument, dict[str, Any](action="append", default=[], type=_weighted)
     add("samples", type=Path, metavar="SAMPLES", help="a folder that titan-mi100 sample has written")
     add("--out", type=Path, metavar="FOLDER", help="of the scores; default: SAMPLES/scored")
@@ -77,7 +76,7 @@ def _run(options: argparse.Namespace) -> None:
     check(options, target)
     if options.keep == "all":
         parser().check_used(options, "--keep all", ("samples", "keep", "to", "json"))
-        rows = [*_kept(_groups(samples), None)]
+        rows = [*_kept(samples.groups(), None)]
         write_output(options.to, rows, "--to", _is_ours)
         print(json.dumps({"kept": len(rows)}) if options.json else f"{options.to}: {plural(len(rows), 'answer')}")
         return
@@ -94,9 +93,9 @@ def _run(options: argparse.Namespace) -> None:
     for number in tqdm(store.missing, unit="part", delay=1, mininterval=0.1 if sys.stderr.isatty() else 10):
         store.write(number, _scored(samples.read(number), scorers, options))
     weights = {name: scorer.weight for name, scorer in scorers.items()}
-    summary = {"scores": str(target), **summarise(_groups(store), weights, options.above, options.show)}
+    summary = {"scores": str(target), **summarise(store.groups(), weights, options.above, options.show)}
     if options.to:
-        if not (rows := [*_kept(_groups(store), options.above)]):
+        if not (rows := [*_kept(store.groups(), options.above)]):
             raise UserError(f"--above {options.above:g}: no complete answer has a higher score; nothing to write")
         write_output(options.to, rows, "--to", _is_ours)
         summary["kept"] = len(rows)
@@ -221,10 +220,6 @@ def _scored(groups: list[Group], scorers: dict[str, Scorer], options: argparse.N
     return scored
 
 
-def _groups(store: GroupStore) -> Iterator[Group]:
-    return (group for number in range(store.count) for group in store.read(number))
-
-
 def summarise(groups: Iterable[Group], weights: Mapping[str, float], above: float, show: int) -> dict[str, Any]:
     """Figures of scored answers, and the best and the worst.
 
@@ -238,7 +233,8 @@ def summarise(groups: Iterable[Group], weights: Mapping[str, float], above: floa
     dead, prompts, told = 0, 0, list[tuple[float, str]]()
     for group in groups:
         prompts += 1
-        told = _extremes([*told, *_examples(group)], show)
+        told = sorted([*told, *_examples(group)], key=itemgetter(0))
+        told = told[:show] + told[max(show, len(told) - show) :]
         own = [answer.score for answer in group.answers if answer.score is not None]
         spreads += [pstdev(own)] if own else []
         means += [fmean(own)] if own else []
@@ -258,11 +254,6 @@ def summarise(groups: Iterable[Group], weights: Mapping[str, float], above: floa
     shown = {"best": [text for _, text in told[::-1][:show]], "worst": [text for _, text in told[:show]]}
     spread = {"spread": fmean(spreads or [0.0]), "dead_prompts": dead, "standard_error": error}
     return {**counts, **spread, "scorers": table, **shown}
-
-
-def _extremes(told: list[tuple[float, str]], show: int) -> list[tuple[float, str]]:
-    told = sorted(told, key=itemgetter(0))
-    return told if len(told) <= 2 * show else told[:show] + told[len(told) - show :]
 
 
 def _examples(group: Group) -> Iterator[tuple[float, str]]:

@@ -85,10 +85,9 @@ def _microbatches(settings: Sequence[str]) -> list[str]:
 
 def parser() -> tool.Parser:
     """Make the command's parser."""
-    example = "e.g. titan-mi100 teach --job.config_file student.toml --model Qwen3-8B"
     epilog = "Other options go to the pass, as of titan-mi100 train: --nproc_per_node 2, --lora.base nf4 ..."
     description = __doc__.split("\n", 1)[0].replace("`", "")
-    made = tool.Parser(prog="titan-mi100 teach", description=description, epilog=epilog, example=example)
+    made = tool.Parser(prog="titan-mi100 teach", description=description, epilog=epilog)
     add = made.add_argument
     add("--job.config_file", dest="config", required=True, metavar="STUDENT.toml", help="the student's config")
     add("--model", default="", metavar="TEACHER", help="HF folder or checkpoint of the teacher")

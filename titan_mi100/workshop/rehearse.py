@@ -149,8 +149,7 @@ def _parser() -> argparse.ArgumentParser:
         "Exit code: 0 it fits, 2 a mistake, 6 out of memory (`plan` alone: 1). Settings are those of training; "
         "data, weights and tokenizer need not exist. docs/MEMORY.md explains the tables."
     )
-    example = "titan-mi100 plan --rehearse --help lists the options"
-    parser = settings_parser("titan-mi100 plan", __doc__.splitlines()[0], epilog, "--rehearse N ", example)
+    parser = settings_parser("titan-mi100 plan", __doc__.splitlines()[0], epilog)
     add = parser.add_argument
     add("--rehearse", type=positive, required=True, metavar="N", help="number of ranks of the run, one per device")
     add("--device", default="", metavar="NAME", help=f"{NAMES}; default mi250x, with --memory none")

@@ -13,6 +13,7 @@ from concurrent.futures import as_completed
 from contextlib import suppress
 from dataclasses import asdict
 from fnmatch import fnmatch
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -224,30 +225,26 @@ def _make_shards(
 
 def _check_readable(plan: ShardPlan, shard: Shard, most_bad: float) -> None:
     """Raises UserError: most rows of a shard cannot be read, so reading the other shards would be useless."""
-    bad = _bad_count(shard)
+    bad = sum(number for kind, number in shard.bad.items() if kind != BLANK)  # blank rows are no error
     if bad >= _MANY_BAD and bad > max(0.5, most_bad) * (bad + shard.documents):
         kinds = ", ".join(f"{kind}: {number:,}" for kind, number in shard.bad.items())
         column = "" if plan.is_text else f"; is --text_column {plan.text_column} right?"
         raise UserError(f"{bad:,} of {bad + shard.documents:,} rows {_MOSTLY_BAD} ({kinds}){column}")
 
 
-def _bad_count(shard: Shard) -> int:
-    """Rows of a shard that cannot be read; blank rows are not counted."""
-    return sum(number for kind, number in shard.bad.items() if kind != BLANK)
-
-
 def _complete_corpus(folder: Path, plan: ShardPlan, shards: list[Shard], most_bad: float) -> None:
     """Write the ledger and corpus.json. Raises UserError: too many rows were left out, or no document is left."""
     _write_ledger(folder, plan, shards)
-    bad, rows = sum(map(_bad_count, shards)), sum(sum(shard.bad.values()) + shard.documents for shard in shards)
-    if bad:
-        kinds = Counter[str]()
-        for shard in shards:
-            kinds.update({kind: number for kind, number in shard.bad.items() if kind != BLANK})
+    rows, kinds = sum(sum(shard.bad.values()) + shard.documents for shard in shards), Counter[str]()
+    for shard in shards:
+        kinds.update({kind: number for kind, number in shard.bad.items() if kind != BLANK})
+    if bad := kinds.total():
         counts = ", ".join(f"{kind}: {number:,}" for kind, number in kinds.most_common())
         words = f"{bad:,} of {rows:,} rows cannot be read ({counts}); each is in {folder / 'bad_rows.csv'}"
         if bad > most_bad * rows:
-            first = "\n".join(_first_bad(folder, plan, shards))
+            listed = _bad_rows(folder, plan, shards)
+            lines = (f"{file}:{line}: {kind}: {detail}" for file, line, kind, detail in listed if kind != BLANK)
+            first = "\n".join(islice(lines, _SHOWN))
             raise UserError(f"{first}\n{words}; correct them and use a new --output_dir, or raise --max_bad_share")
         log.warning(f"{words}; they are left out")
     if not any(shard.tokens for shard in shards):
@@ -266,22 +263,15 @@ def _complete_corpus(folder: Path, plan: ShardPlan, shards: list[Shard], most_ba
     write_atomically(folder / CORPUS, json.dumps(asdict(corpus)))
 
 
-def _bad_rows(folder: Path, plan: ShardPlan, shards: list[Shard], numbers: Sequence[int]) -> Any:
-    """(file, line, kind, detail) of each row that was left out. Args: numbers: the shards to look into."""
+def _bad_rows(folder: Path, plan: ShardPlan, shards: list[Shard]) -> Any:
+    """(file, line, kind, detail) of each row that was left out."""
     first_files, lines = [unit.first for unit in plan.units], [shard.lines for shard in shards]
-    for number in numbers:
+    for number in (number for number, shard in enumerate(shards) if shard.bad):
         before = lines_before(first_files, lines, number)
         text = shard_path(folder, number, "bad.jsonl").read_text(encoding="utf-8")
         for line in text.split("\n")[:-1]:  # not splitlines(): texts hold U+2028
             file, line_number, kind, detail = json.loads(line)
             yield plan.files[file], before + line_number, kind, detail
-
-
-def _first_bad(folder: Path, plan: ShardPlan, shards: list[Shard]) -> list[str]:
-    numbers = [number for number, shard in enumerate(shards) if _bad_count(shard)]
-    bad = _bad_rows(folder, plan, shards, numbers)
-    rows = (f"{file}:{line}: {kind}: {detail}" for file, line, kind, detail in bad if kind != BLANK)
-    return [row for row, _ in zip(rows, range(_SHOWN), strict=False)]
 
 
 def _write_ledger(folder: Path, plan: ShardPlan, shards: list[Shard]) -> None:
@@ -296,9 +286,7 @@ def _write_ledger(folder: Path, plan: ShardPlan, shards: list[Shard]) -> None:
     _write_table(folder / "ledger.csv", ["file", *keys], ([name, *(c[k] for k in keys)] for name, c in merged.items()))
     if empty := [name for name, counts in merged.items() if not any(counts[key] for key in keys[1:])]:
         log.warning(f"{some(empty, 3)}: no rows; counted as 0 documents")
-    numbers = [number for number, shard in enumerate(shards) if shard.bad]
-    rows = _bad_rows(folder, plan, shards, numbers)
-    _write_table(folder / "bad_rows.csv", ["file", "line", "kind", "detail"], rows)
+    _write_table(folder / "bad_rows.csv", ["file", "line", "kind", "detail"], _bad_rows(folder, plan, shards))
 
 
 def _write_table(path: Path, heading: list[str], rows: Iterable[Any]) -> None:

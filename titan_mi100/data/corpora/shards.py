@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -169,11 +169,6 @@ def remove_temporary_files(folder: Path) -> None:
             part.unlink()
 
 
-class _Document(NamedTuple):
-    origin: int  # see corpus.origin
-    text: str
-
-
 class _Counts:
     """Counts of the input of one shard, and its bad rows."""
 
@@ -210,10 +205,10 @@ def make_shard(folder: Path, plan: ShardPlan, tokenizer: Tokenizer, number: int)
         atomic_file(shard_path(folder, number, "origins.npy")) as origins_file,
     ):
         values_out, origins_out = HashingStream(values_file), HashingStream(origins_file)
-        for document in _documents(plan, unit, counts):
-            values = _values(plan, document, tokenizer, counts)
+        for place, text in _documents(plan, unit, counts):
+            values = _values(plan, place, text, tokenizer, counts)
             if len(values):
-                origins.append((position, document.origin))
+                origins.append((position, place))
                 position += len(values)
                 values_out.write(values.tobytes())
         np.lib.format.write_array(origins_out, np.array(origins, np.int64).reshape(-1, 2), allow_pickle=False)
@@ -234,31 +229,31 @@ def _stamp(file: str) -> list[int]:
     return [status.st_size, status.st_mtime_ns]
 
 
-def _values(plan: ShardPlan, document: _Document, tokenizer: Tokenizer, counts: _Counts) -> np.ndarray:
-    """A document's values as stored in a shard; empty if the tokenizer refuses the text."""
+def _values(plan: ShardPlan, place: int, text: str, tokenizer: Tokenizer, counts: _Counts) -> np.ndarray:
+    """A document's values as stored in a shard; empty if the tokenizer refuses the text. Args: place: see `origin`."""
     ids, bad = list[int](), BadRecord(BLANK, "the tokenizer drops all of the text")
     try:
-        ids = tokenizer.encode(document.text)
+        ids = tokenizer.encode(text)
     except UserError as error:
         bad = BadRecord("cannot be tokenised", str(error))
     if not ids:
-        counts.reject(document.origin >> 32, document.origin % 2**32, bad)
+        counts.reject(place >> 32, place % 2**32, bad)
         return np.zeros(0, VALUE)
-    counts.text_bytes += len(document.text.encode())
+    counts.text_bytes += len(text.encode())
     ids = [*([plan.bos_id] if plan.bos else []), *ids, *([plan.eos_id] if plan.eos else [])]
     values = np.array(ids, VALUE) << 1
     values[0] |= 1  # marks the document's first token
     return values
 
 
-def _documents(plan: ShardPlan, unit: Unit, counts: _Counts) -> Iterator[_Document]:
-    """The documents of a unit. Bad and blank rows are left out and counted."""
+def _documents(plan: ShardPlan, unit: Unit, counts: _Counts) -> Iterator[tuple[int, str]]:
+    """The documents of a unit: `origin` and text. Bad and blank rows are left out and counted."""
     for file in range(unit.first, unit.stop):
         path = plan.files[file]
         if plan.is_text:
             counts.lines += 1
             try:
-                yield _Document(origin(file, 1), _read_text(path))
+                yield origin(file, 1), _read_text(path)
             except BadRecord as bad:
                 counts.reject(file, 1, bad)
             continue
@@ -266,7 +261,7 @@ def _documents(plan: ShardPlan, unit: Unit, counts: _Counts) -> Iterator[_Docume
         with suppress(NoRowsError):  # the ledger counts 0 documents
             for record in reader.span(*unit.span) if unit.span else reader:
                 try:
-                    yield _Document(origin(file, record.number), _text_of(record, plan.text_column))
+                    yield origin(file, record.number), _text_of(record, plan.text_column)
                 except BadRecord as bad:
                     counts.reject(file, record.number, bad)
         counts.lines = reader.line
