@@ -44,8 +44,8 @@ class Reference:
                 remedy = f"delete {own}: it is made again from the weights that training starts from"
                 self._store = LogprobStore(own, about, remedy)
         self.is_complete = from_rank_zero(lambda: self._store is not None and self._store.is_complete)
-        wanted = self._pass.wanted
-        self._starts = wanted.starts if of_samples else np.arange(wanted.count + 1)
+        asked = self._pass.wanted
+        self._starts = asked.starts if of_samples else np.arange(asked.count + 1)
 
     def read(self, model: ParallelModel, stop: Callable[[], bool], beat: Callable[[], None], cache: Path) -> None:
         """Make what the store lacks, and give the rows its values. A collective.

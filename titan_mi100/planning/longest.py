@@ -1,7 +1,7 @@
 """The longest documents that fit a card, by method. No torch."""
 
 from titan_mi100.planning.memory import HEAD_BYTES_PER_LOGIT
-from titan_mi100.planning.plan import RANDOM, Change, Plan, make_plan
+from titan_mi100.planning.plan import EIGHT_BITS, Change, Plan, make_plan
 from titan_mi100.planning.workload import Workload
 
 CARD_SIZES = (8, 12, 16, 24, 32, 64, 80)  # GiB
@@ -12,8 +12,8 @@ _ADAPTERS: Change = {
 }
 METHODS: dict[str, Change] = {  # ways to train
     "all weights": {},
-    "8-bit": {"optimizer": RANDOM},
-    "8-bit, on the host": {"optimizer": RANDOM, "memory": {"offload": "optimizer"}},
+    "8-bit": {"optimizer": EIGHT_BITS},
+    "8-bit, on the host": {"optimizer": EIGHT_BITS, "memory": {"offload": "optimizer"}},
     "LoRA": _ADAPTERS,
     "QLoRA": {**_ADAPTERS, "lora": {**_ADAPTERS["lora"], "base": "nf4"}},
 }

@@ -216,7 +216,7 @@ def _exchanged(workload: Workload, compute_bytes: int) -> float:
     return passes * rows * tokens * of_token * (ranks - 1) / ranks**2
 
 
-RANDOM = {"state": "8bit", "master": "bf16_sr"}
+EIGHT_BITS = {"state": "8bit", "master": "bf16_sr"}
 
 
 def _changes(layout: Layout, batch: Batch, rank: int) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
@@ -248,13 +248,13 @@ def _changes(layout: Layout, batch: Batch, rank: int) -> Iterator[tuple[str, dic
     quantised = "train adapters only, base weights in 4 bits (QLoRA)", {"lora": {**lora, "base": "nf4"}}
     if rank:
         yield quantised
-    yield "keep optimizer state in 8 bits and weights in bf16, rounded at random", {"optimizer": RANDOM}
+    yield "keep optimizer state in 8 bits and weights in bf16, rounded at random", {"optimizer": EIGHT_BITS}
     host = {"memory": {"offload": "optimizer"}}
     yield "keep gradients and optimizer state in the host's memory", host
     words = "keep optimizer state in 8 bits and in the host's memory, weights in bf16, rounded at random"
-    yield words, {"optimizer": RANDOM, **host}
+    yield words, {"optimizer": EIGHT_BITS, **host}
     words = "keep all in the host's memory, optimizer state in 8 bits, weights in bf16, rounded at random"
-    yield words, {"optimizer": RANDOM, "memory": {"offload": "weights"}}
+    yield words, {"optimizer": EIGHT_BITS, "memory": {"offload": "weights"}}
     yield "train adapters only (LoRA)", {"lora": lora}
     yield quantised
 

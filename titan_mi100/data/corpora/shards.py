@@ -205,10 +205,10 @@ def make_shard(folder: Path, plan: ShardPlan, tokenizer: Tokenizer, number: int)
         atomic_file(shard_path(folder, number, "origins.npy")) as origins_file,
     ):
         values_out, origins_out = HashingStream(values_file), HashingStream(origins_file)
-        for place, text in _documents(plan, unit, counts):
-            values = _values(plan, place, text, tokenizer, counts)
+        for at, text in _documents(plan, unit, counts):
+            values = _values(plan, at, text, tokenizer, counts)
             if len(values):
-                origins.append((position, place))
+                origins.append((position, at))
                 position += len(values)
                 values_out.write(values.tobytes())
         np.lib.format.write_array(origins_out, np.array(origins, np.int64).reshape(-1, 2), allow_pickle=False)
@@ -229,15 +229,15 @@ def _stamp(file: str) -> list[int]:
     return [status.st_size, status.st_mtime_ns]
 
 
-def _values(plan: ShardPlan, place: int, text: str, tokenizer: Tokenizer, counts: _Counts) -> np.ndarray:
-    """A document's values as stored in a shard; empty if the tokenizer refuses the text. Args: place: see `origin`."""
+def _values(plan: ShardPlan, at: int, text: str, tokenizer: Tokenizer, counts: _Counts) -> np.ndarray:
+    """A document's values as stored in a shard; empty if the tokenizer refuses the text. Args: at: see `origin`."""
     ids, bad = list[int](), BadRecord(BLANK, "the tokenizer drops all of the text")
     try:
         ids = tokenizer.encode(text)
     except UserError as error:
         bad = BadRecord("cannot be tokenised", str(error))
     if not ids:
-        counts.reject(place >> 32, place % 2**32, bad)
+        counts.reject(at >> 32, at % 2**32, bad)
         return np.zeros(0, VALUE)
     counts.text_bytes += len(text.encode())
     ids = [*([plan.bos_id] if plan.bos else []), *ids, *([plan.eos_id] if plan.eos else [])]
