@@ -37,9 +37,9 @@ CORE = (
     ),  # the loop
     "files/durable.py",  # how a checkpoint's files are written
 )
-BUDGETS = {"core": 12790, "titan_mi100": 31195, "scripts": 1980}  # lines of code
+BUDGETS = {"core": 12790, "titan_mi100": 31205, "scripts": 1980}  # lines of code
 FOLDERS = {  # the same, of folders in titan_mi100/ with all below them
-    "attention": 865, "checkpoint": 735, "config": 2220, "data": 4390, "device": 145, "files": 1730,
+    "attention": 865, "checkpoint": 735, "config": 2220, "data": 4400, "device": 145, "files": 1730,
     "generation": 285, "launch": 785, "model": 3565, "objectives": 270, "open_run": 1195, "optim": 620,
     "parallel": 1295, "planning": 905, "run": 1375, "shapes": 1090, "text": 1500, "tools": 2030, "watch": 465,
     "weights": 1190, "workshop": 3680,

@@ -159,6 +159,7 @@ def test_pairs_share_rows_and_only_answers_are_learned(tmp_path: Path) -> None:
         "duplicate: 1 row",
     ):  # fmt: skip
         assert words in told, words
+    assert "differ before the last turn" in data.ledger().read_text()
 
 
 def test_answers_with_a_label(tmp_path: Path) -> None:
@@ -332,7 +333,7 @@ def arguments_of(config: Config) -> list[str]:
     return [word for key, value in given.items() for word in (f"--{key}", value)]
 
 
-def test_labels_that_are_all_the_same_are_warned_of(tmp_path: Path) -> None:
+def test_rows_that_teach_something_else_are_warned_of(tmp_path: Path) -> None:
     def warned(rows: list[dict[str, Any]], **more: str) -> str:
         path = write(tmp_path / "rows.jsonl", rows)
         return "\n".join(prepare_run(config_of(tmp_path, **{"data.path": str(path), **more}), None).facts.warnings)
@@ -343,6 +344,12 @@ def test_labels_that_are_all_the_same_are_warned_of(tmp_path: Path) -> None:
     for label in (True, False):
         words = warned([{**row, "label": label} for row in rows], **single)
         assert f"every label is {str(label).lower()}: nothing is compared" in words
+    pairs = [{"prompt": f"{i} + 3?", "chosen": str(i + 3), "rejected": str(i)} for i in range(40)]
+    assert "begin with the question" not in warned(pairs)
+    again = [row | {name: f"{row['prompt']}\n{row[name]}" for name in ("chosen", "rejected")} for row in pairs[:3]]
+    messages = {"prompt": [{"role": "user", "content": "7 + 7?"}], "chosen": "7 + 7? 14", "rejected": "7 + 7? 15"}
+    words = warned([*again, messages, *pairs[3:], {"prompt": "x", "chosen": "x is right", "rejected": "no"}])
+    assert "4 rows with answers that both begin with the question" in words and "rows.jsonl:1;" in words
 
 
 def test_the_data_page_shows_both_answers_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

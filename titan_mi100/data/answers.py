@@ -34,7 +34,8 @@ PROMPTS = ("prompt", "question", "instruction", "messages", "conversations")
 OPTIONAL = frozenset(
     {*PROMPTS, "input", "system", "history", "tools", "score_chosen", "score_rejected", "chat_template_kwargs"}
 )
-SAME, TIE = "both answers are the same", "both answers have the same score"
+PROMPT_AGAIN = "the prompt is inside both answers"
+SAME, TIE, EARLIER = "both answers are the same", "both answers have the same score", "differ before the last turn"
 
 ReadMessages = Callable[[dict[str, Any]], list[Message]]  # a row without answers -> the messages of its prompt
 ReadMessage = Callable[..., Message]  # of either form; with context=True it is not learned, so it may be blank
@@ -88,6 +89,20 @@ def read_pair(row: dict[str, Any], prompt_of: ReadMessages, message: ReadMessage
         why = why or TIE * (better == worse)
     prompt = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in prompt]
     return prompt + chosen_answer, prompt + rejected_answer, tool_list(row.get("tools")), why
+
+
+def differs_early(chosen: list[Message], rejected: list[Message]) -> bool:
+    """Whether there is more than one turn in which the answers differ."""
+    shared = _shared(chosen, rejected)
+    return any(turn["role"] == "user" for turn in chosen[shared:] + rejected[shared:])
+
+
+def repeats_prompt(chosen: list[Message], rejected: list[Message]) -> bool:
+    """Whether both answers begin with the last question, as in rows that were written for another program."""
+    shared = _shared(chosen, rejected)
+    asked = " ".join((chosen[shared - 1].get("content") or "").split()) if shared else ""
+    answers = (" ".join((messages[shared].get("content") or "").split()) for messages in (chosen, rejected))
+    return bool(asked) and all(answer.startswith(asked) for answer in answers)
 
 
 def label_of(row: dict[str, Any], names: Sequence[str] = LABEL_KEYS) -> tuple[int, str]:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titan_mi100.config.settings import DataConfig
-from titan_mi100.data.answers import SAME
+from titan_mi100.data.answers import EARLIER, PROMPT_AGAIN, SAME, differs_early, repeats_prompt
 from titan_mi100.data.columns import Findings
 from titan_mi100.data.conversation import check_answer, last_of, with_system_prompt
 from titan_mi100.data.files import Record
@@ -194,6 +194,8 @@ class Encoder:
                 raise BadRecord(OVERLONG, f"{detail}; raise it, or set data.overlong to drop")
             return made._replace(kind=OVERLONG, detail=detail, lost=sum(lengths))
         kind = next((each.kind for each in encoded if each.kind not in ("", JOINED)), encoded[0].kind)
+        if pair := (example.messages or [], example.rejected) if example.rejected else None:
+            kind = PROMPT_AGAIN if repeats_prompt(*pair) else EARLIER if differs_early(*pair) else kind
         labels = (1, -1) if example.rejected else (example.label,)
         return made._replace(status=KEPT, documents=documents, kind=kind, labels=labels)
 

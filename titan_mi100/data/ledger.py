@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from titan_mi100.config.settings import DataConfig
+from titan_mi100.data.answers import PROMPT_AGAIN
 from titan_mi100.data.columns import INSTEAD, MANY_WORDS, Findings
 from titan_mi100.data.encode import (
     DROPPED,
@@ -218,7 +219,7 @@ class Ledger:
             lines.append(f"{nulls.total():,} tool calls have nulls in their arguments ({counted}); {remedy}")
         lines += [text for *shares, text in self.lost() if max(shares) > _MUCH_LOST]
         kinds = self._count_kinds(np.arange(len(self.records)))
-        for kind in filter(kinds.get, (LOST_LAST, LOST_REASONING, JOINED)):
+        for kind in filter(kinds.get, (LOST_LAST, LOST_REASONING, PROMPT_AGAIN, JOINED)):
             first = np.flatnonzero(self.records["kind"] == self._kinds.index(kind))[0]
             self._findings.notes[kind.replace(" ", "_")] = kinds[kind], int(first)
         return lines + self._noted(True)
